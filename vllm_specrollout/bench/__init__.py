@@ -1,0 +1,1 @@
+"""Benchmarks. The inner folders live in bench/ of the repository; setup.py maps them here."""

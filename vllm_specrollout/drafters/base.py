@@ -1,0 +1,33 @@
+"""The one Protocol of all drafters. A drafter proposes; it never touches the engine's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView
+
+
+class Drafter(Protocol):
+    """Proposes draft trees for a batch of running requests."""
+
+    name: str
+
+    deterministic: bool
+    """True if equal views always give equal trees, on any rank: then tensor-parallel ranks need not exchange them."""
+
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+        """One tree per view, in order; an empty tree where there is nothing to draft.
+
+        A tree has at most `decision.max_nodes` nodes and `decision.max_depth` levels, is a chain where the decision says
+        so, and is sorted so that every prefix is the best tree of its size (`trees.build.order` does that).
+        """
+        ...
+
+    def observe(self, feedback: Sequence[Feedback]) -> None:
+        """Learn what became of the last step's drafts."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request is over (finished, aborted); unknown ids are ignored."""
+        ...

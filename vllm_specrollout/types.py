@@ -1,0 +1,144 @@
+"""What travels between the parts: frozen dataclasses over numpy arrays, and nothing else.
+
+request -> drafter -> draft tree -> verify -> commit -> feedback -> policies. A carrier belongs here when two layers
+exchange it; what only one layer knows stays there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+ROOT = -1
+"""Parent of the nodes of depth 1. The root itself is the request's last known token; it is not a node."""
+
+
+class Shape(Enum):
+    """What may be drafted for a request."""
+
+    TREE = "tree"
+    CHAIN = "chain"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A read-only view of one running request, as it stands when its next draft is made."""
+
+    request_id: str
+    # [num_tokens] prompt and output so far; a view into the runner's buffer, valid during the call only
+    token_ids: IntArray
+    num_prompt_tokens: int
+    # tokens the request may still generate (max_tokens and the model's length); a draft deeper than that is waste
+    max_new_tokens: int
+    shape: Shape = Shape.TREE
+    problem_id: str = ""
+    weights_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How much may be drafted for one request in the next step."""
+
+    # most nodes of the draft tree; 0 means do not draft
+    max_nodes: int
+    max_depth: int
+    shape: Shape
+    # nodes less likely than this to be accepted are not worth verifying, natural probability in [0, 1]
+    min_probability: float = 0.0
+    # what one more root-to-leaf path costs, in nodes: see trees.prune
+    path_cost: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Draft tokens for one request. Parents come before children, and every prefix is the best tree of its size."""
+
+    # [N] drafted tokens
+    token_ids: IntArray
+    # [N] node -> index of its parent, ROOT for depth 1
+    parents: IntArray
+    # [N] natural log of the estimated probability that the node is accepted given that its parent is
+    log_q: FloatArray
+    # [N] node -> index into the engine's list of drafters
+    source: IntArray
+
+    @property
+    def size(self) -> int:
+        return len(self.token_ids)
+
+
+def chain(token_ids: IntArray | list[int], source: int = 0, probability: float = 1.0) -> DraftTree:
+    """A draft without branches: node i hangs on node i - 1."""
+    n = len(token_ids)
+    return DraftTree(
+        np.asarray(token_ids, dtype=np.int32),
+        np.arange(-1, n - 1, dtype=np.int32),
+        np.full(n, np.log(max(probability, 1e-9)), dtype=np.float32),
+        np.full(n, source, dtype=np.int32),
+    )
+
+
+EMPTY_TREE = chain([])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of one request's draft."""
+
+    # [A] indices of the accepted nodes, from the root down
+    accepted: IntArray
+    # the token sampled at the last accepted node (at the root if none was)
+    bonus_token: int
+
+    def output(self, tree: DraftTree) -> list[int]:
+        """The tokens this step yields: the accepted ones and the bonus token."""
+        return [*tree.token_ids[self.accepted].tolist(), self.bonus_token]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Which KV cache blocks must be copied so that the accepted nodes stand in consecutive slots of the request."""
+
+    # [C] physical blocks to read
+    source_blocks: IntArray
+    # [C] physical blocks to overwrite
+    target_blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What became of one request's draft; what policies and drafters learn from."""
+
+    request_id: str
+    # nodes sent to the target
+    drafted: int
+    # nodes accepted
+    accepted: int
+    # [N] the drafted nodes' source and log_q, in the tree's order
+    source: IntArray = field(repr=False)
+    log_q: FloatArray = field(repr=False)
+    # [A] indices of the accepted nodes
+    accepted_nodes: IntArray = field(repr=False)
+    # running requests of that step
+    batch: int = 0
+    weights_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Wall-clock milliseconds of one engine step, as the worker saw it."""
+
+    # rows of the forward pass (prefill tokens included)
+    rows: int
+    batch: int
+    verify_ms: float
+    draft_ms: float
+    is_decode_only: bool
