@@ -1,0 +1,172 @@
+"""Best-first order, tries, unions and invariants of draft trees, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout.trees import build
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, chain
+
+PROBABILITIES = (0.0625, 0.25, 0.5, 0.9, 1.0)
+
+
+def make(nodes: list[tuple[int, int, float]], source: int = 0) -> DraftTree:
+    """A tree from (token, parent, probability)."""
+    return DraftTree(
+        np.asarray([node[0] for node in nodes], dtype=np.int32),
+        np.asarray([node[1] for node in nodes], dtype=np.int32),
+        np.log(np.asarray([node[2] for node in nodes], dtype=np.float32)).astype(np.float32),
+        np.full(len(nodes), source, dtype=np.int32),
+    )
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_size: int = 12, source: int = 0) -> DraftTree:
+    """Parents before children and no equal siblings, otherwise in any order."""
+    nodes: list[tuple[int, int, float]] = []
+    for node in range(draw(st.integers(0, max_size))):
+        parent = draw(st.integers(ROOT, node - 1))
+        taken = {token for token, other, _ in nodes if other == parent}
+        token = draw(st.integers(0, 14).filter(lambda token, taken=taken: token not in taken))
+        nodes.append((token, parent, draw(st.sampled_from(PROBABILITIES))))
+    return make(nodes, source)
+
+
+def by_path(tree: DraftTree) -> dict[tuple[int, ...], tuple[float, int]]:
+    """Tokens from the root down -> (log_q, source) of the node."""
+    return {
+        tuple(tree.token_ids[build.path_to(tree.parents, node)].tolist()): (
+            float(tree.log_q[node]),
+            int(tree.source[node]),
+        )
+        for node in range(tree.size)
+    }
+
+
+def best_gain(tree: DraftTree, size: int) -> float:
+    """The largest expected number of accepted tokens of any subtree of this size, by trying all."""
+    gain = [math.exp(value) for value in build.cumulative_log_q(tree)]
+    parents = tree.parents.tolist()
+    return max(
+        sum(gain[node] for node in nodes)
+        for nodes in itertools.combinations(range(tree.size), size)
+        if all(parents[node] == ROOT or parents[node] in nodes for node in nodes)
+    )
+
+
+@given(trees())
+def test_ordering_keeps_the_nodes_and_the_invariants(tree: DraftTree) -> None:
+    ordered = build.order(tree)
+    build.check(ordered)
+    assert build.is_ordered(ordered)
+    assert by_path(ordered) == by_path(tree)
+
+
+@given(trees(max_size=8))
+def test_every_prefix_of_an_ordered_tree_is_the_best_subtree_of_its_size(tree: DraftTree) -> None:
+    ordered = build.order(tree)
+    gain = np.exp(build.cumulative_log_q(ordered))
+    for size in range(1, tree.size + 1):
+        assert sum(gain[:size]) == pytest.approx(best_gain(tree, size))
+
+
+@given(trees())
+def test_ordering_twice_changes_nothing_more(tree: DraftTree) -> None:
+    once = build.order(tree)
+    twice = build.order(once)
+    assert twice.token_ids.tolist() == once.token_ids.tolist()
+    assert twice.parents.tolist() == once.parents.tolist()
+
+
+def test_ties_go_to_the_earlier_parent_and_then_to_the_earlier_node() -> None:
+    tree = make([(1, ROOT, 1.0), (2, 0, 0.5), (3, ROOT, 0.5), (4, 1, 1.0), (5, ROOT, 0.5)])
+    # 3 and 5 hang on the root, which comes before node 1, the parent of 2
+    assert build.order(tree).token_ids.tolist() == [1, 3, 5, 2, 4]
+
+
+PATHS = st.lists(
+    st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 9).map(float)), max_size=8
+)
+
+
+@given(PATHS, st.integers(1, 12), st.integers(1, 5))
+def test_a_trie_holds_the_heaviest_prefixes_with_their_conditional_probabilities(paths, max_nodes, max_depth) -> None:
+    weight: dict[tuple[int, ...], float] = {(): sum(weight for _, weight in paths)}
+    for path, path_weight in paths:
+        for depth in range(1, min(len(path), max_depth) + 1):
+            weight[tuple(path[:depth])] = weight.get(tuple(path[:depth]), 0.0) + path_weight
+    tree = build.from_paths(paths, max_nodes, max_depth, source=3)
+    build.check(tree)
+    nodes = by_path(tree)
+    assert len(nodes) == min(max_nodes, len(weight) - 1)
+    for path, (log_q, source) in nodes.items():
+        assert math.exp(log_q) == pytest.approx(weight[path] / weight[path[:-1]])
+        assert source == 3
+    if nodes:
+        left_out = [value for path, value in weight.items() if path and path not in nodes]
+        assert max(left_out, default=0.0) <= min(weight[path] for path in nodes) * (1 + 1e-6)
+
+
+@given(trees(source=0), trees(source=1))
+def test_a_union_holds_every_node_with_its_best_probability_and_that_ones_source(first, second) -> None:
+    merged = build.union([first, second], max_nodes=64)
+    build.check(merged)
+    assert build.is_ordered(merged)
+    left, right, both = by_path(first), by_path(second), by_path(merged)
+    assert both.keys() == left.keys() | right.keys()
+    for path, node in both.items():
+        candidates = [nodes[path] for nodes in (left, right) if path in nodes]
+        # max() keeps the first of equals: the earlier tree's source
+        assert node == max(candidates, key=lambda candidate: candidate[0])
+
+
+@given(trees(), trees(), st.integers(0, 10))
+def test_a_union_cut_short_is_the_prefix_of_the_whole_union(first, second, max_nodes) -> None:
+    whole, cut = build.union([first, second], 64), build.union([first, second], max_nodes)
+    assert cut.token_ids.tolist() == whole.token_ids[:max_nodes].tolist()
+    assert cut.parents.tolist() == whole.parents[:max_nodes].tolist()
+
+
+@given(trees())
+def test_depths_paths_and_leaves_agree_with_each_other(tree: DraftTree) -> None:
+    paths = [build.path_to(tree.parents, node) for node in range(tree.size)]
+    assert build.depths(tree.parents).tolist() == [len(path) for path in paths]
+    leaves = [node for node in range(tree.size) if node not in tree.parents]
+    assert build.num_paths(tree.parents) == len(leaves)
+
+
+def test_nothing_drafted_stays_nothing() -> None:
+    assert build.order(EMPTY_TREE).size == 0
+    assert build.union([], 8).size == 0
+    assert build.from_paths([], 8, 8).size == 0
+    assert build.num_paths(EMPTY_TREE.parents) == 0
+    build.check(EMPTY_TREE)
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        (make([(1, 1, 0.5), (2, ROOT, 0.5)]), "does not come before it"),
+        (make([(1, -2, 0.5)]), "does not come before it"),
+        (make([(1, ROOT, 0.5), (1, ROOT, 0.25)]), "same token 1"),
+        (make([(1, ROOT, 2.0)]), "at most 1"),
+        (DraftTree(*(np.zeros(1, dtype=np.int64),) * 4), "token_ids is int64"),
+        (DraftTree(*chain([1]).__getstate__()[:3], np.zeros(2, dtype=np.int32)), "source has shape"),
+    ],
+    ids=["child first", "parent below the root", "equal siblings", "probability above 1", "wide tokens", "ragged"],
+)
+def test_a_broken_tree_is_named_with_its_reason(tree: DraftTree, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build.check(tree)
+
+
+def test_an_infinite_log_probability_is_refused() -> None:
+    tree = chain([1])
+    with pytest.raises(ValueError, match="log_q -inf"):
+        build.check(DraftTree(tree.token_ids, tree.parents, np.full(1, -np.inf, dtype=np.float32), tree.source))
