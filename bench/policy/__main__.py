@@ -1,17 +1,28 @@
 """Command line: `python -m bench.policy train | inflate | random | reward-demo | stats`."""
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID, TextColumn
+from rich.table import Table
 
 from .errors import PolicyError
+from .evaluate import EvalConfig, FamilyStats, as_json, evaluate
+from .reward import problems as draw_set
+from .reward import reward
+from .tasks import demonstrate
+from .train import TrainConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 console = Console()
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+"""The trained policy that comes with the project."""
 
 
 @app.callback()
@@ -35,6 +46,26 @@ def reports_errors(command: Callable) -> Callable:
 
 @app.command()
 @reports_errors
+def train(
+    out: Annotated[Path, typer.Option(help="Folder to write the checkpoint into.")],
+    work: Annotated[Path, typer.Option(help="Folder for metrics and the state to resume from.")] = Path("policy-work"),
+    seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = TrainConfig.seed,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = TrainConfig.steps,
+) -> None:
+    """Train the policy; started again with the same --work, it goes on where it was stopped."""
+    from .train import train as run
+
+    config = TrainConfig(seed=seed, steps=steps)
+    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}"))
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("training", total=steps, loss=float("nan"))
+        facts = run(config, out, work, lambda step, loss: progress.update(bar, completed=step + 1, loss=loss))
+    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    console.print(f"wrote {out}")
+
+
+@app.command()
+@reports_errors
 def random(
     out: Annotated[Path, typer.Option(help="Folder to write the model into.")],
     size: Annotated[str, typer.Option(help="1M, 3M, 30M, 150M or 400M parameters, embeddings not counted.")] = "3M",
@@ -47,9 +78,69 @@ def random(
     """Write a model with random weights and the policy's tokenizer."""
     from .random_model import make_random_model
 
-    with console.status(f"making a random {arch} of {size}"):
-        path = make_random_model(out, arch, size, seed, dtype, vocab_size, sliding_window)
+    with Progress(console=console) as progress:
+        bar = progress.add_task(f"random {arch} {size}", total=None)
+        report = functools.partial(_report, progress, bar)
+        path = make_random_model(out, arch, size, seed, dtype, vocab_size, sliding_window, on_weight=report)
     console.print(f"wrote {path}")
+
+
+def _report(progress: Progress, bar: TaskID, done: int, total: int) -> None:
+    """Moves a bar to done of total."""
+    progress.update(bar, completed=done, total=total)
+
+
+@app.command()
+@reports_errors
+def inflate(
+    out: Annotated[Path, typer.Option(help="Folder to write the model into.")],
+    to: Annotated[str, typer.Option(help="30M, 150M or 400M parameters, embeddings not counted.")] = "150M",
+    source: Annotated[Path, typer.Option("--from", help="Qwen3 checkpoint to inflate.")] = CHECKPOINT,
+) -> None:
+    """Write a model with the same tokens as the policy at the cost of a larger one."""
+    from .inflate import inflate as run
+
+    with Progress(console=console) as progress:
+        bar = progress.add_task(f"inflating to {to}", total=None)
+        path = run(source, out, to, functools.partial(_report, progress, bar))
+    console.print(f"wrote {path}")
+
+
+@app.command()
+@reports_errors
+def stats(
+    model: Annotated[Path, typer.Option(help="Checkpoint to sample from.")] = CHECKPOINT,
+    problems: Annotated[int, typer.Option(help="Held-out problems, half of each family.")] = EvalConfig.num_problems,
+    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = EvalConfig.samples,
+    seed: Annotated[int, typer.Option(help="Seed of the problems and of sampling.")] = EvalConfig.seed,
+    write: Annotated[bool, typer.Option(help="Also write the figures into the checkpoint's training.json.")] = False,
+) -> None:
+    """Sample held-out problems in stock vLLM; print accuracy, lengths and repeat rates."""
+    config = EvalConfig(num_problems=problems, samples=samples, seed=seed)
+    figures = evaluate(model, config)
+    table = Table("figure", *figures)
+    for name in FamilyStats.__dataclass_fields__:
+        table.add_row(name, *(str(getattr(column, name)) for column in figures.values()))
+    console.print(table)
+    if write:
+        path = model / "training.json"
+        facts = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(facts | {"evaluation": as_json(config, figures)}, indent=2) + "\n")
+
+
+@app.command("reward-demo")
+@reports_errors
+def reward_demo(
+    count: Annotated[int, typer.Option(help="Problems to show.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
+) -> None:
+    """Show problems, one written-out answer to each, and the rewards of it whole and cut off."""
+    rng = Random(seed)
+    for problem in draw_set(count, seed):
+        text = demonstrate(problem, rng, slips=False)
+        console.print(f"[bold]{problem.problem_id}[/bold]  {problem.prompt}\n{text}")
+        cut = text[: len(text) // 2]
+        console.print(f"reward {reward(problem, text)}, cut in half {reward(problem, cut)}\n")
 
 
 if __name__ == "__main__":

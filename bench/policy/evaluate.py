@@ -1,0 +1,125 @@
+"""What a policy does in stock vLLM: accuracy, answer lengths and repeat rates on held-out problems.
+
+May enter: vLLM's public `LLM`, tasks, reward. May not: torch, our own plugin.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .errors import PolicyError
+from .reward import problems, reward
+from .tasks import FAMILIES, Problem, repeat_rate
+from .tokenizer import MAX_LEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """One evaluation; equal values give equal problems and equal sampling seeds."""
+
+    # Held-out problems, half of each family, and answers to each.
+    num_problems: int = 240
+    samples: int = 4
+    # Seed of the problem set; sample j of problem i is drawn with seed * 1_000_003 + i * samples + j.
+    seed: int = 0
+    temperature: float = 1.0
+    # Tokens after which an answer counts as cut off.
+    max_tokens: int = 1600
+
+    def __post_init__(self) -> None:
+        if self.num_problems < len(FAMILIES) or self.samples < 2:
+            cause = f"{self.num_problems} problems x {self.samples} samples are too few, the least is 2 x 2"
+            raise PolicyError(cause, hint="give larger --problems and --samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyStats:
+    """Figures of one family of problems, or of all."""
+
+    num_answers: int
+    # Share of answers with reward 1, in 0..1.
+    accuracy: float
+    # Share of problems some of whose samples are right and some wrong: those that RL learns from.
+    mixed_share: float
+    # Answer tokens, the end token included.
+    tokens_mean: float
+    tokens_p50: int
+    tokens_p90: int
+    tokens_max: int
+    # Share of answers cut off at max_tokens.
+    cut_share: float
+    # Mean of `tasks.repeat_rate` over problems, in 0..1, with the other samples of one problem as history.
+    repeat_rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All answers to one problem."""
+
+    problem: Problem
+    # Per sample: text without special tokens, and token ids with the end token.
+    texts: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    # Per sample: stopped by itself.
+    finished: tuple[bool, ...]
+
+
+def evaluate(model: Path, config: EvalConfig) -> dict[str, FamilyStats]:
+    """Samples in vLLM and returns figures per family and for `all`."""
+    groups = sample(model, config)
+    by_family = {family: [g for g in groups if g.problem.family == family] for family in FAMILIES}
+    return {name: summarise(chosen) for name, chosen in {**by_family, "all": groups}.items()}
+
+
+def sample(model: Path, config: EvalConfig) -> list[Group]:
+    """The answers that stock vLLM gives, one group per problem, each sample with its own seed."""
+    from vllm import LLM, SamplingParams
+
+    chosen = problems(config.num_problems, config.seed)
+    engine = LLM(str(model), enforce_eager=True, max_model_len=MAX_LEN, max_num_seqs=256)
+    chats, params = [], []
+    for i, problem in enumerate(chosen):
+        for j in range(config.samples):
+            chats.append([{"role": "user", "content": problem.prompt}])
+            seed = config.seed * 1_000_003 + i * config.samples + j
+            params.append(SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed))
+    answers = [result.outputs[0] for result in engine.chat(chats, params)]
+    groups = []
+    for i, problem in enumerate(chosen):
+        own = answers[i * config.samples : (i + 1) * config.samples]
+        groups.append(
+            Group(
+                problem=problem,
+                texts=tuple(answer.text for answer in own),
+                token_ids=tuple(tuple(answer.token_ids) for answer in own),
+                finished=tuple(answer.finish_reason == "stop" for answer in own),
+            )
+        )
+    return groups
+
+
+def summarise(groups: Sequence[Group]) -> FamilyStats:
+    """Figures over some groups."""
+    rewards = [[reward(group.problem, text) for text in group.texts] for group in groups]
+    flat = [value for row in rewards for value in row]
+    lengths = sorted(len(ids) for group in groups for ids in group.token_ids)
+    finished = [done for group in groups for done in group.finished]
+    return FamilyStats(
+        num_answers=len(flat),
+        accuracy=round(statistics.mean(flat), 4),
+        mixed_share=round(statistics.mean(0.0 < statistics.mean(row) < 1.0 for row in rewards), 4),
+        tokens_mean=round(statistics.mean(lengths), 1),
+        tokens_p50=lengths[len(lengths) // 2],
+        tokens_p90=lengths[len(lengths) * 9 // 10],
+        tokens_max=lengths[-1],
+        cut_share=round(1.0 - statistics.mean(finished), 4),
+        repeat_rate=round(statistics.mean(repeat_rate(group.token_ids) for group in groups), 4),
+    )
+
+
+def as_json(config: EvalConfig, stats: dict[str, FamilyStats]) -> dict:
+    """The evaluation as it stands in `training.json`."""
+    import vllm
+
+    return {"vllm": vllm.__version__, "config": asdict(config), **{name: asdict(s) for name, s in stats.items()}}

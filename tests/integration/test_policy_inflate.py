@@ -1,0 +1,96 @@
+"""Inflated models compute the function of the small model they came from, bit for bit where the products allow."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from bench.policy.errors import PolicyError  # noqa: E402
+from bench.policy.inflate import inflate, shape_of_config  # noqa: E402
+from bench.policy.random_model import make_random_model  # noqa: E402
+from bench.policy.shapes import Shape  # noqa: E402
+
+SMALL = {"size": "1M", "hidden": 64, "num_layers": 2}
+GROWN = Shape(hidden=256, num_layers=5, intermediate=512, num_heads=12, num_kv_heads=3)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request, tmp_path_factory):
+    """A small random model and its inflated twin, as folders."""
+    folder = tmp_path_factory.mktemp(request.param)
+    small = make_random_model(folder / "small", seed=1, dtype=request.param, **SMALL)
+    return small, inflate(small, folder / "grown", GROWN)
+
+
+def _load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def _logits(folder, ids):
+    """Logits [rows, length, vocab] in fp32."""
+    with torch.no_grad():
+        return _load(folder)(torch.tensor(ids)).logits.float()
+
+
+def test_inflated_logits_equal_the_small_models(pair):
+    small, grown = pair
+    ids = torch.randint(0, 400, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    want, got = _logits(small, ids), _logits(grown, ids)
+    assert want.std() > 1.0
+    bound = 1e-4 if _load(small).dtype == torch.float32 else 0.05
+    assert (want - got).abs().max() <= bound * want.abs().max()
+
+
+def test_inflated_model_has_the_target_shape_and_dtype(pair):
+    small, grown = pair
+    config = json.loads((grown / "config.json").read_text())
+    assert shape_of_config(config) == GROWN
+    assert config["rms_norm_eps"] == json.loads((small / "config.json").read_text())["rms_norm_eps"] / 4
+    assert _load(grown).dtype == _load(small).dtype
+
+
+def test_greedy_tokens_of_the_inflated_model_are_the_small_models(tmp_path):
+    small = make_random_model(tmp_path / "small", seed=2, dtype="float32", **SMALL)
+    grown = inflate(small, tmp_path / "grown", GROWN)
+    ids = torch.tensor([[3, 87, 261, 308, 18, 4]])
+    want, got = (_load(f).generate(ids, max_new_tokens=40, do_sample=False) for f in (small, grown))
+    assert want.tolist() == got.tolist()
+
+
+def test_new_weights_are_random_where_they_read_and_zero_where_they_write(pair):
+    from safetensors.torch import load_file
+
+    weights = load_file(pair[1] / "model.safetensors")
+    assert weights["model.layers.4.mlp.gate_proj.weight"].float().std() > 0.01
+    assert not weights["model.layers.4.mlp.down_proj.weight"].any()
+    assert not weights["model.layers.0.self_attn.o_proj.weight"][64:].any()
+    smallest = min(w[w != 0].abs().min().item() for w in weights.values() if w.any())
+    assert smallest > torch.finfo(torch.float32).tiny
+
+
+def test_inflating_copies_the_tokenizer(pair):
+    small, grown = pair
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (grown / name).read_text() == (small / name).read_text()
+
+
+def test_a_width_that_would_round_is_refused(pair, tmp_path):
+    target = Shape(hidden=128, num_layers=2, intermediate=384, num_heads=2, num_kv_heads=1)
+    with pytest.raises(PolicyError, match="2 times, from 64 to 128; only powers of 4"):
+        inflate(pair[0], tmp_path, target)
+
+
+def test_a_smaller_target_is_refused(pair, tmp_path):
+    target = Shape(hidden=64, num_layers=1, intermediate=384, num_heads=2, num_kv_heads=1)
+    with pytest.raises(PolicyError, match="num_layers would shrink from 2 to 1"):
+        inflate(pair[0], tmp_path, target)
+
+
+def test_other_architectures_are_refused(tmp_path):
+    llama = make_random_model(tmp_path / "llama", arch="llama", **SMALL)
+    with pytest.raises(PolicyError, match="is a llama model"):
+        inflate(llama, tmp_path / "out", GROWN)
