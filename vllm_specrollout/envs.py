@@ -1,0 +1,39 @@
+"""Every environment variable this project reads or sets. One table; a value that cannot be used is an error."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+SPEC_ROLLOUT = "VLLM_SPEC_ROLLOUT"
+CPU_ATTN_SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
+USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable and what it does here."""
+
+    name: str
+    meaning: str
+    is_ours: bool
+
+
+TABLE = (
+    Variable(SPEC_ROLLOUT, "switches speculation on: `1`, a JSON object or the path of a JSON file; `0` is off", True),
+    Variable(CPU_ATTN_SPLIT_KV, "set to `0` when speculation is on, so that a row's bits ignore its neighbours", False),
+    Variable(USE_V2_MODEL_RUNNER, "must not be `1` with speculation on CPU, which runs the V1 model runner", False),
+    Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
+    Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
+)
+
+
+def spec_rollout() -> str | None:
+    """What `VLLM_SPEC_ROLLOUT` holds; an empty value counts as unset."""
+    return os.environ.get(SPEC_ROLLOUT, "").strip() or None
+
+
+def wants_spec_rollout() -> bool:
+    """Whether the environment alone asks for speculation."""
+    value = spec_rollout()
+    return value is not None and value.lower() not in ("0", "false", "off", "no")

@@ -1,0 +1,40 @@
+"""The entry point `vllm.general_plugins: spec_rollout`. vLLM calls it in the API process, the engine core and every
+worker; `import vllm_specrollout` calls it too, so that `LLM(MODEL, spec_rollout=True)` works.
+
+Light imports only: vLLM itself is not imported here, and nothing fails where vLLM is not installed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm_specrollout import envs, patches
+from vllm_specrollout.patches import supported
+
+logger = logging.getLogger(__name__)
+
+_has_warned = False
+
+
+def register() -> None:
+    """Apply our patches, or, on a vLLM we do not know, leave it stock and say so. Calling it again changes nothing.
+
+    Raises:
+        UnsupportedError: the environment asks for speculation, and this vLLM's version is not supported.
+    """
+    version = supported.installed_vllm()
+    if version is None:
+        return
+    problem = supported.version_problem(version)
+    if problem is None:
+        patches.apply_all("frontend")
+        logger.debug("spec rollout is available: patches for vLLM %s are in place", version)
+        return
+    if envs.wants_spec_rollout():
+        raise problem
+    # asked for all the same (keyword aside, which stock vLLM rejects), it must end in this error, not in silence
+    patches.apply_all("frontend", guards_only=True)
+    global _has_warned
+    if not _has_warned:
+        logger.warning("--spec-rollout is not available: %s", problem.cause)
+        _has_warned = True

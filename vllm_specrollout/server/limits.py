@@ -1,0 +1,196 @@
+"""What does not go together with speculation. Each combination is one line of a table: what, why, the way out.
+
+Nothing here imports vLLM: the rules look at attributes, so they are tested without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specrollout import envs
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+
+LEAVE_OUT = "or leave spec rollout off"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One unsupported combination."""
+
+    applies: Callable[[Any], bool]
+    cause: str
+    """May refer to the object looked at as `{0}`."""
+    hint: str
+    error: type[SpecRolloutError] = UnsupportedError
+
+    def check(self, subject: Any) -> None:
+        """Raise if the combination is there."""
+        if self.applies(subject):
+            raise self.error(self.cause.format(subject), self.hint)
+
+
+def _has_speculative_config(args: Any) -> bool:
+    return any(
+        getattr(args, name) is not None for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    )
+
+
+ENGINE_ARGS_LIMITS = (
+    Limit(
+        _has_speculative_config,
+        "spec rollout is asked for together with vLLM's own speculative decoding (`--speculative-config`)",
+        f"drop `--speculative-config` and `--spec-*`, {LEAVE_OUT}",
+        ConfigError,
+    ),
+    Limit(
+        lambda args: args.pipeline_parallel_size > 1,
+        "`--pipeline-parallel-size` is {0.pipeline_parallel_size}; spec rollout supports 1",
+        f"use `--tensor-parallel-size` instead, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.prefill_context_parallel_size > 1,
+        "`--prefill-context-parallel-size` is {0.prefill_context_parallel_size}; spec rollout supports 1",
+        f"set it to 1, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.decode_context_parallel_size > 1,
+        "`--decode-context-parallel-size` is {0.decode_context_parallel_size}; spec rollout supports 1",
+        f"set it to 1, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.enable_dbo or args.ubatch_size > 1,
+        "dual-batch overlap (`--enable-dbo`, `--ubatch-size`) splits a batch; spec rollout verifies it in one piece",
+        f"drop both flags, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.kv_transfer_config is not None,
+        "`--kv-transfer-config` moves KV cache blocks between engines, and drafts live in blocks of their own",
+        f"drop `--kv-transfer-config`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: bool(args.kv_offloading_size),
+        "`--kv-offloading-size` is {0.kv_offloading_size}; it moves KV cache blocks, and drafts live in blocks of their own",
+        f"drop `--kv-offloading-size`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: bool(args.kv_sharing_fast_prefill),
+        "`--kv-sharing-fast-prefill` skips rows whose logits spec rollout needs",
+        f"drop `--kv-sharing-fast-prefill`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.async_scheduling is True,
+        "`--async-scheduling` is set; spec rollout drafts from the tokens of the step before, so it schedules in step",
+        f"drop `--async-scheduling`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.block_size is not None and args.block_size % 32 != 0,
+        "`--block-size` is {0.block_size}, not a multiple of 32, which branches need",
+        "use `--block-size 32` (the default with spec rollout), 64 or 128",
+        ConfigError,
+    ),
+    Limit(
+        lambda args: args.per_request_spec_decode_metrics != "none",
+        "`--per-request-spec-decode-metrics` is `{0.per_request_spec_decode_metrics}`; vLLM offers it for"
+        " `--speculative-config` only",
+        "drop the flag: the engine's totals are in /metrics as `vllm:spec_decode_*`",
+    ),
+    Limit(
+        lambda args: bool(args.use_fp64_gumbel),
+        "`--use-fp64-gumbel` draws noise that spec rollout cannot replay",
+        f"drop `--use-fp64-gumbel`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.watermark_config is not None,
+        "`--watermark-config` replaces sampling and needs vLLM's V2 model runner; spec rollout runs the V1 one",
+        f"drop `--watermark-config`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.diffusion_config is not None,
+        "`--diffusion-config` is for diffusion language models, which do not decode token by token",
+        f"drop `--diffusion-config`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: os.environ.get(envs.USE_V2_MODEL_RUNNER, "0").strip() not in ("", "0"),
+        f"`{envs.USE_V2_MODEL_RUNNER}` asks for vLLM's V2 model runner; on CPU, spec rollout runs the V1 one",
+        f"unset `{envs.USE_V2_MODEL_RUNNER}`, {LEAVE_OUT}",
+    ),
+)
+
+
+VLLM_CONFIG_LIMITS = (
+    Limit(
+        lambda config: config.model_config.runner_type != "generate",
+        "the runner is `{0.model_config.runner_type}`; spec rollout speeds up generation only",
+        "drop `--runner`, or leave spec rollout off for pooling and embedding models",
+    ),
+    Limit(
+        lambda config: config.model_config.is_diffusion,
+        "the model is a diffusion language model, which does not decode token by token",
+        "leave spec rollout off for this model",
+    ),
+    Limit(
+        lambda config: config.speculative_config is not None,
+        "the model's own configuration switches on vLLM's speculative decoding (a speculators checkpoint)",
+        f"serve the target model itself, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda config: config.kv_transfer_config is not None,
+        "a KV connector is configured; it moves KV cache blocks, and drafts live in blocks of their own",
+        f"drop the connector, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda config: bool(config.use_v2_model_runner),
+        "this configuration runs vLLM's V2 model runner; on CPU, spec rollout runs the V1 one",
+        f"set `{envs.USE_V2_MODEL_RUNNER}=0`, {LEAVE_OUT}",
+    ),
+)
+
+
+def check_engine_args(args: Any, config: SpecRolloutConfig, worker: str, scheduler: str) -> None:
+    """Refuse what can be refused before the model's configuration is read.
+
+    Raises:
+        ConfigError, UnsupportedError: the first combination that does not go.
+    """
+    for limit in ENGINE_ARGS_LIMITS:
+        limit.check(args)
+    _check_class("--worker-cls", args.worker_cls, ("auto", worker))
+    _check_class("--scheduler-cls", args.scheduler_cls, (None, scheduler))
+    if "oracle" in config.drafters:
+        _check_oracle(args, config.oracle.path)
+
+
+def check_vllm_config(vllm_config: Any) -> None:
+    """Refuse what only the finished configuration shows.
+
+    Raises:
+        UnsupportedError: the first combination that does not go.
+    """
+    for limit in VLLM_CONFIG_LIMITS:
+        limit.check(vllm_config)
+
+
+def _check_class(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        shown = value if isinstance(value, str) else getattr(value, "__qualname__", type(value).__name__)
+        raise ConfigError(
+            f"`{flag}` is `{shown}`, but spec rollout brings its own",
+            f"drop `{flag}` (to extend the worker, `--worker-extension-cls` stays free), {LEAVE_OUT}",
+        )
+
+
+def _check_oracle(args: Any, path: str) -> None:
+    if any(cls.__name__ == "AsyncEngineArgs" for cls in type(args).__mro__):
+        raise UnsupportedError(
+            "the `oracle` drafter replays recorded answers: it is for benchmarks with `LLM`, not for a server",
+            'use {"drafters": ["ngram"]}',
+        )
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"`oracle.path` is `{path}`, which is not a file",
+            "give the JSON file that holds the recorded continuations",
+        )

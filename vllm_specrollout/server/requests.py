@@ -1,0 +1,23 @@
+"""Per-request options are checked where the request enters, so that a mistake is a 400 and not a dead engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_specrollout.config import parse_request
+from vllm_specrollout.server import settings
+
+
+def check_options(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `InputProcessor._validate_params`; with speculation off, options are accepted and ignored."""
+
+    @functools.wraps(original)
+    def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        extra = getattr(params, "extra_args", None)
+        if extra and settings.KEY in extra and settings.is_on(self.vllm_config):
+            parse_request(extra[settings.KEY])
+        return original(self, params, *args, **kwargs)
+
+    return _validate_params

@@ -1,0 +1,65 @@
+"""Where the configuration lives while vLLM runs: `additional_config["spec_rollout"]`, in engine arguments and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specrollout import envs
+from vllm_specrollout.config import SpecRolloutConfig, parse
+from vllm_specrollout.errors import ConfigError
+
+KEY = "spec_rollout"
+
+
+def fold(engine_args: Any, value: Any, origin: str) -> None:
+    """Store what a keyword or flag said; it outranks `additional_config` and the environment.
+
+    Raises:
+        ConfigError: the value is not a configuration.
+    """
+    config = parse(value, origin)
+    # False, not absence: it must outrank the environment too
+    entry = False if config is None else config.as_dict()
+    engine_args.additional_config = {**additional(engine_args), KEY: entry}
+
+
+def requested(engine_args: Any) -> SpecRolloutConfig | None:
+    """What the engine arguments, or else the environment, ask for; None is off.
+
+    Raises:
+        ConfigError: what they hold is not a configuration.
+    """
+    given = engine_args.additional_config
+    if isinstance(given, Mapping) and given.get(KEY) is not None:
+        return parse(given[KEY], f"additional_config[{KEY!r}]")
+    text = envs.spec_rollout()
+    return parse(text, envs.SPEC_ROLLOUT) if text is not None else None
+
+
+def additional(engine_args: Any) -> dict[str, Any]:
+    """A copy of the engine arguments' `additional_config`.
+
+    Raises:
+        ConfigError: it is no mapping, so there is no place for our entry.
+    """
+    given = engine_args.additional_config
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"`additional_config` is a {type(given).__name__}, which has no place for `{KEY}`",
+            f'give `additional_config` as a dict, for example {{"{KEY}": true}}',
+        )
+    return dict(given)
+
+
+def is_on(vllm_config: Any) -> bool:
+    """Whether an engine was configured with speculation."""
+    given = vllm_config.additional_config
+    return isinstance(given, Mapping) and bool(given.get(KEY))
+
+
+def config_of(vllm_config: Any) -> SpecRolloutConfig | None:
+    """An engine's configuration, or None when speculation is off."""
+    return parse(dict(vllm_config.additional_config[KEY])) if is_on(vllm_config) else None
