@@ -21,10 +21,14 @@ for top in MAPPED:
         packages.append(name)
         package_dir[name] = folder.as_posix()
 
-sources = [path.relative_to(HERE).as_posix() for path in sorted(HERE.glob("csrc/core/*.cc"))]
+sources = [
+    path.relative_to(HERE).as_posix()
+    for pattern in ("csrc/core/*.cc", "csrc/*.cc")
+    for path in sorted(HERE.glob(pattern))
+]
 extension = Pybind11Extension(
     "vllm_specrollout._core",
-    [*sources, "csrc/bindings.cc"],
+    sources,
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra"],
