@@ -38,6 +38,8 @@ class RequestView:
     # tokens the request may still generate (max_tokens and the model's length); a draft deeper than that is waste
     max_new_tokens: int
     shape: Shape = Shape.TREE
+    # the request's own limit on draft tokens per step
+    max_draft_tokens: int = 1 << 30
     problem_id: str = ""
     weights_version: int = 0
 

@@ -1,0 +1,117 @@
+// Thin: numpy in, numpy out. Everything that thinks is in core/.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "core/blocks.h"
+#include "core/layout.h"
+#include "core/walk.h"
+
+namespace py = pybind11;
+using namespace specrollout;
+
+void bind_ngram(py::module_& m);
+
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+
+// Hands a vector's memory to numpy without copying it.
+template <typename T>
+py::array_t<T> Give(std::vector<T>&& values) {
+  auto* owned = new std::vector<T>(std::move(values));
+  py::capsule free_when_done(owned, [](void* p) { delete static_cast<std::vector<T>*>(p); });
+  return py::array_t<T>(static_cast<py::ssize_t>(owned->size()), owned->data(), free_when_done);
+}
+
+void Expect(bool condition, const char* message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void ExpectTree(const Array<int32_t>& node_start, const Array<int32_t>& parents, int num_requests) {
+  Expect(node_start.size() == num_requests + 1, "node_start must have one entry per request and one more");
+  Expect(node_start.at(0) == 0 && node_start.at(num_requests) == parents.size(), "node_start must cover parents");
+  for (int r = 0; r < num_requests; ++r) {
+    Expect(node_start.at(r) <= node_start.at(r + 1), "node_start must not fall");
+    for (int i = node_start.at(r); i < node_start.at(r + 1); ++i)
+      Expect(parents.at(i) >= -1 && parents.at(i) < i - node_start.at(r), "parents must come before their children");
+  }
+}
+
+py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32_t> node_start, Array<int32_t> parents,
+                      py::array_t<int32_t> block_table, int block_size, Array<int32_t> scratch) {
+  const int n = static_cast<int>(base.size());
+  Expect(row_start.size() == n + 1, "row_start must have one entry per request and one more");
+  Expect(block_table.ndim() == 2 && block_table.shape(0) >= n, "block_table must have a row per request");
+  Expect(block_table.strides(1) == sizeof(int32_t), "block_table rows must be contiguous");
+  ExpectTree(node_start, parents, n);
+  Batch batch{n,
+              row_start.data(),
+              base.data(),
+              node_start.data(),
+              parents.data(),
+              block_table.data(),
+              static_cast<int64_t>(block_table.strides(0) / sizeof(int32_t)),
+              block_size,
+              scratch.data(),
+              static_cast<int>(scratch.size())};
+  PathLayout layout = [&] {
+    py::gil_scoped_release release;
+    return ExpandPaths(batch);
+  }();
+  Expect(layout.scratch_used <= batch.num_scratch, "the trees need more scratch blocks than there are");
+  const py::ssize_t paths = static_cast<py::ssize_t>(layout.seq_lens.size()), width = layout.table_width;
+  py::dict out;
+  out["query_rows"] = Give(std::move(layout.query_rows));
+  out["inverse"] = Give(std::move(layout.inverse));
+  out["query_start"] = Give(std::move(layout.query_start));
+  out["seq_lens"] = Give(std::move(layout.seq_lens));
+  out["tables"] = Give(std::move(layout.tables)).reshape({paths, width});
+  out["write_rows"] = Give(std::move(layout.write_rows));
+  out["write_slots"] = Give(std::move(layout.write_slots));
+  out["copy_from"] = Give(std::move(layout.copy_from));
+  out["copy_to"] = Give(std::move(layout.copy_to));
+  out["node_path"] = Give(std::move(layout.node_path));
+  out["depths"] = Give(std::move(layout.depths));
+  return out;
+}
+
+int scratch_needed(Array<int32_t> parents, int root, int block_size) {
+  return ScratchNeeded(parents.data(), static_cast<int>(parents.size()), root, block_size);
+}
+
+py::tuple walk(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t> tokens, Array<int64_t> sampled) {
+  const int n = static_cast<int>(node_start.size()) - 1;
+  ExpectTree(node_start, parents, n);
+  Expect(tokens.size() == parents.size(), "tokens and parents must have the same length");
+  Expect(sampled.size() == parents.size() + n, "sampled must have a row per request and per node");
+  Walks walks = Walk(n, node_start.data(), parents.data(), tokens.data(), sampled.data());
+  const py::ssize_t width = walks.width;
+  return py::make_tuple(Give(std::move(walks.output)).reshape({py::ssize_t(n), width}),
+                        Give(std::move(walks.output_row)).reshape({py::ssize_t(n), width}),
+                        Give(std::move(walks.num_accepted)), Give(std::move(walks.accepted)));
+}
+
+void copy_blocks(Array<uint64_t> bases, Array<int64_t> strides, Array<int64_t> from, Array<int64_t> to) {
+  Expect(bases.size() == strides.size(), "bases and strides must have the same length");
+  Expect(from.size() == to.size(), "from and to must have the same length");
+  py::gil_scoped_release release;
+  CopyBlocks(static_cast<int>(bases.size()), bases.data(), strides.data(), static_cast<int>(from.size()), from.data(),
+             to.data());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Host arithmetic of tree speculation; see csrc/core for what each function means.";
+  m.def("expand_paths", &expand_paths, py::arg("row_start"), py::arg("base"), py::arg("node_start"),
+        py::arg("parents"), py::arg("block_table"), py::arg("block_size"), py::arg("scratch"));
+  m.def("scratch_needed", &scratch_needed, py::arg("parents"), py::arg("root"), py::arg("block_size"));
+  m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));
+  m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
+  bind_ngram(m);
+}

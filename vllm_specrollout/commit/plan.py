@@ -1,0 +1,42 @@
+"""Which KV cache blocks move so that the accepted nodes stand in consecutive slots of their request."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_specrollout.types import Commit, IntArray
+
+
+def plan(
+    num_accepted: IntArray,
+    last_node_path: IntArray,
+    first_path: IntArray,
+    root: IntArray,
+    path_tables: IntArray,
+    block_table: IntArray,
+    block_size: int,
+) -> Commit:
+    """Copies from the accepted paths' scratch blocks to the requests' own blocks.
+
+    The first path of each request lives in the request's own blocks, so accepting it moves nothing. Blocks are copied
+    whole: what stands in one before position root + 1 is equal in both, what stands behind the accepted nodes is
+    overwritten before it is read.
+
+    Args:
+        num_accepted: [R] accepted nodes per request.
+        last_node_path: [R] path that holds the last accepted node; ignored where nothing was accepted.
+        first_path: [R] each request's first path.
+        root: [R] position of each request's root.
+        path_tables: [P, width] block table of each path.
+        block_table: [R, blocks] the requests' own block table.
+        block_size: tokens per block.
+    """
+    sources: list[int] = []
+    targets: list[int] = []
+    moved = np.nonzero((num_accepted > 0) & (last_node_path != first_path))[0]
+    for r in moved.tolist():
+        first = (int(root[r]) + 1) // block_size
+        last = (int(root[r]) + int(num_accepted[r])) // block_size
+        sources += path_tables[last_node_path[r], first : last + 1].tolist()
+        targets += block_table[r, first : last + 1].tolist()
+    return Commit(np.asarray(sources, dtype=np.int32), np.asarray(targets, dtype=np.int32))

@@ -1,0 +1,89 @@
+"""What may be drafted: for a model, and for a request. What cannot be done exactly is not drafted, and the reason said.
+
+`specrollout doctor` and the reference page print TABLE; the worker asks `request_shape` and `model_shape`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specrollout.types import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of the table."""
+
+    feature: str
+    shape: Shape
+    reason: str
+
+
+_NODE = "applied at every node on that node's own history"
+TABLE: tuple[Rule, ...] = (
+    Rule("greedy, temperature", Shape.TREE, "exact match with vLLM's own noise"),
+    Rule("seed, no seed", Shape.TREE, "the noise of token k is that of plain decoding; unseeded requests get a seed"),
+    Rule("top_k, top_p, min_p", Shape.TREE, _NODE),
+    Rule("presence, frequency, repetition penalty", Shape.TREE, _NODE),
+    Rule("bad_words, logit_bias, allowed_token_ids, min_tokens", Shape.TREE, _NODE),
+    Rule("max_tokens, stop, stop_token_ids, ignore_eos", Shape.TREE, "what follows a stop is dropped"),
+    Rule("n > 1, logprobs, prompt_logprobs, logprob_token_ids", Shape.TREE, "taken from the target's rows"),
+    Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", Shape.TREE, "the drafts leave no trace"),
+    Rule("tensor parallel", Shape.TREE, "rank 0 drafts, all ranks verify the same tree"),
+    Rule("structured outputs (grammar, JSON schema, regex)", Shape.CHAIN, "the grammar follows one line of tokens"),
+    Rule("several KV cache groups (for example sliding and full attention)", Shape.CHAIN, "one block table per group"),
+    Rule("thinking_token_budget", Shape.OFF, "its state follows one line of tokens and cannot be taken back"),
+    Rule("prompt_embeds", Shape.OFF, "the prompt has no token ids"),
+    Rule("custom logits processors", Shape.OFF, "they may keep state per request that a draft would disturb"),
+    Rule("watermarking, token trace replay", Shape.OFF, "they replace sampling"),
+    Rule("models with recurrent state (Mamba, linear attention)", Shape.OFF, "a rejected token cannot be taken back"),
+    Rule("multi-head latent attention on CPU", Shape.OFF, "its CPU kernel verifies one token at a time"),
+    Rule("encoder-decoder and multimodal models", Shape.OFF, "not verified to be exact"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTraits:
+    """What of a request's sampling parameters bears on drafting."""
+
+    is_enabled: bool = True
+    has_grammar: bool = False
+    has_thinking_budget: bool = False
+    has_prompt_embeds: bool = False
+    is_watermarked: bool = False
+    is_trace_replay: bool = False
+
+
+def request_shape(traits: RequestTraits) -> tuple[Shape, str]:
+    """What may be drafted for a request, and why not more."""
+    if not traits.is_enabled:
+        return Shape.OFF, "switched off by the request"
+    if traits.has_thinking_budget:
+        return Shape.OFF, "thinking_token_budget follows one line of tokens"
+    if traits.has_prompt_embeds:
+        return Shape.OFF, "the prompt is given as embeddings"
+    if traits.is_watermarked or traits.is_trace_replay:
+        return Shape.OFF, "watermarking or trace replay takes the place of sampling"
+    if traits.has_grammar:
+        return Shape.CHAIN, "structured outputs follow one line of tokens"
+    return Shape.TREE, ""
+
+
+def model_shape(hf_config: Mapping[str, Any]) -> tuple[Shape, str]:
+    """What a model allows, judged from its config.json alone; the engine judges again from its KV cache groups."""
+    text = hf_config.get("text_config") or hf_config
+    if hf_config.get("is_encoder_decoder"):
+        return Shape.OFF, "encoder-decoder model"
+    if hf_config.get("vision_config") or hf_config.get("audio_config"):
+        return Shape.OFF, "multimodal model"
+    kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
+    recurrent = kinds - {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+    if recurrent or any(key in text for key in ("mamba_d_state", "ssm_cfg", "state_size", "linear_num_key_heads")):
+        return Shape.OFF, "recurrent layers: a rejected token cannot be taken back"
+    if text.get("kv_lora_rank"):
+        return Shape.OFF, "multi-head latent attention: its CPU kernel verifies one token at a time"
+    if len(kinds) > 1:
+        return Shape.CHAIN, "layers of several attention kinds: one block table per kind"
+    return Shape.TREE, ""

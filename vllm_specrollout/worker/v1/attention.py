@@ -1,0 +1,136 @@
+"""Tree attention by path expansion over the stock kernel: see csrc/core/layout.h and docs/concepts/trees.md.
+
+A layer's stock implementation is wrapped, not replaced: it computes every number. The wrapper only chooses which rows
+form which sequence, and where keys and values are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+from vllm_specrollout import _core
+from vllm_specrollout.types import IntArray
+
+
+@dataclass(slots=True)
+class PathPlan:
+    """One step's batch laid out as paths. Rows are batch rows; P paths."""
+
+    # [rows] batch row of each query, path after path; None: the batch's own order
+    query_rows: torch.Tensor | None
+    # [rows] place of each batch row among the queries
+    inverse: torch.Tensor
+    # [writes] batch row and cache slot of each key and value to be written
+    write_rows: torch.Tensor
+    write_slots: torch.Tensor
+    # [nodes] first path that holds each node; [nodes] depth, 1 below the root
+    node_path: IntArray
+    depths: IntArray
+    # [R] first path and root position of each request
+    first_path: IntArray
+    root: IntArray
+    # [P, width] block table of each path
+    tables: IntArray
+
+
+@dataclass(slots=True)
+class PathStep:
+    """Shared by all layers: the plan of the step in progress, or None when the stock view of the batch will do."""
+
+    plan: PathPlan | None = None
+
+
+class PathAttention:
+    """Stands in for one layer's stock attention implementation."""
+
+    def __init__(self, impl: Any, step: PathStep) -> None:
+        self.impl = impl
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.impl, name)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        plan = self.step.plan
+        if plan is None or attn_metadata is None or plan.query_rows is None:
+            return self.impl.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        by_path = query.index_select(0, plan.query_rows)
+        path_output = torch.empty_like(by_path)
+        self.impl.forward(layer, by_path, key, value, kv_cache, attn_metadata, path_output, *args, **kwargs)
+        rows = len(plan.query_rows)
+        torch.index_select(path_output, 0, plan.inverse, out=output[:rows].view(path_output.shape))
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        plan = self.step.plan
+        if plan is None:
+            return self.impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        key, value = key.index_select(0, plan.write_rows), value.index_select(0, plan.write_rows)
+        return self.impl.do_kv_cache_update(layer, key, value, kv_cache, plan.write_slots)
+
+
+def plan_paths(
+    row_start: IntArray,
+    base: IntArray,
+    node_start: IntArray,
+    parents: IntArray,
+    block_table: IntArray,
+    block_size: int,
+    scratch: IntArray,
+) -> tuple[PathPlan, dict[str, Any]]:
+    """Lay the batch out; also returns what the metadata needs. Arguments as in csrc/core/layout.h."""
+    raw = _core.expand_paths(row_start, base, node_start, parents, block_table, block_size, scratch)
+    query_rows = raw["query_rows"]
+    is_in_order = bool((query_rows == raw["inverse"]).all() and (np.diff(query_rows) == 1).all())
+    first_path = np.searchsorted(raw["query_start"], row_start[:-1], side="left").astype(np.int32)
+    known = np.diff(row_start) - np.diff(node_start)
+    plan = PathPlan(
+        None if is_in_order else torch.from_numpy(query_rows),
+        torch.from_numpy(raw["inverse"]),
+        torch.from_numpy(raw["write_rows"]),
+        torch.from_numpy(raw["write_slots"]),
+        raw["node_path"],
+        raw["depths"],
+        first_path,
+        (base + known - 1).astype(np.int32),
+        raw["tables"],
+    )
+    return plan, raw
+
+
+def path_metadata(raw: dict[str, Any], builder: AttentionMetadataBuilder[Any]) -> Any:
+    """Attention metadata of the paths: the stock builder's, over sequences that are paths."""
+    starts = torch.from_numpy(raw["query_start"])
+    return builder.build(
+        0,
+        CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.from_numpy(raw["seq_lens"]),
+            num_reqs=len(raw["seq_lens"]),
+            num_actual_tokens=len(raw["query_rows"]),
+            max_query_len=int(np.diff(raw["query_start"]).max()),
+            max_seq_len=int(raw["seq_lens"].max()),
+            block_table_tensor=torch.from_numpy(raw["tables"]),
+            slot_mapping=torch.from_numpy(raw["write_slots"]),
+            causal=True,
+        ),
+    )

@@ -1,0 +1,167 @@
+"""From the runner's batch to draft trees for the next step, and from verdicts to feedback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_specrollout import _core
+from vllm_specrollout.step import Speculation
+from vllm_specrollout.trees.prune import prune
+from vllm_specrollout.types import ROOT, Decision, DraftTree, Feedback, IntArray, RequestView, Shape, StepTiming
+
+
+@dataclass(slots=True)
+class Pending:
+    """A tree on its way through the scheduler, which may cut it to its first n tokens."""
+
+    tree: DraftTree
+    token_ids: list[int]
+    is_chain: bool
+
+
+@dataclass(slots=True)
+class StepDrafts:
+    """The drafts that the scheduler put into the step in progress, in batch order."""
+
+    # [R + 1] first node of each request
+    node_start: IntArray
+    # [nodes]
+    parents: IntArray
+    token_ids: IntArray
+    log_q: Any
+    source: IntArray
+    has_branches: bool
+
+
+@dataclass(slots=True)
+class Stats:
+    """Totals since the last reset; milliseconds are wall clock in the worker."""
+
+    steps: int = 0
+    steps_with_drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    output_tokens: int = 0
+    request_steps: int = 0
+    forward_ms: float = 0.0
+    step_ms: float = 0.0
+    draft_ms: float = 0.0
+    layout_ms: float = 0.0
+    branches_committed: int = 0
+    # rows of the forward pass -> [steps, milliseconds], decode steps only
+    by_rows: dict[int, list[float]] = field(default_factory=dict)
+
+
+class Drafting:
+    """Keeps the trees between the step that drafts them and the step that verifies them."""
+
+    def __init__(self, speculation: Speculation, num_scratch: int, block_size: int) -> None:
+        self.speculation = speculation
+        self.num_scratch = num_scratch
+        self.block_size = block_size
+        self._pending: dict[str, Pending] = {}
+
+    def forget(self, request_id: str) -> None:
+        self._pending.pop(request_id, None)
+        self.speculation.forget(request_id)
+
+    def scheduled(self, request_ids: Sequence[str], scheduled: dict[str, list[int]]) -> StepDrafts:
+        """The trees behind the scheduled draft tokens. Tokens we know no tree for are a chain: lossless anyway."""
+        counts = np.zeros(len(request_ids) + 1, dtype=np.int32)
+        parts: list[tuple[IntArray, Any, IntArray]] = []
+        tokens: list[int] = []
+        has_branches = False
+        for i, request_id in enumerate(request_ids):
+            own = scheduled.get(request_id)
+            if not own:
+                continue
+            n = counts[i + 1] = len(own)
+            tokens += own
+            pending = self._pending.get(request_id)
+            if pending is not None and pending.token_ids[:n] == own:
+                tree = pending.tree
+                parts.append((tree.parents[:n], tree.log_q[:n], tree.source[:n]))
+                has_branches = has_branches or not pending.is_chain
+            else:
+                parts.append((np.arange(-1, n - 1, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)))
+        parents, log_q, source = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return StepDrafts(
+            np.cumsum(counts, dtype=np.int32), parents, np.asarray(tokens, dtype=np.int32), log_q, source, has_branches
+        )
+
+    def settle(
+        self,
+        request_ids: Sequence[str],
+        drafts: StepDrafts | None,
+        num_accepted: IntArray | None,
+        accepted: IntArray | None,
+        timing: StepTiming,
+    ) -> None:
+        """Report what became of the drafts."""
+        feedback: list[Feedback] = []
+        if drafts is not None and num_accepted is not None and accepted is not None:
+            at = 0
+            for i, request_id in enumerate(request_ids):
+                begin, end = int(drafts.node_start[i]), int(drafts.node_start[i + 1])
+                count = int(num_accepted[i])
+                if end > begin:
+                    feedback.append(
+                        Feedback(
+                            request_id,
+                            end - begin,
+                            count,
+                            drafts.source[begin:end],
+                            drafts.log_q[begin:end],
+                            accepted[at : at + count],
+                            timing.batch,
+                        )
+                    )
+                at += count
+        self.speculation.settle(feedback, timing)
+
+    def prepare(self, views: Sequence[RequestView], num_ranks: int) -> tuple[DraftTokenIds, float]:
+        """Trees for the next step; returns the tokens for the scheduler and the milliseconds spent.
+
+        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not.
+        """
+        begin = time.perf_counter()
+        trees: list[DraftTree] = []
+        group = get_tp_group() if num_ranks > 1 else None
+        if group is None or group.rank_in_group == 0:
+            trees = self._within_scratch(views, self.speculation.prepare(views))
+        if group is not None:
+            trees = group.broadcast_object(trees, src=0)
+        request_ids: list[str] = []
+        tokens: list[list[int]] = []
+        for view, tree in zip(views, trees, strict=True):
+            if tree.size:
+                own = tree.token_ids.tolist()
+                self._pending[view.request_id] = Pending(tree, own, is_chain(tree))
+                request_ids.append(view.request_id)
+                tokens.append(own)
+        return DraftTokenIds(request_ids, tokens), (time.perf_counter() - begin) * 1e3
+
+    def _within_scratch(self, views: Sequence[RequestView], trees: list[DraftTree]) -> list[DraftTree]:
+        """Cuts trees to their best path where the scratch blocks would not suffice."""
+        free = self.num_scratch
+        for i, (view, tree) in enumerate(zip(views, trees, strict=True)):
+            if not tree.size or is_chain(tree):
+                continue
+            needed = _core.scratch_needed(tree.parents, len(view.token_ids) - 1, self.block_size)
+            if needed > free:
+                trees[i] = prune(tree, Decision(tree.size, tree.size, Shape.CHAIN))
+            else:
+                free -= needed
+        return trees
+
+
+def is_chain(tree: DraftTree) -> bool:
+    """True if every node hangs on the one before it."""
+    return bool((tree.parents == np.arange(ROOT, tree.size - 1)).all())

@@ -1,0 +1,85 @@
+"""The KV cache beyond what the scheduler knows: scratch blocks for the branches of trees, and block copies."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_specrollout import _core
+from vllm_specrollout.types import IntArray, Shape
+
+_MOST_SCRATCH = 512
+_SCRATCH_SHARE = 0.1  # of the KV cache's memory
+
+
+def scratch_blocks(specs: dict[str, KVCacheSpec], available_bytes: int, wanted: int | None) -> tuple[int, int]:
+    """How many scratch blocks to set aside, and the bytes they take.
+
+    Args:
+        specs: KV cache spec of each layer.
+        available_bytes: memory for the KV cache, scratch included.
+        wanted: the configured number; None: a share of the memory.
+    """
+    if len({type(spec) for spec in specs.values()}) != 1 or not specs:
+        return 0, 0  # several kinds of layers: chains only, which need none
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    count = wanted if wanted is not None else min(_MOST_SCRATCH, int(available_bytes * _SCRATCH_SHARE) // block_bytes)
+    return count, count * block_bytes
+
+
+def with_scratch(config: KVCacheConfig, count: int) -> tuple[KVCacheConfig, IntArray]:
+    """A configuration with `count` more blocks behind those the scheduler hands out, and their numbers."""
+    none = np.empty(0, dtype=np.int32)
+    if count == 0 or len(config.kv_cache_groups) != 1 or len(config.kv_cache_tensors) != 1:
+        return config, none
+    tensor = config.kv_cache_tensors[0]
+    if tensor.offset or tensor.layer_stride != tensor.block_stride * config.num_blocks:
+        return config, none
+    larger = copy.deepcopy(config)
+    larger.num_blocks += count
+    tensor = larger.kv_cache_tensors[0]
+    tensor.layer_stride = tensor.block_stride * larger.num_blocks
+    tensor.size = tensor.layer_stride * len(tensor.layers)
+    return larger, np.arange(config.num_blocks, larger.num_blocks, dtype=np.int32)
+
+
+def kv_shape(config: KVCacheConfig, attn_groups: list[list[AttentionGroup]], num_scratch: int) -> tuple[Shape, str]:
+    """What the KV cache's make-up allows to be drafted, and why not more."""
+    groups = config.kv_cache_groups
+    if not groups:
+        return Shape.OFF, "the model has no KV cache"
+    for group in groups:
+        spec = group.kv_cache_spec
+        specs = getattr(spec, "kv_cache_specs", None)
+        for one in specs.values() if specs else [spec]:
+            if not isinstance(one, (FullAttentionSpec, SlidingWindowSpec)):
+                return Shape.OFF, f"a rejected token cannot be taken back from a cache of kind {type(one).__name__}"
+    backends = {group.backend for per_group in attn_groups for group in per_group}
+    if any(not issubclass(backend, CPUAttentionBackend) for backend in backends):
+        names = ", ".join(sorted(backend.get_name() for backend in backends))
+        return Shape.OFF, f"attention backend {names} is not the one verified to be exact (CPU_ATTN)"
+    if len(groups) > 1:
+        return Shape.CHAIN, "several KV cache groups: one block table per group"
+    if num_scratch == 0:
+        return Shape.CHAIN, "no scratch blocks for branches"
+    return Shape.TREE, ""
+
+
+class BlockCopier:
+    """Copies whole blocks in every layer."""
+
+    def __init__(self, kv_caches: list[torch.Tensor]) -> None:
+        unique = {kv.data_ptr(): kv for kv in kv_caches}
+        self._bases = np.asarray(list(unique), dtype=np.uint64)
+        self._strides = np.asarray([kv.stride(0) * kv.element_size() for kv in unique.values()], dtype=np.int64)
+        assert all(kv[0].is_contiguous() for kv in unique.values()), "a block must be one run of memory"
+
+    def copy(self, sources: IntArray, targets: IntArray) -> None:
+        """Overwrite blocks `targets` with blocks `sources`, [C] each."""
+        if len(sources):
+            _core.copy_blocks(self._bases, self._strides, sources.astype(np.int64), targets.astype(np.int64))

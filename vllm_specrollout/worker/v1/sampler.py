@@ -1,0 +1,186 @@
+"""Sampling on the V1 runner: stock vLLM's sampler, with the noise taken from each request's tape.
+
+A step without drafts runs the stock sampler on its own rows. A step with drafts runs the very same sampler on a batch
+in which every node is a row of its own: temperature, penalties, masks and processors are those of its request, the
+history is the request's output and the node's ancestors, the noise is that of the node's position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_specrollout import _core
+from vllm_specrollout.types import ROOT, IntArray
+from vllm_specrollout.worker.v1.processors import spread
+
+
+class TapeTopKTopPSampler(TopKTopPSampler):
+    """vLLM's CPU sampler with the seeds given instead of drawn: the same kernel, the same integers."""
+
+    seeds: torch.Tensor | None = None  # [rows] int64, set for the step in progress; None: draw as stock does
+
+    def forward_cpu(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.seeds is None:
+            return super().forward_cpu(logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        processed = None
+        if self.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), self.seeds), processed
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a step, all requests' nodes after one another."""
+
+    # [R + 1] first node of each request
+    node_start: IntArray
+    # [nodes] parent within the request's tree
+    parents: IntArray
+    # [nodes] drafted tokens
+    token_ids: IntArray
+    # [nodes] depth, 1 below the root
+    depths: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step with drafts sampled."""
+
+    output: SamplerOutput
+    # [R] accepted nodes per request
+    num_accepted: IntArray
+    # [sum(num_accepted)] accepted nodes, numbered within each request's tree
+    accepted: IntArray
+
+
+def row_layout(drafts: Drafts) -> tuple[IntArray, IntArray]:
+    """Request and depth of every logits row: a root row, then its nodes, request after request."""
+    counts = np.diff(drafts.node_start) + 1
+    row_request = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    row_depth = np.zeros(len(row_request), dtype=np.int32)
+    is_node = np.ones(len(row_request), dtype=bool)
+    is_node[drafts.node_start[:-1] + np.arange(len(counts))] = False
+    row_depth[is_node] = drafts.depths
+    return row_request, row_depth
+
+
+def sample_drafts(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    drafts: Drafts,
+    row_request: IntArray,
+    row_depth: IntArray,
+) -> Sampled:
+    """Sample the target's token at every node and walk the trees.
+
+    Args:
+        sampler: the engine's, its `topk_topp_sampler` a `TapeTopKTopPSampler` with this step's seeds set.
+        logits: [rows, vocab] in `row_layout`'s order; may be changed in place.
+        metadata: the batch's, one row per request.
+    """
+    wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+    is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+    by_node = _spread_metadata(metadata, drafts, row_request, row_depth, wants_logprobs and is_processed)
+    raw = logits
+    if wants_logprobs and not is_processed and logits.dtype == torch.float32:
+        raw = logits.clone()  # the sampler works in place on float32
+    node_output = sampler(logits, by_node)
+    sampled = node_output.sampled_token_ids.view(-1).to(torch.int64)
+    output, output_row, num_accepted, accepted = _core.walk(
+        drafts.node_start, drafts.parents, drafts.token_ids, sampled.numpy()
+    )
+    logprobs = None
+    if wants_logprobs:
+        rows = torch.from_numpy(output_row.reshape(-1))
+        if is_processed:
+            scores = node_output.logprobs_tensors.logprobs[rows]
+        elif sampler.logprobs_mode == "raw_logits":
+            scores = raw[rows].to(torch.float32)
+        else:
+            scores = sampler.compute_logprobs(raw[rows])
+        logprobs = _gather_logprobs(sampler, metadata, scores, sampled[rows], output.shape[1])
+    return Sampled(SamplerOutput(torch.from_numpy(output), logprobs), num_accepted, accepted)
+
+
+def _gather_logprobs(
+    sampler: Sampler, metadata: SamplingMetadata, scores: torch.Tensor, tokens: torch.Tensor, width: int
+) -> LogprobsTensors:
+    """Logprobs of [R x width] output rows, padding included: vLLM filters it out with the padded tokens."""
+    if metadata.logprob_token_ids:
+        by_row = {
+            r * width + i: token_ids for r, token_ids in metadata.logprob_token_ids.items() for i in range(width)
+        }
+        return sampler.gather_specific_token_logprobs(scores, by_row, tokens)
+    return sampler.gather_logprobs(scores, metadata.max_num_logprobs, token_ids=tokens)
+
+
+def _spread_metadata(
+    metadata: SamplingMetadata, drafts: Drafts, row_request: IntArray, row_depth: IntArray, full_logprobs: bool
+) -> SamplingMetadata:
+    rows = torch.from_numpy(row_request.astype(np.int64))
+
+    def gather(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.index_select(0, rows)
+
+    has_penalties = not metadata.no_penalties
+    needs_history = has_penalties or bool(metadata.bad_words_token_ids)
+    requests = row_request.tolist()
+    has_processors = any(
+        getattr(p, "min_p_count", 0) or getattr(p, "biases", None) or getattr(p, "min_toks", None)
+        for p in metadata.logitsprocs.all
+    )
+    return SamplingMetadata(
+        temperature=gather(metadata.temperature),
+        all_greedy=metadata.all_greedy,
+        all_random=metadata.all_random,
+        top_p=gather(metadata.top_p),
+        top_k=gather(metadata.top_k),
+        generators={},
+        max_num_logprobs=-1 if full_logprobs else None,
+        no_penalties=metadata.no_penalties,
+        prompt_token_ids=gather(metadata.prompt_token_ids) if has_penalties else None,
+        frequency_penalties=gather(metadata.frequency_penalties) if has_penalties else metadata.frequency_penalties,
+        presence_penalties=gather(metadata.presence_penalties) if has_penalties else metadata.presence_penalties,
+        repetition_penalties=gather(metadata.repetition_penalties) if has_penalties else metadata.repetition_penalties,
+        output_token_ids=_histories(metadata.output_token_ids, drafts) if needs_history else [],
+        allowed_token_ids_mask=gather(metadata.allowed_token_ids_mask),
+        bad_words_token_ids={
+            row: metadata.bad_words_token_ids[r] for row, r in enumerate(requests) if r in metadata.bad_words_token_ids
+        },
+        logitsprocs=spread(metadata.logitsprocs, requests, row_depth.tolist())
+        if has_processors
+        else type(metadata.logitsprocs)(),
+    )
+
+
+def _histories(output_token_ids: Sequence[list[int]], drafts: Drafts) -> list[list[int]]:
+    """Output so far plus ancestors, for every row."""
+    histories: list[list[int]] = []
+    for r, output in enumerate(output_token_ids):
+        begin, end = int(drafts.node_start[r]), int(drafts.node_start[r + 1])
+        own: list[list[int]] = [output]
+        for node in range(begin, end):
+            parent = int(drafts.parents[node])
+            before = own[0] if parent == ROOT else own[1 + parent]
+            own.append([*before, int(drafts.token_ids[node])])
+        histories += own
+    return histories

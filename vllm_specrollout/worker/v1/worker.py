@@ -1,0 +1,53 @@
+"""The CPU worker: stock vLLM's, with our model runner and room for scratch blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.v1.drafting import Stats
+from vllm_specrollout.worker.v1.kv import scratch_blocks
+from vllm_specrollout.worker.v1.runner import SpecRolloutCPURunner
+
+
+class SpecRolloutCPUWorker(CPUWorker):
+    """Chosen by `worker_cls`."""
+
+    model_runner: SpecRolloutCPURunner
+
+    def init_device(self) -> None:
+        super().init_device()
+        if self.use_v2_model_runner:
+            raise UnsupportedError(
+                "the V2 model runner is in use, and spec rollout runs on the V1 runner only",
+                "unset `VLLM_USE_V2_MODEL_RUNNER`, or set it to 0",
+            )
+        # vLLM names its runner's class in the body of init_device; what it made holds no weights yet.
+        self.model_runner = SpecRolloutCPURunner(self.vllm_config, torch.device("cpu"))
+
+    def determine_available_memory(self) -> int:
+        available = super().determine_available_memory()
+        wanted = config_of(self.vllm_config).scratch_blocks
+        count, taken = scratch_blocks(self.model_runner.get_kv_cache_spec(), available, wanted)
+        if taken > available // 2:
+            raise UnsupportedError(
+                f"`scratch_blocks` is {count}, which takes {taken >> 20} MiB of {available >> 20} MiB of KV cache",
+                "lower `scratch_blocks`, or give the KV cache more memory (`VLLM_CPU_KVCACHE_SPACE`, in GiB)",
+            )
+        self.model_runner.num_scratch = count
+        return available - taken
+
+    def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Totals of this worker since the last reset; see `Stats`."""
+        runner = self.model_runner
+        stats = dataclasses.asdict(runner.stats)
+        stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
+        stats["request_reasons"] = runner.book.reasons()
+        if reset:
+            runner.stats = Stats()
+        return stats
