@@ -1,0 +1,102 @@
+"""The n-gram drafter on top of the C++ index: requests come, grow, change and go."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout import drafters
+from vllm_specrollout.config import NgramConfig, SpecRolloutConfig
+from vllm_specrollout.drafters import ngram_naive
+from vllm_specrollout.drafters.ngram import NgramDrafter
+from vllm_specrollout.trees import build
+from vllm_specrollout.types import Decision, DraftTree, RequestView, Shape
+
+CONFIG = NgramConfig(min_match=1, max_match=4)
+TREE = Decision(16, 8, Shape.TREE)
+
+
+def make_view(text: list[int], request_id: str = "a", room: int = 1000, shape: Shape = Shape.TREE) -> RequestView:
+    return RequestView(request_id, np.asarray(text, dtype=np.int32), 0, room, shape)
+
+
+def draft(drafter: NgramDrafter, view: RequestView, decision: Decision = TREE) -> DraftTree:
+    (tree,) = drafter.propose([view], [decision])
+    return tree
+
+
+def assert_same(tree: DraftTree, expected: DraftTree) -> None:
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    assert tree.parents.tolist() == expected.parents.tolist()
+    assert tree.log_q.tobytes() == expected.log_q.tobytes()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # request
+        st.lists(st.integers(0, 3), max_size=6),  # its new tokens
+        st.sampled_from(("grow", "forget", "rewrite")),
+        st.builds(Decision, st.integers(0, 20), st.integers(0, 6), st.sampled_from(Shape)),
+    ),
+    max_size=20,
+)
+
+
+@given(STEPS)
+def test_drafts_depend_on_the_requests_present_tokens_alone(steps) -> None:
+    drafter = NgramDrafter(CONFIG, max_nodes=12, source=1)
+    texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for request, new, what, decision in steps:
+        if what == "forget":
+            drafter.forget(str(request))
+        texts[request] = new if what == "rewrite" else texts[request] + new
+        views = [make_view(text, str(key)) for key, text in texts.items()]
+        for view, tree in zip(views, drafter.propose(views, [decision] * 3), strict=True):
+            build.check(tree)
+            assert set(tree.source.tolist()) <= {1}
+            nodes = 0 if decision.shape is Shape.OFF else min(decision.max_nodes, 12)
+            text = view.token_ids.tolist()
+            is_chain = decision.shape is Shape.CHAIN
+            assert_same(tree, ngram_naive.propose(text, CONFIG, nodes, decision.max_depth, is_chain))
+
+
+def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
+    drafter, text = NgramDrafter(CONFIG), [1, 2, 3]
+    draft(drafter, make_view(text))
+    text += [1, 2, 4, 1]
+    assert draft(drafter, make_view(text), Decision(0, 8, Shape.TREE)).size == 0
+    text += [2]
+    assert_same(draft(drafter, make_view(text)), ngram_naive.propose(text, CONFIG, 16, 8))
+
+
+def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
+    text = [1, 2, 3, 4, 5] * 6
+    sizes = [
+        draft(NgramDrafter(CONFIG), make_view(text, room=room), Decision(9, 9, Shape.CHAIN)).size for room in range(5)
+    ]
+    assert sizes == [0, 0, 1, 2, 3]
+
+
+def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
+    text = [1, 2, 1, 3, 1, 4, 1]
+    assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text)).parents) > 1
+    assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text, shape=Shape.CHAIN)).parents) == 1
+    assert draft(NgramDrafter(CONFIG), make_view(text, shape=Shape.OFF)).size == 0
+
+
+def test_unknown_requests_can_be_forgotten() -> None:
+    NgramDrafter(CONFIG).forget("never seen")
+
+
+def test_a_slice_of_a_wider_buffer_is_read_like_its_copy() -> None:
+    buffer = np.zeros((3, 40), dtype=np.int32)
+    buffer[1, :12] = [5, 6, 7] * 4
+    view = RequestView("a", buffer[1, :12], 0, 1000)
+    assert_same(draft(NgramDrafter(CONFIG), view), draft(NgramDrafter(CONFIG), make_view([5, 6, 7] * 4)))
+
+
+def test_the_engine_gets_the_ngram_drafter_by_default() -> None:
+    (drafter,) = drafters.build(SpecRolloutConfig(max_draft_tokens=3))
+    assert drafter.name == "ngram" and drafter.deterministic
+    assert draft(drafter, make_view([1, 2, 3] * 5)).size == 3
