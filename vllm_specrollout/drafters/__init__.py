@@ -1,1 +1,32 @@
 """Drafters: propose the next tokens of running requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_specrollout.config import SpecRolloutConfig
+    from vllm_specrollout.drafters.base import Drafter
+
+
+def build(config: SpecRolloutConfig) -> list[Drafter]:
+    """The drafters that the configuration names, in its order; a tree's `source` is the index in this list.
+
+    Raises:
+        ConfigError: the recorded continuations of the `oracle` drafter cannot be used.
+        UnsupportedError: the C++ module is not built.
+    """
+    return [_build_one(name, config, source) for source, name in enumerate(config.drafters)]
+
+
+def _build_one(name: str, config: SpecRolloutConfig, source: int) -> Drafter:
+    # imported late: naming one drafter must not need what another one needs
+    if name == "ngram":
+        from vllm_specrollout.drafters.ngram import NgramDrafter
+
+        return NgramDrafter(config.ngram, config.max_draft_tokens, source)
+    if name == "oracle":
+        from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
+
+        return OracleDrafter(config.oracle, load_continuations(config.oracle.path), source)
+    raise AssertionError(f"the configuration let an unknown drafter through: {name!r}")

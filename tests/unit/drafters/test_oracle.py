@@ -1,0 +1,178 @@
+"""The oracle drafter: the recorded answer, as often and at the rank that its accuracy says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout import drafters
+from vllm_specrollout.config import OracleConfig, SpecRolloutConfig
+from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.trees import build
+from vllm_specrollout.types import ROOT, Decision, DraftTree, RequestView, Shape
+
+PROMPT = [9, 9, 9]
+
+
+def make_view(answer: list[int], key: str = "p", room: int = 1000, shape: Shape = Shape.TREE) -> RequestView:
+    token_ids = np.asarray(PROMPT + answer, dtype=np.int32)
+    return RequestView("request", token_ids, len(PROMPT), room, shape, problem_id=key)
+
+
+def draft(drafter: OracleDrafter, view: RequestView, max_nodes: int, max_depth: int, shape=Shape.TREE) -> DraftTree:
+    (tree,) = drafter.propose([view], [Decision(max_nodes, max_depth, shape)])
+    return tree
+
+
+def accepted(tree: DraftTree, truth: list[int]) -> int:
+    """How deep the true continuation runs in the tree."""
+    node, depth = ROOT, 0
+    for token in truth:
+        below = [i for i in range(tree.size) if tree.parents[i] == node and tree.token_ids[i] == token]
+        if not below:
+            break
+        node, depth = below[0], depth + 1
+    return depth
+
+
+ACCURACIES = st.lists(st.sampled_from((0.0, 0.1, 0.2, 0.25)), min_size=1, max_size=4).map(tuple)
+ANSWERS = st.lists(st.integers(0, 20), min_size=1, max_size=40)
+
+
+@given(ACCURACIES, ANSWERS, st.integers(0, 45), st.integers(0, 30), st.integers(0, 10), st.sampled_from(Shape))
+def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_nodes, max_depth, shape) -> None:
+    drafter = OracleDrafter(OracleConfig(accuracy=accuracy), {"p": answer}, source=2)
+    tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth, shape)
+    build.check(tree)
+    assert build.is_ordered(tree)
+    assert tree.size <= max_nodes
+    assert max(build.depths(tree.parents).tolist(), default=0) <= min(max_depth, max(len(answer) - done, 0))
+    assert set(tree.source.tolist()) <= {2}
+    if shape is Shape.CHAIN:
+        assert tree.parents.tolist() == list(range(-1, tree.size - 1))
+    if shape is Shape.OFF:
+        assert tree.size == 0
+
+
+@given(ANSWERS, st.integers(0, 39), st.integers(1, 30), st.integers(1, 30))
+def test_full_accuracy_drafts_exactly_the_recorded_continuation(answer, done, max_nodes, max_depth) -> None:
+    drafter = OracleDrafter(OracleConfig(accuracy=(1.0,)), {"p": answer})
+    tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth)
+    assert tree.token_ids.tolist() == answer[done:][: min(max_nodes, max_depth)]
+    assert tree.parents.tolist() == list(range(-1, tree.size - 1))
+    assert not tree.log_q.any()
+
+
+@given(ANSWERS, st.integers(1, 30))
+def test_zero_accuracy_drafts_nothing_that_is_accepted(answer, max_nodes) -> None:
+    drafter = OracleDrafter(OracleConfig(accuracy=(0.0,)), {"p": answer})
+    tree = draft(drafter, make_view([]), max_nodes, 30)
+    assert tree.size == min(max_nodes, len(answer), 30)
+    assert accepted(tree, answer) == 0
+
+
+def test_each_rank_holds_the_true_token_as_often_as_its_accuracy_says() -> None:
+    answer = np.random.default_rng(0).integers(0, 500, size=20_000).tolist()
+    drafter = OracleDrafter(OracleConfig(accuracy=(0.5, 0.3, 0.1)), {"p": answer})
+    hits = np.zeros(3)
+    num_steps = 3000
+    for done in range(num_steps):
+        tree = draft(drafter, make_view(answer[:done]), 3, 1)
+        hits += tree.token_ids == answer[done]
+    # three standard deviations of a binomial at its widest
+    assert hits / num_steps == pytest.approx([0.5, 0.3, 0.1], abs=3 * 0.5 / num_steps**0.5)
+
+
+def test_the_accepted_tokens_are_as_many_as_the_drafts_probabilities_promise() -> None:
+    answer = np.random.default_rng(1).integers(0, 500, size=3000).tolist()
+    drafter = OracleDrafter(OracleConfig(accuracy=(0.6, 0.2)), {"p": answer})
+    found, promised = [], []
+    for done in range(0, 2500):
+        tree = draft(drafter, make_view(answer[:done]), 12, 8)
+        found.append(accepted(tree, answer[done:]))
+        promised.append(np.exp(build.cumulative_log_q(tree)).sum())
+    assert np.mean(found) == pytest.approx(np.mean(promised), rel=0.1)
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 4])
+def test_the_form_is_the_best_tree_there_is(max_depth: int) -> None:
+    accuracy = (0.2, 0.5)
+    tree = draft(OracleDrafter(OracleConfig(accuracy=accuracy), {"p": list(range(30))}), make_view([]), 6, max_depth)
+    paths = [path for depth in range(1, max_depth + 1) for path in itertools.product(accuracy, repeat=depth)]
+    best = sorted((float(np.prod(path)) for path in paths), reverse=True)[:6]
+    assert np.exp(build.cumulative_log_q(tree)) == pytest.approx(best)
+
+
+def test_drafts_are_the_same_on_every_rank_and_differ_between_seeds_and_requests() -> None:
+    answer = list(range(200))
+    recorded = {"p": answer, "q": answer}
+
+    def tokens(seed: int, key: str) -> list[int]:
+        drafter = OracleDrafter(OracleConfig(accuracy=(0.5,), seed=seed), recorded)
+        return draft(drafter, make_view([], key), 60, 60).token_ids.tolist()
+
+    assert tokens(1, "p") == tokens(1, "p")
+    assert len({tuple(tokens(seed, key)) for seed in (1, 2) for key in ("p", "q")}) == 4
+
+
+def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
+    drafter = OracleDrafter(OracleConfig(), {"p": list(range(20))})
+    assert [draft(drafter, make_view([], room=room), 9, 9).size for room in (0, 1, 2, 5, 50)] == [0, 0, 1, 4, 9]
+
+
+def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
+    drafter = OracleDrafter(OracleConfig(accuracy=(0.4, 0.3)), {"p": list(range(20))})
+    assert build.num_paths(draft(drafter, make_view([], shape=Shape.CHAIN), 9, 9).parents) == 1
+    assert draft(drafter, make_view([], shape=Shape.OFF), 9, 9).size == 0
+
+
+def test_a_request_without_problem_id_is_found_by_its_own_id() -> None:
+    drafter = OracleDrafter(OracleConfig(), {"request": [4, 5]})
+    assert draft(drafter, make_view([], key=""), 8, 8).token_ids.tolist() == [4, 5]
+
+
+def test_a_request_that_was_not_recorded_goes_without_drafts_and_is_reported_once(caplog) -> None:
+    drafter = OracleDrafter(OracleConfig(), {"p": [1]})
+    with caplog.at_level(logging.WARNING, logger="vllm.specrollout"):
+        assert [draft(drafter, make_view([], key="unknown"), 8, 8).size for _ in range(3)] == [0, 0, 0]
+    assert len(caplog.records) == 1 and "unknown" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read"),
+        ("{", "not valid JSON"),
+        ("[1]", "JSON list, not an object"),
+        ('{"p": 3}', "'p' is not a list"),
+        ('{"p": [1, true]}', "'p' is not a list"),
+        ('{"p": [-1]}', "'p' is not a list"),
+        ('{"p": [2147483647]}', "'p' is not a list"),
+    ],
+    ids=["missing", "broken", "no object", "no list", "bool", "negative", "too large"],
+)
+def test_an_unusable_recording_is_a_config_error_that_names_it(tmp_path: Path, content, reason) -> None:
+    path = tmp_path / "recorded.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_continuations(str(path))
+    assert "recorded.json" in caught.value.cause
+    assert caught.value.hint
+
+
+def test_the_engine_gets_the_oracle_it_configured(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps({"p": [1, 2]}))
+    config = SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=str(path)))
+    (drafter,) = drafters.build(config)
+    assert drafter.name == "oracle" and drafter.deterministic
+    assert draft(drafter, make_view([]), 8, 8).token_ids.tolist() == [1, 2]

@@ -1,0 +1,199 @@
+"""The `oracle` drafter, for benchmarks only: recorded continuations, drafted with a set accuracy.
+
+It knows the answers, so it measures what an engine makes of drafts of a given quality, at almost no drafting time.
+
+May enter: the carriers, `trees.build`, numpy. May not: torch, vLLM, clocks, global randomness.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout.config import OracleConfig
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.trees.build import depths, order
+from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Feedback, IntArray, RequestView, Shape
+
+logger = logging.getLogger("vllm.specrollout")
+
+_INT32_MAX = 2**31 - 1
+# odd constants of the counter-based generator (Steele et al., SplitMix64)
+_POSITION_STEP = np.uint64(0x9E3779B97F4A7C15)
+_DEPTH_STEP = np.uint64(0xD1B54A32D192ED03)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What all trees of the same bounds have in common: everything but the tokens."""
+
+    # [N]
+    parents: IntArray
+    log_q: npt.NDArray[np.float32]
+    # [N] node -> its rank among the drafts for its place, from 0
+    rank: IntArray
+    # [N] node -> its depth, from 0
+    depth: IntArray
+    # (parent, rank) -> node
+    child: dict[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """One request's answer, and where its random numbers start."""
+
+    token_ids: IntArray
+    stream: np.uint64
+
+
+class OracleDrafter:
+    """Drafts the recorded answer at each place as rank r with probability `accuracy[r]`, among decoys.
+
+    Where the true token is not among the drafts, and below a decoy, all is decoys. The draws depend on the seed, the
+    request's key, the position and the depth alone: every rank and every run draws the same.
+
+    Args:
+        config: seed and accuracy.
+        continuations: answer of each request: key (the request's `problem_id`, or its id where it has none) -> tokens.
+        source: this drafter's index in the engine's list.
+    """
+
+    name = "oracle"
+    deterministic = True
+
+    def __init__(self, config: OracleConfig, continuations: Mapping[str, Sequence[int]], source: int = 0) -> None:
+        self._config = config
+        self._source = source
+        self._up_to_rank = np.cumsum(np.asarray(config.accuracy, dtype=np.float64))
+        self._recordings = {key: self._record(key, token_ids) for key, token_ids in continuations.items()}
+        largest = max((max(token_ids, default=0) for token_ids in continuations.values()), default=0)
+        # decoys differ from the true token and from each other, so there must be one token more than ranks
+        self._vocab_size = max(largest, len(config.accuracy)) + 1
+        self._is_warned = False
+
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+        return [self._draft(view, decision) for view, decision in zip(views, decisions, strict=True)]
+
+    def observe(self, feedback: Sequence[Feedback]) -> None:
+        """Nothing to learn: it knows the answers."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept per request."""
+
+    def _record(self, key: str, token_ids: Sequence[int]) -> _Recording:
+        digest = hashlib.blake2b(f"{self._config.seed}:{key}".encode(), digest_size=8).digest()
+        return _Recording(np.asarray(token_ids, dtype=np.int32), np.uint64(int.from_bytes(digest, "little")))
+
+    def _draft(self, view: RequestView, decision: Decision) -> DraftTree:
+        recording = self._recordings.get(view.problem_id or view.request_id)
+        if recording is None:
+            self._warn(view)
+            return EMPTY_TREE
+        position = len(view.token_ids) - view.num_prompt_tokens
+        depth = min(decision.max_depth, view.max_new_tokens - 1, len(recording.token_ids) - position)
+        if depth <= 0 or decision.max_nodes <= 0 or Shape.OFF in (decision.shape, view.shape):
+            return EMPTY_TREE
+        is_chain = Shape.CHAIN in (decision.shape, view.shape)
+        form = _form(self._config.accuracy, decision.max_nodes, depth, is_chain)
+        return self._fill(form, recording, position, depth)
+
+    def _fill(self, form: _Form, recording: _Recording, position: int, depth: int) -> DraftTree:
+        """Put tokens on the nodes: decoys first, then the answer as far down as its ranks are drafted."""
+        truth = recording.token_ids[position : position + depth]
+        ranks, decoys = self._draw(recording.stream, position, depth)
+        # true + 1 + x mod (vocabulary - 1) is never the true token, and consecutive x are different tokens
+        others = (decoys[form.depth] + form.rank) % (self._vocab_size - 1)
+        token_ids = ((truth[form.depth] + 1 + others) % self._vocab_size).astype(np.int32)
+        node = ROOT
+        for token, rank in zip(truth.tolist(), ranks.tolist(), strict=True):
+            node = form.child.get((node, rank), ROOT)
+            if node == ROOT:
+                break
+            token_ids[node] = token
+        source = np.full(len(token_ids), self._source, dtype=np.int32)
+        return DraftTree(token_ids, form.parents, form.log_q, source)
+
+    def _draw(self, stream: np.uint64, position: int, depth: int) -> tuple[IntArray, npt.NDArray[np.int64]]:
+        """Per depth: the rank that holds the true token (one past the last: none), and where the decoys start."""
+        steps = np.arange(depth, dtype=np.uint64)
+        x = stream + (np.uint64(position) + steps) * _POSITION_STEP + steps * _DEPTH_STEP
+        x = (x ^ (x >> np.uint64(30))) * _MIX_1
+        x = (x ^ (x >> np.uint64(27))) * _MIX_2
+        x ^= x >> np.uint64(31)
+        uniform = (x >> np.uint64(32)).astype(np.float64) * 2.0**-32
+        decoys = (x & np.uint64(_INT32_MAX)).astype(np.int64)
+        return np.searchsorted(self._up_to_rank, uniform, side="right"), decoys
+
+    def _warn(self, view: RequestView) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "No recorded continuation for request %r (problem_id %r); it, and others like it, go without drafts",
+                view.request_id,
+                view.problem_id,
+            )
+
+
+def load_continuations(path: str) -> dict[str, list[int]]:
+    """Recorded continuations: a JSON object {request key: [token ids]}.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, or holds something else.
+    """
+    hint = 'set `oracle.path` to a JSON file such as {"problem-1": [15, 7, 2]}'
+    try:
+        with open(path, encoding="utf-8") as handle:
+            recorded = json.load(handle)
+    except OSError as error:
+        raise ConfigError(f"`oracle.path` {path!r} cannot be read: {error.strerror}", hint) from None
+    except ValueError as error:
+        raise ConfigError(f"`oracle.path` {path!r} is not valid JSON: {error}", hint) from None
+    if not isinstance(recorded, dict):
+        raise ConfigError(f"`oracle.path` {path!r} holds a JSON {type(recorded).__name__}, not an object", hint)
+    for key, token_ids in recorded.items():
+        if not isinstance(token_ids, list) or not all(_is_token(token) for token in token_ids):
+            raise ConfigError(f"`oracle.path` {path!r}: {key!r} is not a list of token ids (0 to {_INT32_MAX})", hint)
+    return recorded
+
+
+def _is_token(value: object) -> bool:
+    # JSON's true is an int to Python, but not to a user; the largest id leaves room for one decoy
+    return type(value) is int and 0 <= value < _INT32_MAX
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(accuracy: tuple[float, ...], max_nodes: int, max_depth: int, is_chain: bool) -> _Form:
+    """The best tree of `max_nodes` nodes when rank r holds the true token with probability accuracy[r] everywhere."""
+    log_q = np.log(np.maximum(np.asarray(accuracy, dtype=np.float64), 1e-9))
+    ranks = np.argsort(-log_q, kind="stable")[: 1 if is_chain else None].tolist()
+    nodes: list[tuple[int, int]] = []
+    # the nodes that could come next: (cumulative log_q, parent, rank)
+    reach = [(float(log_q[rank]), ROOT, rank) for rank in ranks]
+    depth_of = {ROOT: 0}
+    while reach and len(nodes) < max_nodes:
+        best = max(reach, key=lambda entry: entry[0])
+        reach.remove(best)
+        total, parent, rank = best
+        node = len(nodes)
+        nodes.append((parent, rank))
+        depth_of[node] = depth_of[parent] + 1
+        if depth_of[node] < max_depth:
+            reach += [(total + float(log_q[below]), node, below) for below in ranks]
+    rank_of = np.asarray([rank for _, rank in nodes], dtype=np.int32)
+    parents = np.asarray([parent for parent, _ in nodes], dtype=np.int32)
+    # float32 rounds sums differently: order() has the last word, on ranks in the place of tokens
+    tree = order(DraftTree(rank_of, parents, log_q[rank_of].astype(np.float32), np.zeros_like(rank_of)))
+    columns = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+    child = {key: node for node, key in enumerate(columns)}
+    for shared in (tree.parents, tree.log_q):
+        shared.flags.writeable = False
+    return _Form(tree.parents, tree.log_q, tree.token_ids, depths(tree.parents) - 1, child)
