@@ -102,6 +102,12 @@ def update(version: str, patched: Iterable[str]) -> Path:
     recorded = {name: {kind: dict(part) for kind, part in entry.items()} for name, entry in table().items()}
     previous = recorded.get(version) or recorded[list(recorded)[-1]]
     recorded[version] = {"patched": fingerprints(patched), "assumed": fingerprints(previous["assumed"])}
+    missing = [target for entry in recorded[version].values() for target, value in entry.items() if value == NOT_FOUND]
+    if missing:
+        raise UnsupportedError(
+            f"the installed vLLM {version} has no `{missing[0]}`",
+            "correct the name in the patch that declares it, or in `supported_vllm.toml` under `assumed`",
+        )
     lines = [HEADER]
     for name, entry in recorded.items():
         for kind in ("patched", "assumed"):
@@ -130,7 +136,11 @@ def _module_file(module: str) -> Path | None:
     # finding a submodule's spec would import its parents, and vLLM's are heavy; a top package's spec imports nothing
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
-    for location in (spec.submodule_search_locations or []) if spec is not None else []:
+    if spec is None:
+        return None
+    if not rest and spec.submodule_search_locations is None:
+        return Path(spec.origin) if spec.origin else None
+    for location in spec.submodule_search_locations or []:
         base = Path(location, *rest)
         for candidate in (base.with_suffix(".py"), base / "__init__.py"):
             if candidate.is_file():

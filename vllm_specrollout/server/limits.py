@@ -158,7 +158,7 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, worker: str, schedul
     """
     for limit in ENGINE_ARGS_LIMITS:
         limit.check(args)
-    _check_class("--worker-cls", args.worker_cls, ("auto", worker))
+    _check_class("--worker-cls", args.worker_cls, ("auto", worker), " (`--worker-extension-cls` stays free)")
     _check_class("--scheduler-cls", args.scheduler_cls, (None, scheduler))
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
@@ -174,12 +174,12 @@ def check_vllm_config(vllm_config: Any) -> None:
         limit.check(vllm_config)
 
 
-def _check_class(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def _check_class(flag: str, value: Any, allowed: tuple[Any, ...], more: str = "") -> None:
     if value not in allowed:
         shown = value if isinstance(value, str) else getattr(value, "__qualname__", type(value).__name__)
         raise ConfigError(
             f"`{flag}` is `{shown}`, but spec rollout brings its own",
-            f"drop `{flag}` (to extend the worker, `--worker-extension-cls` stays free), {LEAVE_OUT}",
+            f"drop `{flag}`{more}, {LEAVE_OUT}",
         )
 
 

@@ -1,0 +1,137 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_specrollout.config import (
+    NgramConfig,
+    OracleConfig,
+    RequestOptions,
+    SpecRolloutConfig,
+    parse,
+    parse_request,
+)
+from vllm_specrollout.errors import ConfigError
+
+HERE = Path(__file__).parent
+REFUSED_CONFIGS = {
+    "a key with a typo": {"max_draft_token": 3},
+    "a key nothing resembles": {"zzz": 1},
+    "a nested key with a typo": {"ngram": {"max_mach": 3}},
+    "a nested object that is a number": {"ngram": 3},
+    "a number as text": {"max_draft_tokens": "8"},
+    "a bool where a number belongs": {"max_draft_tokens": True},
+    "a fraction where a whole number belongs": {"max_depth": 1.5},
+    "too many draft tokens": {"max_draft_tokens": 65},
+    "no draft tokens": {"max_draft_tokens": 0},
+    "too deep": {"max_depth": 100},
+    "a drafter with a typo": {"drafters": ["ngrm"]},
+    "a drafter nothing resembles": {"drafters": ["zzz"]},
+    "a drafter twice": {"drafters": ["ngram", "ngram"]},
+    "no drafter": {"drafters": []},
+    "a drafter outside a list": {"drafters": "ngram"},
+    "an unknown shape": {"shape": "bush"},
+    "an unknown budget": {"budget": "always"},
+    "scratch blocks below zero": {"scratch_blocks": -1},
+    "a block size that is too small": {"block_size": 16},
+    "a block size that is no multiple of 32": {"block_size": 48},
+    "ngram minimum above its maximum": {"ngram": {"min_match": 9, "max_match": 8}},
+    "ngram out of range": {"ngram": {"max_match": 0}},
+    "oracle without a file": {"drafters": ["oracle"]},
+    "oracle accuracy outside 0 to 1": {"oracle": {"accuracy": [1.5]}},
+    "oracle accuracy above 1 in sum": {"oracle": {"accuracy": [0.7, 0.7]}},
+    "oracle accuracy empty": {"oracle": {"accuracy": []}},
+    "oracle accuracy as text": {"oracle": {"accuracy": ["high"]}},
+}
+REFUSED_TEXTS = {
+    "neither JSON nor a file": "no/such/file.json",
+    "broken JSON": '{"max_draft_tokens": }',
+    "JSON with single quotes": "{'max_draft_tokens': 8}",
+    "a JSON list": "[1, 2]",
+    "a JSON string": '"yes"',
+}
+REFUSED_REQUESTS = {
+    "broken JSON over HTTP": "{enabled}",
+    "a number": 3,
+    "a list as JSON": "[]",
+    "an unknown key": {"problem": "aime-7"},
+    "problem_id as a number": {"problem_id": 7},
+    "enabled as text": {"enabled": "no"},
+    "too many draft tokens": {"max_draft_tokens": 65},
+    "draft tokens below zero": {"max_draft_tokens": -1},
+}
+
+
+def test_every_refusal_reads_as_recorded(snapshot, render_refusals):
+    cases = {
+        **{f"config: {k}": lambda v=v: parse(v, "--spec-rollout") for k, v in REFUSED_CONFIGS.items()},
+        **{f"text: {k}": lambda v=v: parse(v, "--spec-rollout") for k, v in REFUSED_TEXTS.items()},
+        "config: not an object": lambda: parse(3, "spec_rollout"),
+        **{f"request: {k}": lambda v=v: parse_request(v) for k, v in REFUSED_REQUESTS.items()},
+    }
+    snapshot(HERE / "refusals" / "config.txt", render_refusals(cases))
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="config.json` cannot be read"):
+        parse(str(path))
+
+
+def test_a_broken_file_is_named_with_line_and_column(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{\n"max_depth": }')
+    with pytest.raises(ConfigError, match=r"config.json` is not valid JSON: .* line 2, column 14"):
+        parse(str(path))
+
+
+@pytest.mark.parametrize("value", [True, "1", "true", "ON", " yes ", "", {}, "{}", SpecRolloutConfig()])
+def test_these_values_mean_the_defaults(value):
+    assert parse(value) == SpecRolloutConfig()
+
+
+@pytest.mark.parametrize("value", [None, False, "0", "false", "OFF", "no"])
+def test_these_values_mean_off(value):
+    assert parse(value) is None
+
+
+def test_a_mapping_its_json_and_its_file_mean_the_same(tmp_path):
+    given = {"max_draft_tokens": 8, "ngram": {"max_match": 4}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    expected = SpecRolloutConfig(max_draft_tokens=8, ngram=NgramConfig(max_match=4))
+    assert parse(given) == parse(json.dumps(given)) == parse(str(path)) == expected
+
+
+def test_a_config_survives_the_trip_through_json():
+    config = SpecRolloutConfig(
+        drafters=("ngram", "oracle"),
+        scratch_blocks=7,
+        block_size=64,
+        oracle=OracleConfig(path="x.json", accuracy=(0.5, 0.25)),
+    )
+    assert parse(json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_a_config_cannot_be_changed_after_it_was_checked():
+    with pytest.raises(AttributeError):
+        SpecRolloutConfig().max_depth = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [None, {}, "{}", True, "true"])
+def test_a_request_without_options_gets_the_defaults(value):
+    assert parse_request(value) == RequestOptions()
+
+
+def test_a_request_may_come_as_json_over_http():
+    options = parse_request('{"problem_id": "aime-7", "enabled": false, "max_draft_tokens": 8}')
+    assert options == RequestOptions(problem_id="aime-7", enabled=False, max_draft_tokens=8)
+
+
+def test_false_alone_switches_a_request_off():
+    assert parse_request(False) == RequestOptions(enabled=False) == parse_request("false")
+
+
+def test_a_request_may_ask_for_no_draft_tokens():
+    assert parse_request({"max_draft_tokens": 0}).max_draft_tokens == 0

@@ -1,0 +1,100 @@
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "vllm_specrollout"
+MAPPED = sorted(
+    init.parent.relative_to(ROOT)
+    for top in ("kernels", "patches", "bench")
+    for init in ROOT.glob(f"{top}/*/__init__.py")
+)
+# folders that may import vLLM; everything else may not
+USES_VLLM = (PACKAGE / "worker", PACKAGE / "server", PACKAGE / "bench", ROOT / "bench", ROOT / "patches")
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names a file imports, wherever in it, but for type checking alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.dump(test.test)
+        for node in ast.walk(test)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def sources() -> list[Path]:
+    return sorted(
+        path for top in ("vllm_specrollout", "kernels", "patches", "bench") for path in ROOT.glob(f"{top}/**/*.py")
+    )
+
+
+@pytest.mark.parametrize("folder", MAPPED, ids=str)
+def test_every_inner_folder_is_importable_under_its_mapped_name(folder):
+    name = f"vllm_specrollout.{'.'.join(folder.parts)}"
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, "run `pip install --no-deps --no-build-isolation -e .` again: a new folder needs it"
+    assert Path(spec.origin).resolve() == ROOT / folder / "__init__.py"
+
+
+@pytest.mark.parametrize("top", ["kernels", "patches", "bench"])
+def test_no_top_level_folder_is_a_package_that_could_shadow_another(top):
+    assert not (ROOT / top / "__init__.py").exists()
+
+
+def test_importing_us_imports_neither_vllm_nor_torch_and_shadows_nothing():
+    code = (
+        "import sys, vllm_specrollout;"
+        "print([name for name in ('vllm', 'torch', 'numpy', 'kernels', 'patches') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_the_worker_the_server_and_patches_import_vllm():
+    allowed = tuple(f"{folder}/" for folder in USES_VLLM)
+    guilty = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if not str(path).startswith(allowed) and "vllm" in imports(path)
+    ]
+    assert guilty == []
+
+
+def test_nothing_outside_cluster_imports_ray():
+    cluster = str(PACKAGE / "cluster")
+    assert [path for path in sources() if not str(path).startswith(cluster) and "ray" in imports(path)] == []
+
+
+def test_a_patch_file_only_rebinds_and_stays_within_forty_lines():
+    for path in ROOT.glob("patches/*/patch_*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        defined = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        assert defined == [], f"{path.name}: behaviour belongs in vllm_specrollout/server or worker"
+        assert len(path.read_text().splitlines()) <= 40, path.name
+
+
+def test_files_and_functions_stay_readable_in_size():
+    too_long = []
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > 300:
+            too_long.append(str(path.relative_to(ROOT)))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= 50:
+                too_long.append(f"{path.relative_to(ROOT)}:{node.name}")
+    assert too_long == []

@@ -1,0 +1,171 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_specrollout.config import OracleConfig, SpecRolloutConfig
+from vllm_specrollout.patches import supported
+from vllm_specrollout.server import limits, settings
+
+HERE = Path(__file__).parent
+WORKER, SCHEDULER = "ours.Worker", "ours.Scheduler"
+STOCK_ARGS = dict(
+    speculative_config=None,
+    spec_method=None,
+    spec_model=None,
+    spec_tokens=None,
+    pipeline_parallel_size=1,
+    prefill_context_parallel_size=1,
+    decode_context_parallel_size=1,
+    data_parallel_size=1,
+    enable_dbo=False,
+    ubatch_size=0,
+    kv_transfer_config=None,
+    kv_offloading_size=None,
+    kv_sharing_fast_prefill=False,
+    async_scheduling=None,
+    block_size=None,
+    per_request_spec_decode_metrics="none",
+    use_fp64_gumbel=False,
+    watermark_config=None,
+    diffusion_config=None,
+    worker_cls="auto",
+    scheduler_cls=None,
+    additional_config={},
+)
+REFUSED_ARGS = {
+    "vLLM's own speculative decoding": dict(speculative_config={"method": "ngram"}),
+    "vLLM's own speculative decoding by alias": dict(spec_tokens=3),
+    "pipeline parallel": dict(pipeline_parallel_size=2),
+    "prefill context parallel": dict(prefill_context_parallel_size=2),
+    "decode context parallel": dict(decode_context_parallel_size=4),
+    "dual-batch overlap": dict(enable_dbo=True),
+    "micro-batches": dict(ubatch_size=2),
+    "a KV connector": dict(kv_transfer_config=object()),
+    "KV offloading": dict(kv_offloading_size=4.0),
+    "KV sharing fast prefill": dict(kv_sharing_fast_prefill=True),
+    "async scheduling asked for": dict(async_scheduling=True),
+    "a block size branches cannot use": dict(block_size=16),
+    "per-request spec-decode metrics": dict(per_request_spec_decode_metrics="summary"),
+    "fp64 gumbel noise": dict(use_fp64_gumbel=True),
+    "watermarking": dict(watermark_config={"x": 1}),
+    "diffusion": dict(diffusion_config={"x": 1}),
+    "a worker of the user's": dict(worker_cls="mine.Worker"),
+    "a pickled worker": dict(worker_cls=b"\x80"),
+    "a scheduler of the user's": dict(scheduler_cls="mine.Scheduler"),
+    "a scheduler class of the user's": dict(scheduler_cls=Path),
+}
+STOCK_CONFIG = dict(
+    model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
+    speculative_config=None,
+    kv_transfer_config=None,
+    use_v2_model_runner=False,
+)
+REFUSED_CONFIGS = {
+    "a pooling model": dict(model_config=SimpleNamespace(runner_type="pooling", is_diffusion=False)),
+    "a diffusion model": dict(model_config=SimpleNamespace(runner_type="generate", is_diffusion=True)),
+    "a speculators checkpoint": dict(speculative_config=object()),
+    "a connector found late": dict(kv_transfer_config=object()),
+    "the V2 runner chosen by vLLM": dict(use_v2_model_runner=True),
+}
+
+
+class AsyncEngineArgs(SimpleNamespace):
+    """Named like vLLM's: only the name is looked at."""
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in ("VLLM_SPEC_ROLLOUT", "VLLM_USE_V2_MODEL_RUNNER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check(config=None, kind=SimpleNamespace, **changes):
+    limits.check_engine_args(kind(**{**STOCK_ARGS, **changes}), config or SpecRolloutConfig(), WORKER, SCHEDULER)
+
+
+def with_oracle(path="answers.json"):
+    return SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=path))
+
+
+def test_stock_arguments_are_accepted():
+    check()
+    limits.check_vllm_config(SimpleNamespace(**STOCK_CONFIG))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(block_size=64),
+        dict(async_scheduling=False),
+        dict(data_parallel_size=4),
+        dict(worker_cls=WORKER, scheduler_cls=SCHEDULER),
+    ],
+    ids=str,
+)
+def test_what_does_no_harm_is_accepted(changes):
+    check(**changes)
+
+
+def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch):
+    config = SimpleNamespace
+    cases = {
+        **{f"arguments: {k}": lambda v=v: check(**v) for k, v in REFUSED_ARGS.items()},
+        "arguments: oracle on a server": lambda: check(with_oracle(), AsyncEngineArgs),
+        "arguments: oracle file missing": lambda: check(with_oracle()),
+        **{
+            f"configuration: {k}": lambda v=v: limits.check_vllm_config(config(**{**STOCK_CONFIG, **v}))
+            for k, v in REFUSED_CONFIGS.items()
+        },
+        "additional_config that is no dict": lambda: settings.additional(config(additional_config=Path())),
+        "vLLM missing": lambda: _raise(supported.version_problem(None)),
+        "vLLM too old": lambda: _raise(supported.version_problem("0.31.2")),
+    }
+    text = render_refusals(cases, hide={"PosixPath": "Path"})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    text += "\n" + render_refusals({"environment: the V2 runner": check})
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "{oops")
+    unread = SimpleNamespace(additional_config={})
+    text += "\n" + render_refusals({"environment: unreadable": lambda: settings.requested(unread)})
+    snapshot(HERE / "refusals" / "limits.txt", text)
+
+
+def _raise(error):
+    assert error is not None
+    raise error
+
+
+def test_a_keyword_outranks_additional_config_and_both_outrank_the_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", '{"max_depth": 1}')
+    args = SimpleNamespace(additional_config={})
+    assert settings.requested(args).max_depth == 1
+    args.additional_config = {"spec_rollout": {"max_depth": 2}, "other": 5}
+    assert settings.requested(args).max_depth == 2
+    settings.fold(args, {"max_depth": 3}, "spec_rollout")
+    assert settings.requested(args).max_depth == 3
+    assert args.additional_config["other"] == 5
+
+
+def test_false_switches_off_what_the_environment_switched_on(monkeypatch):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
+    args = SimpleNamespace(additional_config={})
+    settings.fold(args, False, "spec_rollout")
+    assert settings.requested(args) is None
+
+
+def test_folding_leaves_the_users_own_dict_alone():
+    given = {"other": 5}
+    args = SimpleNamespace(additional_config=given)
+    settings.fold(args, True, "spec_rollout")
+    assert given == {"other": 5}
+
+
+@pytest.mark.parametrize("value", ["0", "off", ""])
+def test_the_environment_may_say_off(monkeypatch, value):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", value)
+    assert settings.requested(SimpleNamespace(additional_config={})) is None
+
+
+def test_an_engine_without_our_entry_is_off():
+    assert not settings.is_on(SimpleNamespace(additional_config={}))
+    assert settings.config_of(SimpleNamespace(additional_config={"spec_rollout": False})) is None
