@@ -1,0 +1,116 @@
+"""The C++ layout, walk and block copies against their naive twins."""
+
+from __future__ import annotations
+
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import Layout, batches, tree_parents
+from vllm_specrollout import _core
+from vllm_specrollout.trees import layout as naive
+from vllm_specrollout.types import DraftTree
+from vllm_specrollout.verify.rules import verify
+
+
+def _int32(values: object) -> np.ndarray:
+    return np.asarray(values, dtype=np.int32)
+
+
+def _node_start(trees: list[list[int]]) -> np.ndarray:
+    return _int32([0, *np.cumsum([len(t) for t in trees])])
+
+
+def _expand(b: Layout) -> dict[str, np.ndarray]:
+    flat = _int32([p for tree in b.trees for p in tree])
+    return _core.expand_paths(
+        _int32(b.row_start), _int32(b.base), _node_start(b.trees), flat, _int32(b.block_table), b.block_size,
+        _int32(b.scratch),
+    )  # fmt: skip
+
+
+@given(batches())
+def test_the_layout_equals_its_naive_twin(b: Layout) -> None:
+    twin = naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch)
+    fast = _expand(b)
+    for name in ("query_rows", "query_start", "seq_lens", "node_path", "depths"):
+        assert fast[name].tolist() == getattr(twin, name), name
+    assert fast["inverse"][fast["query_rows"]].tolist() == list(range(b.row_start[-1]))
+    assert sorted(zip(fast["write_rows"].tolist(), fast["write_slots"].tolist(), strict=True)) == sorted(twin.writes)
+    assert list(zip(fast["copy_from"].tolist(), fast["copy_to"].tolist(), strict=True)) == twin.copies
+    for row, table in zip(fast["tables"].tolist(), twin.tables, strict=True):
+        assert row[: len(table)] == table
+
+
+@given(tree_parents(64), st.integers(0, 300), st.sampled_from([1, 4, 32, 128]))
+def test_the_scratch_count_equals_its_naive_twin(parents: list[int], root: int, block_size: int) -> None:
+    assert _core.scratch_needed(_int32(parents), root, block_size) == naive.scratch_needed(parents, root, block_size)
+
+
+def test_too_little_scratch_is_refused_rather_than_written_past() -> None:
+    with pytest.raises(ValueError, match="scratch"):
+        _core.expand_paths(
+            _int32([0, 3]), _int32([5]), _int32([0, 2]), _int32([-1, -1]), _int32([[1, 2]]), 4, _int32([])
+        )
+
+
+def test_a_child_before_its_parent_is_refused() -> None:
+    with pytest.raises(ValueError, match="parents"):
+        _core.walk(_int32([0, 2]), _int32([1, -1]), _int32([7, 8]), np.zeros(3, dtype=np.int64))
+
+
+@st.composite
+def _drafts(draw: st.DrawFn) -> tuple[list[DraftTree], list[list[int]]]:
+    """Trees over a tiny alphabet, so that matches are frequent, and what the target samples at every node."""
+    trees, sampled = [], []
+    for parents in draw(st.lists(tree_parents(12), min_size=1, max_size=5)):
+        n = len(parents)
+        tokens: list[int] = []
+        for i, parent in enumerate(parents):
+            siblings = {tokens[j] for j in range(i) if parents[j] == parent}
+            tokens.append(draw(st.sampled_from([t for t in range(16) if t not in siblings])))
+        zeros = np.zeros(n, dtype=np.int32)
+        trees.append(DraftTree(_int32(tokens), _int32(parents), zeros.astype(np.float32), zeros))
+        guess = [t for i, t in enumerate(tokens)] or [0]
+        sampled.append([draw(st.sampled_from(guess)) for _ in range(n + 1)])
+    return trees, sampled
+
+
+@given(_drafts())
+def test_the_walk_equals_its_naive_twin(drafts: tuple[list[DraftTree], list[list[int]]]) -> None:
+    trees, sampled = drafts
+    flat = np.asarray([t for own in sampled for t in own], dtype=np.int64)
+    output, rows, counts, accepted = _core.walk(
+        _node_start([t.parents.tolist() for t in trees]),
+        np.concatenate([t.parents for t in trees]),
+        np.concatenate([t.token_ids for t in trees]),
+        flat,
+    )
+    verdicts = [verify(tree, own) for tree, own in zip(trees, sampled, strict=True)]
+    assert counts.tolist() == [len(v.accepted) for v in verdicts]
+    assert accepted.tolist() == [node for v in verdicts for node in v.accepted]
+    for r, (verdict, tree) in enumerate(zip(verdicts, trees, strict=True)):
+        wanted = verdict.output(tree)
+        assert output[r].tolist() == wanted + [-1] * (output.shape[1] - len(wanted))
+        assert flat[rows[r][: len(wanted)]].tolist() == wanted
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(5, 9)), max_size=6), st.integers(1, 3))
+def test_blocks_are_copied_whole_in_every_layer_and_nothing_else_moves(
+    copies: list[tuple[int, int]], layers: int
+) -> None:
+    caches = [np.random.default_rng(i).random((10, 2, 3)) for i in range(layers)]
+    wanted = [cache.copy() for cache in caches]
+    for cache in wanted:
+        for source, target in copies:
+            cache[target] = cache[source]
+    _core.copy_blocks(
+        np.asarray([c.ctypes.data for c in caches], dtype=np.uint64),
+        np.asarray([c.strides[0] for c in caches], dtype=np.int64),
+        np.asarray([s for s, _ in copies], dtype=np.int64),
+        np.asarray([t for _, t in copies], dtype=np.int64),
+    )
+    for cache, copied in zip(caches, wanted, strict=True):
+        np.testing.assert_array_equal(cache, copied)
