@@ -1,0 +1,113 @@
+"""Is the installed vLLM still the one our code was written against?
+
+Guarded: the source of every patched and assumed definition, their signatures, and that names we rebind are looked up
+when they are called. Not guarded: what those definitions call in turn.
+"""
+
+import importlib
+import inspect
+
+import pytest
+
+from vllm_specrollout import patches
+from vllm_specrollout.patches import supported
+
+pytestmark = pytest.mark.vllm
+PATCHES = [patch for process in patches.PROCESSES for patch in patches.load(process)]
+
+
+@pytest.fixture(scope="module")
+def arg_utils():
+    return importlib.import_module("vllm.engine.arg_utils")
+
+
+@pytest.fixture(scope="module")
+def loggers():
+    return importlib.import_module("vllm.v1.metrics.loggers")
+
+
+def original(function):
+    return inspect.unwrap(function)
+
+
+def test_the_installed_vllm_is_a_supported_version():
+    assert supported.version_problem(supported.installed_vllm()) is None
+
+
+def test_every_known_definition_is_as_recorded():
+    assert supported.mismatches(supported.installed_vllm()) == []
+
+
+@pytest.mark.parametrize("version", supported.table())
+def test_every_patch_is_fingerprinted_for_every_supported_version_and_nothing_else_is(version):
+    assert set(supported.table()[version]["patched"]) == {patch.target for patch in PATCHES}
+    assert "" not in supported.table()[version]["assumed"].values()
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+def test_every_patch_says_why_where_and_until_when(patch):
+    assert patch.why and patch.remove_when and patch.upstream.startswith("https://github.com/vllm-project/vllm/")
+    assert set(patch.versions) == set(supported.table())
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+def test_every_patch_is_applied_once_its_module_is_imported_and_delegates(patch):
+    patches.apply_all(patch.process)
+    module = importlib.import_module(patch.module)
+    owner, name = patches._owner(patch.target)
+    assert patches.state(patch) == "applied"
+    function = getattr(getattr(owner, name), "__func__", getattr(owner, name))
+    assert original(function) is not function
+    assert original(function).__module__ == module.__name__
+    assert inspect.signature(function) == inspect.signature(original(function))
+
+
+def test_signatures_are_those_the_wrappers_expect(arg_utils, loggers):
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    args = arg_utils.EngineArgs
+    assert list(inspect.signature(original(args.create_engine_config)).parameters) == [
+        "self",
+        "usage_context",
+        "headless",
+    ]
+    assert list(inspect.signature(original(args.from_cli_args.__func__)).parameters) == ["cls", "args"]
+    assert list(inspect.signature(original(args.add_cli_args)).parameters) == ["parser"]
+    assert list(inspect.signature(original(InputProcessor._validate_params)).parameters)[:2] == ["self", "params"]
+    init = original(loggers.PrometheusStatLogger.__init__)
+    assert list(inspect.signature(init).parameters)[:2] == ["self", "vllm_config"]
+    for cls in (args, arg_utils.AsyncEngineArgs):
+        assert "spec_rollout" not in inspect.signature(original(cls.__init__)).parameters
+
+
+def test_the_flags_are_added_by_name_and_after_plugins_are_loaded(arg_utils):
+    source = inspect.getsource(arg_utils.AsyncEngineArgs.add_cli_args)
+    assert source.index("load_general_plugins()") < source.index("EngineArgs.add_cli_args(parser)")
+
+
+def test_plugins_are_loaded_whenever_engine_arguments_are_made(arg_utils):
+    assert "load_general_plugins()" in inspect.getsource(arg_utils.EngineArgs.__post_init__)
+
+
+def test_request_parameters_are_validated_through_the_instance():
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    assert "self._validate_params(" in inspect.getsource(InputProcessor.process_inputs)
+
+
+def test_the_counters_need_no_more_than_the_number_of_positions(loggers):
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
+
+    source = inspect.getsource(SpecDecodingProm.__init__)
+    assert source.count("speculative_config.") == source.count("speculative_config.num_speculative_tokens") == 1
+    init = inspect.getsource(original(loggers.PrometheusStatLogger.__init__))
+    assert 'labelnames = ["model_name", "engine"]' in init and "self._spec_decoding_cls(" in init
+    assert "self.spec_decoding_prom.observe(" in inspect.getsource(loggers.PrometheusStatLogger.record)
+
+
+def test_worker_and_scheduler_classes_are_still_taken_by_name():
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.worker import worker_base
+
+    assert "resolve_obj_by_qualname" in inspect.getsource(SchedulerConfig.get_scheduler_cls)
+    assert "resolve_obj_by_qualname" in inspect.getsource(worker_base)

@@ -1,0 +1,198 @@
+import argparse
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_specrollout import patches
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.server.engine_args import SCHEDULER, WORKER
+
+pytestmark = pytest.mark.vllm
+
+
+def engine_of(vllm_config):
+    return (
+        vllm_config.parallel_config.worker_cls,
+        vllm_config.scheduler_config.scheduler_cls,
+        vllm_config.cache_config.block_size,
+        vllm_config.additional_config,
+    )
+
+
+STOCK = ("vllm.v1.worker.cpu_worker.CPUWorker", None, 128, {})
+OURS = (WORKER, SCHEDULER, 32, {"spec_rollout": SpecRolloutConfig(max_draft_tokens=8).as_dict()})
+
+
+def parsed(model, *flags):
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    AsyncEngineArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model", model, "--skip-tokenizer-init", *flags])
+    return EngineArgs.from_cli_args(args)
+
+
+def test_keyword_flag_additional_config_and_environment_mean_the_same(make, model, monkeypatch, tmp_path):
+    given = {"max_draft_tokens": 8}
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(given))
+    for args in (
+        make(spec_rollout=given),
+        make(spec_rollout=json.dumps(given)),
+        make(spec_rollout=str(path)),
+        make(spec_rollout=SpecRolloutConfig(max_draft_tokens=8)),
+        make(is_async=True, spec_rollout=given),
+        make(additional_config={"spec_rollout": given}),
+        parsed(model, "--spec-rollout", json.dumps(given)),
+        parsed(model, "--spec-rollout", str(path)),
+        parsed(model, "--spec-rollout.max_draft_tokens", "8"),
+        parsed(model, "--additional-config", json.dumps({"spec_rollout": given})),
+    ):
+        assert engine_of(args.create_engine_config()) == OURS
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", json.dumps(given))
+    assert engine_of(make().create_engine_config()) == OURS
+
+
+def test_the_flag_alone_means_the_defaults(model):
+    config = parsed(model, "--spec-rollout").create_engine_config()
+    assert config.additional_config == {"spec_rollout": SpecRolloutConfig().as_dict()}
+
+
+def test_false_and_zero_outrank_the_environment_and_leave_no_trace(make, model, monkeypatch):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
+    for args in (make(spec_rollout=False), parsed(model, "--spec-rollout", "0")):
+        assert engine_of(args.create_engine_config()) == STOCK
+        assert "VLLM_CPU_ATTN_SPLIT_KV" not in os.environ
+
+
+def test_switched_off_the_configuration_is_the_one_stock_vllm_makes(make, model):
+    ours = make().create_engine_config()
+    patches.undo_all()
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        assert not hasattr(EngineArgs.create_engine_config, "__wrapped__")
+        stock = EngineArgs(model=model, skip_tokenizer_init=True, max_model_len=256).create_engine_config()
+    finally:
+        patches.apply_all("frontend")
+    assert ours.compute_hash() == stock.compute_hash()
+    assert str(ours).replace(ours.instance_id, "") == str(stock).replace(stock.instance_id, "")
+
+
+def test_switched_on_attention_is_row_invariant_and_the_next_stock_engine_is_stock_again(make):
+    make(spec_rollout=True).create_engine_config()
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    make().create_engine_config()
+    assert "VLLM_CPU_ATTN_SPLIT_KV" not in os.environ
+
+
+def test_a_variable_the_user_set_is_kept(make, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
+    make(spec_rollout=True).create_engine_config()
+    make().create_engine_config()
+    assert os.environ["VLLM_CPU_ATTN_SPLIT_KV"] == "1"
+
+
+def test_engine_arguments_may_be_used_twice(make):
+    args = make(spec_rollout={"max_draft_tokens": 8})
+    assert engine_of(args.create_engine_config()) == engine_of(args.create_engine_config()) == OURS
+    assert args.worker_cls == "auto" and args.scheduler_cls is None and args.block_size is None
+
+
+@pytest.mark.parametrize("kwargs, size", [({}, 32), ({"block_size": 64}, 64)])
+def test_a_block_size_the_user_gave_is_kept(make, kwargs, size):
+    assert make(spec_rollout={}, **kwargs).create_engine_config().cache_config.block_size == size
+
+
+def test_the_configured_block_size_is_used_when_the_user_gave_none(make):
+    assert make(spec_rollout={"block_size": 128}).create_engine_config().cache_config.block_size == 128
+
+
+def test_the_users_other_additional_config_stays(make):
+    given = {"other": 1, "spec_rollout": True}
+    config = make(additional_config=given).create_engine_config()
+    assert config.additional_config["other"] == 1 and given == {"other": 1, "spec_rollout": True}
+
+
+def test_vllm_does_not_call_our_variable_unknown(make, monkeypatch):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
+    make(fail_on_environ_validation=True).create_engine_config()
+
+
+def test_llm_from_engine_args_still_accepts_every_attribute(make):
+    args = make(spec_rollout=True)
+    assert "spec_rollout" not in vars(args)
+    assert type(args)(**vars(args)).additional_config == args.additional_config
+
+
+REFUSED = {
+    "speculative config": dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+    "pipeline parallel": dict(pipeline_parallel_size=2),
+    "decode context parallel": dict(decode_context_parallel_size=2),
+    "prefill context parallel": dict(prefill_context_parallel_size=2),
+    "dual-batch overlap": dict(enable_dbo=True),
+    "KV offloading": dict(kv_offloading_size=1.0),
+    "KV sharing fast prefill": dict(kv_sharing_fast_prefill=True),
+    "async scheduling": dict(async_scheduling=True),
+    "block size": dict(block_size=16),
+    "worker class": dict(worker_cls="mine.Worker"),
+    "scheduler class": dict(scheduler_cls="mine.Scheduler"),
+    "per-request metrics": dict(per_request_spec_decode_metrics="summary"),
+    "fp64 gumbel": dict(use_fp64_gumbel=True),
+    "oracle on a server": dict(is_async=True, spec_rollout={"drafters": ["oracle"], "oracle": {"path": "x.json"}}),
+    "pooling model": dict(runner="pooling", convert="embed"),
+    "unknown key": dict(additional_config={"spec_rollout": {"max_draft_token": 8}}, spec_rollout=None),
+}
+
+
+def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, snapshot, render_refusals, monkeypatch):
+    from vllm.config import KVTransferConfig
+
+    def create(**kwargs):
+        make(**{"spec_rollout": True, **kwargs}).create_engine_config()
+
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    cases = {title: lambda v=v: create(**v) for title, v in REFUSED.items()}
+    cases["KV connector"] = lambda: create(kv_transfer_config=connector)
+    text = render_refusals(cases)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    text += "\n" + render_refusals({"V2 runner": create})
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "/no/such/file")
+    text += "\n" + render_refusals({"unreadable environment": lambda: make().create_engine_config()})
+    snapshot(Path(__file__).with_name("refusals.txt"), text)
+
+
+@pytest.mark.parametrize("is_cuda", [True])
+def test_another_platform_than_cpu_is_refused(make, monkeypatch, is_cuda):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: not is_cuda)
+    with pytest.raises(ConfigError.__base__, match="GPU support follows"):
+        make(spec_rollout=True).create_engine_config()
+
+
+def test_drifted_source_is_refused_only_when_switched_on(make, monkeypatch):
+    from vllm_specrollout.patches import supported
+
+    monkeypatch.setattr(supported, "mismatches", lambda version: ["vllm.some:Thing.method"])
+    make().create_engine_config()
+    with pytest.raises(ConfigError.__base__, match="vllm.some:Thing.method"):
+        make(spec_rollout=True).create_engine_config()
+
+
+@pytest.mark.parametrize("program, error", [("vllm", SystemExit), ("train.py", ConfigError)])
+def test_the_vllm_command_ends_in_the_message_and_a_program_gets_the_exception(
+    model, make, monkeypatch, capsys, program, error
+):
+    monkeypatch.setattr("sys.argv", [f"/usr/bin/{program}", "serve"])
+    with pytest.raises(error) as raised:
+        type(make()).from_cli_args(argparse.Namespace(model=model, spec_rollout='{"max_depht": 3}'))
+    if error is SystemExit:
+        assert raised.value.code == 2
+        assert capsys.readouterr().err == (
+            "error: unknown key `max_depht` in `--spec-rollout`\n\nhint: did you mean `max_depth`?\n"
+        )

@@ -1,0 +1,90 @@
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.server.requests import check_options
+
+pytestmark = pytest.mark.vllm
+
+
+def validate(extra_args, is_on=True):
+    from vllm import SamplingParams
+
+    seen = []
+    wrapped = check_options(lambda self, params, tasks: seen.append(tasks))
+    entry = {"spec_rollout": SpecRolloutConfig().as_dict()} if is_on else {}
+    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=entry))
+    wrapped(processor, SamplingParams(extra_args=extra_args), ("generate",))
+    return seen
+
+
+@pytest.mark.parametrize("options", [None, {}, '{"problem_id": "aime-7"}', {"enabled": False, "max_draft_tokens": 0}])
+def test_good_options_reach_stock_validation(options):
+    assert validate({"spec_rollout": options}) == [("generate",)]
+
+
+@pytest.mark.parametrize("options", [{"problem": "x"}, "{", 3, {"max_draft_tokens": 1000}])
+def test_a_mistake_in_a_request_is_a_value_error_before_it_reaches_the_engine(options):
+    with pytest.raises(ConfigError) as raised:
+        validate({"spec_rollout": options})
+    assert isinstance(raised.value, ValueError), "vLLM's server answers 400 to a ValueError"
+
+
+def test_switched_off_options_are_accepted_and_ignored():
+    assert validate({"spec_rollout": {"problem": "x"}}, is_on=False) == [("generate",)]
+
+
+def test_other_extra_args_and_requests_without_any_pass():
+    assert validate({"other": 1}) == validate(None) == [("generate",)]
+
+
+@pytest.fixture
+def prometheus():
+    """A registry without vLLM's metrics, before and after."""
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    unregister_vllm_metrics()
+    yield lambda name: _sample(name)
+    unregister_vllm_metrics()
+
+
+def _sample(name):
+    from prometheus_client import REGISTRY
+
+    return sum(sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name)
+
+
+def test_switched_on_vllms_own_counters_count_our_drafts(make, prometheus):
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    logger = PrometheusStatLogger(make(spec_rollout={"max_draft_tokens": 8}).create_engine_config())
+    stats = SpecDecodingStats.new(8)
+    stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=3)
+    logger.record(SchedulerStats(spec_decoding_stats=stats), None)
+    assert prometheus("vllm:spec_decode_num_drafts_total") == 1
+    assert prometheus("vllm:spec_decode_num_draft_tokens_total") == 8
+    assert prometheus("vllm:spec_decode_num_accepted_tokens_total") == 3
+    assert prometheus("vllm:spec_decode_num_accepted_tokens_per_pos_total") == 3
+
+
+def test_switched_off_there_are_no_such_counters(make, prometheus):
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    logger = PrometheusStatLogger(make().create_engine_config())
+    assert not logger.spec_decoding_prom.spec_decoding_enabled
+
+
+def test_the_log_line_needs_no_configuration():
+    from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
+
+    stats = SpecDecodingStats.new(8)
+    stats.observe_draft(num_draft_tokens=8, num_accepted_tokens=3)
+    log = SpecDecodingLogging()
+    log.observe(stats)
+    lines = []
+    log.log(lambda text, *values: lines.append(text % values))
+    assert "Mean acceptance length: 4.00" in lines[0]
