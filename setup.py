@@ -1,13 +1,15 @@
-"""What pyproject.toml cannot say: the C++ extension, and where the inner folders of kernels/, patches/ and bench/ go.
+"""What pyproject.toml cannot say: the C++ extension, and where kernels/, patches/ and bench/ go.
 
 A top-level `kernels` package would shadow the one on PyPI, so only its inner folders are packages, mapped into
 `vllm_specrollout.kernels`; `patches` and `bench` likewise.
 """
 
+import shutil
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 MAPPED = ("kernels", "patches", "bench")
@@ -35,4 +37,22 @@ extension = Pybind11Extension(
     depends=[path.relative_to(HERE).as_posix() for path in sorted(HERE.glob("csrc/core/*.h"))],
 )
 
-setup(packages=packages, package_dir=package_dir, ext_modules=[extension], cmdclass={"build_ext": build_ext})
+
+class BuildPy(build_py):
+    """Also puts the table of supported vLLM versions, which lies beside the patches, into the package that reads it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "vllm_specrollout", "patches")
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(HERE / "patches" / "supported_vllm.toml", target)
+
+
+setup(
+    packages=packages,
+    package_dir=package_dir,
+    package_data={"vllm_specrollout": ["*.pyi"], "vllm_specrollout.bench.policy": ["checkpoint/*", "*.json"]},
+    ext_modules=[extension],
+    cmdclass={"build_ext": build_ext, "build_py": BuildPy},
+)

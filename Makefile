@@ -1,0 +1,69 @@
+# make setup   a virtual environment with everything pinned (skipped when up to date)
+# make demo    the rollout of the shipped policy, with and without drafts
+# make test    every test but the long identity run and what needs a GPU
+# make lint    formatting, types, layers
+# make serve   an OpenAI-compatible server of the shipped policy, with drafts
+# make bench   decoding speed against stock vLLM
+# make identity  the long token-by-token comparison with stock vLLM
+# make docs    the generated reference pages
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+POLICY := bench/policy/checkpoint
+# where torch's CPU builds are, for hosts whose own index lacks them
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# pyenv leaves shims that do not run, so try each
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
+CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
+# a new inner folder has to be mapped, and mapping happens at installation
+FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
+PURE := $(addprefix vllm_specrollout/,types.py config.py errors.py envs.py plugin.py step.py trees policies drafters \
+	patches commit/plan.py verify/rules.py)
+
+.PHONY: setup demo test lint serve bench identity docs
+.DEFAULT_GOAL := setup
+
+setup: $(VENV)/.installed
+
+$(VENV)/.requirements: $(REQUIREMENTS) requirements/vllm_alias/pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found"; echo; echo "hint: make PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(addprefix -r ,$(REQUIREMENTS)) \
+		|| $(INSTALL) --extra-index-url $(TORCH_INDEX) $(addprefix -r ,$(REQUIREMENTS))
+	$(INSTALL) --no-build-isolation ./requirements/vllm_alias
+	@rm -rf requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml $(CORE) $(FOLDERS)
+	$(INSTALL) --no-build-isolation -e .
+	@touch $@
+
+demo: setup
+	$(BIN)/specrollout bench rollout
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CORE)
+	$(BIN)/mypy $(PURE)
+	$(BIN)/lint-imports --no-cache
+
+serve: setup
+	$(BIN)/vllm serve $(POLICY) --spec-rollout
+
+bench: setup
+	$(BIN)/specrollout bench engine
+
+identity: setup
+	$(BIN)/python -m pytest -m identity
+
+docs: setup
+	$(BIN)/python docs/reference/generate.py
