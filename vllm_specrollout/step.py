@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from vllm_specrollout.drafters.base import Drafter
+from vllm_specrollout.policies.budget import Policy
 from vllm_specrollout.trees.build import union
-from vllm_specrollout.trees.prune import prune
 from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Feedback, RequestView, StepTiming
 
 logger = logging.getLogger("vllm.specrollout")
-
-
-class Policy(Protocol):
-    """Decides how much to draft. Pure: numbers in, numbers out."""
-
-    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        """One decision per view, in order."""
-        ...
-
-    def observe(self, feedback: Sequence[Feedback], timing: StepTiming) -> None:
-        """What the last step cost and yielded; `feedback` is empty if nothing was drafted for it."""
-        ...
 
 
 class Speculation:
@@ -36,8 +23,8 @@ class Speculation:
         self.drafters = list(drafters)
         self.policy = policy
 
-    def settle(self, feedback: Sequence[Feedback], timing: StepTiming) -> None:
-        """Tell everybody what became of the last drafts."""
+    def settle(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
+        """Tell everybody what became of the last drafts, and what the last completed step cost."""
         self.policy.observe(feedback, timing)
         if feedback:
             for drafter in list(self.drafters):
@@ -51,15 +38,16 @@ class Speculation:
         decisions = self.policy.decide(views)
         if not any(d.max_nodes for d in decisions):
             return [EMPTY_TREE] * len(views)
-        proposals = [p for drafter in list(self.drafters) if (p := self._propose(drafter, views, decisions)) is not None]
+        proposals = [
+            p for drafter in list(self.drafters) if (p := self._propose(drafter, views, decisions)) is not None
+        ]
         if not proposals:
             return [EMPTY_TREE] * len(views)
         trees = []
         for i, decision in enumerate(decisions):
             own = [p[i] for p in proposals if p[i].size]
-            tree = own[0] if len(own) == 1 else union(own, decision.max_nodes) if own else EMPTY_TREE
-            trees.append(prune(tree, decision) if tree.size else tree)
-        return trees
+            trees.append(own[0] if len(own) == 1 else union(own, decision.max_nodes) if own else EMPTY_TREE)
+        return self.policy.choose(trees, decisions)
 
     def forget(self, request_id: str) -> None:
         for drafter in self.drafters:

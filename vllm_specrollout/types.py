@@ -124,7 +124,8 @@ class Feedback:
     drafted: int
     # nodes accepted
     accepted: int
-    # [N] the drafted nodes' source and log_q, in the tree's order
+    # [N] the drafted nodes' parents, source and log_q, in the tree's order
+    parents: IntArray = field(repr=False)
     source: IntArray = field(repr=False)
     log_q: FloatArray = field(repr=False)
     # [A] indices of the accepted nodes
@@ -136,11 +137,19 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Wall-clock milliseconds of one engine step, as the worker saw it."""
+    """What one engine step cost, as the worker saw it."""
 
-    # rows of the forward pass (prefill tokens included)
-    rows: int
+    # running requests
     batch: int
-    verify_ms: float
-    draft_ms: float
+    # rows of the forward pass, prefill and draft tokens included
+    rows: int
+    # draft nodes among the rows
+    nodes: int
+    # root-to-leaf paths beyond the first of each tree
+    branches: int
+    # tokens the step yielded
+    tokens: int
+    # wall-clock milliseconds from the step's beginning to the next one's; the worker's own share if the engine idled
+    step_ms: float
+    # no prompt tokens among the rows
     is_decode_only: bool

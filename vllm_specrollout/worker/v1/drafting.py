@@ -102,9 +102,9 @@ class Drafting:
         drafts: StepDrafts | None,
         num_accepted: IntArray | None,
         accepted: IntArray | None,
-        timing: StepTiming,
+        timing: StepTiming | None,
     ) -> None:
-        """Report what became of the drafts."""
+        """Report what became of the drafts, and what the step before cost."""
         feedback: list[Feedback] = []
         if drafts is not None and num_accepted is not None and accepted is not None:
             at = 0
@@ -117,10 +117,11 @@ class Drafting:
                             request_id,
                             end - begin,
                             count,
+                            drafts.parents[begin:end],
                             drafts.source[begin:end],
                             drafts.log_q[begin:end],
                             accepted[at : at + count],
-                            timing.batch,
+                            len(request_ids),
                         )
                     )
                 at += count

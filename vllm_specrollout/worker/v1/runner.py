@@ -7,6 +7,7 @@ speculates (`speculative_config` stays None but for one call), so none of its ow
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -52,8 +53,10 @@ class SpecRolloutCPURunner(CPUModelRunner):
         self._step_drafts: StepDrafts | None = None
         self._path_inputs: dict[str, Any] | None = None
         self._sampled: Sampled | None = None
+        self._branches = 0
         self._begin = 0.0
         self._verify_ms = 0.0
+        self._timing: StepTiming | None = None  # of the last completed step
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +97,14 @@ class SpecRolloutCPURunner(CPUModelRunner):
     # --- before the forward pass -------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        self._begin = time.perf_counter()
+        now = time.perf_counter()
+        if self._timing is not None:
+            # From one step's beginning to the next: the engine's own work counts. A long gap means it had none.
+            period_ms = (now - self._begin) * 1e3
+            own_ms = self._timing.step_ms
+            if period_ms < 2.0 * own_ms + 5.0:
+                self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
+        self._begin = now
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -107,6 +117,7 @@ class SpecRolloutCPURunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         self._step_drafts = self._sampled = self.paths.plan = None
+        self._branches = 0
         if not scheduled:
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.speculative_config = True  # only asked whether it is None: makes logits rows for the draft tokens
@@ -142,6 +153,7 @@ class SpecRolloutCPURunner(CPUModelRunner):
         rows = np.arange(len(drafts.parents)) + np.repeat(first_node_row - drafts.node_start[:-1], counts)
         self.positions.numpy()[rows] = np.repeat(plan.root, counts) + plan.depths
         self.paths.plan, self._path_inputs = plan, raw
+        self._branches = len(raw["seq_lens"]) - n
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         raw, self._path_inputs = self._path_inputs, None
@@ -216,25 +228,23 @@ class SpecRolloutCPURunner(CPUModelRunner):
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, ModelRunnerOutput) or not output.sampled_token_ids:
             return output
-        timing = self._timing(output)
-        if self.shape[0] is Shape.OFF:
-            self._count(output, timing, 0.0)
-            return output
         sampled, drafts = self._sampled, self._step_drafts
-        self.drafting.settle(
-            output.req_ids,
-            drafts,
-            sampled.num_accepted if sampled else None,
-            sampled.accepted if sampled else None,
-            timing,
-        )
-        views = self._views(output)
-        if views:
-            tokens, draft_ms = self.drafting.prepare(views, self.parallel_config.tensor_parallel_size)
-        else:
-            tokens, draft_ms = DraftTokenIds([], []), 0.0
-        self._count(output, timing, draft_ms)
-        return SpecRolloutOutput.carrying(output, tokens) if tokens.req_ids else output
+        draft_ms = 0.0
+        if self.shape[0] is not Shape.OFF:
+            self.drafting.settle(
+                output.req_ids,
+                drafts,
+                sampled.num_accepted if sampled else None,
+                sampled.accepted if sampled else None,
+                self._timing,
+            )
+            views = self._views(output)
+            if views:
+                tokens, draft_ms = self.drafting.prepare(views, self.parallel_config.tensor_parallel_size)
+                if tokens.req_ids:
+                    output = SpecRolloutOutput.carrying(output, tokens)
+        self._timing = self._account(output, draft_ms)
+        return output
 
     def _views(self, output: ModelRunnerOutput) -> list[RequestView]:
         """The requests that may be drafted for, as they stand after this step."""
@@ -261,27 +271,27 @@ class SpecRolloutCPURunner(CPUModelRunner):
             )
         return views
 
-    def _timing(self, output: ModelRunnerOutput) -> StepTiming:
-        rows = int(self.query_start_loc.np[self.input_batch.num_reqs])
-        nodes = len(self._step_drafts.parents) if self._step_drafts is not None else 0
-        is_decode_only = rows - nodes == len(output.req_ids)
-        return StepTiming(rows, len(output.req_ids), self._verify_ms, 0.0, is_decode_only)
-
-    def _count(self, output: ModelRunnerOutput, timing: StepTiming, draft_ms: float) -> None:
-        stats = self.stats
+    def _account(self, output: ModelRunnerOutput, draft_ms: float) -> StepTiming:
+        """Add the step to the totals; returns what is known of its cost so far."""
+        stats, drafts = self.stats, self._step_drafts
+        rows, batch = int(self.query_start_loc.np[self.input_batch.num_reqs]), len(output.req_ids)
+        nodes = len(drafts.parents) if drafts is not None else 0
+        tokens = sum(map(len, output.sampled_token_ids))
         stats.steps += 1
-        stats.request_steps += timing.batch
-        stats.output_tokens += sum(map(len, output.sampled_token_ids))
-        stats.step_ms += timing.verify_ms
+        stats.request_steps += batch
+        stats.output_tokens += tokens
+        stats.step_ms += self._verify_ms
         stats.draft_ms += draft_ms
-        if self._sampled is not None and self._step_drafts is not None:
+        if self._sampled is not None:
             stats.steps_with_drafts += 1
-            stats.drafted += len(self._step_drafts.parents)
+            stats.drafted += nodes
             stats.accepted += int(self._sampled.num_accepted.sum())
-        if timing.is_decode_only:
-            entry = stats.by_rows.setdefault(timing.rows, [0, 0.0])
+        is_decode_only = rows - nodes == batch
+        if is_decode_only:
+            entry = stats.by_rows.setdefault(rows, [0, 0.0])
             entry[0] += 1
-            entry[1] += timing.verify_ms
+            entry[1] += self._verify_ms
+        return StepTiming(batch, rows, nodes, self._branches, tokens, self._verify_ms + draft_ms, is_decode_only)
 
 
 def _chain_depths(node_start: IntArray) -> IntArray:

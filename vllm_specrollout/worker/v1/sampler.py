@@ -126,9 +126,7 @@ def _gather_logprobs(
 ) -> LogprobsTensors:
     """Logprobs of [R x width] output rows, padding included: vLLM filters it out with the padded tokens."""
     if metadata.logprob_token_ids:
-        by_row = {
-            r * width + i: token_ids for r, token_ids in metadata.logprob_token_ids.items() for i in range(width)
-        }
+        by_row = {r * width + i: token_ids for r, token_ids in metadata.logprob_token_ids.items() for i in range(width)}
         return sampler.gather_specific_token_logprobs(scores, by_row, tokens)
     return sampler.gather_logprobs(scores, metadata.max_num_logprobs, token_ids=tokens)
 
