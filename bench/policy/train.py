@@ -3,7 +3,8 @@
 May enter: torch, transformers, this package. May not: vLLM (see `evaluate`).
 
 A run is set by its `TrainConfig` alone: the same command gives the same data in the same order. It saves its state
-now and then, and goes on from there when started again with the same work folder.
+now and then, and goes on from there when started again with the same work folder. It may then be given another number
+of steps, and goes on in that schedule; `training.json` lists each part of such a run.
 """
 
 import json
@@ -72,7 +73,7 @@ def train(config: TrainConfig, out: Path, work: Path, on_step: Callable[[int, fl
     work.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     model, optimizer = _build(config, len(tokenizer))
-    first, seconds = _resume(config, model, optimizer, work)
+    parts, first, seconds = _resume(config, model, optimizer, work)
     recent = 0.0
     with (work / "metrics.jsonl").open("a") as metrics:
         started = time.perf_counter() - seconds
@@ -90,10 +91,11 @@ def train(config: TrainConfig, out: Path, work: Path, on_step: Callable[[int, fl
                 metrics.write(json.dumps({name: round(value, 5) for name, value in line.items()}) + "\n")
                 metrics.flush()
             if (step + 1) % config.save_every == 0:
-                _save_state(config, model, optimizer, work, step + 1, seconds)
+                state = {"config": asdict(config), "parts": parts, "step": step + 1, "seconds": seconds}
+                _save_state(state, model, optimizer, work)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return _facts(config, model, recent, seconds)
+    return _facts(config, model, parts, recent, seconds)
 
 
 def _build(config: TrainConfig, vocab_size: int) -> tuple["torch.nn.Module", "torch.optim.Optimizer"]:
@@ -143,44 +145,36 @@ def _step(
 
 def _resume(
     config: TrainConfig, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", work: Path
-) -> tuple[int, float]:
-    """Loads a saved state, if there is one; returns the next step and the seconds spent so far."""
+) -> tuple[list[dict], int, float]:
+    """Loads a saved state, if there is one; returns the run's parts, the next step and the seconds spent so far.
+
+    A part is {"steps": schedule it ran under, "from_step": its first step}; the last one is the coming one.
+    """
     import torch
 
     path = work / "state.pt"
     if not path.exists():
-        return 0, 0.0
+        return [{"steps": config.steps, "from_step": 0}], 0, 0.0
     state = torch.load(path, weights_only=True)
-    if state["config"] != asdict(config):
+    if state["config"] | {"steps": config.steps} != asdict(config):
         raise PolicyError(f"{path} was saved by a run with other settings", hint="choose another --work, or delete it")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return state["step"], state["seconds"]
+    parts, step = state["parts"], state["step"]
+    if parts[-1]["steps"] != config.steps:
+        parts = [*parts, {"steps": config.steps, "from_step": step}]
+    return parts, step, state["seconds"]
 
 
-def _save_state(
-    config: TrainConfig,
-    model: "torch.nn.Module",
-    optimizer: "torch.optim.Optimizer",
-    work: Path,
-    step: int,
-    seconds: float,
-) -> None:
+def _save_state(state: dict, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", work: Path) -> None:
     """Replaces the saved state in one move, so that a run killed meanwhile leaves a whole one."""
     import torch
 
-    state = {
-        "config": asdict(config),
-        "step": step,
-        "seconds": seconds,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-    }
-    torch.save(state, work / "state.tmp")
+    torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, work / "state.tmp")
     (work / "state.tmp").replace(work / "state.pt")
 
 
-def _facts(config: TrainConfig, model: "torch.nn.Module", loss: float, seconds: float) -> dict:
+def _facts(config: TrainConfig, model: "torch.nn.Module", parts: list[dict], loss: float, seconds: float) -> dict:
     """What `training.json` says about the run itself."""
     import torch
     import transformers
@@ -188,6 +182,7 @@ def _facts(config: TrainConfig, model: "torch.nn.Module", loss: float, seconds: 
     return {
         "command": f"python -m bench.policy train --seed {config.seed} --steps {config.steps} --out DIR",
         "config": asdict(config),
+        "parts": parts,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

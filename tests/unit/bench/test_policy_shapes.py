@@ -1,0 +1,42 @@
+"""Shapes and the training schedule are plain arithmetic, checked without torch."""
+
+import pytest
+
+from bench.policy.errors import PolicyError
+from bench.policy.shapes import SHAPES, shape_of_size
+from bench.policy.train import TrainConfig
+from bench.policy.train_data import max_terms_at
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_a_size_name_tells_the_number_of_parameters(size):
+    assert SHAPES[size].num_params() == pytest.approx(int(size[:-1]) * 1e6, rel=0.06)
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_query_heads_divide_evenly_among_kv_heads(size):
+    assert SHAPES[size].num_heads % SHAPES[size].num_kv_heads == 0
+
+
+def test_width_and_depth_can_be_replaced():
+    shape = shape_of_size("3M", hidden=64, num_layers=2)
+    assert (shape.hidden, shape.num_layers, shape.num_heads) == (64, 2, SHAPES["3M"].num_heads)
+
+
+def test_an_unknown_size_names_the_known_ones():
+    with pytest.raises(PolicyError, match="unknown model size '7B', known are 1M, 3M, 30M, 150M, 400M"):
+        shape_of_size("7B")
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_hundredth():
+    config = TrainConfig(steps=1000)
+    rates = [config.rate_at(step) for step in range(config.steps)]
+    assert max(rates) == pytest.approx(config.learning_rate)
+    assert rates.index(max(rates)) in range(config.warmup_steps - 1, config.warmup_steps + 1)
+    assert rates[-1] == pytest.approx(config.learning_rate / 100, rel=0.05)
+
+
+def test_the_curriculum_only_lengthens():
+    limits = [max_terms_at(i / 100) for i in range(100)]
+    assert limits == sorted(limits)
+    assert limits[-1] >= 34
