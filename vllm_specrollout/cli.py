@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
+import typer.core
+import typer.main
 
 from vllm_specrollout import patches
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
@@ -72,18 +73,21 @@ def list_patches(
 
 
 class _Benches(typer.core.TyperGroup):
-    """Loads a benchmark when it is named: they bring torch and vLLM."""
+    """Loads a benchmark when it is named: they bring torch and vLLM.
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    Typer has a click of its own from some version on, so click's types are not named here.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(BENCHES)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, name: str) -> Any:
         if name not in BENCHES:
             return None
         module, function, _ = BENCHES[name]
         return _as_command(name, getattr(_import_bench(name, module), function))
 
-    def format_commands(self, ctx: click.Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, _, text) in BENCHES.items()])
 
@@ -98,7 +102,7 @@ def _import_bench(name: str, module: str) -> Any:
         ) from None
 
 
-def _as_command(name: str, function: Callable[..., Any]) -> click.Command:
+def _as_command(name: str, function: Callable[..., Any]) -> Any:
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     single.command(name)(function)
     return typer.main.get_command(single)
