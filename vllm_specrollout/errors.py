@@ -6,7 +6,7 @@ from __future__ import annotations
 class SpecRolloutError(ValueError):
     """A mistake in what the user asked for.
 
-    It is a `ValueError` on purpose: vLLM turns those into a clean exit (command line) or a 400 answer (server).
+    It is a `ValueError` on purpose: that is what callers of vLLM expect for arguments it cannot use.
     """
 
     def __init__(self, cause: str, hint: str) -> None:

@@ -26,10 +26,14 @@ def test_good_options_reach_stock_validation(options):
 
 
 @pytest.mark.parametrize("options", [{"problem": "x"}, "{", 3, {"max_draft_tokens": 1000}])
-def test_a_mistake_in_a_request_is_a_value_error_before_it_reaches_the_engine(options):
+def test_a_mistake_in_a_request_is_answered_with_400_before_it_reaches_the_engine(options):
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
     with pytest.raises(ConfigError) as raised:
         validate({"spec_rollout": options})
-    assert isinstance(raised.value, ValueError), "vLLM's server answers 400 to a ValueError"
+    assert isinstance(raised.value, ValueError)
+    answer = create_error_response(raised.value)
+    assert answer.error.code == 400 and "hint:" in answer.error.message
 
 
 def test_switched_off_options_are_accepted_and_ignored():

@@ -1,0 +1,106 @@
+"""`vllm serve --spec-rollout` from outside: answers, refusals, metrics, and how a bad start ends."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+VLLM = Path(sys.executable).with_name("vllm")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from bench.policy.random_model import make_random_model
+
+    return str(make_random_model(tmp_path_factory.mktemp("served"), size="1M"))
+
+
+def environment():
+    return {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """The address of a running server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    flags = ["--spec-rollout", "--port", str(port), "--max-model-len", "256", "--enforce-eager"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [VLLM, "serve", model, *flags, "--served-model-name", "tiny"], stdout=out, stderr=out, env=environment()
+        )
+    try:
+        wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_until_healthy(process, address, log):
+    for _ in range(300):
+        if process.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5)
+            return
+        except OSError:
+            time.sleep(1)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+def complete(server, **options):
+    body = {"model": "tiny", "prompt": "1 2 3 1 2 3 1 2", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server}/v1/completions", json.dumps({**body, **options}).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def counters(server):
+    text = urllib.request.urlopen(f"{server}/metrics", timeout=30).read().decode()
+    return {name: float(value) for name, value in re.findall(r"^vllm:spec_decode_(\w+)_total\{.*\} (\S+)$", text, re.M)}
+
+
+def test_drafts_are_counted_and_do_not_change_the_answer(server):
+    status, drafted = complete(server)
+    assert status == 200
+    before = counters(server)
+    assert before["num_drafts"] > 0 and before["num_draft_tokens"] >= before["num_accepted_tokens"]
+    status, plain = complete(server, vllm_xargs={"spec_rollout": '{"enabled": false}'})
+    assert status == 200 and counters(server) == before
+    assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]
+
+
+def test_wrong_options_are_answered_with_400_and_the_server_goes_on(server):
+    status, answer = complete(server, vllm_xargs={"spec_rollout": '{"problem": "aime-7"}'})
+    assert status == 400
+    assert answer["error"]["message"] == (
+        "unknown key `problem` in `extra_args['spec_rollout']`\n\nhint: did you mean `problem_id`?"
+    )
+    assert complete(server, max_tokens=4)[0] == 200
+
+
+def test_a_start_that_is_refused_ends_in_the_message_and_status_2(model):
+    command = [VLLM, "serve", model, "--spec-rollout", "--pipeline-parallel-size", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 2
+    assert "error: `--pipeline-parallel-size` is 2; spec rollout supports 1\n\nhint: use" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
