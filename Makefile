@@ -47,7 +47,7 @@ demo: setup
 	$(BIN)/specrollout bench rollout
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not identity and not gpu"
 
 lint: setup
 	$(BIN)/ruff check .
@@ -63,7 +63,7 @@ bench: setup
 	$(BIN)/specrollout bench engine
 
 identity: setup
-	$(BIN)/python -m pytest -m identity
+	$(BIN)/python -m pytest tests/e2e -m identity
 
 docs: setup
 	$(BIN)/python docs/reference/generate.py
