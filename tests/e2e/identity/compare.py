@@ -1,0 +1,101 @@
+"""Running requests and comparing what came out: tokens, texts, finish reasons, logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import LLM
+
+from tests.e2e.identity.cases import Case
+from tests.e2e.identity.ties import TOLERANCE, gap
+
+
+@dataclass
+class Report:
+    """Totals of a comparison."""
+
+    requests: int = 0
+    tokens: int = 0
+    ties: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    worst_logprob: float = 0.0
+
+    def add(self, other: Report) -> None:
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.ties += other.ties
+        self.failures += other.failures
+        self.worst_logprob = max(self.worst_logprob, other.worst_logprob)
+
+    def __str__(self) -> str:
+        rate = f"{len(self.ties)} ties in {self.tokens} tokens"
+        return (
+            f"{self.requests} requests, {rate}, {len(self.failures)} failures, logprobs within {self.worst_logprob:.1e}"
+        )
+
+
+def run(llm: LLM, cases: Sequence[Case], **spec_rollout: Any) -> list[Any]:
+    """All requests at once; the batch is as large as the engine allows and shrinks as they finish."""
+    prompts = [{"prompt_token_ids": case.prompt} for case in cases]
+    return llm.generate(prompts, [case.sampling(**spec_rollout) for case in cases], use_tqdm=False)
+
+
+def compare(cases: Sequence[Case], wanted: Sequence[Any], got: Sequence[Any], dtype: str, stock: LLM | None) -> Report:
+    """Compare outputs; with `stock` given, a difference may be proven to be a tie, without it every one is a failure."""
+    report = Report()
+    for case, theirs, ours in zip(cases, wanted, got, strict=True):
+        report.requests += 1
+        for a, b in zip(theirs.outputs, ours.outputs, strict=True):
+            report.tokens += len(a.token_ids)
+            _compare_one(case, a, b, dtype, stock, report)
+        if theirs.prompt_logprobs is not None:
+            _compare_logprobs(case, theirs.prompt_logprobs[1:], ours.prompt_logprobs[1:], dtype, report)
+    return report
+
+
+def _compare_one(case: Case, a: Any, b: Any, dtype: str, stock: LLM | None, report: Report) -> None:
+    x, y = list(a.token_ids), list(b.token_ids)
+    if x == y:
+        for name in ("text", "finish_reason", "stop_reason"):
+            if getattr(a, name) != getattr(b, name):
+                report.failures.append(
+                    f"{case.name} #{case.problem_id}: {name} {getattr(a, name)!r} != {getattr(b, name)!r}"
+                )
+        if a.logprobs is not None:
+            _compare_logprobs(case, a.logprobs, b.logprobs, dtype, report)
+        return
+    at = next((i for i, (t, u) in enumerate(zip(x, y, strict=False)) if t != u), min(len(x), len(y)))
+    where = f"{case.name} #{case.problem_id} token {at}: {x[at : at + 4]} != {y[at : at + 4]}"
+    if stock is None or at >= min(len(x), len(y)):
+        report.failures.append(where)
+        return
+    distance = gap(stock, case, x[:at], x[at], y[at])
+    kind = report.ties if distance <= TOLERANCE[dtype] else report.failures
+    kind.append(f"{where}, {distance:.1e} apart")
+
+
+def _compare_logprobs(case: Case, a: Any, b: Any, dtype: str, report: Report) -> None:
+    if len(a) != len(b):
+        report.failures.append(f"{case.name} #{case.problem_id}: {len(a)} != {len(b)} positions with logprobs")
+        return
+    limit = {"float32": 1e-4, "bfloat16": 0.05}[dtype]
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        common = set(x) & set(y)
+        if not common:
+            report.failures.append(f"{case.name} #{case.problem_id} token {i}: no common logprob tokens")
+            continue
+        worst = (
+            max(abs(x[t].logprob - y[t].logprob) for t in common if x[t].logprob != y[t].logprob)
+            if any(x[t].logprob != y[t].logprob for t in common)
+            else 0.0
+        )
+        report.worst_logprob = max(report.worst_logprob, worst)
+        # a token level with the last of the top k may take its place: it must then be as likely
+        strays = [v.logprob for t, v in [*x.items(), *y.items()] if t not in common]
+        floor = min(v.logprob for v in x.values())
+        if worst > limit or any(abs(s - floor) > limit for s in strays):
+            report.failures.append(
+                f"{case.name} #{case.problem_id} token {i}: logprobs {worst:.1e} apart, strays {strays}"
+            )

@@ -1,0 +1,72 @@
+"""A drafter that proposes anything: right paths among decoys, nonsense, chains, stars, nothing; new every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vllm_specrollout.trees.build import depths
+from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Feedback, RequestView, Shape
+
+
+class FuzzDrafter:
+    """Knows the true answers (by problem id), and hides them or not."""
+
+    name = "fuzz"
+    deterministic = True
+
+    def __init__(self, answers: Mapping[str, list[int]], vocab_size: int, seed: int = 0, quality: float = 0.8) -> None:
+        self.answers = answers
+        self.vocab_size = vocab_size
+        self.quality = quality
+        self.rng = np.random.default_rng(seed)
+
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+        return [self._tree(view, decision) for view, decision in zip(views, decisions, strict=True)]
+
+    def observe(self, feedback: Sequence[Feedback]) -> None:
+        """Learns nothing."""
+
+    def forget(self, request_id: str) -> None:
+        """Remembers nothing."""
+
+    def _tree(self, view: RequestView, decision: Decision) -> DraftTree:
+        rng = self.rng
+        size = int(rng.integers(0, decision.max_nodes + 1)) if decision.max_nodes else 0
+        if size == 0:
+            return EMPTY_TREE
+        done = len(view.token_ids) - view.num_prompt_tokens
+        truth = self.answers.get(view.problem_id, [])[done:] if rng.random() < 0.9 else []
+        is_chain = decision.shape is Shape.CHAIN or rng.random() < 0.2
+        tokens: list[int] = []
+        parents: list[int] = []
+        tip, level = ROOT, 0  # tip: the true node of this level, if it was drafted
+        for _ in range(size):
+            if is_chain:
+                parent = len(tokens) - 1
+            else:
+                parent = tip if rng.random() < 0.7 else int(rng.integers(-1, len(tokens)))
+            wants_truth = parent == tip and level < len(truth) and rng.random() < self.quality
+            token = truth[level] if wants_truth else int(rng.integers(0, self.vocab_size))
+            if any(p == parent and t == token for p, t in zip(parents, tokens, strict=True)):
+                continue
+            tokens.append(token)
+            parents.append(parent)
+            if parent == tip and level < len(truth) and token == truth[level]:
+                tip, level = len(tokens) - 1, level + 1
+        return _within(tokens, parents, decision.max_depth)
+
+
+def _within(tokens: list[int], parents: list[int], max_depth: int) -> DraftTree:
+    """The nodes no deeper than allowed; log_q 0 throughout, so that any order is best first."""
+    array = np.asarray(parents, dtype=np.int32)
+    kept = [i for i, depth in enumerate(depths(array).tolist()) if depth <= max_depth] if tokens else []
+    index = {ROOT: ROOT, **{old: new for new, old in enumerate(kept)}}
+    n = len(kept)
+    return DraftTree(
+        np.asarray([tokens[i] for i in kept], dtype=np.int32),
+        np.asarray([index[parents[i]] for i in kept], dtype=np.int32),
+        np.zeros(n, dtype=np.float32),
+        np.zeros(n, dtype=np.int32),
+    )
