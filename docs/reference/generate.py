@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
@@ -87,18 +88,31 @@ def cli_page() -> str:
     parts = ["# Command line\n"]
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         parts.append(f"## `specrollout {name}`\n\n{' '.join((command.help or '').split())}\n")
-        if name == "bench":
-            rows = ((f"`specrollout bench {bench} --help`", text) for bench, (_, _, text) in BENCHES.items())
-            parts.append(_table(("Command", "Meaning"), rows))
+        if name != "bench":
+            parts.append(_options(command))
             continue
-        options = [option for option in command.params if option.name != "help"]
-        parts.append(_table(("Option", "Meaning"), ((f"`{' '.join(o.opts)}`", o.help) for o in options)))
+        for bench, (module, _, _) in BENCHES.items():
+            if importlib.util.find_spec(module) is None:
+                continue
+            single = command.get_command(None, bench)
+            parts += [f"### `specrollout bench {bench}`\n\n{' '.join((single.help or '').split())}\n", _options(single)]
     parts.append(
         "## `vllm serve MODEL --spec-rollout [JSON|PATH]`\n\nThe flag exists on every `vllm` command that takes engine"
         " arguments. Without a value it means the defaults of the [configuration](config.md); `--spec-rollout 0`"
         " switches off what `VLLM_SPEC_ROLLOUT` switched on. Single keys: `--spec-rollout.max_draft_tokens 8`.\n"
     )
     return "\n".join(parts)
+
+
+def _options(command: Any) -> str:
+    options = [option for option in command.params if option.name != "help"]
+    rows = ((f"`{' / '.join([*o.opts, *o.secondary_opts])}`", _default(o), o.help) for o in options)
+    return _table(("Option", "Default", "Meaning"), rows)
+
+
+def _default(option: Any) -> str:
+    hidden = option.default is None or isinstance(option.default, (bool, Path)) or option.show_default is False
+    return "" if hidden else f"`{option.default}`"
 
 
 def drafted_page() -> str:
