@@ -1,0 +1,1 @@
+"""What the engine and the rollout benchmark share: engine processes, flags, rows, reports."""

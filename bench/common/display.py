@@ -1,0 +1,53 @@
+"""Progress on stderr, results on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class Display:
+    """A progress display; a context manager, in which its bars move."""
+
+    def __init__(self) -> None:
+        self.out = Console()
+        if not self.out.is_terminal:
+            # a table squeezed into 80 columns is of no use in a file
+            self.out = Console(width=160)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def counter(self, title: str) -> Callable[[int, int], None]:
+        """For work that reports (done, total); the bar comes with its first report."""
+        bar: list[int] = []
+
+        def update(done: int, total: int) -> None:
+            if not bar:
+                bar.append(self._progress.add_task(title, total=total))
+            self._progress.update(bar[0], completed=done, total=total)  # type: ignore[arg-type]
+
+        return update
+
+    def steps(self, total: int) -> Callable[[str, int], None]:
+        """For work in named steps: told (what happens now, or "" for no change; steps done since)."""
+        bar = self._progress.add_task("", total=total)
+
+        def update(title: str, done: int) -> None:
+            self._progress.update(bar, advance=done, description=title or None)
+
+        return update

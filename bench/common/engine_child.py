@@ -1,0 +1,145 @@
+"""One vLLM engine in a process of its own, driven over a pipe. Run as a script, by path.
+
+By path, because importing this project's package would patch vLLM: a stock engine must not even import it. So this file
+may import the standard library and vLLM, and nothing of ours but the package itself, and that only for our engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import random
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Engine:
+    """Answers the operations named by its public methods; each takes and returns plain Python values."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens added."""
+        tokenizer = self.llm.get_tokenizer()
+        return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def decode(self, token_ids: list[list[int]]) -> list[str]:
+        """Text of each list of tokens, special tokens left out."""
+        tokenizer = self.llm.get_tokenizer()
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], stats: bool = False) -> dict[str, Any]:
+        """Run all requests to their ends, from a cold prefix cache.
+
+        Returns:
+            token_ids and finish_s per request, step_s (end of each engine step), wall_s; all times in seconds since the
+            first request could be scheduled. With `stats`, the worker's totals of this run.
+        """
+        self._forget_prefixes()
+        if stats:
+            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        result = self._run(prompts, params)
+        if stats:
+            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+        return result
+
+    def extend(
+        self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int
+    ) -> dict[int, list[float]]:
+        """Milliseconds of one step that appends n tokens to each of these (cached) prefixes, per n in `num_tokens`.
+
+        The prefixes must fill whole KV cache blocks, so that the step computes the appended tokens and nothing else.
+        """
+        self._forget_prefixes()
+        first = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+        self._run([[*prefix, prefix[0]] for prefix in prefixes], [first] * len(prefixes))
+        rng = random.Random(seed)
+        times: dict[int, list[float]] = {n: [] for n in num_tokens}
+        # one unmeasured pass: kernels set themselves up at the first sight of a shape
+        for repeat in range(-1, repeats):
+            for n in num_tokens:
+                prompts = [[*prefix, *rng.choices(prefix, k=n)] for prefix in prefixes]
+                params = [{**first, "temperature": 1.0, "seed": i} for i in range(len(prompts))]
+                result = self._run(prompts, params)
+                if len(result["step_s"]) != 1:
+                    raise RuntimeError(f"{len(prompts)} x {n} tokens took {len(result['step_s'])} steps instead of one")
+                if repeat >= 0:
+                    times[n].append(result["wall_s"] * 1e3)
+        return times
+
+    def shape(self) -> dict[str, Any]:
+        """What may be drafted for this model, and why not more; only for our engine."""
+        stats = self.llm.collective_rpc("spec_rollout_stats")[0]
+        return {"shape": stats["shape"], "reason": stats["shape_reason"]}
+
+    def block_size(self) -> int:
+        return int(self.core.vllm_config.cache_config.block_size)
+
+    def _forget_prefixes(self) -> None:
+        # stock and ours may differ in block size, so what one would find in its cache the other might not
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: requests still hold blocks")
+
+    def _run(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        finish_s, step_s = [0.0] * len(prompts), []
+        # paused while the requests arrive, so that every run schedules them in the same steps
+        self.llm.sleep(level=0)
+        for i, (prompt, values) in enumerate(zip(prompts, params, strict=True)):
+            sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            self.core.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+        begin = time.perf_counter()
+        self.llm.wake_up(tags=["scheduling"])
+        while self.core.has_unfinished_requests():
+            outputs = self.core.step()
+            now = time.perf_counter() - begin
+            step_s.append(now)
+            for output in outputs:
+                if output.finished:
+                    i = int(output.request_id)
+                    token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
+        return {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
+
+    def close(self) -> None:
+        self.core.engine_core.shutdown()
+
+
+def serve(connection: Connection) -> None:
+    """Build the engine that the first message describes, then answer one message after another until the pipe ends."""
+    start = connection.recv()
+    try:
+        if start["is_ours"]:
+            # its import is what makes `LLM(spec_rollout=...)` work
+            importlib.import_module("vllm_specrollout")
+        from vllm import LLM
+
+        engine = Engine(LLM(**start["arguments"]))
+    except Exception as error:
+        connection.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+        return
+    connection.send({"result": None})
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (message := connection.recv()) is not None:
+            operation, arguments = message
+            try:
+                connection.send({"result": getattr(engine, operation)(**arguments)})
+            except Exception as error:
+                connection.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+    engine.close()
+
+
+# vLLM's workers are spawned, and import this file again under another name
+if __name__ == "__main__":
+    descriptor = int(sys.argv[1])
+    # no worker may hold the pipe open after this process is gone
+    os.set_inheritable(descriptor, False)
+    serve(Connection(descriptor))

@@ -1,0 +1,174 @@
+"""The parent's side of an engine process: start it, ask it, end it.
+
+Stock and our engine live in two processes at once; the idle one waits on its pipe. Its worker polls shared memory for a
+second after its last step (vLLM's `SpinCondition`), so a run of one engine waits until the other has gone quiet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from vllm_specrollout import envs
+from vllm_specrollout.errors import SpecRolloutError
+
+from .runs import Run
+
+QUIET_S = 1.2
+"""Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""
+_CHILD = Path(__file__).with_name("engine_child.py")
+_LOG_LINES = 20
+_PLUGIN = "spec_rollout"
+
+
+class EngineFailed(SpecRolloutError):
+    """An engine did not start, or stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine process is made of."""
+
+    # shown in errors
+    name: str
+    # keyword arguments of `vllm.LLM`
+    arguments: dict[str, Any]
+    # GiB of KV cache
+    kv_gib: int = 1
+    # False: vLLM as it is without this project, its plugin not loaded
+    has_plugin: bool = False
+    # None: switched off. Needs the plugin.
+    spec_rollout: dict[str, Any] | None = None
+    # show vLLM's own log
+    is_verbose: bool = False
+
+
+class EngineProcess:
+    """A running engine; a context manager. Not thread-safe."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._last_use = 0.0
+        # open as long as the process lives
+        self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._pipe, child_end = Pipe()
+        arguments = dict(spec.arguments)
+        if spec.spec_rollout is not None:
+            arguments["spec_rollout"] = spec.spec_rollout
+        descriptor = child_end.fileno()
+        # -P: the script's own folder must not stand on the import path; a session of its own, so that Ctrl-C reaches
+        # the engines through `close` only
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD), str(descriptor)],
+            env=child_environment(dict(os.environ), spec),
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if spec.is_verbose else self._log,
+            stderr=sys.stderr if spec.is_verbose else self._log,
+            start_new_session=True,
+        )
+        child_end.close()
+        try:
+            self._pipe.send({"is_ours": spec.spec_rollout is not None, "arguments": arguments})
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, operation: str, **arguments: Any) -> Any:
+        """The result of one operation of `engine_child.Engine`.
+
+        Raises:
+            EngineFailed: the operation raised, or the process died.
+        """
+        try:
+            self._pipe.send((operation, arguments))
+            return self._receive()
+        finally:
+            self._last_use = time.monotonic()
+
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> Run:
+        """Run these requests; with the worker's totals if drafts are on."""
+        has_stats = self.spec.spec_rollout is not None
+        return Run.from_child(self.ask("generate", prompts=prompts, params=params, stats=has_stats))
+
+    def quiet_in(self) -> float:
+        """Seconds until this engine no longer takes processor time from others."""
+        return max(0.0, self._last_use + QUIET_S - time.monotonic())
+
+    def close(self) -> None:
+        """End the engine and its workers, by force after 20 s."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._pipe.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            # the group that start_new_session made: this child and what it started
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._log.close()
+
+    def _receive(self) -> Any:
+        try:
+            reply = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._failure("its process ended", "") from None
+        if "error" in reply:
+            raise self._failure(reply["error"], reply["trace"])
+        return reply["result"]
+
+    def _failure(self, cause: str, trace: str) -> EngineFailed:
+        cause, _, hint = cause.partition("\n\nhint: ")
+        if hint:
+            return EngineFailed(f"the {self.spec.name} engine failed: {cause}", hint)
+        lines = trace.splitlines()
+        if not self.spec.is_verbose:
+            self._log.seek(0)
+            lines += self._log.read().splitlines()
+        tail = "\n".join(f"    {line}" for line in lines[-_LOG_LINES:])
+        return EngineFailed(f"the {self.spec.name} engine failed: {cause}\n{tail}", "run again with `--verbose`")
+
+
+def wait_until_quiet(engines: list[EngineProcess], about_to_run: EngineProcess) -> None:
+    """Wait for every other engine to leave the processor alone."""
+    time.sleep(max((engine.quiet_in() for engine in engines if engine is not about_to_run), default=0.0))
+
+
+def child_environment(environment: dict[str, str], spec: EngineSpec) -> dict[str, str]:
+    """The environment of an engine process: the caller's, with what must be equal or off in both."""
+    changed = dict(environment)
+    changed.pop(envs.SPEC_ROLLOUT, None)
+    changed[envs.CPU_ATTN_SPLIT_KV] = "0"
+    changed["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_gib)
+    changed["VLLM_NO_USAGE_STATS"] = "1"
+    if not spec.is_verbose:
+        changed["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if not spec.has_plugin:
+        # other plugins stay on in both engines; a name that none has keeps vLLM from loading all
+        given = changed.get("VLLM_PLUGINS")
+        names = given.split(",") if given is not None else _installed_plugins()
+        changed["VLLM_PLUGINS"] = ",".join(name for name in names if name != _PLUGIN) or "none"
+    return changed
+
+
+def _installed_plugins() -> list[str]:
+    found = entry_points()
+    groups = [group for group in found.groups if group.startswith("vllm.")]
+    return sorted({name for group in groups for name in found.select(group=group).names})
