@@ -1,0 +1,29 @@
+"""In a process of its own each: whichever is imported first, and even if we are never imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+IMPORTS = {
+    "we come before vLLM": "import vllm_specrollout; from vllm import LLM, EngineArgs",
+    "we come after vLLM": "from vllm import LLM, EngineArgs; import vllm_specrollout",
+    "nobody imports us": "from vllm import LLM, EngineArgs",
+}
+MAKE = """
+import sys
+{imports}
+model, given = {model!r}, {{"max_draft_tokens": 8}}
+kwargs = {{"spec_rollout": given}} if {has_keyword} else {{"additional_config": {{"spec_rollout": given}}}}
+config = EngineArgs(model, skip_tokenizer_init=True, **kwargs).create_engine_config()
+print(config.parallel_config.worker_cls, config.additional_config["spec_rollout"]["max_draft_tokens"])
+"""
+
+
+@pytest.mark.parametrize("imports", IMPORTS.values(), ids=IMPORTS)
+def test_it_is_switched_on_whatever_is_imported_first(model, imports):
+    code = MAKE.format(imports=imports, model=model, has_keyword="vllm_specrollout" in imports)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["vllm_specrollout.worker.v1.worker.SpecRolloutCPUWorker 8"], done.stderr
