@@ -43,7 +43,7 @@ def run(llm: LLM, cases: Sequence[Case], **spec_rollout: Any) -> list[Any]:
 
 
 def compare(cases: Sequence[Case], wanted: Sequence[Any], got: Sequence[Any], dtype: str, stock: LLM | None) -> Report:
-    """Compare outputs; with `stock` given, a difference may be proven to be a tie, without it every one is a failure."""
+    """Compare outputs; with `stock` given a difference may be proven to be a tie, without it each is a failure."""
     report = Report()
     for case, theirs, ours in zip(cases, wanted, got, strict=True):
         report.requests += 1

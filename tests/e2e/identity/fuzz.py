@@ -43,10 +43,7 @@ class FuzzDrafter:
         parents: list[int] = []
         tip, level = ROOT, 0  # tip: the true node of this level, if it was drafted
         for _ in range(size):
-            if is_chain:
-                parent = len(tokens) - 1
-            else:
-                parent = tip if rng.random() < 0.7 else int(rng.integers(-1, len(tokens)))
+            parent = len(tokens) - 1 if is_chain else tip if rng.random() < 0.7 else int(rng.integers(-1, len(tokens)))
             wants_truth = parent == tip and level < len(truth) and rng.random() < self.quality
             token = truth[level] if wants_truth else int(rng.integers(0, self.vocab_size))
             if any(p == parent and t == token for p, t in zip(parents, tokens, strict=True)):

@@ -1,0 +1,30 @@
+"""Models shared by the suite, and the totals at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the suite's models are made, once each."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tie_rate(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Prints the totals; over a long run, at most one tie in 50,000 tokens is let pass."""
+    yield
+    try:
+        from tests.e2e.identity.check import TOTAL
+    except ImportError:
+        return  # no vLLM here, nothing was compared
+    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+    reporter.write_line(f"\nidentity against stock vLLM: {TOTAL}")
+    for tie in TOTAL.ties:
+        reporter.write_line(f"proven tie: {tie}")
+    if TOTAL.tokens >= 50_000:
+        assert len(TOTAL.ties) <= TOTAL.tokens / 50_000
