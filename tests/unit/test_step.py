@@ -1,0 +1,76 @@
+"""The two halves of a step, with drafters of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from vllm_specrollout.policies.budget import FixedBudget
+from vllm_specrollout.step import Speculation
+from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, chain
+
+
+class _Says:
+    """Always proposes one chain."""
+
+    deterministic = True
+
+    def __init__(self, name: str, tokens: list[int], probability: float = 0.5) -> None:
+        self.name, self.tokens, self.probability = name, tokens, probability
+        self.heard: list[Feedback] = []
+        self.forgotten: list[str] = []
+
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+        return [chain(self.tokens, probability=self.probability) for _ in views]
+
+    def observe(self, feedback: Sequence[Feedback]) -> None:
+        self.heard += feedback
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+class _Dies(_Says):
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+        raise RuntimeError("out of ideas")
+
+
+def _views(n: int) -> list[RequestView]:
+    return [RequestView(str(i), np.zeros(3, np.int32), 1, 50) for i in range(n)]
+
+
+def test_branches_of_several_drafters_become_one_tree() -> None:
+    step = Speculation([_Says("a", [1, 2]), _Says("b", [1, 3])], FixedBudget(8, 8))
+    tree = step.prepare(_views(1))[0]
+    assert sorted(tree.token_ids.tolist()) == [1, 2, 3]
+
+
+def test_a_drafter_that_dies_costs_its_drafts_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    survivor = _Says("a", [1, 2])
+    step = Speculation([_Dies("b", []), survivor], FixedBudget(8, 8))
+    assert [tree.size for tree in step.prepare(_views(2))] == [2, 2]
+    assert step.drafters == [survivor]
+    assert "'b' failed" in caplog.text
+
+
+def test_without_any_drafter_left_requests_decode_plainly() -> None:
+    step = Speculation([_Dies("b", [])], FixedBudget(8, 8))
+    assert [tree.size for tree in step.prepare(_views(2))] == [0, 0]
+    assert [tree.size for tree in step.prepare(_views(2))] == [0, 0]
+
+
+def test_nobody_is_asked_when_nothing_may_be_drafted() -> None:
+    step = Speculation([_Dies("b", [])], FixedBudget(0, 8))
+    step.prepare(_views(1))
+    assert step.drafters
+
+
+def test_feedback_and_farewells_reach_every_drafter() -> None:
+    drafters = [_Says("a", [1]), _Says("b", [2])]
+    step = Speculation(drafters, FixedBudget(8, 8))
+    none = np.empty(0, np.int32)
+    step.settle([Feedback("7", 1, 0, none, none, none.astype(np.float32), none)], None)
+    step.forget("7")
+    assert all(len(d.heard) == 1 and d.forgotten == ["7"] for d in drafters)
