@@ -3,7 +3,7 @@
 May enter: torch, safetensors, config files. May not: vLLM, task rules.
 
 Three changes, each exact in floating point (a product over a wider row may add up in another order: in bf16 that can
-round an output the other way, in fp32 it moves logits by 1e-6):
+round an output the other way, in fp32 it moves logits by about 1e-6 of their size):
 
 1. *More blocks*, whose output projections (o_proj, down_proj) are zero: they add zeros to the residual stream.
 2. *A wider MLP and more heads*, whose columns in the output projections are zero. Heads are placed so that every old
