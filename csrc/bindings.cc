@@ -43,7 +43,7 @@ void ExpectTree(const Array<int32_t>& node_start, const Array<int32_t>& parents,
 }
 
 py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32_t> node_start, Array<int32_t> parents,
-                      py::array_t<int32_t> block_table, int block_size, Array<int32_t> scratch) {
+                      py::array_t<int32_t> block_table, int block_size, Array<int32_t> scratch, int32_t zero_block) {
   const int n = static_cast<int>(base.size());
   Expect(row_start.size() == n + 1, "row_start must have one entry per request and one more");
   Expect(block_table.ndim() == 2 && block_table.shape(0) >= n, "block_table must have a row per request");
@@ -58,7 +58,8 @@ py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32
               static_cast<int64_t>(block_table.strides(0) / sizeof(int32_t)),
               block_size,
               scratch.data(),
-              static_cast<int>(scratch.size())};
+              static_cast<int>(scratch.size()),
+              zero_block};
   PathLayout layout = [&] {
     py::gil_scoped_release release;
     return ExpandPaths(batch);
@@ -108,8 +109,8 @@ void copy_blocks(Array<uint64_t> bases, Array<int64_t> strides, Array<int64_t> f
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Host arithmetic of tree speculation; see csrc/core for what each function means.";
-  m.def("expand_paths", &expand_paths, py::arg("row_start"), py::arg("base"), py::arg("node_start"),
-        py::arg("parents"), py::arg("block_table"), py::arg("block_size"), py::arg("scratch"));
+  m.def("expand_paths", &expand_paths, py::arg("row_start"), py::arg("base"), py::arg("node_start"), py::arg("parents"),
+        py::arg("block_table"), py::arg("block_size"), py::arg("scratch"), py::arg("zero_block"));
   m.def("scratch_needed", &scratch_needed, py::arg("parents"), py::arg("root"), py::arg("block_size"));
   m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));

@@ -24,6 +24,7 @@ class Layout:
     block_table: list[list[int]]
     block_size: int
     scratch: list[int]
+    zero_block: int
 
 
 @st.composite
@@ -41,4 +42,4 @@ def batches(draw: st.DrawFn, max_requests: int = 4, max_nodes: int = 16) -> Layo
         block += blocks
     widest = max(map(len, table))
     table = [row + [0] * (widest - len(row)) for row in table]
-    return Layout(row_start, base, trees, table, block_size, list(range(block, block + 2000)))
+    return Layout(row_start, base, trees, table, block_size, list(range(block, block + 2000)), 0)

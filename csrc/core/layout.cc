@@ -129,9 +129,12 @@ class Expander {
       return static_cast<int64_t>(scratch[position / size - first_block]) * size + position % size;
     };
     const int block_start = first_block * size;
-    if (block_start < b_.base[r]) {  // the block's beginning is context: bring it along
-      out_.copy_from.push_back(b_.block_table[r * b_.table_stride + first_block]);
-      out_.copy_to.push_back(scratch[0]);
+    for (int i = 0; i < count; ++i) {
+      // If the block's beginning is context, bring it along. Else start from zeros: the kernel reads whole tiles and
+      // weighs what lies behind the last key with 0, which a NaN left by another request would survive.
+      const bool has_context = i == 0 && block_start < b_.base[r];
+      out_.copy_from.push_back(has_context ? b_.block_table[r * b_.table_stride + first_block] : b_.zero_block);
+      out_.copy_to.push_back(scratch[i]);
     }
     for (int p = std::max(block_start, b_.base[r]); p <= root; ++p) Write(begin + p - b_.base[r], slot(p));
     for (int i = 0; i < length; ++i) Write(begin + known + path[i], slot(root + 1 + i));

@@ -8,11 +8,11 @@
 namespace specrollout {
 
 struct Walks {
-  int width = 1;                     // most tokens any request yields
-  std::vector<int32_t> output;       // [R, width] accepted tokens and the bonus token, padded with -1
-  std::vector<int64_t> output_row;   // [R, width] row of `sampled` each output token came from; padding repeats the last
-  std::vector<int32_t> num_accepted; // [R]
-  std::vector<int32_t> accepted;     // [sum(num_accepted)] accepted nodes, numbered within each request's tree
+  int width = 1;                    // most tokens any request yields
+  std::vector<int32_t> output;      // [R, width] accepted tokens and the bonus token, padded with -1
+  std::vector<int64_t> output_row;  // [R, width] row of `sampled` each output token came from; padding repeats the last
+  std::vector<int32_t> num_accepted;  // [R]
+  std::vector<int32_t> accepted;      // [sum(num_accepted)] accepted nodes, numbered within each request's tree
 };
 
 // sampled: [R + nodes] the target's token after the root and after each node, request by request.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,13 +26,13 @@ def _expand(b: Layout) -> dict[str, np.ndarray]:
     flat = _int32([p for tree in b.trees for p in tree])
     return _core.expand_paths(
         _int32(b.row_start), _int32(b.base), _node_start(b.trees), flat, _int32(b.block_table), b.block_size,
-        _int32(b.scratch),
+        _int32(b.scratch), b.zero_block,
     )  # fmt: skip
 
 
 @given(batches())
 def test_the_layout_equals_its_naive_twin(b: Layout) -> None:
-    twin = naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch)
+    twin = naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch, b.zero_block)
     fast = _expand(b)
     for name in ("query_rows", "query_start", "seq_lens", "node_path", "depths"):
         assert fast[name].tolist() == getattr(twin, name), name
@@ -52,7 +51,7 @@ def test_the_scratch_count_equals_its_naive_twin(parents: list[int], root: int, 
 def test_too_little_scratch_is_refused_rather_than_written_past() -> None:
     with pytest.raises(ValueError, match="scratch"):
         _core.expand_paths(
-            _int32([0, 3]), _int32([5]), _int32([0, 2]), _int32([-1, -1]), _int32([[1, 2]]), 4, _int32([])
+            _int32([0, 3]), _int32([5]), _int32([0, 2]), _int32([-1, -1]), _int32([[1, 2]]), 4, _int32([]), 0
         )
 
 

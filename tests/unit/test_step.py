@@ -15,8 +15,6 @@ from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, c
 class _Says:
     """Always proposes one chain."""
 
-    deterministic = True
-
     def __init__(self, name: str, tokens: list[int], probability: float = 0.5) -> None:
         self.name, self.tokens, self.probability = name, tokens, probability
         self.heard: list[Feedback] = []

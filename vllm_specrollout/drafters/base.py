@@ -13,14 +13,11 @@ class Drafter(Protocol):
 
     name: str
 
-    deterministic: bool
-    """True if equal views always give equal trees, on any rank: then tensor-parallel ranks need not exchange them."""
-
     def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
         """One tree per view, in order; an empty tree where there is nothing to draft.
 
-        A tree has at most `decision.max_nodes` nodes and `decision.max_depth` levels, is a chain where the decision says
-        so, and is sorted so that every prefix is the best tree of its size (`trees.build.order` does that).
+        A tree has at most `decision.max_nodes` nodes and `decision.max_depth` levels, is a chain where the decision
+        says so, and is sorted so that every prefix is the best tree of its size (`trees.build.order` does that).
         """
         ...
 

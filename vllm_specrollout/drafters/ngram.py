@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,6 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    deterministic = True
 
     def __init__(self, config: NgramConfig, max_nodes: int = MAX_NODES, source: int = 0) -> None:
         self._core = _load_core()
@@ -34,7 +34,7 @@ class NgramDrafter:
         # a tree's `source` is a piece of this: one allocation serves all trees
         self._source = np.full(max_nodes, source, dtype=np.int32)
         self._source.flags.writeable = False
-        self._indices: dict = {}
+        self._indices: dict[str, Any] = {}
 
     def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
         trees = [EMPTY_TREE] * len(views)
@@ -67,7 +67,7 @@ class NgramDrafter:
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)
 
-    def _synced_index(self, view: RequestView):
+    def _synced_index(self, view: RequestView) -> Any:
         index = self._indices.get(view.request_id)
         if index is None:
             c = self._config

@@ -68,7 +68,6 @@ class OracleDrafter:
     """
 
     name = "oracle"
-    deterministic = True
 
     def __init__(self, config: OracleConfig, continuations: Mapping[str, Sequence[int]], source: int = 0) -> None:
         self._config = config

@@ -47,6 +47,7 @@ def expand(
     block_table: Sequence[Sequence[int]],
     block_size: int,
     scratch: Sequence[int],
+    zero_block: int,
 ) -> Layout:
     """Lay out a batch.
 
@@ -57,6 +58,7 @@ def expand(
         block_table: [R, blocks] physical blocks.
         block_size: tokens per block.
         scratch: physical blocks free for paths beyond the first.
+        zero_block: a physical block that holds zeros for ever.
     """
     layout, free = Layout(), list(scratch)
     for r, parents in enumerate(trees):
@@ -76,8 +78,8 @@ def expand(
                 first = (root + 1) // block_size
                 for block in range(first, (root + len(path)) // block_size + 1):
                     own = free.pop(0)
-                    if block == first and first * block_size < base[r]:
-                        layout.copies.append((table[block], own))
+                    has_context = block == first and first * block_size < base[r]
+                    layout.copies.append((table[block] if has_context else zero_block, own))
                     table[block] = own
                 known_here = [(row, base[r] + i) for i, row in enumerate(known)]
                 wanted = [(row, p) for row, p in known_here if p >= first * block_size] + wanted

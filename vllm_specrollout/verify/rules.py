@@ -22,7 +22,8 @@ def verify(tree: DraftTree, sampled: Sequence[int]) -> Verdict:
         tree: the draft, N nodes.
         sampled: [N + 1] the target's own token after the root, then after each node.
     """
-    node, accepted = ROOT, []
+    node = ROOT
+    accepted: list[int] = []
     while True:
         wanted = int(sampled[node + 1])
         matching = [i for i in range(tree.size) if tree.parents[i] == node and tree.token_ids[i] == wanted]

@@ -14,7 +14,6 @@ class FuzzDrafter:
     """Knows the true answers (by problem id), and hides them or not."""
 
     name = "fuzz"
-    deterministic = True
 
     def __init__(self, answers: Mapping[str, list[int]], vocab_size: int, seed: int = 0, quality: float = 0.8) -> None:
         self.answers = answers

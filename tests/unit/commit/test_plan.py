@@ -18,7 +18,7 @@ def _int32(values: object) -> np.ndarray:
 @given(batches(), st.data())
 def test_after_the_commit_the_accepted_nodes_stand_in_consecutive_slots(b: Layout, data: st.DataObject) -> None:
     """Spare blocks start as NaN; whatever path wins, the request's own slots hold context, root and path."""
-    out = naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch)
+    out = naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch, b.zero_block)
     size = b.block_size
     cache = np.full(((max(b.scratch) + 1) * size,), np.nan)
     for r, base in enumerate(b.base):

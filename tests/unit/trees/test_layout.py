@@ -9,7 +9,7 @@ from vllm_specrollout.trees import layout as naive
 
 
 def _expand(b: Layout) -> naive.Layout:
-    return naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch)
+    return naive.expand(b.row_start, b.base, b.trees, b.block_table, b.block_size, b.scratch, b.zero_block)
 
 
 @given(tree_parents())

@@ -28,9 +28,11 @@ class PathPlan:
     # [writes] batch row and cache slot of each key and value to be written
     write_rows: torch.Tensor
     write_slots: torch.Tensor
-    # [nodes] first path that holds each node; [nodes] depth, 1 below the root
+    # [nodes] first path that holds each node; depth, 1 below the root; batch row; position in the sequence
     node_path: IntArray
     depths: IntArray
+    node_rows: IntArray
+    node_positions: IntArray
     # [R] first path and root position of each request
     first_path: IntArray
     root: IntArray
@@ -95,13 +97,17 @@ def plan_paths(
     block_table: IntArray,
     block_size: int,
     scratch: IntArray,
+    zero_block: int,
 ) -> tuple[PathPlan, dict[str, Any]]:
     """Lay the batch out; also returns what the metadata needs. Arguments as in csrc/core/layout.h."""
-    raw = _core.expand_paths(row_start, base, node_start, parents, block_table, block_size, scratch)
+    raw = _core.expand_paths(row_start, base, node_start, parents, block_table, block_size, scratch, zero_block)
     query_rows = raw["query_rows"]
     is_in_order = bool((query_rows == raw["inverse"]).all() and (np.diff(query_rows) == 1).all())
     first_path = np.searchsorted(raw["query_start"], row_start[:-1], side="left").astype(np.int32)
-    known = np.diff(row_start) - np.diff(node_start)
+    counts = np.diff(node_start)
+    root = (base + np.diff(row_start) - counts - 1).astype(np.int32)
+    # a request's nodes are the last of its rows
+    node_rows = np.arange(len(parents)) + np.repeat(row_start[1:] - node_start[1:], counts)
     plan = PathPlan(
         None if is_in_order else torch.from_numpy(query_rows),
         torch.from_numpy(raw["inverse"]),
@@ -109,8 +115,10 @@ def plan_paths(
         torch.from_numpy(raw["write_slots"]),
         raw["node_path"],
         raw["depths"],
+        node_rows.astype(np.int32),
+        np.repeat(root, counts) + raw["depths"],
         first_path,
-        (base + known - 1).astype(np.int32),
+        root,
         raw["tables"],
     )
     return plan, raw

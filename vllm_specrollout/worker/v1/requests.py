@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_specrollout.config import RequestOptions, parse_request
 from vllm_specrollout.policies.eligibility import RequestTraits, request_shape
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import IntArray, Shape
 from vllm_specrollout.verify.tape import SeedArray, SeedTape
 
 logger = init_logger(__name__)
@@ -85,6 +86,18 @@ class RequestBook:
 
 
 _EFFECT = {Shape.CHAIN: "chains only", Shape.OFF: "off", Shape.TREE: "on"}
+
+
+def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> SeedArray:
+    """[rows] the noise seed of each logits row: that of its position in its request; 0 for greedy requests."""
+    seeds = np.zeros(len(row_depth), dtype=np.int64)
+    for i, entry in enumerate(entries):
+        if entry.tape is None:
+            continue
+        begin, end = int(node_start[i]) + i, int(node_start[i + 1]) + i + 1
+        depths = row_depth[begin:end]
+        seeds[begin:end] = entry.tape.peek(int(depths.max()) + 1)[depths]
+    return seeds
 
 
 class _Drawer:

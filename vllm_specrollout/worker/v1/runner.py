@@ -25,14 +25,21 @@ from vllm_specrollout import drafters
 from vllm_specrollout.commit.plan import plan as plan_commit
 from vllm_specrollout.policies.budget import make_policy
 from vllm_specrollout.step import Speculation
-from vllm_specrollout.types import IntArray, RequestView, Shape, StepTiming
+from vllm_specrollout.types import RequestView, Shape, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
 from vllm_specrollout.worker.v1.drafting import Drafting, Stats, StepDrafts
 from vllm_specrollout.worker.v1.kv import BlockCopier, kv_shape, with_scratch
 from vllm_specrollout.worker.v1.processors import are_builtin
-from vllm_specrollout.worker.v1.requests import RequestBook
-from vllm_specrollout.worker.v1.sampler import Drafts, Sampled, TapeTopKTopPSampler, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.requests import RequestBook, node_seeds
+from vllm_specrollout.worker.v1.sampler import (
+    Drafts,
+    Sampled,
+    TapeTopKTopPSampler,
+    chain_depths,
+    row_layout,
+    sample_drafts,
+)
 
 logger = init_logger(__name__)
 
@@ -69,7 +76,8 @@ class SpecRolloutCPURunner(CPUModelRunner):
         self.shape = self._model_shape()
         self.book = RequestBook(self.shape[0])
         block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if self.kv_caches else 1
-        self.drafting = Drafting(self.speculation, len(scratch), block_size)
+        # the first scratch block is never written: branches start from its zeros
+        self.drafting = Drafting(self.speculation, max(len(scratch) - 1, 0), block_size)
         if self.shape[0] is Shape.TREE:
             self.copier = BlockCopier(self.kv_caches)
             layers = self.compilation_config.static_forward_context
@@ -134,24 +142,18 @@ class SpecRolloutCPURunner(CPUModelRunner):
 
     def _lay_out(self, drafts: StepDrafts) -> None:
         """Positions of the nodes, paths, and the blocks that branches start from."""
-        batch = self.input_batch
-        n = batch.num_reqs
-        row_start = self.query_start_loc.np[: n + 1]
-        table = batch.block_table[0].get_numpy_array()
+        batch, n = self.input_batch, self.input_batch.num_reqs
         plan, raw = plan_paths(
-            row_start,
+            self.query_start_loc.np[: n + 1],
             batch.num_computed_tokens_cpu[:n],
             drafts.node_start,
             drafts.parents,
-            table,
+            batch.block_table[0].get_numpy_array(),
             self.drafting.block_size,
-            self.scratch,
+            self.scratch[1:],
+            int(self.scratch[0]),
         )
-        counts = np.diff(drafts.node_start)
-        # node i of request r is row row_start[r + 1] - counts[r] + i
-        first_node_row = row_start[1:] - counts
-        rows = np.arange(len(drafts.parents)) + np.repeat(first_node_row - drafts.node_start[:-1], counts)
-        self.positions.numpy()[rows] = np.repeat(plan.root, counts) + plan.depths
+        self.positions.numpy()[plan.node_rows] = plan.node_positions
         self.paths.plan, self._path_inputs = plan, raw
         self._branches = len(raw["seq_lens"]) - n
 
@@ -188,11 +190,11 @@ class SpecRolloutCPURunner(CPUModelRunner):
                 sampler.seeds = torch.tensor(seeds, dtype=torch.int64)
             output, kept = self.sampler(logits=logits, sampling_metadata=metadata), np.ones(n, dtype=np.int32)
         else:
-            depths = self.paths.plan.depths if self.paths.plan is not None else _chain_depths(drafts.node_start)
+            depths = self.paths.plan.depths if self.paths.plan is not None else chain_depths(drafts.node_start)
             nodes = Drafts(drafts.node_start, drafts.parents, drafts.token_ids, depths)
             row_request, row_depth = row_layout(nodes)
             if not metadata.all_greedy:
-                sampler.seeds = torch.from_numpy(_seeds(entries, drafts.node_start, row_depth))
+                sampler.seeds = torch.from_numpy(node_seeds(entries, drafts.node_start, row_depth))
             self._sampled = sample_drafts(self.sampler, logits, metadata, nodes, row_request, row_depth)
             self._commit(self._sampled, drafts)
             output, kept = self._sampled.output, self._sampled.num_accepted + 1
@@ -292,20 +294,3 @@ class SpecRolloutCPURunner(CPUModelRunner):
             entry[0] += 1
             entry[1] += self._verify_ms
         return StepTiming(batch, rows, nodes, self._branches, tokens, self._verify_ms + draft_ms, is_decode_only)
-
-
-def _chain_depths(node_start: IntArray) -> IntArray:
-    counts = np.diff(node_start)
-    return (np.arange(node_start[-1]) - np.repeat(node_start[:-1], counts) + 1).astype(np.int32)
-
-
-def _seeds(entries: list[Any], node_start: IntArray, row_depth: IntArray) -> np.ndarray:
-    """[rows] the noise seed of each logits row: that of its position in its request."""
-    seeds = np.zeros(len(row_depth), dtype=np.int64)
-    for i, entry in enumerate(entries):
-        if entry.tape is None:
-            continue
-        begin, end = int(node_start[i]) + i, int(node_start[i + 1]) + i + 1
-        depths = row_depth[begin:end]
-        seeds[begin:end] = entry.tape.peek(int(depths.max()) + 1)[depths]
-    return seeds

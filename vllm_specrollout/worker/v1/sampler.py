@@ -71,6 +71,12 @@ class Sampled:
     accepted: IntArray
 
 
+def chain_depths(node_start: IntArray) -> IntArray:
+    """[nodes] depths where every draft is a chain."""
+    counts = np.diff(node_start)
+    return (np.arange(node_start[-1]) - np.repeat(node_start[:-1], counts) + 1).astype(np.int32)
+
+
 def row_layout(drafts: Drafts) -> tuple[IntArray, IntArray]:
     """Request and depth of every logits row: a root row, then its nodes, request after request."""
     counts = np.diff(drafts.node_start) + 1
