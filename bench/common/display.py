@@ -16,13 +16,15 @@ class Display:
         if not self.out.is_terminal:
             # a table squeezed into 80 columns is of no use in a file
             self.out = Console(width=160)
+        bars = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=bars,
             transient=True,
+            disable=not bars.is_terminal,
         )
 
     def __enter__(self) -> Display:

@@ -27,6 +27,8 @@ from .runs import Run
 QUIET_S = 1.2
 """Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""
 _CHILD = Path(__file__).with_name("engine_child.py")
+_END_S = 20.0
+"""How long an idle engine may take to shut down."""
 _LOG_LINES = 20
 _PLUGIN = "spec_rollout"
 
@@ -59,6 +61,8 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self._last_use = 0.0
+        # an answer is outstanding, or will never come
+        self._is_busy = False
         # open as long as the process lives
         self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._pipe, child_end = Pipe()
@@ -79,8 +83,7 @@ class EngineProcess:
         )
         child_end.close()
         try:
-            self._pipe.send({"is_ours": spec.spec_rollout is not None, "arguments": arguments})
-            self._receive()
+            self._exchange({"is_ours": spec.spec_rollout is not None, "arguments": arguments})
         except BaseException:
             self.close()
             raise
@@ -98,8 +101,7 @@ class EngineProcess:
             EngineFailed: the operation raised, or the process died.
         """
         try:
-            self._pipe.send((operation, arguments))
-            return self._receive()
+            return self._exchange((operation, arguments))
         finally:
             self._last_use = time.monotonic()
 
@@ -113,23 +115,42 @@ class EngineProcess:
         return max(0.0, self._last_use + QUIET_S - time.monotonic())
 
     def close(self) -> None:
-        """End the engine and its workers, by force after 20 s."""
+        """End the engine and its workers; by force if they are in the middle of something."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            # the group that start_new_session made: this child and what it started
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._is_busy or not self._ends_within(_END_S):
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                self._signal(number)
+                if self._ends_within(_END_S / 4):
+                    break
         self._log.close()
 
-    def _receive(self) -> Any:
+    def _ends_within(self, seconds: float) -> bool:
+        """Whether this child and all that it started are gone in time."""
+        end = time.monotonic() + seconds
+        while self._process.poll() is None or self._signal(0):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _signal(self, number: int) -> bool:
+        """Signal the group that start_new_session made; False if nobody is left in it."""
         try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _exchange(self, message: Any) -> Any:
+        self._is_busy = True
+        try:
+            self._pipe.send(message)
             reply = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             raise self._failure("its process ended", "") from None
+        self._is_busy = False
         if "error" in reply:
             raise self._failure(reply["error"], reply["trace"])
         return reply["result"]

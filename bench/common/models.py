@@ -31,12 +31,17 @@ def random_model_of(size: str, dtype: str, cache: Path, on_weight: Progress) -> 
     Raises:
         ConfigError: unknown size or dtype.
     """
+
+    def make(out: Path) -> None:
+        from transformers.utils import logging
+
+        # its bar would cut through ours
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        random_model.make_random_model(out, size=size, dtype=dtype, on_weight=on_weight)
+
     modules = (random_model, shapes, tokenizer, vocabulary)
     key = _key([size, dtype], (Path(str(module.__file__)) for module in modules))
-    return _cached(
-        cache / f"random-{size}-{dtype}-{key}",
-        lambda out: random_model.make_random_model(out, size=size, dtype=dtype, on_weight=on_weight),
-    )
+    return _cached(cache / f"random-{size}-{dtype}-{key}", make)
 
 
 def inflated_policy(source: Path, size: str, cache: Path, on_layer: Progress) -> Path:

@@ -73,7 +73,8 @@ def bench_rollout(
         check_length(folder, plan.max_model_len())
         advance = display.steps(NUM_FIXED_UNITS + 2 * rounds)
         outcome = roll_out(plan, folder, advance, kv_gib=kv_gib, is_verbose=verbose)
-    name = f"{model.resolve().name}, inflated to {size}" if size else model.resolve().name
+    name = "the project's policy" if model == CHECKPOINT else model.resolve().name
+    name += f", inflated to {size}" if size else ""
     title = f"{name}: {prompts} problems x {samples} answers, {dtype}"
     _print(plan, outcome, title, show_samples, display.out)
     if plot_to is not None and outcome.row.identical:
