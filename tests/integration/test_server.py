@@ -1,22 +1,17 @@
 """`vllm serve --spec-rollout` from outside: answers, refusals, metrics, and how a bad start ends."""
 
 import json
-import os
 import re
-import socket
 import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
+from tests.integration.serving import VLLM, environment, serve
+
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-VLLM = Path(sys.executable).with_name("vllm")
 
 
 @pytest.fixture(scope="module")
@@ -26,40 +21,12 @@ def model(tmp_path_factory):
     return str(make_random_model(tmp_path_factory.mktemp("served"), size="1M"))
 
 
-def environment():
-    return {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOG_STATS_INTERVAL": "1"}
-
-
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     """The address of a running server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "serve.log"
-    flags = ["--spec-rollout", "--port", str(port), "--max-model-len", "256", "--enforce-eager"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [VLLM, "serve", model, *flags, "--served-model-name", "tiny"], stdout=out, stderr=out, env=environment()
-        )
-    try:
-        wait_until_healthy(process, f"http://127.0.0.1:{port}", log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_until_healthy(process, address, log):
-    for _ in range(300):
-        if process.poll() is not None:
-            break
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5)
-            return
-        except OSError:
-            time.sleep(1)
-    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}")
+    with serve(model, log, "--spec-rollout", "--max-model-len", "256") as address:
+        yield address
 
 
 def complete(server, **options):

@@ -1,0 +1,92 @@
+"""Without seeds nothing can be compared token by token; the frequencies must still be the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from scipy.stats import chisquare
+from vllm import SamplingParams
+
+from tests.e2e.identity.engines import engine, model
+from vllm_specrollout.trees.build import from_paths
+from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView
+
+pytestmark = pytest.mark.vllm
+
+SAMPLES = 3000
+ALLOWED = list(range(40, 52))  # a small vocabulary, so that every cell is well filled
+
+
+class _Drafts:
+    """Proposes the likeliest tokens (right), the least likely ones (wrong), or some of both, as branches two deep."""
+
+    name = "fixed"
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+        paths = [([a, b], 1.0) for a in self.tokens for b in self.tokens]
+        return [from_paths(paths, decision.max_nodes, decision.max_depth) for decision in decisions]
+
+    def observe(self, feedback: Sequence[Feedback]) -> None: ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = model(tmp_path_factory.mktemp("models"), "qwen3", "float32")
+    with engine(path, "float32", is_ours=True, max_logprobs=-1, seed=123) as one:
+        yield one
+
+
+def _softmax(ours: Any, prefix: list[int]) -> np.ndarray:
+    """The model's next-token distribution over ALLOWED, from a plain request."""
+    params = SamplingParams(max_tokens=1, logprobs=-1, extra_args={"spec_rollout": {"enabled": False}})
+    found = ours.llm.generate([{"prompt_token_ids": prefix}], [params], use_tqdm=False)[0].outputs[0].logprobs[0]
+    p = np.exp([found[token].logprob for token in ALLOWED])
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "mixed"])
+def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kind: str, tmp_path: Path) -> None:
+    prompt = [7, 90, 33, 61]
+    first = _softmax(ours, prompt)
+    by_likelihood = [ALLOWED[i] for i in np.argsort(-first)]
+    drafts = {"right": by_likelihood[:3], "wrong": by_likelihood[-3:], "mixed": by_likelihood[::4]}[kind]
+    ours.runner.speculation.drafters = [_Drafts(drafts)]
+    params = SamplingParams(max_tokens=4, allowed_token_ids=ALLOWED, ignore_eos=True)
+    requests = [{"prompt_token_ids": prompt}] * SAMPLES
+    answers = [o.outputs[0].token_ids for o in ours.llm.generate(requests, [params] * SAMPLES, use_tqdm=False)]
+    # Token 0 comes from the prompt's row, tokens 1 to 3 from drafted rows: given its prefix, each follows the softmax.
+    seconds: dict[int, list[int]] = {}
+    for answer in answers:
+        seconds.setdefault(answer[0], []).append(answer[1])
+    _expect([a[0] for a in answers], first)
+    largest = max(seconds, key=lambda token: len(seconds[token]))
+    _expect(seconds[largest], _softmax(ours, [*prompt, largest]))
+    thirds = [a[2] for a in answers if a[:2] == _commonest(answers)]
+    _expect(thirds, _softmax(ours, [*prompt, *_commonest(answers)]))
+
+
+def _commonest(answers: Sequence[Sequence[int]]) -> list[int]:
+    pairs = [tuple(a[:2]) for a in answers]
+    return list(max(set(pairs), key=pairs.count))
+
+
+def _expect(tokens: Sequence[int], probabilities: np.ndarray) -> None:
+    counts = np.asarray([list(tokens).count(token) for token in ALLOWED], dtype=float)
+    expected = probabilities * counts.sum()
+    rare = expected < 5  # cells too thin for the test are pooled
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    assert chisquare(counts, expected).pvalue > 1e-3

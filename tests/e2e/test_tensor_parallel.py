@@ -1,0 +1,69 @@
+"""Two CPU ranks: the same tokens as one rank with drafts off, drafts made by the first rank alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    model, spec_rollout = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=256, max_num_seqs=8,
+              additional_config={"spec_rollout": spec_rollout})
+    prompts = [{"prompt_token_ids": [9 + i, 40, 41, 42, 9 + i, 40, 41, 42, 9 + i]} for i in range(8)]
+    params = [SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8, seed=i, max_tokens=50, ignore_eos=True,
+                             logprobs=1) for i in range(8)]
+    out = llm.generate(prompts, params, use_tqdm=False)
+    stats = llm.collective_rpc("spec_rollout_stats") if spec_rollout else [{}]
+    print("RESULT" + json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in out],
+                                 "drafted": [s.get("drafted", 0) for s in stats],
+                                 "accepted": [s.get("accepted", 0) for s in stats]}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def _run(model: str, spec_rollout: object, folder: Path) -> dict[str, list[list[int]]]:
+    script = folder / "run.py"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), model, json.dumps(spec_rollout)],
+        capture_output=True, text=True, env=environment, cwd=folder, timeout=400,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("RESULT"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path) -> None:
+    from bench.policy.random_model import make_random_model
+
+    model = str(make_random_model(tmp_path / "model", size="3M", dtype="float32"))
+    stock = _run(model, False, tmp_path)
+    ours = _run(model, {"budget": "fixed", "ngram": {"min_match": 1}}, tmp_path)
+    assert ours["tokens"] == stock["tokens"]
+    assert len(ours["drafted"]) == 2 and ours["drafted"][0] == ours["drafted"][1] > 0
+    assert ours["accepted"][0] == ours["accepted"][1]

@@ -1,0 +1,134 @@
+"""The server as its users drive it: through the `openai` package, drafts on, against the same requests drafts off."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from openai import BadRequestError, OpenAI
+
+from tests.integration.serving import serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+CHECKPOINT = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
+PROMPT = "17 + 45 - 8 + 9 - 3 + 21"
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("log") / "serve.log"
+    with serve(str(CHECKPOINT), log, "--spec-rollout", "--max-model-len", "1024", "--dtype", "float32") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key="none")
+
+
+def _with(options: dict[str, Any]) -> dict[str, Any]:
+    return {"vllm_xargs": {"spec_rollout": json.dumps(options)}}
+
+
+ON, OFF = _with({}), _with({"enabled": False})
+
+
+def _drafted(address: str) -> float:
+    text = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def _chat(client: OpenAI, extra: dict[str, Any], **options: Any) -> Any:
+    messages = [{"role": "user", "content": PROMPT}]
+    return client.chat.completions.create(
+        model="tiny", messages=messages, seed=5, temperature=1.0, max_tokens=200, extra_body=extra, **options
+    )
+
+
+def test_completions_are_the_same_with_drafts_and_without(client: OpenAI, address: str) -> None:
+    def complete(extra: dict[str, Any]) -> list[Any]:
+        return [
+            client.completions.create(
+                model="tiny", prompt=PROMPT, seed=seed, max_tokens=120, logprobs=2, extra_body=extra
+            ).choices[0]
+            for seed in range(4)
+        ]
+
+    before = _drafted(address)
+    with_drafts = complete(ON)
+    assert _drafted(address) > before
+    between = _drafted(address)
+    without = complete(OFF)
+    assert _drafted(address) == between
+    for a, b in zip(with_drafts, without, strict=True):
+        assert a.text == b.text and a.finish_reason == b.finish_reason
+        assert a.logprobs.tokens == b.logprobs.tokens
+        assert a.logprobs.token_logprobs == pytest.approx(b.logprobs.token_logprobs, abs=1e-4)
+
+
+def test_four_choices_of_a_chat_are_the_same_with_drafts_and_without(client: OpenAI) -> None:
+    a, b = _chat(client, ON, n=4), _chat(client, OFF, n=4)
+    assert [c.message.content for c in a.choices] == [c.message.content for c in b.choices]
+    assert len({c.message.content for c in a.choices}) > 1
+    assert a.usage.completion_tokens == b.usage.completion_tokens
+
+
+def test_a_streamed_chat_adds_up_to_the_whole_one(client: OpenAI) -> None:
+    whole = _chat(client, ON).choices[0].message.content
+    chunks = [c.choices[0].delta.content or "" for c in _chat(client, ON, stream=True) if c.choices]
+    assert "".join(chunks) == whole
+    assert len(chunks) > 2
+
+
+def test_chat_logprobs_are_the_same_with_drafts_and_without(client: OpenAI) -> None:
+    a, b = (_chat(client, extra, logprobs=True, top_logprobs=3).choices[0].logprobs.content for extra in (ON, OFF))
+    assert [x.token for x in a] == [x.token for x in b]
+    assert [x.logprob for x in a] == pytest.approx([x.logprob for x in b], abs=1e-4)
+
+
+def test_concurrent_clients_get_what_they_get_alone(client: OpenAI) -> None:
+    def ask(seed: int) -> str:
+        answer = client.completions.create(
+            model="tiny", prompt=f"{seed} + {PROMPT}", seed=seed, max_tokens=100, extra_body=ON
+        )
+        return answer.choices[0].text
+
+    alone = [ask(seed) for seed in range(12)]
+    together: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda s=seed: together.update({s: ask(s)})) for seed in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[seed] for seed in range(12)] == alone
+
+
+def test_a_client_that_leaves_mid_stream_does_not_disturb_the_others(client: OpenAI) -> None:
+    wanted = _chat(client, OFF).choices[0].message.content
+    for _ in range(3):
+        stream = _chat(client, ON, stream=True)
+        next(iter(stream))
+        stream.close()
+    assert _chat(client, ON).choices[0].message.content == wanted
+
+
+def test_a_request_can_limit_its_drafts(client: OpenAI, address: str) -> None:
+    before = _drafted(address)
+    limited = _chat(client, _with({"max_draft_tokens": 0})).choices[0].message.content
+    assert _drafted(address) == before
+    assert limited == _chat(client, _with({"max_draft_tokens": 2})).choices[0].message.content
+
+
+def test_wrong_options_are_one_clear_400(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="outside 0 to 64"):
+        _chat(client, _with({"max_draft_tokens": 99}))
