@@ -44,7 +44,8 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml $(CORE) $(FOLD
 	@touch $@
 
 demo: setup
-	$(BIN)/specrollout bench rollout
+	@mkdir -p out
+	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
 test: setup
 	$(BIN)/python -m pytest -m "not identity and not gpu"

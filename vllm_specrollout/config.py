@@ -50,7 +50,7 @@ class OracleConfig:
     """The `oracle` drafter (benchmarks only): proposes recorded continuations with a set accuracy."""
 
     path: str = ""
-    """JSON file: {request key: [token ids]}; the key is the request's `problem_id`, else its seed."""
+    """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
     accuracy: tuple[float, ...] = (1.0,)
     """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
     seed: int = 0

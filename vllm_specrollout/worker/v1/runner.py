@@ -95,6 +95,8 @@ class SpecRolloutCPURunner(CPUModelRunner):
         shape, reason = kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
         if shape is Shape.TREE and self.shared_kv_cache_layers:
             return Shape.CHAIN, "layers share their KV cache"
+        if shape is Shape.TREE and config_of(self.vllm_config).shape == "chain":
+            return Shape.CHAIN, '`shape` is "chain"'
         return shape, reason
 
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
