@@ -33,4 +33,4 @@ def test_chosen_logprobs_are_stocks_whatever_is_drafted(models: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral"])
 def test_long_every_feature_yields_stocks_tokens_whatever_is_drafted(models: Path, arch: str, dtype: str) -> None:
-    check_identity(model(models, arch, dtype, size="3M"), dtype, cases(120, VOCAB, seed=2, max_tokens=90), rounds=3)
+    check_identity(model(models, arch, dtype, size="3M"), dtype, cases(120, VOCAB, seed=2, max_tokens=130), rounds=3)
