@@ -12,17 +12,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_specrollout import _core  # noqa: E402
-from vllm_specrollout.commit.plan import plan as plan_commit  # noqa: E402
-from vllm_specrollout.policies.budget import AutoBudget, FixedBudget  # noqa: E402
-from vllm_specrollout.step import Speculation  # noqa: E402
-from vllm_specrollout.trees.build import order  # noqa: E402
-from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, StepTiming  # noqa: E402
-from vllm_specrollout.verify.tape import SeedTape  # noqa: E402
-from vllm_specrollout.worker.v1.attention import plan_paths  # noqa: E402
-from vllm_specrollout.worker.v1.drafting import Drafting  # noqa: E402
-from vllm_specrollout.worker.v1.requests import node_seeds  # noqa: E402
-from vllm_specrollout.worker.v1.sampler import Drafts, row_layout  # noqa: E402
+from vllm_specrollout import _core
+from vllm_specrollout.commit.plan import plan as plan_commit
+from vllm_specrollout.policies.budget import AutoBudget, FixedBudget
+from vllm_specrollout.step import Speculation
+from vllm_specrollout.trees.build import order
+from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, StepTiming
+from vllm_specrollout.verify.tape import SeedTape
+from vllm_specrollout.worker.v1.attention import plan_paths
+from vllm_specrollout.worker.v1.drafting import Drafting
+from vllm_specrollout.worker.v1.requests import node_seeds
+from vllm_specrollout.worker.v1.sampler import Drafts, row_layout
 
 NODES, BLOCK = 32, 32
 

@@ -34,3 +34,14 @@ def test_chosen_logprobs_are_stocks_whatever_is_drafted(models: Path) -> None:
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral"])
 def test_long_every_feature_yields_stocks_tokens_whatever_is_drafted(models: Path, arch: str, dtype: str) -> None:
     check_identity(model(models, arch, dtype, size="3M"), dtype, cases(120, VOCAB, seed=2, max_tokens=130), rounds=3)
+
+
+def test_the_check_itself_notices_noise_of_the_wrong_position(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite that cannot fail proves nothing: shift the noise of drafted rows by one position, and it must."""
+    from vllm_specrollout.worker.v1 import runner
+
+    right = runner.node_seeds
+    monkeypatch.setattr(runner, "node_seeds", lambda entries, start, depth: right(entries, start, depth + (depth > 0)))
+    requests = cases(6, VOCAB, seed=4, max_tokens=30, only=("temperature 1",))
+    with pytest.raises(AssertionError, match="token"):
+        check_identity(model(models, "qwen3", "bfloat16"), "bfloat16", requests)
