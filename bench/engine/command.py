@@ -40,6 +40,7 @@ def bench_engine(
     ] = False,
     eager: Annotated[bool, typer.Option("--eager/--compiled", help="Without or with torch.compile, in both.")] = True,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first request's noise; the others' follow.")] = _DEFAULT.seed,
     kv_gib: Annotated[int, typer.Option(help="GiB of KV cache of each engine.")] = 1,
     cache: Annotated[Path, typer.Option(help="Where random models are kept.", show_default=False)] = CACHE,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
@@ -57,6 +58,7 @@ def bench_engine(
         repeats=repeats,
         is_off_path=off_path,
         is_eager=eager,
+        seed=seed,
     )
     check_writable(json, "--json")
     with Display() as display, tempfile.TemporaryDirectory() as scratch:

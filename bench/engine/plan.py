@@ -72,10 +72,13 @@ class Plan:
     is_off_path: bool = False
     """Measure what the plugin costs when it drafts nothing, instead of drafts."""
     is_eager: bool = True
+    seed: int = 0
+    """Of the first request's noise; the others' follow."""
 
     def __post_init__(self) -> None:
         flags.in_range(self.tokens, "--tokens", 2, 1 << 16)
         flags.in_range(self.repeats, "--repeats", 1, 1000)
+        flags.in_range(self.seed, "--seed", 0, 1 << 30)
         flags.choice(self.shape, "--shape", SHAPES)
         flags.choice(self.dtype, "--dtype", DTYPES)
         if self.shape == "both" and len(self.accuracy) == 1:
@@ -160,7 +163,12 @@ def request_params(plan: Plan, batch: int, draft: int | None) -> list[dict[str, 
     """`SamplingParams` of each request: stock's (draft None), or ours."""
     params: list[dict[str, Any]] = []
     for i in range(batch):
-        values: dict[str, Any] = {"temperature": 1.0, "seed": i, "max_tokens": plan.tokens, "ignore_eos": True}
+        values: dict[str, Any] = {
+            "temperature": 1.0,
+            "seed": plan.seed + i,
+            "max_tokens": plan.tokens,
+            "ignore_eos": True,
+        }
         if draft is not None:
             options: dict[str, Any] = {"problem_id": problem_id(batch, i)}
             if draft:

@@ -8,7 +8,7 @@ import pytest
 from vllm_specrollout import patches
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.server.engine_args import SCHEDULER, WORKER
+from vllm_specrollout.server.engines import CPU_V1
 
 pytestmark = pytest.mark.vllm
 
@@ -23,7 +23,7 @@ def engine_of(vllm_config):
 
 
 STOCK = ("vllm.v1.worker.cpu_worker.CPUWorker", None, 128, {})
-OURS = (WORKER, SCHEDULER, 32, {"spec_rollout": SpecRolloutConfig(max_draft_tokens=8).as_dict()})
+OURS = (CPU_V1.worker, CPU_V1.scheduler, 32, {"spec_rollout": SpecRolloutConfig(max_draft_tokens=8).as_dict()})
 
 
 def parsed(model, *flags):
@@ -173,12 +173,11 @@ def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, snapshot, 
     snapshot(Path(__file__).with_name("refusals.txt"), text)
 
 
-@pytest.mark.parametrize("is_cuda", [True])
-def test_another_platform_than_cpu_is_refused(make, monkeypatch, is_cuda):
+def test_another_platform_than_cpu_or_cuda_is_refused(make, monkeypatch):
     from vllm.platforms import current_platform
 
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: not is_cuda)
-    with pytest.raises(ConfigError.__base__, match="GPU support follows"):
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ConfigError.__base__, match="CPU and CUDA"):
         make(spec_rollout=True).create_engine_config()
 
 

@@ -5,10 +5,12 @@ import pytest
 
 from vllm_specrollout.config import OracleConfig, SpecRolloutConfig
 from vllm_specrollout.patches import supported
-from vllm_specrollout.server import limits, settings
+from vllm_specrollout.server import engines, limits, settings
 
 HERE = Path(__file__).parent
 WORKER, SCHEDULER = "ours.Worker", "ours.Scheduler"
+V1 = engines.Engine("V1", WORKER, SCHEDULER)
+V2 = engines.Engine("V2", WORKER, SCHEDULER, "ours.AsyncScheduler")
 STOCK_ARGS = dict(
     speculative_config=None,
     spec_method=None,
@@ -59,14 +61,12 @@ STOCK_CONFIG = dict(
     model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
     speculative_config=None,
     kv_transfer_config=None,
-    use_v2_model_runner=False,
 )
 REFUSED_CONFIGS = {
     "a pooling model": dict(model_config=SimpleNamespace(runner_type="pooling", is_diffusion=False)),
     "a diffusion model": dict(model_config=SimpleNamespace(runner_type="generate", is_diffusion=True)),
     "a speculators checkpoint": dict(speculative_config=object()),
     "a connector found late": dict(kv_transfer_config=object()),
-    "the V2 runner chosen by vLLM": dict(use_v2_model_runner=True),
 }
 
 
@@ -80,8 +80,8 @@ def _no_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def check(config=None, kind=SimpleNamespace, **changes):
-    limits.check_engine_args(kind(**{**STOCK_ARGS, **changes}), config or SpecRolloutConfig(), WORKER, SCHEDULER)
+def check(config=None, kind=SimpleNamespace, engine=V1, **changes):
+    limits.check_engine_args(kind(**{**STOCK_ARGS, **changes}), config or SpecRolloutConfig(), engine)
 
 
 def with_oracle(path="answers.json"):
@@ -122,12 +122,41 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch)
         "vLLM too old": lambda: _raise(supported.version_problem("0.31.2")),
     }
     text = render_refusals(cases, hide={"PosixPath": "Path"})
+    text += "\n" + render_refusals(
+        {
+            "V2: batch-sharded sampling": lambda: check(engine=V2, enable_batch_sharded_sampling=True),
+            "V2: no such platform": lambda: choose(is_cpu=False, platform="TPU v5"),
+            "V2: another runner than vLLM chose": lambda: engines.check_runner(engines.GPU_V2, uses_v2=False),
+            "V1: another runner than vLLM chose": lambda: engines.check_runner(engines.CPU_V1, uses_v2=True),
+        }
+    )
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    text += "\n" + render_refusals({"environment: the V2 runner": check})
+    text += "\n" + render_refusals({"environment: the V2 runner on CPU": choose})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    text += "\n" + render_refusals({"environment: the V1 runner on CUDA": lambda: choose(is_cpu=False, is_cuda=True)})
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "{oops")
     unread = SimpleNamespace(additional_config={})
     text += "\n" + render_refusals({"environment: unreadable": lambda: settings.requested(unread)})
     snapshot(HERE / "refusals" / "limits.txt", text)
+
+
+def choose(is_cpu=True, is_cuda=False, platform=""):
+    return engines.choose(is_cpu=is_cpu, is_cuda=is_cuda, platform=platform)
+
+
+def test_the_engine_follows_platform_and_model_runner(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert choose() is engines.CPU_V1
+    assert choose(is_cpu=False, is_cuda=True) is engines.GPU_V2
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose() is engines.CPU_V2
+    assert engines.CPU_V2.scheduler_for(is_async=True) != engines.CPU_V2.scheduler_for(is_async=False)
+    assert engines.CPU_V1.scheduler_for(is_async=True) == engines.CPU_V1.scheduler
+
+
+def test_what_only_v1_cannot_do_is_accepted_on_v2():
+    check(engine=V2, async_scheduling=True, block_size=16)
 
 
 def _raise(error):

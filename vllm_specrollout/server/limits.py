@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout import envs
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.server.engines import Engine
 
 LEAVE_OUT = "or leave spec rollout off"
 
@@ -82,17 +82,6 @@ ENGINE_ARGS_LIMITS = (
         f"drop `--kv-sharing-fast-prefill`, {LEAVE_OUT}",
     ),
     Limit(
-        lambda args: args.async_scheduling is True,
-        "`--async-scheduling` is set; spec rollout drafts from the tokens of the step before, so it schedules in step",
-        f"drop `--async-scheduling`, {LEAVE_OUT}",
-    ),
-    Limit(
-        lambda args: args.block_size is not None and args.block_size % 32 != 0,
-        "`--block-size` is {0.block_size}, not a multiple of 32, which branches need",
-        "use `--block-size 32` (the default with spec rollout), 64 or 128",
-        ConfigError,
-    ),
-    Limit(
         lambda args: args.per_request_spec_decode_metrics != "none",
         "`--per-request-spec-decode-metrics` is `{0.per_request_spec_decode_metrics}`; vLLM offers it for"
         " `--speculative-config` only",
@@ -105,7 +94,7 @@ ENGINE_ARGS_LIMITS = (
     ),
     Limit(
         lambda args: args.watermark_config is not None,
-        "`--watermark-config` replaces sampling and needs vLLM's V2 model runner; spec rollout runs the V1 one",
+        "`--watermark-config` replaces sampling, which spec rollout must repeat exactly",
         f"drop `--watermark-config`, {LEAVE_OUT}",
     ),
     Limit(
@@ -113,10 +102,29 @@ ENGINE_ARGS_LIMITS = (
         "`--diffusion-config` is for diffusion language models, which do not decode token by token",
         f"drop `--diffusion-config`, {LEAVE_OUT}",
     ),
+)
+
+# of the V1 runner alone
+V1_LIMITS = (
     Limit(
-        lambda args: os.environ.get(envs.USE_V2_MODEL_RUNNER, "0").strip() not in ("", "0"),
-        f"`{envs.USE_V2_MODEL_RUNNER}` asks for vLLM's V2 model runner; on CPU, spec rollout runs the V1 one",
-        f"unset `{envs.USE_V2_MODEL_RUNNER}`, {LEAVE_OUT}",
+        lambda args: args.async_scheduling is True,
+        "`--async-scheduling` is set; on vLLM's V1 model runner, spec rollout drafts before it schedules",
+        f"drop `--async-scheduling`, {LEAVE_OUT}",
+    ),
+    Limit(
+        lambda args: args.block_size is not None and args.block_size % 32 != 0,
+        "`--block-size` is {0.block_size}, not a multiple of 32, which branches need",
+        "use `--block-size 32` (the default with spec rollout), 64 or 128",
+        ConfigError,
+    ),
+)
+
+# of the V2 runner alone
+V2_LIMITS = (
+    Limit(
+        lambda args: bool(getattr(args, "enable_batch_sharded_sampling", False)),
+        "`--enable-batch-sharded-sampling` splits the rows of a draft between ranks",
+        f"drop the flag, {LEAVE_OUT}",
     ),
 )
 
@@ -142,24 +150,19 @@ VLLM_CONFIG_LIMITS = (
         "a KV connector is configured; it moves KV cache blocks, and drafts live in blocks of their own",
         f"drop the connector, {LEAVE_OUT}",
     ),
-    Limit(
-        lambda config: bool(config.use_v2_model_runner),
-        "this configuration runs vLLM's V2 model runner; on CPU, spec rollout runs the V1 one",
-        f"set `{envs.USE_V2_MODEL_RUNNER}=0`, {LEAVE_OUT}",
-    ),
 )
 
 
-def check_engine_args(args: Any, config: SpecRolloutConfig, worker: str, scheduler: str) -> None:
+def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> None:
     """Refuse what can be refused before the model's configuration is read.
 
     Raises:
         ConfigError, UnsupportedError: the first combination that does not go.
     """
-    for limit in ENGINE_ARGS_LIMITS:
+    for limit in (*ENGINE_ARGS_LIMITS, *(V2_LIMITS if engine.uses_v2 else V1_LIMITS)):
         limit.check(args)
-    _check_class("--worker-cls", args.worker_cls, ("auto", worker), " (`--worker-extension-cls` stays free)")
-    _check_class("--scheduler-cls", args.scheduler_cls, (None, scheduler))
+    _check_class("--worker-cls", args.worker_cls, ("auto", engine.worker), " (`--worker-extension-cls` stays free)")
+    _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_specrollout.types import ROOT, DraftTree, Verdict
+from vllm_specrollout.types import ROOT, DraftTree, IntArray, Verdict
 
 
 def verify(tree: DraftTree, sampled: Sequence[int]) -> Verdict:
@@ -31,3 +31,27 @@ def verify(tree: DraftTree, sampled: Sequence[int]) -> Verdict:
             return Verdict(np.asarray(accepted, dtype=np.int32), wanted)
         node = matching[0]
         accepted.append(node)
+
+
+def accepted_path(tree: DraftTree, accepted_tokens: Sequence[int]) -> IntArray:
+    """Which nodes were accepted, told from the tokens alone: what a step yielded, without its last (bonus) token.
+
+    Args:
+        tree: the draft that was verified.
+        accepted_tokens: [A] the accepted tokens, from the root down.
+
+    Returns:
+        [A] node indices.
+
+    Raises:
+        ValueError: the tokens are not a path of the tree.
+    """
+    node = ROOT
+    path: list[int] = []
+    for token in accepted_tokens:
+        children = np.nonzero((tree.parents == node) & (tree.token_ids == token))[0]
+        if not len(children):
+            raise ValueError(f"token {int(token)} does not follow node {node} in the draft")
+        node = int(children[0])
+        path.append(node)
+    return np.asarray(path, dtype=np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
@@ -38,13 +38,29 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
     return clone
 
 
+@dataclass(frozen=True)
+class DraftReport:
+    """V2 runner: what the worker tells the scheduler of its drafting."""
+
+    # False: the worker would leave all room empty for now, so there need not be any
+    is_drafting: bool = True
+    # request id -> most placeholders it can use; absent: no limit of its own
+    limits: dict[str, int] = field(default_factory=dict)
+    # request id -> nodes drafted in the step that this output is of
+    drafted: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass
 class SpecRolloutOutput(ModelRunnerOutput):
-    """A step's output with the next step's drafts on board: no second call to the workers is needed to fetch them."""
+    """A step's output with news for the scheduler on board: no second call to the workers is needed to fetch them."""
 
+    # V1 runner: the next step's drafts
     drafts: DraftTokenIds | None = None
+    report: DraftReport | None = None
 
     @classmethod
-    def carrying(cls, output: ModelRunnerOutput, drafts: DraftTokenIds) -> SpecRolloutOutput:
+    def carrying(
+        cls, output: ModelRunnerOutput, drafts: DraftTokenIds | None = None, report: DraftReport | None = None
+    ) -> SpecRolloutOutput:
         values: dict[str, Any] = {f.name: getattr(output, f.name) for f in fields(output)}
-        return cls(**{**values, "drafts": drafts})
+        return cls(**{**values, "drafts": drafts, "report": report})

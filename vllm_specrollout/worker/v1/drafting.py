@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_specrollout import _core
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import ROOT, Decision, DraftTree, Feedback, IntArray, RequestView, Shape, StepTiming
+from vllm_specrollout.types import ROOT, Decision, DraftTree, IntArray, RequestView, Shape, StepTiming
+from vllm_specrollout.worker.stats import feedback_of
 
 
 @dataclass(slots=True)
@@ -38,25 +39,6 @@ class StepDrafts:
     log_q: Any
     source: IntArray
     has_branches: bool
-
-
-@dataclass(slots=True)
-class Stats:
-    """Totals since the last reset; milliseconds are wall clock in the worker."""
-
-    steps: int = 0
-    steps_with_drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    output_tokens: int = 0
-    request_steps: int = 0
-    forward_ms: float = 0.0
-    step_ms: float = 0.0
-    draft_ms: float = 0.0
-    layout_ms: float = 0.0
-    branches_committed: int = 0
-    # rows of the forward pass -> [steps, milliseconds], decode steps only
-    by_rows: dict[int, list[float]] = field(default_factory=dict)
 
 
 class Drafting:
@@ -105,27 +87,17 @@ class Drafting:
         timing: StepTiming | None,
     ) -> None:
         """Report what became of the drafts, and what the step before cost."""
-        feedback: list[Feedback] = []
+        verified: list[tuple[str, DraftTree, IntArray]] = []
         if drafts is not None and num_accepted is not None and accepted is not None:
             at = 0
             for i, request_id in enumerate(request_ids):
-                begin, end = int(drafts.node_start[i]), int(drafts.node_start[i + 1])
-                count = int(num_accepted[i])
-                if end > begin:
-                    feedback.append(
-                        Feedback(
-                            request_id,
-                            end - begin,
-                            count,
-                            drafts.parents[begin:end],
-                            drafts.source[begin:end],
-                            drafts.log_q[begin:end],
-                            accepted[at : at + count],
-                            len(request_ids),
-                        )
-                    )
+                nodes, count = slice(drafts.node_start[i], drafts.node_start[i + 1]), int(num_accepted[i])
+                tree = DraftTree(
+                    drafts.token_ids[nodes], drafts.parents[nodes], drafts.log_q[nodes], drafts.source[nodes]
+                )
+                verified.append((request_id, tree, accepted[at : at + count]))
                 at += count
-        self.speculation.settle(feedback, timing)
+        self.speculation.settle(feedback_of(verified, len(request_ids)), timing)
 
     def prepare(self, views: Sequence[RequestView], num_ranks: int) -> tuple[DraftTokenIds, float]:
         """Trees for the next step; returns the tokens for the scheduler and the milliseconds spent.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_specrollout.config import RequestOptions, parse_request
-from vllm_specrollout.policies.eligibility import RequestTraits, request_shape
 from vllm_specrollout.types import IntArray, Shape
 from vllm_specrollout.verify.tape import SeedArray, SeedTape
-
-logger = init_logger(__name__)
+from vllm_specrollout.worker.admission import Admission, Desk
 
 _SEEDS = 2**31  # the range stock vLLM draws from, in TopKTopPSampler.forward_cpu
 
@@ -26,10 +21,7 @@ class RequestEntry:
     """One request, from admission to its end; it survives preemption."""
 
     state: CachedRequestState
-    options: RequestOptions
-    problem_id: str
-    shape: Shape
-    max_tokens: int
+    admission: Admission
     tape: SeedTape | None  # None for greedy requests
 
 
@@ -37,9 +29,8 @@ class RequestBook:
     """All requests the worker has seen and not forgotten."""
 
     def __init__(self, model_shape: Shape) -> None:
-        self.model_shape = model_shape
+        self.desk = Desk(model_shape)
         self._entries: dict[str, RequestEntry] = {}
-        self._reasons: dict[str, int] = {}
 
     def get(self, state: CachedRequestState) -> RequestEntry:
         """The request's entry, made at its first sight."""
@@ -51,41 +42,12 @@ class RequestBook:
     def forget(self, request_id: str) -> None:
         self._entries.pop(request_id, None)
 
-    def reasons(self) -> dict[str, int]:
-        """Why requests got less than trees, and how many did."""
-        return dict(self._reasons)
-
     def _admit(self, state: CachedRequestState) -> RequestEntry:
         params = state.sampling_params
         assert params is not None, "pooling requests never reach a generating engine"
-        options = parse_request((params.extra_args or {}).get("spec_rollout"))
-        shape, reason = request_shape(
-            RequestTraits(
-                is_enabled=options.enabled and options.max_draft_tokens != 0,
-                has_grammar=params.structured_outputs is not None,
-                has_thinking_budget=params.thinking_token_budget is not None,
-                has_prompt_embeds=state.prompt_embeds is not None,
-                is_watermarked=bool(params.watermarking),
-                is_trace_replay=bool(params.trace_decode_token_ids),
-            )
-        )
-        if reason:
-            self._reasons[reason] = self._reasons.get(reason, 0) + 1
-            logger.info_once("Drafts for some requests are %s: %s", _EFFECT[shape], reason)
-        if self.model_shape is not Shape.TREE and shape is Shape.TREE:
-            shape = self.model_shape
+        admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
         tape = None if params.temperature < 1e-5 else SeedTape(_draw_from(state.generator))
-        return RequestEntry(
-            state,
-            options,
-            options.problem_id or _prompt_hash(state.prompt_token_ids),
-            shape,
-            params.max_tokens if params.max_tokens is not None else 1 << 30,
-            tape,
-        )
-
-
-_EFFECT = {Shape.CHAIN: "chains only", Shape.OFF: "off", Shape.TREE: "on"}
+        return RequestEntry(state, admission, tape)
 
 
 def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> SeedArray:
@@ -115,9 +77,3 @@ def _draw_from(generator: torch.Generator | None) -> _Drawer:
         # An unseeded request gets a seed of its own, once. Drawn from the global generator, which all ranks seed alike.
         generator = torch.Generator().manual_seed(int(torch.randint(0, 2**62, (1,)).item()))
     return _Drawer(generator)
-
-
-def _prompt_hash(prompt_token_ids: list[int] | None) -> str:
-    if not prompt_token_ids:
-        return ""
-    return hashlib.blake2b(np.asarray(prompt_token_ids, dtype=np.int64).tobytes(), digest_size=12).hexdigest()

@@ -27,8 +27,9 @@ from vllm_specrollout.policies.budget import make_policy
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import RequestView, Shape, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of
+from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
-from vllm_specrollout.worker.v1.drafting import Drafting, Stats, StepDrafts
+from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
 from vllm_specrollout.worker.v1.kv import BlockCopier, kv_shape, with_scratch
 from vllm_specrollout.worker.v1.processors import are_builtin
 from vllm_specrollout.worker.v1.requests import RequestBook, node_seeds
@@ -257,20 +258,20 @@ class SpecRolloutCPURunner(CPUModelRunner):
             if not tokens:
                 continue  # still in its prompt
             entry = self.book.get(self.requests[req_id])
-            if entry.shape is Shape.OFF:
+            admission = entry.admission
+            if admission.shape is Shape.OFF:
                 continue
             length, prompt = int(batch.num_tokens_no_spec[i]), int(batch.num_prompt_tokens[i])
-            room = min(entry.max_tokens - (length - prompt), self.max_model_len - length)
-            limit = entry.options.max_draft_tokens
+            room = min(admission.max_tokens - (length - prompt), self.max_model_len - length)
             views.append(
                 RequestView(
                     req_id,
                     batch.token_ids_cpu[i, :length],
                     prompt,
                     room,
-                    entry.shape,
-                    limit if limit is not None else 1 << 30,
-                    entry.problem_id,
+                    admission.shape,
+                    admission.max_draft_tokens,
+                    admission.problem_id,
                 )
             )
         return views

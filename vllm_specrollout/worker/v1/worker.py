@@ -10,7 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.v1.drafting import Stats
+from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.runner import SpecRolloutCPURunner
 
@@ -47,7 +47,7 @@ class SpecRolloutCPUWorker(CPUWorker):
         runner = self.model_runner
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
-        stats["request_reasons"] = runner.book.reasons()
+        stats["request_reasons"] = runner.book.desk.reasons()
         if reset:
             runner.stats = Stats()
         return stats

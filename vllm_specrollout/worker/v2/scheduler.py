@@ -1,0 +1,82 @@
+"""The schedulers for the V2 runner: stock vLLM's, leaving room for drafts that the worker will make.
+
+The next step is scheduled before this step's tokens are known, so drafts cannot be scheduled; room for them can. Every
+running request gets placeholders, the worker fills as many as its drafts need and runs no row for the rest. Stock
+code takes what was not accepted, filled or not, back from the request's counters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_specrollout.policies.room import room_per_request
+from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+
+_Base = Scheduler if TYPE_CHECKING else object
+
+
+class LeavesRoom(_Base):
+    """Mixed into vLLM's schedulers."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
+        self._report = DraftReport()
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if not self._report.is_drafting:
+            return
+        room = room_per_request(
+            self.max_draft_tokens,
+            num_running=len(self.running),
+            has_waiting=bool(self.waiting),
+            max_tokens_per_step=self.max_num_scheduled_tokens,
+            num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            block_size=self.block_size,
+        )
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[request_id]
+            limit = min(room, self._report.limits.get(request_id, room))
+            if limit > 0 and not request.is_prefill_chunk and not request.use_structured_output:
+                request.spec_token_ids = [-1] * limit
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if isinstance(model_runner_output, SpecRolloutOutput) and model_runner_output.report is not None:
+            self._report = model_runner_output.report
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        # placeholders are not drafts: count what the worker filled
+        drafted = self._report.drafted.get(request_id, 0)
+        if not self.log_stats or not drafted:
+            return spec_decoding_stats
+        if spec_decoding_stats is None:
+            spec_decoding_stats = SpecDecodingStats.new(self.max_draft_tokens)
+        spec_decoding_stats.observe_draft(drafted, num_accepted_tokens)
+        return spec_decoding_stats
+
+
+class SpecRolloutSchedulerV2(LeavesRoom, Scheduler):
+    """Steps in lockstep with the engine."""
+
+
+class SpecRolloutAsyncScheduler(LeavesRoom, AsyncScheduler):
+    """Schedules a step while the one before it still runs."""

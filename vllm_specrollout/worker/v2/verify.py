@@ -1,0 +1,110 @@
+"""From the target's logits to a verdict, on the device: vLLM's sampling at every node, then a walk down the tree."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+from vllm_specrollout.kernels.tree_verify.kernel import TreeVerdict, tree_verify
+from vllm_specrollout.worker.v2.inputs import TreeInputs
+
+
+class TreeVerifier:
+    """Takes the place of vLLM's rejection sampler: exact match with the noise of plain decoding."""
+
+    def __init__(self, sampler: Sampler, max_draft_tokens: int) -> None:
+        self.sampler = sampler
+        self.width = max_draft_tokens + 1
+
+    def __call__(
+        self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs
+    ) -> tuple[SamplerOutput, torch.Tensor]:
+        """Judge the step's drafts.
+
+        Args:
+            logits: [L, vocabulary] the target's, a root row and its nodes' rows for each request.
+            batch: the step.
+            inputs: its trees.
+
+        Returns:
+            vLLM's sampler output, sampled tokens [R, width]; and [R, width] int32, the rows (counted from the request's
+            root row) of which those tokens were sampled.
+        """
+        assert inputs.parents is not None
+        sampler, states = self.sampler, self.sampler.sampling_states
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        pos = batch.positions[batch.logits_indices]
+        draft_ids = batch.input_ids[batch.logits_indices]
+        processed = sampler.apply_sampling_params(
+            logits,
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            pos,
+            draft_ids,
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        verdict = tree_verify(
+            processed,
+            batch.expanded_idx_mapping,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            pos,
+            draft_ids,
+            inputs.parents,
+            batch.cu_num_logits,
+            width=self.width,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+        is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        logprobs = self._logprobs(processed if is_processed else logits, verdict, batch)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            verdict.num_sampled,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        output = SamplerOutput(
+            sampled_token_ids=verdict.token_ids,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=None,
+        )
+        return output, verdict.path
+
+    def _logprobs(self, logits: torch.Tensor, verdict: TreeVerdict, batch: InputBatch) -> LogprobsTensors | None:
+        """Those of the accepted paths: each request's path rows are brought to the front of its rows."""
+        most = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        most_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np)
+        if most == NO_LOGPROBS and not most_ids:
+            return None
+        # a row beyond the path keeps some row of its own request: it is cut off on the host
+        own = batch.expanded_local_pos.long().clamp_(max=self.width - 1)
+        starts = batch.cu_num_logits[:-1].long()
+        sizes = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]).long()
+        request = torch.repeat_interleave(
+            torch.arange(batch.num_reqs, device=logits.device), sizes, output_size=logits.shape[0]
+        )
+        rows = starts[request] + verdict.path[request, own].clamp_(min=0)
+        tokens = verdict.token_ids[request, own].clamp_(min=0)
+        return compute_topk_scores(
+            logits[rows],
+            most if most != NO_LOGPROBS else 0,
+            tokens,
+            batch.cu_num_logits_np.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.expanded_idx_mapping,
+            max_per_req_token_ids=most_ids,
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )

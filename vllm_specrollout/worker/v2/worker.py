@@ -1,0 +1,65 @@
+"""Workers with the V2 runner: vLLM's own, handed our runner where they make theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.worker_base import WorkerBase
+
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.stats import Stats
+
+if TYPE_CHECKING:
+    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+
+    _Base = WorkerBase
+else:
+    _Base = object
+
+
+@contextmanager
+def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
+    """While a worker sets its device up, it finds our runner under the name of vLLM's.
+
+    vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
+    """
+    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+
+    module = importlib.import_module(module_name)
+    stock = getattr(module, class_name)
+    setattr(module, class_name, type("SpecRolloutRunner", (SpecRolloutV2, stock), {}))
+    try:
+        yield
+    finally:
+        setattr(module, class_name, stock)
+
+
+class SpeculatingWorker(_Base):
+    """What both workers add."""
+
+    model_runner: SpecRolloutV2
+    runner_class: tuple[str, str]
+
+    def init_device(self) -> None:
+        if not self.use_v2_model_runner:
+            raise UnsupportedError(
+                "this worker is for vLLM's V2 model runner, and the configuration asks for V1",
+                "unset `VLLM_USE_V2_MODEL_RUNNER`",
+            )
+        with _runner_replaced(*self.runner_class):
+            super().init_device()
+
+    def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Totals of this worker since the last reset; see `Stats`."""
+        runner = self.model_runner
+        runner.settle_all()
+        stats = dataclasses.asdict(runner.stats)
+        stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
+        stats["request_reasons"] = runner.desk.reasons()
+        if reset:
+            runner.stats = Stats()
+        return stats
