@@ -89,19 +89,25 @@ def cli_page() -> str:
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         parts.append(f"## `specrollout {name}`\n\n{' '.join((command.help or '').split())}\n")
         if name != "bench":
-            parts.append(_options(command))
+            inner = sorted(getattr(command, "commands", {}).items())
+            parts += [_command(f"{name} {title}", single) for title, single in inner] or [_options(command)]
             continue
         for bench, (module, _, _) in BENCHES.items():
             if importlib.util.find_spec(module) is None:
                 continue
             single = command.get_command(None, bench)
-            parts += [f"### `specrollout bench {bench}`\n\n{' '.join((single.help or '').split())}\n", _options(single)]
+            parts.append(_command(f"bench {bench}", single))
     parts.append(
         "## `vllm serve MODEL --spec-rollout [JSON|PATH]`\n\nThe flag exists on every `vllm` command that takes engine"
         " arguments. Without a value it means the defaults of the [configuration](config.md); `--spec-rollout 0`"
         " switches off what `VLLM_SPEC_ROLLOUT` switched on. Single keys: `--spec-rollout.max_draft_tokens 8`.\n"
     )
     return "\n".join(parts)
+
+
+def _command(name: str, command: Any) -> str:
+    """A command of a group."""
+    return f"### `specrollout {name}`\n\n{' '.join((command.help or '').split())}\n\n{_options(command)}"
 
 
 def _options(command: Any) -> str:

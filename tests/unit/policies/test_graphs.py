@@ -1,0 +1,220 @@
+"""CUDA-graph plans: every step they promise has a bucket, padding is bounded, and sizes share what they can."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.policies.graphs import (
+    CAPTURE_SIZES,
+    GraphBucket,
+    GraphMemory,
+    GraphPlan,
+    estimate_mib,
+    ladder,
+    naive_plan,
+    pick,
+    plan_graphs,
+    within_mib,
+)
+
+DRAFTS = (8, 16, 32, 64)
+MODELS = {
+    "7B": GraphMemory(layers=28, hidden=3584, ffn=18944, qkv=36 * 128),
+    "0.5B": GraphMemory(layers=24, hidden=896, ffn=4864, qkv=18 * 64),
+}
+NUMBERS = st.fixed_dictionaries(
+    {
+        "draft_sizes": st.lists(st.integers(1, 64), min_size=1, max_size=5),
+        "batch_sizes": st.lists(st.integers(1, 300), min_size=1, max_size=12),
+        "max_num_reqs": st.integers(1, 64),
+        "max_tokens": st.integers(65, 3000),
+    }
+)
+
+
+def _steps(numbers: dict[str, object]) -> list[tuple[int, int]]:
+    """Every (B, n) of uniform steps within the bounds."""
+    pairs = itertools.product(range(1, numbers["max_num_reqs"] + 1), (0, *numbers["draft_sizes"]))
+    return [(b, n) for b, n in pairs if b * (1 + n) <= numbers["max_tokens"]]
+
+
+@given(NUMBERS, st.none() | st.integers(2, 12))
+def test_every_step_within_the_bounds_has_a_bucket_with_or_without_a_limit(numbers, limit) -> None:
+    plan = plan_graphs(**numbers, limit=limit, drafter=True)
+    for b, n in _steps(numbers):
+        bucket = pick(plan, b, b * (1 + n), 1 + n)
+        assert bucket is not None
+        assert (bucket.num_tokens >= b * (1 + n), bucket.num_reqs >= b, bucket.max_query_len >= 1 + n) == (True,) * 3
+    assert limit is None or plan.num_graphs <= limit
+
+
+@given(NUMBERS, st.data())
+def test_requests_with_different_numbers_of_nodes_share_a_bucket(numbers, data) -> None:
+    plan = plan_graphs(**numbers)
+    most = 1 + max(numbers["draft_sizes"])
+    rows = data.draw(st.lists(st.integers(1, most), min_size=1, max_size=numbers["max_num_reqs"]))
+    if sum(rows) <= numbers["max_tokens"]:
+        assert pick(plan, len(rows), sum(rows), max(rows)) is not None
+
+
+@given(NUMBERS)
+def test_padding_is_bounded_by_the_ladder(numbers) -> None:
+    plan = plan_graphs(**numbers)
+    sizes = sorted(numbers["batch_sizes"])
+    for b, n in _steps(numbers):
+        tokens = b * (1 + n)
+        padded = pick(plan, b, tokens, 1 + n).num_tokens
+        if tokens > sizes[-1]:
+            assert padded - tokens <= max(1, tokens // 8)
+        else:
+            assert padded <= next(size for size in sizes if size >= tokens)
+
+
+@given(NUMBERS, st.booleans())
+def test_no_shape_is_captured_twice_and_lists_ascend(numbers, drafter) -> None:
+    plan = plan_graphs(**numbers, drafter=drafter)
+    for buckets in (plan.target, plan.drafter):
+        sizes = [bucket.num_tokens for bucket in buckets]
+        assert sizes == sorted(set(sizes))
+    assert bool(plan.drafter) <= drafter
+
+
+@given(NUMBERS, st.none() | st.integers(1, 12), st.data())
+def test_a_larger_step_never_picks_a_smaller_bucket(numbers, limit, data) -> None:
+    plan = plan_graphs(**numbers, limit=limit)
+    step = data.draw(st.tuples(st.integers(1, 70), st.integers(1, 3000), st.integers(1, 70)))
+    more = tuple(value + data.draw(st.integers(0, 50)) for value in step)
+    small, large = pick(plan, *step), pick(plan, *more)
+    assert large is None or (small is not None and small.num_tokens <= large.num_tokens)
+
+
+@given(NUMBERS, st.sampled_from(sorted(MODELS)), st.floats(5.0, 600.0))
+def test_a_limit_in_mib_holds_and_what_is_left_still_covers_its_own_bound(numbers, model, limit) -> None:
+    plan, memory = plan_graphs(**numbers, drafter=True), MODELS[model]
+    try:
+        part = within_mib(plan, limit, memory, MODELS["0.5B"])
+    except ConfigError as error:
+        assert f"the limit is {limit:g} MiB" in error.cause
+        return
+    assert estimate_mib(part, memory, MODELS["0.5B"]) <= limit
+    assert set(part.target) <= set(plan.target)
+    assert set(part.drafter) <= set(plan.drafter)
+    for b, n in _steps(numbers):
+        fits = b * (1 + n) <= part.target[-1].num_tokens and part.target[-1].holds(b, 1, 1 + n)
+        assert (pick(part, b, b * (1 + n), 1 + n) is not None) == fits
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_four_draft_sizes_cost_at_most_1_4_times_the_graphs_of_one(model) -> None:
+    four = estimate_mib(plan_graphs(DRAFTS, CAPTURE_SIZES, 256, 2048), MODELS[model])
+    for size in DRAFTS:
+        one = estimate_mib(plan_graphs([size], CAPTURE_SIZES, 256, 2048), MODELS[model])
+        assert four <= 1.4 * one, size
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_naive_scheme_costs_several_times_as_much(model) -> None:
+    ours = estimate_mib(plan_graphs(DRAFTS, CAPTURE_SIZES, 256, 2048), MODELS[model])
+    assert estimate_mib(naive_plan(DRAFTS, CAPTURE_SIZES, 256), MODELS[model]) > 3 * ours
+    bounded = naive_plan(DRAFTS, CAPTURE_SIZES, 256, 2048)
+    assert max(bucket.num_tokens for bucket in bounded.target) <= 2048
+    assert estimate_mib(bounded, MODELS[model]) > ours
+
+
+def test_the_naive_scheme_has_one_graph_per_pair_for_target_and_drafter() -> None:
+    plan = naive_plan([2, 3], [1, 4], 4, drafter=True)
+    assert [(b.num_reqs, b.max_query_len) for b in plan.target] == [(1, 1), (1, 3), (1, 4), (4, 1), (4, 3), (4, 4)]
+    assert [b.num_reqs for b in plan.drafter] == [1, 1, 4, 4]
+
+
+def test_the_drafter_is_captured_only_at_batches_that_are_drafted_for() -> None:
+    plan = plan_graphs([7], [1, 2, 4, 8, 16], 16, 64, drafter=True)
+    assert plan.drafter == tuple(GraphBucket(b, b, 1) for b in (1, 2, 4, 8))
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    plan = plan_graphs([3, 7], [1, 2, 4, 8], 8, 32)
+    assert plan.target == (
+        GraphBucket(1, 1, 1),
+        GraphBucket(2, 2, 2),
+        GraphBucket(4, 4, 4),
+        GraphBucket(8, 8, 8),
+        GraphBucket(12, 8, 8),
+        GraphBucket(16, 8, 8),
+        GraphBucket(20, 8, 8),
+        GraphBucket(24, 8, 8),
+        GraphBucket(28, 8, 8),
+        GraphBucket(32, 8, 8),
+    )
+    assert pick(plan, 3, 24, 8) == GraphBucket(24, 8, 8)
+    assert pick(plan, 5, 33, 8) is None
+
+
+def test_a_limit_keeps_the_largest_bucket_and_thins_evenly_in_relative_time() -> None:
+    plan = plan_graphs(DRAFTS, CAPTURE_SIZES, 256, 2048, limit=10)
+    assert plan.target[-1].num_tokens == 2048
+    gaps = [b.num_tokens / a.num_tokens for a, b in itertools.pairwise(plan.target)]
+    assert max(gaps) < 4.0
+
+
+def test_the_ladder_goes_on_with_eight_rungs_per_doubling() -> None:
+    assert ladder([1, 2, 4, 8], 40) == [
+        1,
+        2,
+        4,
+        8,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        16,
+        18,
+        20,
+        22,
+        24,
+        26,
+        28,
+        30,
+        32,
+        36,
+        40,
+    ]
+    assert ladder([1, 2, 4, 8], 3) == [1, 2, 3]
+
+
+def test_the_estimate_pays_every_graph_and_the_pool_once() -> None:
+    memory = GraphMemory(layers=2, hidden=8, ffn=16, qkv=24)
+    one, two = GraphPlan((GraphBucket(64, 8, 8),)), GraphPlan((GraphBucket(32, 8, 8), GraphBucket(64, 8, 8)))
+    assert (estimate_mib(two, memory) - estimate_mib(one, memory)) * 2**20 == memory.graph_bytes
+    assert estimate_mib(one, memory) * 2**20 == memory.graph_bytes + 64 * memory.token_bytes
+    assert memory.token_bytes == 2 * (3 * 8 + 3 * 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"draft_sizes": []}, "draft sizes are [], and each must be at least 1"),
+        ({"draft_sizes": [0, 8]}, "draft sizes are [0, 8], and each must be at least 1"),
+        ({"batch_sizes": [0]}, "batch sizes are [0], and each must be at least 1"),
+        ({"max_num_reqs": 0}, "at most 0 requests at once, and at least 1 is needed"),
+        (
+            {"max_tokens": 8},
+            "at most 8 tokens a step, where 4 plain requests need 4 and the smallest draft 9",
+        ),
+        ({"limit": 0}, "a limit of 0 graphs, where each model needs one"),
+        ({"limit": 1, "drafter": True}, "a limit of 1 graphs, where each model needs one"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(changes, cause) -> None:
+    values = {"draft_sizes": [8], "batch_sizes": [1, 2, 4], "max_num_reqs": 4, "max_tokens": 64, **changes}
+    with pytest.raises(ConfigError) as caught:
+        plan_graphs(**values)
+    assert caught.value.cause == cause
