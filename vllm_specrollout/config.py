@@ -87,6 +87,8 @@ class SpecRolloutConfig:
     """`tree`, or `chain` for drafts without branches."""
     budget: str = "auto"
     """`auto` drafts only what pays at the present batch; `fixed` always drafts up to `max_draft_tokens`."""
+    max_graphs: int = 64
+    """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
     scratch_blocks: int | None = None
     """KV cache blocks set aside for branches beyond the first; unset: chosen from the KV cache's size."""
     block_size: int | None = None
@@ -104,6 +106,7 @@ class SpecRolloutConfig:
             raise ConfigError(f"`drafters` names one twice: {list(self.drafters)}", "name each drafter once")
         _check_range("max_draft_tokens", self.max_draft_tokens, 1, MAX_NODES)
         _check_range("max_depth", self.max_depth, 1, MAX_NODES)
+        _check_range("max_graphs", self.max_graphs, 0, 4096)
         _check_choice("shape", self.shape, SHAPES)
         _check_choice("budget", self.budget, BUDGETS)
         if self.scratch_blocks is not None:

@@ -29,3 +29,8 @@ if IS_ON:
             return False
 
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=_Idle)
+
+    import vllm.v1.sample.ops.topk_topp_sampler as _topk_topp
+
+    # vLLM's own top-k/top-p kernel does not run interpreted; its PyTorch form does the same, for stock and for us
+    _topk_topp.HAS_TRITON = False

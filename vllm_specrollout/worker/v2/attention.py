@@ -1,7 +1,8 @@
 """Tree attention inside vLLM's attention layers: every layer's implementation is wrapped, none is replaced in vLLM.
 
-With branches in the step, rows attend by their ancestors instead of by order. The KV cache is vLLM's own, in the layout
-that its backends share: [blocks, heads, block size, 2 * head size], keys before values.
+With branches in the step, or inside a graph captured for drafts, rows attend by their ancestors instead of by order.
+The KV cache is vLLM's own, in the layout that its backends share: [blocks, heads, block size, 2 * head size], keys
+before values.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def install_tree_attention(runner: SpecRolloutV2) -> None:
 
 
 class TreeAttention:
-    """One layer's attention: vLLM's own unless the step has branches."""
+    """One layer's attention: vLLM's own unless rows go by their ancestors."""
 
     def __init__(self, inner: Any, inputs: TreeInputs) -> None:
         self.inner = inner
@@ -61,7 +62,7 @@ class TreeAttention:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if attn_metadata is None or not self.inputs.has_branches:
+        if attn_metadata is None or not self.inputs.by_ancestors:
             return self.inner.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         return self._attend(layer, query, kv_cache, attn_metadata, output)
 

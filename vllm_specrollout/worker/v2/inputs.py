@@ -32,12 +32,14 @@ class TreeInputs:
         # [num_groups' first, rows] KV slots, set when they are known
         self.slots: torch.Tensor | None = None
         self.has_branches = False
+        # rows attend by ancestors: they must where there are branches, and a captured graph always does
+        self.by_ancestors = False
         self._shift: torch.Tensor | None = None
         self._is_dirty = False
 
     def clear(self) -> None:
         self.parents = self.slots = self._shift = None
-        self.has_branches = False
+        self.has_branches = self.by_ancestors = False
 
     def write_tokens(
         self, trees: Mapping[str, DraftTree], index_of: Mapping[str, int], draft_tokens: torch.Tensor
@@ -51,15 +53,16 @@ class TreeInputs:
         on_device = async_tensor_h2d(packed, device=self.device)
         draft_tokens[:, :width].index_copy_(0, on_device[:, 0], on_device[:, 1:])
 
-    def set_plain(self, batch: InputBatch) -> None:
-        """No drafts in this step."""
+    def set_plain(self) -> None:
+        """No drafts in this step, or none that the attention kernel must know."""
         if self._is_dirty:
             self.num_nodes.zero_()
             self._is_dirty = False
 
-    def set_trees(self, batch: InputBatch, trees: Mapping[str, DraftTree]) -> None:
+    def set_trees(self, batch: InputBatch, trees: Mapping[str, DraftTree], in_graph: bool) -> None:
         """Lay the trees of the step out over its rows."""
-        num_logits, num_rows, num_reqs = int(batch.cu_num_logits_np[-1]), batch.num_tokens, batch.num_reqs
+        num_logits, num_rows = int(batch.cu_num_logits_np[-1]), batch.num_tokens
+        num_reqs = batch.num_reqs_after_padding
         packed = np.zeros(num_logits + 2 * num_rows + num_reqs, dtype=np.int64)
         parents, rest = packed[:num_logits], packed[num_logits:]
         ancestors, shift, num_nodes = rest[:num_rows], rest[num_rows : 2 * num_rows], rest[2 * num_rows :]
@@ -77,13 +80,15 @@ class TreeInputs:
             self.has_branches = self.has_branches or bool((tree.parents != np.arange(ROOT, n - 1)).any())
         on_device = async_tensor_h2d(packed, device=self.device)
         self.parents = on_device[:num_logits].to(torch.int32)
+        self.by_ancestors = self.has_branches or in_graph
         if self.has_branches:
             self._shift = on_device[num_logits + num_rows : num_logits + 2 * num_rows]
+        if self.by_ancestors:
             self.ancestors[:num_rows].copy_(on_device[num_logits : num_logits + num_rows])
             self.num_nodes[:num_reqs].copy_(on_device[num_logits + 2 * num_rows :])
             self._is_dirty = True
         else:
-            self.set_plain(batch)  # chains attend causally, which any kernel can do
+            self.set_plain()  # chains attend causally, which any kernel can do
 
     def shift_positions(self, positions: torch.Tensor) -> None:
         """Rewrite positions in place: those of nodes follow their depth, not their place in the tree's order."""

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -31,6 +33,7 @@ from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, confi
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
+from vllm_specrollout.worker.v2.graphs import DraftGraphs, capture, plan_for
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
@@ -38,8 +41,8 @@ from vllm_specrollout.worker.v2.verify import TreeVerifier
 
 logger = init_logger(__name__)
 
-# while nothing pays, drafts are tried again once in so many steps
-RETRY_STEPS = 16
+# After so many steps without a draft, room is left only once in so many: a step without room need not be waited for.
+PATIENCE, RETRY_STEPS = 8, 4
 MOST_IN_FLIGHT = 64
 
 _Base = GPUModelRunner if TYPE_CHECKING else object
@@ -66,12 +69,17 @@ class SpecRolloutV2(_Base):
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
         self._trees: dict[str, DraftTree] = {}
+        self.draft_graphs: DraftGraphs | None = None
         self._steps_without = 0
         self._num_rows = 0
 
     @property
+    def speculation(self) -> Speculation:
+        return self.host.speculation
+
+    @property
     def drafter(self) -> Speculation:
-        """What trainers ask the runner for, to tell it of new weights."""
+        """The name under which trainers look for it."""
         return self.host.speculation
 
     # --- set-up ------------------------------------------------------------------------------------------------------
@@ -89,6 +97,15 @@ class SpecRolloutV2(_Base):
         else:
             effect = "off" if self.shape[0] is Shape.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        plan = plan_for(self) if self.shape[0] is Shape.TREE and not profile_only else None
+        if plan is not None:
+            # before vLLM's own, which locks the workspaces when it is done
+            self.draft_graphs = DraftGraphs(self, plan)
+            with freeze_gc_for_cudagraph_capture(), self.maybe_setup_dummy_loras(self.lora_config):
+                capture(self, self.draft_graphs)
+        return super().capture_model(profile_only=profile_only)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
@@ -115,7 +132,13 @@ class SpecRolloutV2(_Base):
         self.inputs.clear()
         if not dummy_run and scheduler_output.scheduled_spec_decode_tokens:
             scheduler_output = self._with_drafts(scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        if not self._trees or self.draft_graphs is None:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        stock, self.cudagraph_manager = self.cudagraph_manager, self.draft_graphs
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            self.cudagraph_manager = stock
 
     def _with_drafts(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
@@ -130,18 +153,20 @@ class SpecRolloutV2(_Base):
         self._steps_without = 0 if self._trees else self._steps_without + 1
         return filled(scheduler_output, self._trees)
 
-    def prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> InputBatch:
+    def prepare_inputs(
+        self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, num_active_loras: int
+    ) -> InputBatch:
+        arguments = (scheduler_output, batch_req_state, batch_desc, num_active_loras)
         if not self._trees:
-            batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
-            self.inputs.set_plain(batch)
-            return batch
+            self.inputs.set_plain()
+            return super().prepare_inputs(*arguments)
         self.inputs.write_tokens(self._trees, self.req_states.req_id_to_index, self.req_states.draft_tokens)
         stock, self.decode_query_len = self.decode_query_len, self.max_draft_tokens + 1
         try:  # vLLM sizes a request's logits rows by it
-            batch = super().prepare_inputs(scheduler_output, *args, **kwargs)
+            batch = super().prepare_inputs(*arguments)
         finally:
             self.decode_query_len = stock
-        self.inputs.set_trees(batch, self._trees)
+        self.inputs.set_trees(batch, self._trees, in_graph=batch_desc.cg_mode == CUDAGraphMode.FULL)
         return batch
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -168,6 +193,7 @@ class SpecRolloutV2(_Base):
         if self.inputs.has_branches:
             assert self.mover is not None and self.inputs.slots is not None
             self.mover.move(self.inputs.slots, input_batch.query_start_loc, path, output.num_sampled)
+            self.stats.branches_committed += 1
         return output, output.num_sampled, output.num_rejected
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
@@ -220,7 +246,7 @@ class SpecRolloutV2(_Base):
                 entry[1] += timing.step_ms
 
     def _report(self) -> DraftReport:
-        is_drafting = self._steps_without < 2 or self.stats.steps % RETRY_STEPS == 0
+        is_drafting = self._steps_without < PATIENCE or self.stats.steps % RETRY_STEPS == 0
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
         return DraftReport(is_drafting, limits, {rid: tree.size for rid, tree in self._trees.items()})
 
