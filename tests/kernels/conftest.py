@@ -1,0 +1,58 @@
+"""Kernels run on the GPU where there is one, else on the CPU in Triton's interpreter."""
+
+import importlib.util
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _interpret() -> None:
+    """Triton decides when a function is decorated, its own library included: so before anything imports it.
+
+    Other tests of the same process may have imported it already, with vLLM. Then it is imported once more (but for its
+    compiled part, which cannot be); who holds the first copy keeps it.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        if not name.startswith("triton._C"):
+            del sys.modules[name]
+
+
+if HAS_TRITON and not HAS_GPU:
+    _interpret()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def stock_gumbel() -> ModuleType:
+    """vLLM's own sampling kernels, compiled or interpreted like ours.
+
+    vLLM switches Triton off on a CPU. Its file is therefore loaded by itself, with the real Triton in the place of the
+    switched-off one, which the rest of vLLM in this process keeps.
+    """
+    pytest.importorskip("vllm", reason="compares with vLLM, which is not installed")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = os.path.join(spec.submodule_search_locations[0], "v1", "worker", "gpu", "sample", "gumbel.py")
+    gumbel_spec = importlib.util.spec_from_file_location("stock_gumbel", path)
+    assert gumbel_spec is not None and gumbel_spec.loader is not None
+    module = importlib.util.module_from_spec(gumbel_spec)
+    importlib.import_module("triton.language")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(triton=triton, tl=triton.language))
+        gumbel_spec.loader.exec_module(module)
+    return module
