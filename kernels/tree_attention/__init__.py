@@ -1,0 +1,1 @@
+"""Paged attention in which the last rows of a request may be the nodes of a draft tree."""

@@ -1,0 +1,53 @@
+"""Compile tree attention for compute capability 9.0 and print, per launch, the matrix instructions that it uses.
+
+A program of its own, since the tests' process interprets kernels. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm_specrollout.kernels.tree_attention.kernel import _TILES, _attend
+
+MAX_SHARED_MEMORY = 227 << 10
+TYPES = {
+    **dict.fromkeys(("query", "out", "key_cache", "value_cache"), "*bf16"),
+    **dict.fromkeys(("parts", "sums"), "*fp32"),
+    **dict.fromkeys(("query_start_loc", "seq_lens", "block_table", "num_nodes"), "*i32"),
+    "ancestors": "*i64",
+    **dict.fromkeys(("exponent_scale", "softened", "v_scale"), "fp32"),
+}
+
+
+def instructions(block_m: int, is_split: bool) -> str:
+    """Sorted matrix instructions of bfloat16 attention with heads of 128."""
+    tile = _TILES[128]
+    constants = {
+        "HEAD_SIZE": 128, "PADDED": 128, "GROUP": 4, "SPLIT_SIZE": 512, "BLOCK_M": block_m, "BLOCK_N": tile.block_n,
+        "BLOCK_SIZE": 16, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "IS_SPLIT": is_split, "SEARCH": False,
+        "IS_INTERPRETED": False,
+    }  # fmt: skip
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in _attend.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(_attend.arg_names)
+        if signature[name].startswith("*") or name.startswith("stride")
+    }
+    options = {
+        "num_warps": block_m // tile.rows_per_warp,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": False,
+    }
+    source = ASTSource(_attend, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= MAX_SHARED_MEMORY
+    return " ".join(sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\S*", compiled.asm["ptx"]))))
+
+
+if __name__ == "__main__":
+    for is_split in (False, True):
+        for block_m in (64, 128):
+            print(instructions(block_m, is_split))
