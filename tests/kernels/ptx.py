@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
 from vllm_specrollout.kernels.tree_verify import kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)

@@ -157,6 +157,11 @@ def test_rows_beyond_the_width_and_requests_without_rows_yield_nothing(device: t
     inputs["cu_rows"] = torch.tensor([0, 6, 6], dtype=torch.int32, device=device)
     verdict = kernel.tree_verify(**inputs, width=3)
     assert as_lists(verdict) == ([[0, 0, 0], [-1, -1, -1]], [3, 0], [[0, 1, 2], [0, 0, 0]])
+    # a star whose one matching leaf is the fourth row
+    inputs["parents"] = torch.tensor([-1, 0, 0, 0, 0, 0], dtype=torch.int32, device=device)
+    inputs["draft_ids"] = torch.tensor([0, 1, 1, 0, 1, 1], device=device)
+    assert kernel.tree_verify(**inputs, width=3).num_sampled.tolist() == [1, 0]
+    assert kernel.tree_verify(**inputs, width=4).num_sampled.tolist() == [2, 0]
 
 
 def test_no_result_rests_on_what_memory_held_before(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
