@@ -34,20 +34,40 @@ class Engine:
         tokenizer = self.llm.get_tokenizer()
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
-    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], stats: bool = False) -> dict[str, Any]:
-        """Run all requests to their ends, from a cold prefix cache.
+    def generate(
+        self, prompts: list[list[int]], params: list[dict[str, Any]], stats: bool = False, is_warm: bool = False
+    ) -> dict[str, Any]:
+        """Run all requests to their ends, from a cold prefix cache; or from what `prime` left in it.
 
         Returns:
             token_ids and finish_s per request, step_s (end of each engine step), wall_s; all times in seconds since the
             first request could be scheduled. With `stats`, the worker's totals of this run.
         """
-        self._forget_prefixes()
+        if not is_warm:
+            self._forget_prefixes()
         if stats:
             self.llm.collective_rpc("spec_rollout_stats", args=(True,))
         result = self._run(prompts, params)
         if stats:
             result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
         return result
+
+    def prime(self, prompts: list[list[int]]) -> None:
+        """Compute these prompts into an empty prefix cache."""
+        self._forget_prefixes()
+        self._run(prompts, [{"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}] * len(prompts))
+
+    def randomise(self, logit_std: float) -> int:
+        """Replace all weights by random ones that make a lively model, equal in every process; returns a checksum.
+
+        vLLM's own dummy weights (at most 0.001 each) are equal in every process too, but they make every logit almost
+        0: noise alone would choose the tokens, and outputs would agree whatever attention computes. Needs
+        VLLM_ALLOW_INSECURE_SERIALIZATION=1, since the function travels to the worker.
+        """
+        # as the method itself, since only that is pickled by value all the way: the worker does not know this file
+        checksum = self.llm.collective_rpc(lambda worker: _randomise(worker.get_model(), logit_std))[0]
+        self._forget_prefixes()
+        return checksum
 
     def extend(
         self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int
@@ -111,6 +131,26 @@ class Engine:
 
     def close(self) -> None:
         self.core.engine_core.shutdown()
+
+
+def _randomise(model: Any, logit_std: float) -> int:
+    """Fill each weight from a generator seeded with its name: embeddings of variance 1, products that keep it."""
+    import zlib
+
+    import torch
+
+    checksum = 0
+    for name, weight in model.named_parameters():
+        data = weight.data
+        generator = torch.Generator(device=data.device).manual_seed(zlib.crc32(name.encode()))
+        if data.ndim == 1:
+            data.fill_(1.0 if "norm" in name else 0.0)
+        else:
+            std = 1.0 if "embed" in name else data.shape[1] ** -0.5 * (logit_std if "lm_head" in name else 1.0)
+            data.normal_(0.0, std, generator=generator)
+        bits = data.view({2: torch.int16, 4: torch.int32}[data.element_size()])
+        checksum = (checksum * 31 + int(bits.sum(dtype=torch.int64))) % (1 << 61)
+    return checksum
 
 
 def serve(connection: Connection) -> None:

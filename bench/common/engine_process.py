@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
 from pathlib import Path
@@ -53,6 +54,8 @@ class EngineSpec:
     spec_rollout: dict[str, Any] | None = None
     # show vLLM's own log
     is_verbose: bool = False
+    # variables of the process, above all others
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class EngineProcess:
@@ -109,6 +112,12 @@ class EngineProcess:
         """Run these requests; with the worker's totals if drafts are on."""
         has_stats = self.spec.spec_rollout is not None
         return Run.from_child(self.ask("generate", prompts=prompts, params=params, stats=has_stats))
+
+    def log(self) -> str:
+        """What vLLM has logged so far; empty if it was shown instead."""
+        # seeking would move the place where the child writes next
+        descriptor = self._log.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def quiet_in(self) -> float:
         """Seconds until this engine no longer takes processor time from others."""
@@ -186,7 +195,7 @@ def child_environment(environment: dict[str, str], spec: EngineSpec) -> dict[str
         given = changed.get("VLLM_PLUGINS")
         names = given.split(",") if given is not None else _installed_plugins()
         changed["VLLM_PLUGINS"] = ",".join(name for name in names if name != _PLUGIN) or "none"
-    return changed
+    return {**changed, **spec.environment}
 
 
 def _installed_plugins() -> list[str]:

@@ -30,3 +30,8 @@ def test_both_get_the_same_cache_and_row_invariant_attention():
 def test_drafts_switched_on_by_the_environment_reach_no_engine():
     for spec in (STOCK, OURS):
         assert "VLLM_SPEC_ROLLOUT" not in child_environment({"VLLM_SPEC_ROLLOUT": "1"}, spec)
+
+
+def test_an_engines_own_variables_stand_above_all_others():
+    spec = EngineSpec(name="stock", arguments={}, environment={"VLLM_LOGGING_LEVEL": "INFO"})
+    assert child_environment({"VLLM_LOGGING_LEVEL": "DEBUG"}, spec)["VLLM_LOGGING_LEVEL"] == "INFO"

@@ -1,0 +1,45 @@
+"""What the kernels should compute: their specifications (`naive.py` beside each), asked for these inputs."""
+
+from __future__ import annotations
+
+import torch
+from vllm_specrollout.kernels.kv_commit import naive as commit
+from vllm_specrollout.kernels.tree_attention.naive import naive_tree_attention
+from vllm_specrollout.kernels.tree_verify.naive import sample_rows, walk
+
+from .inputs import AttentionInputs
+
+TOLERANCE = 2e-2
+"""Most a bf16 output of unit-variance values may differ from exact arithmetic."""
+
+
+def attention(inputs: AttentionInputs) -> torch.Tensor:
+    """[rows, heads, head size] float64."""
+    return naive_tree_attention(
+        inputs.query,
+        inputs.cache.keys,
+        inputs.cache.values,
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.cache.block_table,
+        inputs.num_nodes,
+        inputs.ancestors,
+        scale=inputs.scale,
+    )
+
+
+def verdict(arguments: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Tokens of each request."""
+    names = ("request_index", "temperature", "seeds", "pos")
+    sampled = sample_rows(arguments["logits"], *(arguments[name].tolist() for name in names))
+    drafts, parents = arguments["draft_ids"].tolist(), arguments["parents"].tolist()
+    bounds = arguments["cu_rows"].tolist()
+    pairs = zip(bounds, bounds[1:], strict=False)
+    return [list(walk(sampled[i:j], drafts[i:j], parents[i:j])[0]) for i, j in pairs]
+
+
+def committed(layers: list[torch.Tensor], arguments: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the caches after the commit."""
+    after = [layer.clone() for layer in layers]
+    commit.kv_commit(after, *arguments.values())
+    return after

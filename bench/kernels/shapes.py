@@ -1,0 +1,141 @@
+"""What the kernels are measured at: shapes, trees, and the bytes that must move at least. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specrollout.trees.mask import ancestor_mask
+from vllm_specrollout.types import IntArray
+
+BLOCK_SIZE = 16
+"""Tokens of a KV cache block: vLLM's default on CUDA."""
+NODES = (0, 7, 15, 31, 63)
+CONTEXTS = (1 << 10, 4 << 10, 16 << 10, 32 << 10)
+BATCHES = (1, 8, 32, 128)
+_BF16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One layer's attention of a model, and its vocabulary."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_size: int
+    layers: int
+    vocab: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in one layer, bf16."""
+        return 2 * self.kv_heads * self.head_size * _BF16
+
+
+MODELS = (Model("7B", 28, 4, 128, 28, 152064), Model("0.5B", 14, 2, 64, 24, 151936))
+"""Qwen2.5's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A paged KV cache of one layer that holds `batch` requests of `context` tokens, and the largest tree's nodes."""
+
+    model: Model
+    context: int
+    batch: int
+
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-(self.context + max(NODES)) // BLOCK_SIZE)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.batch * self.blocks_per_request * BLOCK_SIZE * self.model.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One verification step's attention: every request has its last token (the root, part of the context) and nodes."""
+
+    cache: Cache
+    nodes: int
+    # `chain` or `tree`
+    kind: str
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request."""
+        return 1 + self.nodes
+
+    @property
+    def seq_len(self) -> int:
+        return self.cache.context + self.nodes
+
+    @property
+    def least_bytes(self) -> int:
+        """Keys and values read once, queries read once, outputs written once."""
+        model = self.cache.model
+        per_row = 2 * model.heads * model.head_size * _BF16
+        return self.cache.batch * (self.seq_len * model.token_bytes + self.rows * per_row)
+
+    @property
+    def title(self) -> str:
+        return f"{self.cache.model.name} batch {self.cache.batch} context {self.cache.context} {self.kind} {self.nodes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Judging one step: `batch` requests with `nodes` nodes each, over a vocabulary; and moving what was accepted."""
+
+    model: Model
+    batch: int
+    nodes: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * (1 + self.nodes)
+
+    @property
+    def logits_bytes(self) -> int:
+        """float32 logits read once."""
+        return self.rows * self.model.vocab * 4
+
+    @property
+    def commit_bytes(self) -> int:
+        """Every request moves half of its nodes in every layer: read and written once."""
+        return self.batch * (self.nodes // 2) * self.model.layers * self.model.token_bytes * 2
+
+
+def tree(nodes: int, kind: str) -> IntArray:
+    """Parents of `nodes` nodes, -1 for the root: a chain, or a binary tree, filled level by level."""
+    index = np.arange(nodes, dtype=np.int32)
+    return index - 1 if kind == "chain" else np.where(index > 0, (index - 1) // 2, -1).astype(np.int32)
+
+
+def ancestor_words(nodes: int, kind: str) -> list[int]:
+    """The kernels' masks of one request's rows, the root's first: signed 64-bit, bit j for node j."""
+    return [0, *ancestor_mask(tree(nodes, kind)).view(np.int64).tolist()]
+
+
+def caches(is_quick: bool) -> Iterator[Cache]:
+    models = MODELS[1:] if is_quick else MODELS
+    contexts, batches = (CONTEXTS[:2], BATCHES[:3]) if is_quick else (CONTEXTS, BATCHES)
+    for model in models:
+        for context in contexts:
+            for batch in batches:
+                yield Cache(model, context, batch)
+
+
+def attentions(cache: Cache, is_quick: bool) -> Iterator[Attention]:
+    for nodes in (0, 15, 63) if is_quick else NODES:
+        for kind in ("chain", "tree") if nodes else ("chain",):
+            yield Attention(cache, nodes, kind)
+
+
+def verdicts(is_quick: bool) -> Iterator[Verdict]:
+    for model in MODELS[1:] if is_quick else MODELS:
+        for batch, nodes in ((1, 7), (8, 15)) if is_quick else ((1, 7), (1, 63), (8, 15), (32, 15), (32, 63), (128, 7)):
+            yield Verdict(model, batch, nodes)
