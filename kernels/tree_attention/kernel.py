@@ -147,7 +147,7 @@ def tree_attention(
         num_warps=block_m // tile.rows_per_warp, num_stages=tile.num_stages, **common,
     )  # fmt: skip
     if is_split:
-        _merge[(num_requests, max_query_len, kv_heads)](
+        _merge[(max_query_len, num_requests, kv_heads)](
             parts, sums, out, query_start_loc, seq_lens, num_nodes,
             splits, num_heads, v_scale, out.stride(0), out.stride(1),
             GROUP_PADDED=triton.next_power_of_2(group), num_warps=4, **common,
@@ -269,7 +269,8 @@ def _attend_tiles(
 ):  # fmt: skip
     """Attend to the key slots begin..end, in whole tiles. Unmasked, every row must see all of them."""
     dims = tl.arange(0, PADDED)
-    for start in tl.range(begin, end, BLOCK_N):
+    # the masked tiles are few: buffering ahead would cost registers that the other loop needs
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
         slots = start + tl.arange(0, BLOCK_N)
         if MASKED:
             # what no row sees is not even loaded: it may be anything, and 0 * NaN is NaN
@@ -423,7 +424,7 @@ def _merge(
     GROUP_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Fold the splits of one row, the query heads of one key head."""
-    request, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, request, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first
     seq_len = tl.load(seq_lens + request)

@@ -1,4 +1,4 @@
-"""Compile tree attention for compute capability 9.0 and print, per launch, the matrix instructions that it uses.
+"""Compile tree attention for compute capability 9.0 and print, per launch, what its rounding depends on.
 
 A program of its own, since the tests' process interprets kernels. Needs no GPU.
 """
@@ -22,8 +22,8 @@ TYPES = {
 }
 
 
-def instructions(block_m: int, is_split: bool) -> str:
-    """Sorted matrix instructions of bfloat16 attention with heads of 128."""
+def arithmetic(block_m: int, is_split: bool) -> str:
+    """Matrix instructions of bfloat16 attention with heads of 128, and the layouts in which rows are reduced."""
     tile = _TILES[128]
     constants = {
         "HEAD_SIZE": 128, "PADDED": 128, "GROUP": 4, "SPLIT_SIZE": 512, "BLOCK_M": block_m, "BLOCK_N": tile.block_n,
@@ -44,10 +44,12 @@ def instructions(block_m: int, is_split: bool) -> str:
     source = ASTSource(_attend, signature, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared <= MAX_SHARED_MEMORY
-    return " ".join(sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\S*", compiled.asm["ptx"]))))
+    matrix = re.findall(r"(?:wgmma\.mma_async|mma)\.sync\S*", compiled.asm["ptx"])
+    reduced = re.findall(r"\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)", compiled.asm["ttgir"])
+    return " ".join(sorted({*matrix, *reduced}))
 
 
 if __name__ == "__main__":
     for is_split in (False, True):
         for block_m in (64, 128):
-            print(instructions(block_m, is_split))
+            print(arithmetic(block_m, is_split))

@@ -187,7 +187,7 @@ def test_a_window_counts_depth_not_row_order() -> None:
         (Shape(head_size=96, dtype=torch.bfloat16), {}),
         (Shape(head_size=128, kv_heads=1, group=7, block_size=32), {"softcap": 5.0}),
         (Shape(head_size=256, kv_heads=1, dtype=torch.bfloat16), {}),
-        (Shape(group=24, kv_heads=1), {}),
+        (Shape(32, 1, 24, dtype=torch.float16), {}),
         (Shape(), {"sliding_window": 1}),
         (Shape(), {"sliding_window": 4}),
         (Shape(dtype=torch.bfloat16, block_size=48), {"sliding_window": 67, "softcap": 20.0}),
@@ -244,9 +244,9 @@ def test_64_nodes_fill_a_word_to_its_sign(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        (Shape(dtype=torch.bfloat16, group=4), {}),
-        (Shape(dtype=torch.bfloat16, group=7, kv_heads=1), {"softcap": 10.0}),
-        (Shape(dtype=torch.float32), {"sliding_window": 90}),
+        (Shape(32, 1, 4, dtype=torch.bfloat16), {}),
+        (Shape(48, 1, 7, dtype=torch.bfloat16), {"softcap": 10.0}),
+        (Shape(32, 1, 2, dtype=torch.float32), {"sliding_window": 90}),
     ],
     ids=str,
 )
@@ -254,21 +254,21 @@ def test_a_chain_gives_the_very_bits_of_plain_decoding(
     shape: Shape, options: dict[str, float], num_programs: int | None, device: torch.device
 ) -> None:
     """Among other neighbours, in other blocks, in tiles of other heights and with its splits shared out or not."""
-    chain = Request(190, known=1, parents=tuple(range(-1, 19)), seed=7)
-    batch = build([*MIXED[:2], chain, MIXED[3]], shape, device, seed=1)
-    first = int(batch.tensors[3][2])
+    chain = Request(180, known=1, parents=tuple(range(-1, 19)), seed=7)
+    batch = build([MIXED[0], chain, MIXED[3]], shape, device, seed=1)
+    first = int(batch.tensors[3][1])
     out = batch.attend(split_size=64, num_programs=num_programs, **options)[first : first + chain.rows]
-    for row in (0, 1, 2, 10, 20):
-        alone = build([Request(190 + row, seed=7)], shape, device, seed=2)
+    for row in (0, 1, 19):
+        alone = build([Request(180 + row, seed=7)], shape, device, seed=2)
         assert torch.equal(alone.attend(split_size=64, **options)[0], out[row])
-    prefill = build([Request(160, known=51, seed=7), *MIXED], shape, device, seed=3)
-    assert torch.equal(prefill.attend(split_size=64, **options)[30:51], out)
+    prefill = build([Request(160, known=41, seed=7), MIXED[1]], shape, device, seed=3)
+    assert torch.equal(prefill.attend(split_size=64, **options)[20:41], out)
 
 
 def test_sharing_splits_out_changes_no_bit(device: torch.device) -> None:
-    batch = build(MIXED, Shape(dtype=torch.bfloat16), device)
+    batch = build(MIXED[1:4], Shape(32, 1, 2, dtype=torch.bfloat16), device)
     expected = batch.attend(split_size=64, num_programs=1)
-    for more in ({"num_programs": 2}, {"num_programs": 3}, {"max_seq_len": 5000}, {"max_query_len": 40}):
+    for more in ({"num_programs": 2}, {"num_programs": 3}, {"max_seq_len": 3000, "max_query_len": 40}):
         assert torch.equal(batch.attend(split_size=64, **more), expected)
 
 
@@ -311,15 +311,15 @@ def test_rows_of_padding_are_left_alone(device: torch.device) -> None:
 
 
 def test_queries_and_outputs_may_be_views(device: torch.device) -> None:
-    batch = build(MIXED, Shape(), device)
-    expected = batch.attend(split_size=64)
+    batch = build(MIXED[2:4], Shape(), device)
+    expected = batch.attend()
     query = batch.tensors[0]
     wide = torch.full((query.shape[0], query.shape[1], 3 * query.shape[2]), float("nan"), device=device)
     wide[..., :64] = query
     out = wide[..., 128:]
     batch.tensors = (wide[..., :64], *batch.tensors[1:])
     rest = batch.tensors[3:]
-    tree_attention(*batch.tensors[:3], out, *rest, scale=batch.scale, max_query_len=9, max_seq_len=140, split_size=64)
+    tree_attention(*batch.tensors[:3], out, *rest, scale=batch.scale, max_query_len=9, max_seq_len=140)
     assert torch.equal(out, expected)
     assert torch.equal(wide[..., :64], query) and wide[..., 64:128].isnan().all()
 
@@ -348,3 +348,4 @@ def test_on_hopper_every_height_is_made_of_the_same_instructions() -> None:
     for low, tall in (lines[:2], lines[2:]):
         assert low == tall
         assert "wgmma" in low
+        assert [word for word in low.split() if word.startswith("#")] == ["#mma"]
