@@ -237,7 +237,9 @@ def test_any_batch_agrees_with_the_specification(
 
 def test_64_nodes_fill_a_word_to_its_sign(device: torch.device) -> None:
     chain, star = tuple(range(-1, 63)), (-1,) * 64
-    build([Request(33, parents=chain), Request(31, parents=star)], Shape(dtype=torch.bfloat16), device).check()
+    batch = build([Request(33, parents=chain), Request(31, parents=star)], Shape(32, dtype=torch.bfloat16), device)
+    batch.check()
+    batch.check(sliding_window=50)
 
 
 @pytest.mark.parametrize("num_programs", [1, None])
@@ -266,7 +268,7 @@ def test_a_chain_gives_the_very_bits_of_plain_decoding(
 
 
 def test_sharing_splits_out_changes_no_bit(device: torch.device) -> None:
-    batch = build(MIXED[1:4], Shape(32, 1, 2, dtype=torch.bfloat16), device)
+    batch = build(MIXED[1:4], Shape(32, 1, 2), device)  # one of them has a single split
     expected = batch.attend(split_size=64, num_programs=1)
     for more in ({"num_programs": 2}, {"num_programs": 3}, {"max_seq_len": 3000, "max_query_len": 40}):
         assert torch.equal(batch.attend(split_size=64, **more), expected)
@@ -297,10 +299,10 @@ def test_a_prefill_chunk_among_decoding_requests_leaves_no_tile_out(device: torc
 
 def test_blocks_behind_the_window_may_be_gone(device: torch.device) -> None:
     batch = build([Request(200, parents=BUSH)], Shape(), device)
-    expected = batch.attend(sliding_window=40, split_size=64)
+    expected = batch.attend(sliding_window=24, split_size=64)
     assert not expected.isnan().any()
-    batch.tensors[5][0, : (201 - 40) // 16] = batch.tensors[1].shape[0] - 1  # the block of NaN
-    assert torch.equal(batch.attend(sliding_window=40, split_size=64), expected)
+    batch.tensors[5][0, : (201 - 24) // 16] = batch.tensors[1].shape[0] - 1  # NaN, and amid a tile
+    assert torch.equal(batch.attend(sliding_window=24, split_size=64), expected)
 
 
 def test_rows_of_padding_are_left_alone(device: torch.device) -> None:
