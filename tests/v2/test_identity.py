@@ -11,11 +11,14 @@ pytest.importorskip("vllm")
 
 from tests.e2e.identity.cases import ALONE, cases, features
 from tests.e2e.identity.check import VOCAB, check_identity
-from tests.e2e.identity.engines import Engine, model
+from tests.e2e.identity.engines import Engine
+from tests.v2.models import small_model as model
 
 # vLLM's own grammar kernel does not run interpreted
 FEATURES = tuple(name for name in features(VOCAB) if name not in (*ALONE, "regex", "choice", "json"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 320}
+TREE = {"max_draft_tokens": 10, "max_depth": 10}
+CHAIN = {**TREE, "shape": "chain"}
 
 
 @pytest.fixture(scope="session")
@@ -52,38 +55,55 @@ def _scheduled_ahead(ours: Engine) -> None:
 
 
 def test_trees_yield_stocks_tokens_for_every_feature(models: Path) -> None:
-    requests = cases(60, VOCAB, seed=1, max_tokens=20, only=FEATURES)
-    check_identity(model(models, "qwen3", "float32"), "float32", requests, inspect=_drafted_trees, **ENGINE)
+    requests = cases(60, VOCAB, seed=1, max_tokens=12, only=FEATURES)
+    check_identity(
+        model(models, "qwen3", "float32"), "float32", requests, spec_rollout=TREE, inspect=_drafted_trees, **ENGINE
+    )
 
 
 def test_chains_yield_stocks_tokens_for_every_feature(models: Path) -> None:
-    requests = cases(60, VOCAB, seed=2, max_tokens=20, only=FEATURES)
+    requests = cases(30, VOCAB, seed=2, max_tokens=16, only=FEATURES)
     path = model(models, "qwen3", "bfloat16")
-    check_identity(path, "bfloat16", requests, spec_rollout={"shape": "chain"}, **ENGINE)
+    check_identity(path, "bfloat16", requests, spec_rollout=CHAIN, **ENGINE)
 
 
-@pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_drafts_made_after_scheduling_ahead_yield_stocks_tokens(models: Path, ahead: None, shape: str) -> None:
-    requests = cases(40, VOCAB, seed=3, max_tokens=20, only=FEATURES)
+@pytest.mark.parametrize("drafts", [TREE, CHAIN], ids=["tree", "chain"])
+def test_drafts_made_after_scheduling_ahead_yield_stocks_tokens(
+    models: Path, ahead: None, drafts: dict[str, Any]
+) -> None:
+    requests = cases(24, VOCAB, seed=3, max_tokens=16, only=FEATURES)
     path = model(models, "llama", "float32")
-    check_identity(path, "float32", requests, spec_rollout={"shape": shape}, inspect=_scheduled_ahead, **ENGINE)
+    check_identity(path, "float32", requests, spec_rollout=drafts, inspect=_scheduled_ahead, **ENGINE)
 
 
-def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None) -> None:
-    requests = cases(24, VOCAB, seed=4, max_tokens=60, only=("greedy", "temperature 1", "repetition penalty"))
-    path = model(models, "qwen3", "float32")
-    # a few blocks for all: some must go and come back
-    scarce = {**ENGINE, "num_gpu_blocks_override": 14, "max_num_seqs": 8}
-    preempted: list[int] = []
+def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few blocks for all: requests are thrown out mid-answer, and prefilled again."""
+    from vllm_specrollout.worker.v2.scheduler import LeavesRoom
 
-    def count(ours: Engine) -> None:
-        preempted.append(ours.runner.stats.preempted)
+    counts: list[str] = []
 
-    check_identity(path, "float32", requests, inspect=count, **scarce)
-    assert preempted[0] > 0
+    def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.append(request.request_id)
+        return super(LeavesRoom, self)._preempt_request(request, *args, **kwargs)
+
+    monkeypatch.setattr(LeavesRoom, "_preempt_request", counting, raising=False)
+    requests = cases(8, VOCAB, seed=4, max_tokens=60, only=("greedy", "temperature 1", "top_p"))
+    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 16, "max_num_seqs": 6}
+    check_identity(
+        model(models, "qwen3", "float32"),
+        "float32",
+        requests,
+        stock={"num_gpu_blocks_override": None},
+        enable_prefix_caching=False,
+        spec_rollout=TREE,
+        **scarce,
+    )
+    assert counts, "the pressure was too low to preempt anyone"
 
 
 def test_prompts_prefilled_in_chunks_beside_drafts_yield_stocks_tokens(models: Path) -> None:
-    requests = cases(16, VOCAB, seed=5, max_tokens=20, only=("temperature 1", "prompt logprobs"))
+    requests = cases(8, VOCAB, seed=5, max_tokens=16, only=("temperature 1", "greedy", "logprobs"))
     path = model(models, "mistral", "float32")
-    check_identity(path, "float32", requests, **{**ENGINE, "max_num_batched_tokens": 64, "max_num_seqs": 8})
+    check_identity(
+        path, "float32", requests, spec_rollout=TREE, **{**ENGINE, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    )

@@ -11,6 +11,7 @@ class HostFacts:
 
     platform: str
     is_cpu: bool
+    is_cuda: bool
     model_runner: str
     attention: str
     """Backend and, on CPU, the instruction set its kernel would use for bf16."""
@@ -31,4 +32,4 @@ def host_facts() -> HostFacts:
 
         attention = f"CPU_ATTN, {_get_attn_isa(torch.bfloat16, 32, 64)}"
     name = current_platform.device_name or "unknown"
-    return HostFacts(name, current_platform.is_cpu(), runner, attention)
+    return HostFacts(name, current_platform.is_cpu(), current_platform.is_cuda(), runner, attention)

@@ -100,9 +100,14 @@ class TreeAttention:
 class HostTreeAttention(TreeAttention):
     """For the V2 runner on CPU, where kernels are interpreted and vLLM's own cache layout is packed for its own kernel.
 
-    So this layer owns its cache altogether: it writes keys and values plainly, and attends to every row itself. Slow,
-    and the whole point: the GPU's path, row by row, without a GPU.
+    So this layer owns its cache altogether: it writes keys and values plainly, and attends to every row itself.
+    Decoding rows and drafts go through the GPU's kernel, which is the whole point; prompts, which it would interpret
+    for minutes, through PyTorch.
     """
+
+    def __init__(self, inner: Any, inputs: TreeInputs) -> None:
+        super().__init__(inner, inputs)
+        inputs.always_by_ancestors = True
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -129,7 +134,38 @@ class HostTreeAttention(TreeAttention):
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output
-        return self._attend(layer, query, kv_cache, attn_metadata, output)
+        starts, nodes = attn_metadata.query_start_loc, self.inputs.num_nodes
+        prompts = [r for r, rows in enumerate(starts.diff().tolist()) if rows > 1 and not int(nodes[r])]
+        if not prompts:
+            return self._attend(layer, query, kv_cache, attn_metadata, output)
+        for r in prompts:
+            self._attend_to_prompt(query, kv_cache, attn_metadata, output, r)
+        if len(prompts) < len(starts) - 1:
+            kept = torch.cat([output[starts[r] : starts[r + 1]] for r in prompts])
+            self._attend(layer, query, kv_cache, attn_metadata, output)
+            for r in prompts:
+                rows = int(starts[r + 1] - starts[r])
+                output[starts[r] : starts[r + 1]], kept = kept[:rows], kept[rows:]
+        return output
+
+    def _attend_to_prompt(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor, request: int
+    ) -> None:
+        """Causal attention of one request's rows, the plain way."""
+        begin, end = metadata.query_start_loc[request : request + 2].tolist()
+        length, head_size = int(metadata.seq_lens[request]), query.shape[-1]
+        blocks = metadata.block_table[request, : -(-length // kv_cache.shape[2])].long()
+        cached = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+        cached = cached.repeat_interleave(query.shape[1] // cached.shape[0], 0)
+        scores = query[begin:end].transpose(0, 1).float() @ cached[..., :head_size].transpose(1, 2) * self.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        at, keys = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)[None]
+        hidden = (keys > at) | ((keys <= at - self.window) if self.window else torch.zeros_like(keys > at))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        output[begin:end] = (
+            (weights @ cached[..., head_size:]).transpose(0, 1).to(output.dtype).view_as(output[begin:end])
+        )
 
 
 def _window(sliding_window: Any) -> int:

@@ -34,6 +34,7 @@ class TreeInputs:
         self.has_branches = False
         # rows attend by ancestors: they must where there are branches, and a captured graph always does
         self.by_ancestors = False
+        self.always_by_ancestors = False
         self._shift: torch.Tensor | None = None
         self._is_dirty = False
 
@@ -80,7 +81,7 @@ class TreeInputs:
             self.has_branches = self.has_branches or bool((tree.parents != np.arange(ROOT, n - 1)).any())
         on_device = async_tensor_h2d(packed, device=self.device)
         self.parents = on_device[:num_logits].to(torch.int32)
-        self.by_ancestors = self.has_branches or in_graph
+        self.by_ancestors = self.has_branches or in_graph or self.always_by_ancestors
         if self.has_branches:
             self._shift = on_device[num_logits + num_rows : num_logits + 2 * num_rows]
         if self.by_ancestors:

@@ -37,9 +37,32 @@ class TreeVerifier:
             vLLM's sampler output, sampled tokens [R, width]; and [R, width] int32, the rows (counted from the request's
             root row) of which those tokens were sampled.
         """
+        sampler = self.sampler
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        verdict, processed = self._judge(logits, batch, inputs)
+        is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        logprobs = self._logprobs(processed if is_processed else logits, verdict, batch)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            verdict.num_sampled,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        output = SamplerOutput(
+            sampled_token_ids=verdict.token_ids,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=None,
+        )
+        return output, verdict.path
+
+    def _judge(self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs) -> tuple[TreeVerdict, torch.Tensor]:
+        """The verdict, and the logits after the requests' processors."""
         assert inputs.parents is not None
         sampler, states = self.sampler, self.sampler.sampling_states
-        num_nans = get_num_nans(logits) if sampler.compute_nans else None
         pos = batch.positions[batch.logits_indices]
         draft_ids = batch.input_ids[batch.logits_indices]
         processed = sampler.apply_sampling_params(
@@ -64,24 +87,7 @@ class TreeVerifier:
             width=self.width,
             use_fp64=sampler.use_fp64_gumbel,
         )
-        is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        logprobs = self._logprobs(processed if is_processed else logits, verdict, batch)
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            verdict.num_sampled,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
-        )
-        output = SamplerOutput(
-            sampled_token_ids=verdict.token_ids,
-            logprobs_tensors=logprobs,
-            num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-            sampling_mask_tensors=None,
-        )
-        return output, verdict.path
+        return verdict, processed
 
     def _logprobs(self, logits: torch.Tensor, verdict: TreeVerdict, batch: InputBatch) -> LogprobsTensors | None:
         """Those of the accepted paths: each request's path rows are brought to the front of its rows."""
