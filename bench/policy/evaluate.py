@@ -58,6 +58,7 @@ class Group:
     """All answers to one problem."""
 
     problem: Problem
+    prompt_ids: tuple[int, ...]
     # Per sample: text without special tokens, and token ids with the end token.
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
@@ -84,13 +85,15 @@ def sample(model: Path, config: EvalConfig) -> list[Group]:
             chats.append([{"role": "user", "content": problem.prompt}])
             seed = config.seed * 1_000_003 + i * config.samples + j
             params.append(SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed))
-    answers = [result.outputs[0] for result in engine.chat(chats, params)]
+    results = engine.chat(chats, params)
+    answers = [result.outputs[0] for result in results]
     groups = []
     for i, problem in enumerate(chosen):
         own = answers[i * config.samples : (i + 1) * config.samples]
         groups.append(
             Group(
                 problem=problem,
+                prompt_ids=tuple(results[i * config.samples].prompt_token_ids or ()),
                 texts=tuple(answer.text for answer in own),
                 token_ids=tuple(tuple(answer.token_ids) for answer in own),
                 finished=tuple(answer.finish_reason == "stop" for answer in own),
@@ -114,7 +117,7 @@ def summarise(groups: Sequence[Group]) -> FamilyStats:
         tokens_p90=lengths[len(lengths) * 9 // 10],
         tokens_max=lengths[-1],
         cut_share=round(1.0 - statistics.mean(finished), 4),
-        repeat_rate=round(statistics.mean(repeat_rate(group.token_ids) for group in groups), 4),
+        repeat_rate=round(statistics.mean(repeat_rate(group.token_ids, group.prompt_ids) for group in groups), 4),
     )
 
 

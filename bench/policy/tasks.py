@@ -177,14 +177,18 @@ def _slip(current: Sequence[int], total: int, rng: random.Random) -> int:
     return wrong if 0 <= sum(current) - total + wrong <= LARGEST_NUMBER else total
 
 
-def repeat_rate(samples: Sequence[Sequence[object]], *, longest: int = 7, shortest: int = 3) -> float:
+def repeat_rate(
+    samples: Sequence[Sequence[object]], prompt: Sequence[object] = (), *, longest: int = 7, shortest: int = 3
+) -> float:
     """How much the answers to one problem repeat one another, in 0..1.
 
-    For each token of an answer, look up its last `longest`, then fewer, down to `shortest` tokens (of that answer) in
-    the *other* answers; the first context length that occurs there predicts its most frequent continuation (the first
-    seen wins a tie). An answer's rate is the share of its tokens predicted rightly, the first `shortest` and the
-    end-of-answer token (if given) included; the result is the mean over the answers.
+    For each token of an answer, look up the last `longest`, then fewer, down to `shortest` tokens before it in the
+    *other* answers; the first context length that occurs there predicts its most frequent continuation (the first seen
+    wins a tie). All answers follow the same prompt, so contexts at their beginning reach into its end, as a drafter's
+    do. An answer's rate is the share of its tokens predicted rightly, the end-of-answer token (if given) included; the
+    result is the mean over the answers.
     """
+    head = list(prompt[-longest:])
     if len(samples) < 2:
         return 0.0
     rates = []
@@ -192,15 +196,16 @@ def repeat_rate(samples: Sequence[Sequence[object]], *, longest: int = 7, shorte
         table: dict[tuple, dict[object, int]] = {}
         for other, tokens in enumerate(samples):
             if other != held_out:
-                _count_continuations(tokens, longest, shortest, table)
-        right = sum(_predict(answer[:i], longest, shortest, table) == (token,) for i, token in enumerate(answer))
+                _count_continuations([*head, *tokens], len(head), longest, shortest, table)
+        whole = [*head, *answer]
+        right = sum(_predict(whole[:i], longest, shortest, table) == (whole[i],) for i in range(len(head), len(whole)))
         rates.append(right / max(1, len(answer)))
     return sum(rates) / len(rates)
 
 
-def _count_continuations(tokens: Sequence[object], longest: int, shortest: int, table: dict) -> None:
-    """Adds one answer's (context -> next token) counts to `table`."""
-    for i in range(shortest, len(tokens)):
+def _count_continuations(tokens: Sequence[object], begin: int, longest: int, shortest: int, table: dict) -> None:
+    """Adds the (context -> next token) counts of the tokens from `begin` on to `table`."""
+    for i in range(max(begin, shortest), len(tokens)):
         for length in range(shortest, min(longest, i) + 1):
             followers = table.setdefault(tuple(tokens[i - length : i]), {})
             followers[tokens[i]] = followers.get(tokens[i], 0) + 1

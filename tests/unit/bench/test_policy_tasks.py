@@ -113,3 +113,11 @@ def test_rendered_terms_read_back(terms):
 @given(st.text())
 def test_cut_pieces_join_to_the_text(text):
     assert "".join(split_words(text)) == text
+
+
+def test_answers_that_follow_the_same_prompt_are_looked_up_from_their_first_token():
+    assert repeat_rate([[4, 5], [4, 5]], prompt=[1, 2, 3]) == 1.0
+
+
+def test_a_prompt_predicts_nothing_by_itself():
+    assert repeat_rate([[9, 8], [7, 6]], prompt=[1, 2, 3, 9, 8, 1, 2, 3]) == 0.0
