@@ -71,6 +71,7 @@ def tree_attention(
     v_scale: float = 1.0,
     split_size: int = SPLIT_SIZE,
     num_programs: int | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Attend to the paged keys of each row's request and write the result to `out`; the host reads nothing back.
 
@@ -92,6 +93,7 @@ def tree_attention(
         k_scale: stored keys times this are the keys.
         v_scale: stored values times this are the values.
         split_size: keys per split; part of the arithmetic.
+        tile: launch parameters instead of those of the table; `block_n` is part of the arithmetic.
         num_programs: programs that share a tile's splits; None: by the shapes. The bits do not depend on it.
 
     Raises:
@@ -103,7 +105,7 @@ def tree_attention(
         return
     group = num_heads // kv_heads
     padded = max(16, triton.next_power_of_2(head_size))
-    tile = _tile(query, padded)
+    tile = tile or _tile(query, padded)
     _check(query, key_cache, value_cache, out, scale, split_size, tile)
     block_m = _block_m(tile, max_query_len * group, group)
     rows_per_tile = block_m // group

@@ -11,13 +11,15 @@ pytest.importorskip("vllm")
 
 from tests.e2e.identity.cases import ALONE, cases, features
 from tests.e2e.identity.check import VOCAB, check_identity
-from tests.e2e.identity.engines import Engine
+from tests.e2e.identity.compare import compare, run
+from tests.e2e.identity.engines import Engine, engine
+from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_model as model
 
 # vLLM's own grammar kernel does not run interpreted
 FEATURES = tuple(name for name in features(VOCAB) if name not in (*ALONE, "regex", "choice", "json"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 320}
-TREE = {"max_draft_tokens": 10, "max_depth": 10}
+TREE = {"max_draft_tokens": 6, "max_depth": 6}
 CHAIN = {**TREE, "shape": "chain"}
 
 
@@ -55,14 +57,14 @@ def _scheduled_ahead(ours: Engine) -> None:
 
 
 def test_trees_yield_stocks_tokens_for_every_feature(models: Path) -> None:
-    requests = cases(60, VOCAB, seed=1, max_tokens=12, only=FEATURES)
+    requests = cases(60, VOCAB, seed=1, max_tokens=6, only=FEATURES)
     check_identity(
         model(models, "qwen3", "float32"), "float32", requests, spec_rollout=TREE, inspect=_drafted_trees, **ENGINE
     )
 
 
 def test_chains_yield_stocks_tokens_for_every_feature(models: Path) -> None:
-    requests = cases(30, VOCAB, seed=2, max_tokens=16, only=FEATURES)
+    requests = cases(27, VOCAB, seed=2, max_tokens=6, only=FEATURES)
     path = model(models, "qwen3", "bfloat16")
     check_identity(path, "bfloat16", requests, spec_rollout=CHAIN, **ENGINE)
 
@@ -71,7 +73,9 @@ def test_chains_yield_stocks_tokens_for_every_feature(models: Path) -> None:
 def test_drafts_made_after_scheduling_ahead_yield_stocks_tokens(
     models: Path, ahead: None, drafts: dict[str, Any]
 ) -> None:
-    requests = cases(24, VOCAB, seed=3, max_tokens=16, only=FEATURES)
+    requests = cases(
+        10, VOCAB, seed=3, max_tokens=8, only=("greedy", "temperature 1", "top_p", "frequency penalty", "logprobs")
+    )
     path = model(models, "llama", "float32")
     check_identity(path, "float32", requests, spec_rollout=drafts, inspect=_scheduled_ahead, **ENGINE)
 
@@ -87,8 +91,8 @@ def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monke
         return super(LeavesRoom, self)._preempt_request(request, *args, **kwargs)
 
     monkeypatch.setattr(LeavesRoom, "_preempt_request", counting, raising=False)
-    requests = cases(8, VOCAB, seed=4, max_tokens=60, only=("greedy", "temperature 1", "top_p"))
-    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 16, "max_num_seqs": 6}
+    requests = cases(6, VOCAB, seed=4, max_tokens=30, only=("greedy", "temperature 1", "top_p"))
+    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 12, "max_num_seqs": 6}
     check_identity(
         model(models, "qwen3", "float32"),
         "float32",
@@ -102,8 +106,45 @@ def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monke
 
 
 def test_prompts_prefilled_in_chunks_beside_drafts_yield_stocks_tokens(models: Path) -> None:
-    requests = cases(8, VOCAB, seed=5, max_tokens=16, only=("temperature 1", "greedy", "logprobs"))
+    requests = cases(4, VOCAB, seed=5, max_tokens=8, only=("temperature 1", "greedy", "logprobs"))
     path = model(models, "mistral", "float32")
     check_identity(
         path, "float32", requests, spec_rollout=TREE, **{**ENGINE, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     )
+
+
+def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    from tests.e2e.identity.test_engine_features import _random_adapter
+
+    path = model(models, "qwen3", "float32")
+    adapter = _random_adapter(models / "adapter", path)
+    requests = cases(4, VOCAB, seed=7, max_tokens=12, only=("temperature 1", "greedy"))
+    chosen = [LoRARequest("a", 1, adapter) if i % 2 else None for i in range(len(requests))]
+
+    def generate(one: Engine) -> Any:
+        prompts = [{"prompt_token_ids": case.prompt} for case in requests]
+        return one.llm.generate(prompts, [c.sampling() for c in requests], lora_request=chosen, use_tqdm=False)
+
+    settings: dict[str, Any] = {**ENGINE, "enable_lora": True, "max_lora_rank": 8}
+    with engine(path, "float32", is_ours=False, **settings) as stock:
+        truth, base = generate(stock), run(stock.llm, requests)
+    assert any(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(truth, base, strict=True))
+    answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
+    with engine(path, "float32", is_ours=True, spec_rollout=TREE, **settings) as ours:
+        ours.runner.speculation.drafters = [FuzzDrafter(answers, VOCAB, seed=4)]
+        report = compare(requests, truth, generate(ours), "float32", None)
+        assert ours.runner.stats.branches_committed > 0
+    assert not report.failures, report.failures
+
+
+def test_finished_requests_leave_nothing_behind(models: Path, ahead: None) -> None:
+    requests = cases(4, VOCAB, seed=8, max_tokens=8, only=("temperature 1", "greedy"))
+    with engine(model(models, "qwen3", "float32"), "float32", is_ours=True, spec_rollout=CHAIN, **ENGINE) as ours:
+        run(ours.llm, requests)
+        run(ours.llm, requests[:1])
+        # the last one's end is told with the next step
+        assert len(ours.runner.host._requests) <= 1
+        ours.runner.settle_all()
+        assert ours.runner.host.num_in_flight == 0

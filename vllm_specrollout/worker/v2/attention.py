@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_specrollout.kernels.tree_attention.kernel import tree_attention
+from vllm_specrollout.kernels.tree_attention.kernel import Tile, tree_attention
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ def install_tree_attention(runner: SpecRolloutV2) -> None:
 
 class TreeAttention:
     """One layer's attention: vLLM's own unless rows go by their ancestors."""
+
+    # launch parameters; None: the kernel's own
+    tile: Tile | None = None
 
     def __init__(self, inner: Any, inputs: TreeInputs) -> None:
         self.inner = inner
@@ -93,6 +96,7 @@ class TreeAttention:
             softcap=self.softcap,
             k_scale=layer._k_scale_float if is_fp8 else 1.0,
             v_scale=layer._v_scale_float if is_fp8 else 1.0,
+            tile=self.tile,
         )
         return output
 
@@ -104,6 +108,9 @@ class HostTreeAttention(TreeAttention):
     Decoding rows and drafts go through the GPU's kernel, which is the whole point; prompts, which it would interpret
     for minutes, through PyTorch.
     """
+
+    # an interpreter's time goes by the number of tiles, not by their size
+    tile = Tile(block_n=256, block_m=(128,), rows_per_warp=32, num_stages=1)
 
     def __init__(self, inner: Any, inputs: TreeInputs) -> None:
         super().__init__(inner, inputs)
