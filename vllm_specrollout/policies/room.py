@@ -6,6 +6,12 @@ block, so it must never keep a request from being scheduled or push one out of t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+PATIENCE = 8
+"""Steps in a row that may yield no draft before trying is paused."""
+LONGEST_PAUSE = 32
+
 
 def room_per_request(
     max_draft_tokens: int,
@@ -34,3 +40,21 @@ def room_per_request(
     by_tokens = share // num_running - 1
     by_blocks = (num_free_blocks // num_running - 1) * block_size
     return max(0, min(max_draft_tokens, by_tokens, by_blocks))
+
+
+@dataclass(slots=True)
+class Pause:
+    """When to leave no room at all: a step with room must wait for the tokens before it, which costs time for nothing
+    while nothing is drafted. Pauses double from 2 steps to LONGEST_PAUSE, and end with the first draft."""
+
+    dry: int = 0
+    until: int = 0
+
+    def tried(self, step: int, has_drafted: bool) -> None:
+        """Room was left in this step, and drafted into or not."""
+        self.dry = 0 if has_drafted else self.dry + 1
+        excess = self.dry - PATIENCE
+        self.until = step + min(LONGEST_PAUSE, 2 << min(excess, 10)) if excess >= 0 else 0
+
+    def is_over(self, step: int) -> bool:
+        return step >= self.until

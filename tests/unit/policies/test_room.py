@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.room import room_per_request
+from vllm_specrollout.policies.room import LONGEST_PAUSE, PATIENCE, Pause, room_per_request
 
 NUMBERS = st.integers(0, 10_000)
 
@@ -40,3 +40,22 @@ def test_room_never_takes_more_tokens_or_blocks_than_there_are(most, running, wa
     if running and given_room:
         assert running * (1 + given_room) <= tokens
         assert running * -(-given_room // 16) <= blocks
+
+
+def test_trying_in_vain_is_paused_for_longer_and_longer():
+    pause, step, pauses = Pause(), 0, []
+    for _ in range(PATIENCE + 8):
+        assert pause.is_over(step)
+        pause.tried(step, has_drafted=False)
+        begin = step
+        while not pause.is_over(step):
+            step += 1
+        pauses.append(step - begin)
+    assert pauses[: PATIENCE - 1] == [0] * (PATIENCE - 1)
+    assert pauses[PATIENCE - 1 :] == sorted(pauses[PATIENCE - 1 :]) and pauses[-1] == LONGEST_PAUSE
+
+
+def test_a_draft_ends_all_pauses():
+    pause = Pause(dry=PATIENCE + 3)
+    pause.tried(100, has_drafted=True)
+    assert pause.is_over(100) and pause.dry == 0

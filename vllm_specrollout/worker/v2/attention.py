@@ -105,8 +105,8 @@ class HostTreeAttention(TreeAttention):
     """For the V2 runner on CPU, where kernels are interpreted and vLLM's own cache layout is packed for its own kernel.
 
     So this layer owns its cache altogether: it writes keys and values plainly, and attends to every row itself.
-    Decoding rows and drafts go through the GPU's kernel, which is the whole point; prompts, which it would interpret
-    for minutes, through PyTorch.
+    Steps with drafts go through the GPU's kernel, which is the whole point; prompts and steps without, which it would
+    interpret for minutes, through PyTorch.
     """
 
     # an interpreter's time goes by the number of tiles, not by their size
@@ -142,20 +142,14 @@ class HostTreeAttention(TreeAttention):
         if attn_metadata is None:
             return output
         starts, nodes = attn_metadata.query_start_loc, self.inputs.num_nodes
-        prompts = [r for r, rows in enumerate(starts.diff().tolist()) if rows > 1 and not int(nodes[r])]
-        if not prompts:
-            return self._attend(layer, query, kv_cache, attn_metadata, output)
-        for r in prompts:
-            self._attend_to_prompt(query, kv_cache, attn_metadata, output, r)
-        if len(prompts) < len(starts) - 1:
-            kept = torch.cat([output[starts[r] : starts[r + 1]] for r in prompts])
+        if self.inputs.by_ancestors:
             self._attend(layer, query, kv_cache, attn_metadata, output)
-            for r in prompts:
-                rows = int(starts[r + 1] - starts[r])
-                output[starts[r] : starts[r + 1]], kept = kept[:rows], kept[rows:]
+        for r, rows in enumerate(starts.diff().tolist()):
+            if not self.inputs.by_ancestors or (rows > 1 and not int(nodes[r])):
+                self._attend_causally(query, kv_cache, attn_metadata, output, r)
         return output
 
-    def _attend_to_prompt(
+    def _attend_causally(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor, request: int
     ) -> None:
         """Causal attention of one request's rows, the plain way."""

@@ -186,10 +186,6 @@ class Host:
                 drafted[view.request_id] = tree
         return drafted
 
-    def idle(self) -> None:
-        """The next step's time says nothing: the engine had no work, or none that drafts."""
-        self._last_home = None
-
     def _take_in(self, step: InFlight, sampled: IntArray, counts: IntArray) -> list[tuple[str, DraftTree, IntArray]]:
         verified = []
         for request, tree, tokens, count in zip(step.requests, step.trees, sampled, counts.tolist(), strict=True):

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout import drafters
 from vllm_specrollout.policies.budget import make_policy
+from vllm_specrollout.policies.room import Pause
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
@@ -41,8 +42,6 @@ from vllm_specrollout.worker.v2.verify import TreeVerifier
 
 logger = init_logger(__name__)
 
-# After so many steps without a draft, room is left only once in so many: a step without room need not be waited for.
-PATIENCE, RETRY_STEPS = 8, 4
 MOST_IN_FLIGHT = 64
 
 _Base = GPUModelRunner if TYPE_CHECKING else object
@@ -70,7 +69,7 @@ class SpecRolloutV2(_Base):
         self.mover: SlotMover | None = None
         self._trees: dict[str, DraftTree] = {}
         self.draft_graphs: DraftGraphs | None = None
-        self._steps_without = 0
+        self.pause = Pause()
         self._num_rows = 0
 
     @property
@@ -150,7 +149,7 @@ class SpecRolloutV2(_Base):
         begin = time.perf_counter()
         self._trees = self.host.draft(room, self.shape[0] is Shape.TREE, self.parallel_config.tensor_parallel_size)
         self.stats.draft_ms += (time.perf_counter() - begin) * 1e3
-        self._steps_without = 0 if self._trees else self._steps_without + 1
+        self.pause.tried(self.stats.steps, bool(self._trees))
         return filled(scheduler_output, self._trees)
 
     def prepare_inputs(
@@ -246,9 +245,10 @@ class SpecRolloutV2(_Base):
                 entry[1] += timing.step_ms
 
     def _report(self) -> DraftReport:
-        is_drafting = self._steps_without < PATIENCE or self.stats.steps % RETRY_STEPS == 0
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
-        return DraftReport(is_drafting, limits, {rid: tree.size for rid, tree in self._trees.items()})
+        return DraftReport(
+            self.pause.is_over(self.stats.steps), limits, {rid: tree.size for rid, tree in self._trees.items()}
+        )
 
 
 def filled(scheduler_output: SchedulerOutput, trees: dict[str, DraftTree]) -> SchedulerOutput:
