@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.e2e.identity.cases import ALONE, cases, features
+from tests.e2e.identity.cases import ALONE, Case, cases, features
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import Engine, engine
@@ -91,8 +91,11 @@ def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monke
         return super(LeavesRoom, self)._preempt_request(request, *args, **kwargs)
 
     monkeypatch.setattr(LeavesRoom, "_preempt_request", counting, raising=False)
-    requests = cases(6, VOCAB, seed=4, max_tokens=30, only=("greedy", "temperature 1", "top_p"))
-    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 12, "max_num_seqs": 6}
+    requests = [
+        Case("pressure", str(i), list(range(5 + i, 35 + i)), {"max_tokens": 40, "seed": i, "ignore_eos": True})
+        for i in range(6)
+    ]
+    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 11, "max_num_seqs": 6}
     check_identity(
         model(models, "qwen3", "float32"),
         "float32",

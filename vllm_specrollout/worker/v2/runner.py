@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -71,6 +72,8 @@ class SpecRolloutV2(_Base):
         self.draft_graphs: DraftGraphs | None = None
         self.pause = Pause()
         self._num_rows = 0
+        # [R] logits rows of each request of the step
+        self._num_logits = np.zeros(0, dtype=np.int32)
 
     @property
     def speculation(self) -> Speculation:
@@ -165,8 +168,15 @@ class SpecRolloutV2(_Base):
             batch = super().prepare_inputs(*arguments)
         finally:
             self.decode_query_len = stock
+        self._num_logits = np.diff(batch.cu_num_logits_np)
         self.inputs.set_trees(batch, self._trees, in_graph=batch_desc.cg_mode == CUDAGraphMode.FULL)
         return batch
+
+    def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        if self._trees:
+            # one entry per logits row; vLLM's has one per request
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._num_logits).tolist())
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
