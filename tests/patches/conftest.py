@@ -33,7 +33,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
-    for name in ("VLLM_SPEC_ROLLOUT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER"):
+    for name in ("VLLM_SPEC_ROLLOUT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
         # set first, so that what a test leaves behind is undone too
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -76,7 +76,7 @@ class AsyncEngineArgs(SimpleNamespace):
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
-    for name in ("VLLM_SPEC_ROLLOUT", "VLLM_USE_V2_MODEL_RUNNER"):
+    for name in ("VLLM_SPEC_ROLLOUT", "VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
 
 
