@@ -128,6 +128,7 @@ def test_vllm_does_not_call_our_variable_unknown(make, monkeypatch):
     monkeypatch.delitem(vllm.envs.environment_variables, "VLLM_SPEC_ROLLOUT", raising=False)
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
     make(fail_on_environ_validation=True).create_engine_config()
+    assert "VLLM_SPEC_ROLLOUT" in vllm.envs.environment_variables
 
 
 def test_llm_from_engine_args_still_accepts_every_attribute(make):

@@ -157,6 +157,9 @@ def test_the_engine_follows_platform_and_model_runner(monkeypatch):
 
 def test_what_only_v1_cannot_do_is_accepted_on_v2():
     check(engine=V2, async_scheduling=True, block_size=16)
+    for refused in (dict(async_scheduling=True), dict(block_size=16)):
+        with pytest.raises(limits.SpecRolloutError):
+            check(engine=V1, **refused)
 
 
 def _raise(error):
