@@ -1,9 +1,21 @@
-"""Shared by all tests: readable snapshots of the messages a user can meet."""
+"""Shared by all tests: readable snapshots of the messages a user can meet, folders that need their own process."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Triton decides whether to interpret when a kernel is decorated, so whatever imports a kernel first decides for all.
+# Collected only when nothing else is asked for (`pytest tests/v2`); tests/e2e/test_own_processes.py does so.
+OWN_PROCESS = [Path(__file__).parent / folder for folder in ("kernels", "v2")]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    for folder in OWN_PROCESS:
+        if collection_path.is_relative_to(folder) and not all(path.is_relative_to(folder) for path in asked):
+            return True
+    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,22 +12,9 @@ HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def _interpret() -> None:
-    """Triton decides when a function is decorated, its own library included: so before anything imports it.
-
-    Other tests of the same process may have imported it already, with vLLM. Then it is imported once more (but for its
-    compiled part, which cannot be); who holds the first copy keeps it.
-    """
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-        if not name.startswith("triton._C"):
-            del sys.modules[name]
-
-
 if HAS_TRITON and not HAS_GPU:
-    _interpret()
+    # before anything imports Triton; these tests have a process of their own (tests/conftest.py)
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
