@@ -19,6 +19,7 @@ MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
 
 DRAFTERS = ("ngram", "oracle")
+SCOPES = ("problem", "global")
 BUDGETS = ("auto", "fixed")
 SHAPES = ("tree", "chain")
 
@@ -41,6 +42,47 @@ class NgramConfig:
         if self.min_match > self.max_match:
             raise ConfigError(
                 f"`ngram.min_match` is {self.min_match}, above `ngram.max_match` {self.max_match}",
+                "lower `min_match` or raise `max_match`",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryConfig:
+    """The `history` drafter: looks the last tokens up in earlier answers to the same problem."""
+
+    dir: str = ""
+    """Directory that keeps the answers across restarts; empty: they are kept in memory only."""
+    epochs: int = 2
+    """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
+    siblings: bool = True
+    """Whether other samples of the same problem, running or done in this epoch, draft too."""
+    scope: str = "problem"
+    """`problem` keeps one index per problem, `global` a single one for all of them."""
+    min_match: int = 3
+    """Shortest context that may draft, in tokens."""
+    max_match: int = 7
+    """Longest context looked up, in tokens."""
+    max_matches: int = 32
+    """Most earlier places compared per context length."""
+    decay: float = 0.5
+    """Weight of an answer relative to one of the epoch after it."""
+    reward_weight: float = 1.0
+    """How much a reward of 1 adds to an answer's weight of 1; 0: rewards do not count. Negative rewards count as 0."""
+    max_mib: int = 1024
+    """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped."""
+
+    def __post_init__(self) -> None:
+        _check_range("history.epochs", self.epochs, 0, 1024)
+        _check_choice("history.scope", self.scope, SCOPES)
+        _check_range("history.min_match", self.min_match, 1, 64)
+        _check_range("history.max_match", self.max_match, 1, 64)
+        _check_range("history.max_matches", self.max_matches, 1, 4096)
+        _check_real("history.decay", self.decay, 0.0, 1.0)
+        _check_real("history.reward_weight", self.reward_weight, 0.0, 1024.0)
+        _check_range("history.max_mib", self.max_mib, 1, 1 << 22)
+        if self.min_match > self.max_match:
+            raise ConfigError(
+                f"`history.min_match` is {self.min_match}, above `history.max_match` {self.max_match}",
                 "lower `min_match` or raise `max_match`",
             )
 
@@ -94,6 +136,7 @@ class SpecRolloutConfig:
     block_size: int | None = None
     """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
+    history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
 
     def __post_init__(self) -> None:
@@ -255,7 +298,7 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
     return cls(**arguments)
 
 
-_NESTED = {"ngram": NgramConfig, "oracle": OracleConfig}
+_NESTED = {"ngram": NgramConfig, "history": HistoryConfig, "oracle": OracleConfig}
 
 
 def _check_field(name: str, value: Any, annotation: Any) -> None:
@@ -284,6 +327,14 @@ def _check_range(name: str, value: Any, low: int, high: int) -> None:
     _check_type(name, value, (int,))
     if not low <= value <= high:
         raise ConfigError(f"`{name}` is {value}, outside {low} to {high}", f"choose a value from {low} to {high}")
+
+
+def _check_real(name: str, value: Any, low: float, high: float) -> None:
+    _check_type(name, value, (int, float))
+    if not low <= value <= high:
+        raise ConfigError(
+            f"`{name}` is {value}, outside {low:g} to {high:g}", f"choose a value from {low:g} to {high:g}"
+        )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

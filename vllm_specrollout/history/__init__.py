@@ -1,0 +1,1 @@
+"""The store behind the `history` drafter: answers at rest on disk, indices on demand in memory."""

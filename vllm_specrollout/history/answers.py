@@ -1,0 +1,38 @@
+"""What the history keeps: one carrier per answer. No files, no indices, no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_specrollout.types import IntArray
+
+
+class Status(Enum):
+    """How an answer ended."""
+
+    FINISHED = "finished"
+    """By its own end or a stop string."""
+    TRUNCATED = "truncated"
+    """By a length limit."""
+    ABORTED = "aborted"
+    """By its client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request's answer, as far as it got."""
+
+    problem_id: str
+    request_id: str
+    # counts from 0; a problem's answers of one epoch are each other's siblings
+    epoch: int
+    # of the policy when the answer ended
+    weights_version: int
+    status: Status
+    # [num_tokens] the answer
+    token_ids: IntArray
+    # [at most 64] the prompt's last tokens: contexts of the answer's first tokens reach into them
+    prompt_tail: IntArray
+    # as last reported; None: not reported (yet)
+    reward: float | None = None
