@@ -1,0 +1,101 @@
+"""What can be set for each drafter; part of the configuration (config.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_specrollout.checks import check_choice, check_range, check_real, check_type
+from vllm_specrollout.errors import ConfigError
+
+SCOPES = ("problem", "global")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig:
+    """The `ngram` drafter: looks the last tokens up in the request's own prompt and output."""
+
+    max_match: int = 8
+    """Longest context looked up, in tokens."""
+    min_match: int = 2
+    """Shortest context that may draft, in tokens."""
+    max_matches: int = 32
+    """Most recent earlier places compared per context length."""
+
+    def __post_init__(self) -> None:
+        check_range("ngram.max_match", self.max_match, 1, 64)
+        check_range("ngram.min_match", self.min_match, 1, 64)
+        check_range("ngram.max_matches", self.max_matches, 1, 4096)
+        if self.min_match > self.max_match:
+            raise ConfigError(
+                f"`ngram.min_match` is {self.min_match}, above `ngram.max_match` {self.max_match}",
+                "lower `min_match` or raise `max_match`",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryConfig:
+    """The `history` drafter: looks the last tokens up in earlier answers to the same problem."""
+
+    dir: str = ""
+    """Directory that keeps the answers across restarts; empty: they are kept in memory only."""
+    epochs: int = 2
+    """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
+    siblings: bool = True
+    """Whether other samples of the same problem, running or done in this epoch, draft too."""
+    scope: str = "problem"
+    """`problem` keeps one index per problem, `global` a single one for all of them."""
+    min_match: int = 3
+    """Shortest context that may draft, in tokens."""
+    max_match: int = 7
+    """Longest context looked up, in tokens."""
+    max_matches: int = 32
+    """Most earlier places compared per context length."""
+    decay: float = 0.5
+    """Weight of an answer relative to one of the epoch after it."""
+    reward_weight: float = 1.0
+    """How much a reward of 1 adds to an answer's weight of 1; 0: rewards do not count. Negative rewards count as 0."""
+    max_mib: int = 1024
+    """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped."""
+
+    def __post_init__(self) -> None:
+        check_range("history.epochs", self.epochs, 0, 1024)
+        check_choice("history.scope", self.scope, SCOPES)
+        check_range("history.min_match", self.min_match, 1, 64)
+        check_range("history.max_match", self.max_match, 1, 64)
+        check_range("history.max_matches", self.max_matches, 1, 4096)
+        check_real("history.decay", self.decay, 0.0, 1.0)
+        check_real("history.reward_weight", self.reward_weight, 0.0, 1024.0)
+        check_range("history.max_mib", self.max_mib, 1, 1 << 22)
+        if self.min_match > self.max_match:
+            raise ConfigError(
+                f"`history.min_match` is {self.min_match}, above `history.max_match` {self.max_match}",
+                "lower `min_match` or raise `max_match`",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleConfig:
+    """The `oracle` drafter (benchmarks only): proposes recorded continuations with a set accuracy."""
+
+    path: str = ""
+    """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
+    accuracy: tuple[float, ...] = (1.0,)
+    """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
+    seed: int = 0
+    """Seed of the decoys and of the ranks drawn."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accuracy", tuple(self.accuracy))
+        if not self.accuracy:
+            raise ConfigError("`oracle.accuracy` is empty", "give at least one rank, for example [1.0]")
+        for value in self.accuracy:
+            check_type("oracle.accuracy", value, (int, float))
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(
+                    f"`oracle.accuracy` holds {value}, outside 0 to 1", "give probabilities, for example [0.6, 0.2]"
+                )
+        if sum(self.accuracy) > 1.0 + 1e-9:
+            raise ConfigError(
+                f"`oracle.accuracy` sums to {sum(self.accuracy):g}, above 1",
+                "the ranks exclude each other: lower them so that they sum to at most 1",
+            )
