@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout import drafters
-from vllm_specrollout.config import NgramConfig, SpecRolloutConfig
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.drafters import ngram_naive
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.trees import build

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_specrollout import _core
-from vllm_specrollout.config import NgramConfig
+from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.drafters import ngram_naive
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftTree

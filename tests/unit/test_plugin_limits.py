@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_specrollout.config import OracleConfig, SpecRolloutConfig
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.patches import supported
 from vllm_specrollout.server import engines, limits, settings
 

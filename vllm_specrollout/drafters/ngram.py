@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.config import MAX_NODES, NgramConfig
+from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Feedback, RequestView, Shape
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_specrollout.config import NgramConfig
+from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.trees.build import order, select
 from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.config import OracleConfig
+from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees.build import depths, order
 from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Feedback, IntArray, RequestView, Shape

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.config import NgramConfig
+from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.drafters import ngram_naive
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.trees import build
