@@ -35,9 +35,17 @@ class Engine:
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
     def generate(
-        self, prompts: list[list[int]], params: list[dict[str, Any]], stats: bool = False, is_warm: bool = False
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        stats: bool = False,
+        is_warm: bool = False,
+        ids: list[str] | None = None,
     ) -> dict[str, Any]:
         """Run all requests to their ends, from a cold prefix cache; or from what `prime` left in it.
+
+        Args:
+            ids: the requests' names; default: their numbers.
 
         Returns:
             token_ids and finish_s per request, step_s (end of each engine step), wall_s; all times in seconds since the
@@ -47,7 +55,7 @@ class Engine:
             self._forget_prefixes()
         if stats:
             self.llm.collective_rpc("spec_rollout_stats", args=(True,))
-        result = self._run(prompts, params)
+        result = self._run(prompts, params, ids)
         if stats:
             result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
         return result
@@ -93,6 +101,27 @@ class Engine:
                     times[n].append(result["wall_s"] * 1e3)
         return times
 
+    def reload(self, folder: str) -> None:
+        """Replace the weights by those of the checkpoint in `folder`, of the same shape."""
+        # not `model.load_weights`: on CPU, layers hold their weights packed, which only a reload undoes
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._forget_prefixes()
+
+    def report_rewards(self, rewards: dict[str, float]) -> bool:
+        """Tell our engine what requests (by name) earned; False if it takes no rewards."""
+        return self._tell("report_rewards", rewards)
+
+    def begin_epoch(self) -> bool:
+        """Tell our engine that every problem will be asked again; False if it does not ask to be told."""
+        return self._tell("begin_epoch")
+
+    def _tell(self, name: str, *arguments: Any) -> bool:
+        function = getattr(importlib.import_module("vllm_specrollout"), name, None)
+        if function is None:
+            return False
+        function(self.llm, *arguments)
+        return True
+
     def shape(self) -> dict[str, Any]:
         """What may be drafted for this model, and why not more; only for our engine."""
         stats = self.llm.collective_rpc("spec_rollout_stats")[0]
@@ -106,17 +135,21 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks")
 
-    def _run(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
+    def _run(
+        self, prompts: list[list[int]], params: list[dict[str, Any]], ids: list[str] | None = None
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         token_ids: list[list[int]] = [[] for _ in prompts]
         finish_s, step_s = [0.0] * len(prompts), []
+        names = list(map(str, range(len(prompts)))) if ids is None else ids
+        number = {name: i for i, name in enumerate(names)}
         # paused while the requests arrive, so that every run schedules them in the same steps
         self.llm.sleep(level=0)
         for i, (prompt, values) in enumerate(zip(prompts, params, strict=True)):
             sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-            self.core.add_request(str(i), {"prompt_token_ids": prompt}, sampling)
+            self.core.add_request(names[i], {"prompt_token_ids": prompt}, sampling)
         begin = time.perf_counter()
         self.llm.wake_up(tags=["scheduling"])
         while self.core.has_unfinished_requests():
@@ -125,7 +158,7 @@ class Engine:
             step_s.append(now)
             for output in outputs:
                 if output.finished:
-                    i = int(output.request_id)
+                    i = number[output.request_id]
                     token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
         return {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
 

@@ -123,6 +123,17 @@ class EngineProcess:
         """Seconds until this engine no longer takes processor time from others."""
         return max(0.0, self._last_use + QUIET_S - time.monotonic())
 
+    def cpu_s(self) -> float:
+        """Seconds of processor time that this engine's processes have used so far; 0 where there is no /proc."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                # after the name, which may hold spaces: state, parent, process group, ..., user and system ticks
+                values = stat.read_text().rpartition(")")[2].split()
+                if int(values[2]) == self._process.pid:
+                    ticks += int(values[11]) + int(values[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """End the engine and its workers; by force if they are in the middle of something."""
         with contextlib.suppress(OSError):

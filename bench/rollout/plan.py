@@ -31,7 +31,7 @@ class Plan:
     """Requests at once (`max_num_seqs`)."""
     max_tokens: int = 1024
     """Tokens after which an answer is cut off."""
-    rounds: int = 1
+    rounds: int = 3
     """Timed rounds."""
     seed: int = 0
     """Of the problem set and of sampling."""
