@@ -1,0 +1,289 @@
+"""Reinforcement learning of the small policy: GRPO in plain PyTorch on CPU.
+
+May enter: torch, transformers, this package. May not: vLLM, engines, clocks, the reward's rules.
+
+All answers to one problem form a group, and an answer's advantage is its reward relative to its group's (Shao et al.,
+DeepSeekMath, 2024, section 4.1). Every answer token is pushed by its answer's advantage through a clipped probability
+ratio (Schulman et al., PPO, 2017, section 3); the loss is the mean over all answer tokens of a minibatch, so a token
+counts the same in a long answer and in a short one (Yu et al., DAPO, 2025, section 3.3). The old log-probabilities are
+the trainer's own, from one pass before the first optimiser step: those of an engine are rounded differently.
+"""
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import PolicyError
+
+if TYPE_CHECKING:
+    import torch
+
+_MICRO_TOKENS = 8192
+"""Padded tokens of one forward pass; bounds memory, changes nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """All that an update depends on, besides the answers."""
+
+    learning_rate: float = 1e-4
+    # Ratios outside 1 - clip_low .. 1 + clip_high earn nothing more.
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    # Weight of the KL divergence from the first policy, nats; 0 leaves it out.
+    kl_weight: float = 0.0
+    # Passes over the answers of one rollout, and optimiser steps in each.
+    inner_epochs: int = 1
+    minibatches: int = 1
+    # Gradient norm above which the gradient is scaled down.
+    max_norm: float = 1.0
+    weight_decay: float = 0.0
+    # Order of answers in the minibatches.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("inner_epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise PolicyError(f"{name} is {getattr(self, name)}, the least is 1", hint=f"give a larger {name}")
+        for name in ("learning_rate", "clip_low", "clip_high", "kl_weight", "weight_decay"):
+            if getattr(self, name) < 0.0:
+                raise PolicyError(f"{name} is {getattr(self, name)}, the least is 0", hint=f"give a larger {name}")
+        if self.clip_low >= 1.0:
+            cause = f"clip_low is {self.clip_low}, ratios below 0 do not exist"
+            raise PolicyError(cause, hint="give a clip_low below 1, for example 0.2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerGroup:
+    """All answers to one problem and what they earned."""
+
+    prompt_ids: tuple[int, ...]
+    # Per sample; an answer holds one token at least.
+    answers: tuple[tuple[int, ...], ...]
+    # Per sample.
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """What one update did; means are over the answer tokens that were learnt from."""
+
+    # Negative objective, KL term included, of the first optimiser step.
+    loss: float
+    # Before it was scaled down, of the last optimiser step.
+    grad_norm: float
+    # Share of tokens whose ratio is held by the clip, over all optimiser steps, in 0..1.
+    clipped_share: float
+    # Mean k3 estimate of KL(policy, first policy) in nats; None without a KL term.
+    kl: float | None
+    # Share of groups whose answers all earned the same, in 0..1: nothing is learnt from them.
+    flat_share: float
+    optimizer_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One answer in training."""
+
+    prompt_ids: tuple[int, ...]
+    answer: tuple[int, ...]
+    advantage: float
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """(reward - mean) / standard deviation over one group, dimensionless; all zero where all rewards are equal."""
+    mean = sum(rewards) / len(rewards)
+    deviations = [reward - mean for reward in rewards]
+    std = (sum(d * d for d in deviations) / len(rewards)) ** 0.5
+    # equal rewards leave a rounding error of the mean, which a division would blow up
+    if std <= 1e-6 * max(1.0, abs(mean)):
+        return [0.0] * len(rewards)
+    return [d / std for d in deviations]
+
+
+def clipped_terms(
+    log_p: "torch.Tensor", old_log_p: "torch.Tensor", advantages: "torch.Tensor", clip_low: float, clip_high: float
+) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """The objective of each token, to be maximised, and whether the clip holds it.
+
+    All are [num_tokens], float32 (bool for the latter); log-probabilities are natural. Where the clip holds, the
+    objective is flat: no gradient flows.
+    """
+    ratio = (log_p - old_log_p).exp()
+    plain = ratio * advantages
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return plain.minimum(clipped), clipped < plain
+
+
+def k3(log_p: "torch.Tensor", reference_log_p: "torch.Tensor") -> "torch.Tensor":
+    """Estimate of KL(policy, reference) at tokens sampled from the policy, in nats, [num_tokens], never negative.
+
+    exp(d) - d - 1 with d = reference - policy: unbiased, and with less variance than -d (Schulman, "Approximating KL
+    divergence", 2020; DeepSeekMath, equation 4).
+    """
+    difference = reference_log_p - log_p
+    return difference.exp() - difference - 1.0
+
+
+class GrpoTrainer:
+    """The policy in training: float32 weights and AdamW. `update` learns from one rollout, `save` writes the weights.
+
+    Args:
+        folder: checkpoint to start from; it is also the reference of the KL term.
+    """
+
+    def __init__(self, folder: Path, config: GrpoConfig) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        self._folder = folder
+        # .eval() only turns dropout off, of which there is none; gradients flow all the same
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._reference = None
+        if config.kl_weight > 0.0:
+            self._reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.99)
+        )
+        self._random = random.Random(config.seed)
+
+    def update(self, groups: Sequence[AnswerGroup]) -> UpdateStats:
+        """Learns from one rollout; `inner_epochs` x `minibatches` optimiser steps, none if no group has a signal."""
+        rows, num_flat = self._rows(groups)
+        old = self._frozen_log_probs(self.model, rows)
+        reference = self._frozen_log_probs(self._reference, rows) if self._reference is not None else None
+        losses: list[float] = []
+        norm, num_tokens, num_clipped, kl_sum = 0.0, 0, 0, 0.0
+        for _ in range(self.config.inner_epochs):
+            for chosen in self._minibatches(len(rows)):
+                loss, norm, counts = self._step(rows, chosen, old, reference)
+                losses.append(loss)
+                num_tokens, num_clipped, kl_sum = num_tokens + counts[0], num_clipped + counts[1], kl_sum + counts[2]
+        return UpdateStats(
+            loss=losses[0] if losses else 0.0,
+            grad_norm=norm,
+            clipped_share=num_clipped / max(1, num_tokens),
+            kl=kl_sum / max(1, num_tokens) if reference is not None else None,
+            flat_share=num_flat / len(groups),
+            optimizer_steps=len(losses),
+        )
+
+    def save(self, folder: Path, dtype: str = "bfloat16") -> Path:
+        """Writes the present weights, rounded to `dtype`, as a checkpoint like the one training began from."""
+        import torch
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: w.detach().to(getattr(torch, dtype)) for name, w in self.model.state_dict().items()}
+        if self.model.config.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        for path in self._folder.glob("*"):
+            if path.suffix in (".json", ".jinja") and path.name != "training.json":
+                shutil.copyfile(path, folder / path.name)
+        return folder
+
+    def _rows(self, groups: Sequence[AnswerGroup]) -> tuple[list[_Row], int]:
+        """Answers to learn from, and the number of groups without a signal.
+
+        Without a KL term a group without a signal has no gradient, so it is not computed at all; its tokens do not count
+        in the mean either, or the step's size would depend on how many problems are solved already (DAPO's dynamic
+        sampling goes further and draws other problems instead).
+        """
+        rows, num_flat = [], 0
+        for group in groups:
+            advantages = group_advantages(group.rewards)
+            is_flat = not any(advantages)
+            num_flat += is_flat
+            if is_flat and self.config.kl_weight == 0.0:
+                continue
+            for answer, advantage in zip(group.answers, advantages, strict=True):
+                rows.append(_Row(prompt_ids=group.prompt_ids, answer=answer, advantage=advantage))
+        return rows, num_flat
+
+    def _minibatches(self, count: int) -> list[list[int]]:
+        """Indices of rows, dealt out evenly in a random order."""
+        order = list(range(count))
+        self._random.shuffle(order)
+        parts = [order[i :: self.config.minibatches] for i in range(self.config.minibatches)]
+        return [part for part in parts if part]
+
+    def _step(
+        self,
+        rows: Sequence[_Row],
+        chosen: Sequence[int],
+        old: Sequence["torch.Tensor"],
+        reference: Sequence["torch.Tensor"] | None,
+    ) -> tuple[float, float, tuple[int, int, float]]:
+        """One optimiser step on some rows; returns loss, gradient norm, (tokens, clipped tokens, sum of k3)."""
+        import torch
+
+        config = self.config
+        total = sum(len(rows[i].answer) for i in chosen)
+        loss_sum, num_clipped, kl_sum = 0.0, 0, 0.0
+        for part in _micro_batches(rows, chosen):
+            log_p = answer_log_probs(self.model, [rows[i] for i in part])
+            advantages = torch.cat([torch.full((len(rows[i].answer),), rows[i].advantage) for i in part])
+            old_log_p = torch.cat([old[i] for i in part])
+            terms, is_clipped = clipped_terms(log_p, old_log_p, advantages, config.clip_low, config.clip_high)
+            num_clipped += int(is_clipped.sum())
+            if reference is not None:
+                divergence = k3(log_p, torch.cat([reference[i] for i in part]))
+                terms = terms - config.kl_weight * divergence
+                kl_sum += float(divergence.detach().sum())
+            # the mean over the whole minibatch, in parts
+            loss = -terms.sum() / total
+            loss.backward()
+            loss_sum += loss.item()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_norm))
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss_sum, norm, (total, num_clipped, kl_sum)
+
+    def _frozen_log_probs(self, model: "torch.nn.Module", rows: Sequence[_Row]) -> list["torch.Tensor"]:
+        """Per row, the log-probabilities of its answer's tokens, [tokens of that answer], without gradients."""
+        import torch
+
+        found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        with torch.no_grad():
+            for part in _micro_batches(rows, range(len(rows))):
+                flat = answer_log_probs(model, [rows[i] for i in part])
+                pieces = flat.split([len(rows[i].answer) for i in part])
+                for i, piece in zip(part, pieces, strict=True):
+                    found[i] = piece
+        return found
+
+
+def answer_log_probs(model: "torch.nn.Module", rows: Sequence[_Row]) -> "torch.Tensor":
+    """Natural log-probabilities of all answer tokens of these rows, float32 [num_tokens], row after row.
+
+    Rows are padded on the right, so causal attention alone keeps the padding out.
+    """
+    import torch
+
+    longest = max(len(row.prompt_ids) + len(row.answer) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    is_answer = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        begin, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.answer)
+        ids[i, :end] = torch.tensor(row.prompt_ids + row.answer)
+        is_answer[i, begin - 1 : end - 1] = True
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden[is_answer]).float()
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:][is_answer][:, None])[:, 0]
+
+
+def _micro_batches(rows: Sequence[_Row], chosen: Sequence[int]) -> list[list[int]]:
+    """`chosen` by length, cut where the padded tokens of a part would exceed `_MICRO_TOKENS`."""
+    parts: list[list[int]] = []
+    for i in sorted(chosen, key=lambda i: len(rows[i].prompt_ids) + len(rows[i].answer)):
+        length = len(rows[i].prompt_ids) + len(rows[i].answer)
+        if parts and length * (len(parts[-1]) + 1) <= _MICRO_TOKENS:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
