@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.policies.budget import Policy
 from vllm_specrollout.trees.build import union
-from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Feedback, RequestView, StepTiming
+from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -48,6 +48,14 @@ class Speculation:
             own = [p[i] for p in proposals if p[i].size]
             trees.append(own[0] if len(own) == 1 else union(own, decision.max_nodes) if own else EMPTY_TREE)
         return self.policy.choose(trees, decisions)
+
+    def finish(self, ending: Ending) -> None:
+        """A request is over; `forget` follows."""
+        for drafter in list(self.drafters):
+            try:
+                drafter.finish(ending)
+            except Exception:
+                self._drop(drafter)
 
     def forget(self, request_id: str) -> None:
         for drafter in self.drafters:

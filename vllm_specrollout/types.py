@@ -27,6 +27,17 @@ class Shape(Enum):
     OFF = "off"
 
 
+class Status(Enum):
+    """How an answer ended."""
+
+    FINISHED = "finished"
+    """By its own end or a stop string."""
+    TRUNCATED = "truncated"
+    """By a length limit."""
+    ABORTED = "aborted"
+    """By its client, or with the engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A read-only view of one running request, as it stands when its next draft is made."""
@@ -41,6 +52,21 @@ class RequestView:
     # the request's own limit on draft tokens per step
     max_draft_tokens: int = 1 << 30
     problem_id: str = ""
+    weights_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A request that is over, with all that it generated."""
+
+    request_id: str
+    problem_id: str
+    # [num_prompt_tokens]
+    prompt_ids: IntArray
+    # [num_tokens] the answer, without what was sampled beyond its end
+    token_ids: IntArray
+    status: Status
+    # of the policy when the request ended
     weights_version: int = 0
 
 

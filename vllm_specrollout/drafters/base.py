@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView
+from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView
 
 
 class Drafter(Protocol):
@@ -25,6 +25,10 @@ class Drafter(Protocol):
         """Learn what became of the last step's drafts."""
         ...
 
+    def finish(self, ending: Ending) -> None:
+        """The request is over (finished, cut off, aborted); also called for requests it was never asked about."""
+        ...
+
     def forget(self, request_id: str) -> None:
-        """The request is over (finished, aborted); unknown ids are ignored."""
+        """Drop what is kept for the request: it is over, or preempted and comes back; unknown ids are ignored."""
         ...

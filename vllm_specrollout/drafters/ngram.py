@@ -14,7 +14,7 @@ import numpy as np
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Feedback, RequestView, Shape
+from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, Shape
 
 
 class NgramDrafter:
@@ -64,6 +64,9 @@ class NgramDrafter:
 
     def observe(self, feedback: Sequence[Feedback]) -> None:
         """Nothing to learn: the tokens themselves are the memory."""
+
+    def finish(self, ending: Ending) -> None:
+        """Nothing outlives a request."""
 
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees.build import depths, order
-from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Feedback, IntArray, RequestView, Shape
+from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Ending, Feedback, IntArray, RequestView, Shape
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -84,6 +84,9 @@ class OracleDrafter:
 
     def observe(self, feedback: Sequence[Feedback]) -> None:
         """Nothing to learn: it knows the answers."""
+
+    def finish(self, ending: Ending) -> None:
+        """Nothing outlives a request."""
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept per request."""

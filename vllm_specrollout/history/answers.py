@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from vllm_specrollout.types import IntArray
-
-
-class Status(Enum):
-    """How an answer ended."""
-
-    FINISHED = "finished"
-    """By its own end or a stop string."""
-    TRUNCATED = "truncated"
-    """By a length limit."""
-    ABORTED = "aborted"
-    """By its client."""
+from vllm_specrollout.types import IntArray, Status
 
 
 @dataclass(frozen=True, slots=True)
