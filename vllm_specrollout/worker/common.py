@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from vllm_specrollout.config import SpecRolloutConfig, parse
@@ -19,6 +20,11 @@ def config_of(vllm_config: VllmConfig) -> SpecRolloutConfig:
     config = parse(vllm_config.additional_config.get(CONFIG_KEY), origin=f"additional_config['{CONFIG_KEY}']")
     assert config is not None, "the worker and the scheduler are only chosen when spec rollout is on"
     return config
+
+
+def is_first_rank() -> bool:
+    """Whether this worker drafts: of several tensor-parallel ranks only the first one does, and keeps the history."""
+    return get_tp_group().rank_in_group == 0
 
 
 def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_specrollout.types import IntArray, Shape
+from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status
 from vllm_specrollout.verify.tape import SeedArray, SeedTape
 from vllm_specrollout.worker.admission import Admission, Desk
+from vllm_specrollout.worker.endings import external_name
 
 _SEEDS = 2**31  # the range stock vLLM draws from, in TopKTopPSampler.forward_cpu
 
@@ -23,6 +24,31 @@ class RequestEntry:
     state: CachedRequestState
     admission: Admission
     tape: SeedTape | None  # None for greedy requests
+
+    def view(self, token_ids: IntArray, num_prompt: int, max_model_len: int, weights_version: int) -> RequestView:
+        """What drafters and policies see of it; `token_ids` are prompt and output so far."""
+        admission, length = self.admission, len(token_ids)
+        return RequestView(
+            self.state.req_id,
+            token_ids,
+            num_prompt,
+            min(admission.max_tokens - (length - num_prompt), max_model_len - length),
+            admission.shape,
+            admission.max_draft_tokens,
+            admission.problem_id,
+            weights_version,
+        )
+
+    def ending(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
+        """What drafters are told at its end; `num_tokens` of the answer count."""
+        return Ending(
+            external_name(self.state.req_id),
+            self.admission.problem_id,
+            np.asarray(self.state.prompt_token_ids or [], dtype=np.int32),
+            np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32),
+            status,
+            weights_version,
+        )
 
 
 class RequestBook:

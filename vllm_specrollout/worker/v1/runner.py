@@ -26,7 +26,9 @@ from vllm_specrollout.commit.plan import plan as plan_commit
 from vllm_specrollout.policies.budget import make_policy
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import RequestView, Shape, StepTiming
-from vllm_specrollout.worker.common import SpecRolloutOutput, config_of
+from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank
+from vllm_specrollout.worker.endings import endings_of
+from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
 from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
@@ -52,7 +54,8 @@ class SpecRolloutCPURunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         config = config_of(vllm_config)
         self.sampler.topk_topp_sampler = TapeTopKTopPSampler(self.sampler.logprobs_mode)
-        self.speculation = Speculation(drafters.build(config), make_policy(config))
+        self.speculation = Speculation(drafters.build(config) if is_first_rank() else [], make_policy(config))
+        self.policy_version = PolicyVersion()
         self.num_scratch = 0  # set by the worker once the memory is known
         self.stats = Stats()
         self.paths = PathStep()
@@ -119,6 +122,10 @@ class SpecRolloutCPURunner(CPUModelRunner):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
+            if req_id in self.requests:
+                entry = self.book.get(self.requests[req_id])
+                self.speculation.finish(entry.ending(num_tokens, status, self.policy_version.current()))
         result = super()._update_states(scheduler_output)
         # The tapes own the generators. (vLLM 0.32 also rewinds those it finds here after a prefill chunk, which a CPU
         # generator cannot do: stock CPU engines stop with an error when a seeded prompt is prefilled in chunks.)
@@ -254,26 +261,14 @@ class SpecRolloutCPURunner(CPUModelRunner):
     def _views(self, output: ModelRunnerOutput) -> list[RequestView]:
         """The requests that may be drafted for, as they stand after this step."""
         batch, views = self.input_batch, []
+        version = self.policy_version.current()
         for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens:
                 continue  # still in its prompt
             entry = self.book.get(self.requests[req_id])
-            admission = entry.admission
-            if admission.shape is Shape.OFF:
-                continue
-            length, prompt = int(batch.num_tokens_no_spec[i]), int(batch.num_prompt_tokens[i])
-            room = min(admission.max_tokens - (length - prompt), self.max_model_len - length)
-            views.append(
-                RequestView(
-                    req_id,
-                    batch.token_ids_cpu[i, :length],
-                    prompt,
-                    room,
-                    admission.shape,
-                    admission.max_draft_tokens,
-                    admission.problem_id,
-                )
-            )
+            if entry.admission.shape is not Shape.OFF:
+                tokens_so_far = batch.token_ids_cpu[i, : int(batch.num_tokens_no_spec[i])]
+                views.append(entry.view(tokens_so_far, int(batch.num_prompt_tokens[i]), self.max_model_len, version))
         return views
 
     def _account(self, output: ModelRunnerOutput, draft_ms: float) -> StepTiming:

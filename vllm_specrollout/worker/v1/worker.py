@@ -10,12 +10,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.policy_version import WatchesPolicy
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.runner import SpecRolloutCPURunner
 
 
-class SpecRolloutCPUWorker(CPUWorker):
+class SpecRolloutCPUWorker(WatchesPolicy, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner

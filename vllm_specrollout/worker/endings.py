@@ -1,0 +1,52 @@
+"""How requests ended, on its way from the scheduler, which decides it, to the worker, whose drafters learn from it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_specrollout.types import Status
+
+_Base = Scheduler if TYPE_CHECKING else object
+_STATUS = {RequestStatus.FINISHED_STOPPED: Status.FINISHED, RequestStatus.FINISHED_LENGTH_CAPPED: Status.TRUNCATED}
+_ATTRIBUTE = "spec_rollout_endings"
+# what vLLM appends to the name that a client knows, so that no two requests share one
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+
+
+class TellsEndings(_Base):
+    """Mixed into vLLM's schedulers: the next step's schedule says how the requests that it removes have ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._endings: dict[str, tuple[int, Status]] = {}
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if request.num_output_tokens:
+            status = _STATUS.get(request.status, Status.ABORTED)
+            self._endings[request.request_id] = (request.num_output_tokens, status)
+        return super()._free_request(request, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        if output.finished_req_ids:
+            ended = {
+                name: end for name in output.finished_req_ids if (end := self._endings.pop(name, None)) is not None
+            }
+            setattr(output, _ATTRIBUTE, ended)
+        return output
+
+
+def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, Status]]:
+    """Requests that are over: internal name -> (number of tokens generated, how it ended)."""
+    return getattr(scheduler_output, _ATTRIBUTE, {})
+
+
+def external_name(request_id: str) -> str:
+    """The name under which a client knows a request (with `index_` before it for samples of `n > 1`)."""
+    return request_id if vllm.envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM_SUFFIX.sub("", request_id)

@@ -1,0 +1,69 @@
+"""How often the policy has changed: every way in which trainers bring new weights into a running engine."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+_Base: Any = object
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+
+
+class PolicyVersion:
+    """Counts from 0. Weights that arrive in many pieces between two steps are one change."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._is_touched = False
+
+    def touch(self) -> None:
+        """Weights were written."""
+        self._is_touched = True
+
+    def current(self) -> int:
+        """The version that the next forward pass computes with."""
+        if self._is_touched:
+            self._version += 1
+            self._is_touched = False
+        return self._version
+
+    def watch(self, model: Any) -> None:
+        """Notice calls of `model.load_weights`, which trainers make directly, one per parameter."""
+        load_weights = getattr(model, "load_weights", None)
+        if load_weights is None:
+            return
+
+        @functools.wraps(load_weights)
+        def load_and_tell(*args: Any, **kwargs: Any) -> Any:
+            self.touch()
+            return load_weights(*args, **kwargs)
+
+        model.load_weights = load_and_tell
+
+
+class WatchesPolicy(_Base):
+    """Mixed into vLLM's workers, whose model runner has a `policy_version`."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_model(*args, **kwargs)
+        self.model_runner.policy_version.watch(self.model_runner.get_model())
+        return result
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
+        self.model_runner.policy_version.touch()
+        return super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        self.model_runner.policy_version.touch()
+        return super().update_weights(*args, **kwargs)
+
+    def finish_weight_update(self, *args: Any, **kwargs: Any) -> Any:
+        self.model_runner.policy_version.touch()
+        return super().finish_weight_update(*args, **kwargs)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        # after sleep level 2 the weights come anew; "kv_cache" and "scheduling" alone bring none
+        if tags is None or "weights" in tags:
+            self.model_runner.policy_version.touch()
+        super().wake_up(tags)
