@@ -19,6 +19,7 @@ from vllm_specrollout.patches import supported
 BENCHES = {
     "engine": ("vllm_specrollout.bench.engine.command", "bench_engine", "Decode with and without drafts, in one run."),
     "rollout": ("vllm_specrollout.bench.rollout.command", "bench_rollout", "A rollout of the small policy's tasks."),
+    "grpo": ("vllm_specrollout.bench.grpo.command", "bench_grpo", "RL of the small policy, epoch after epoch."),
 }
 
 app = typer.Typer(
