@@ -1,0 +1,210 @@
+"""What a history file is made of: a header, then frames, each with checksums. Bytes only; log.py says what they mean.
+
+    header  magic 8 | version u32 | identity 16 | crc32 u32
+    frame   marker 4 | length u32 | sequence u32 | crc32 of these, u32 | crc32 of the payload, u32 | payload
+
+All little-endian. Both checksums of a frame start from the file's identity, so a frame of another file (or of this file
+before it was rewritten) is no frame here. Sequence numbers count the frames of a file from 0, so what is read twice is
+noticed, and so is what is missing. A later version keeps the header's layout.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_specrollout.errors import SpecRolloutError
+
+MAGIC = b"SRHIST\r\n"
+VERSION = 1
+HEADER = struct.Struct("<8sI16sI")
+MARKER = b"\xf5SR\n"
+FRAME = struct.Struct("<4sIIII")
+MAX_PAYLOAD = 1 << 26
+"""Bytes. A length above it is damage."""
+
+_CHUNK = 1 << 20
+# a jump above it is damage that two checksums missed, and no memory is spent on it
+_MOST_MISSING = 1 << 26
+
+
+class HistoryError(SpecRolloutError):
+    """A history file, or a directory of them, cannot be used."""
+
+
+class Descriptor:
+    """An open file that closes with its last user: a reader may still be at an answer when the file is replaced."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.fd = -1
+        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the path still leads to this file: not once it was removed or another one put in its place."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+
+class Frame(NamedTuple):
+    # of its marker, in bytes
+    offset: int
+    sequence: int
+    payload: bytes
+
+    @property
+    def end(self) -> int:
+        return self.offset + FRAME.size + len(self.payload)
+
+
+def new_header(identity: bytes) -> bytes:
+    start = HEADER.pack(MAGIC, VERSION, identity, 0)[:-4]
+    return start + struct.pack("<I", zlib.crc32(start))
+
+
+def read_header(descriptor: Descriptor, path: Path) -> int | None:
+    """The seed of the file's checksums; None for a file that was never written to, or not even its whole header.
+
+    Raises:
+        HistoryError: the file is not a history file, its header is damaged, or a later version wrote it.
+    """
+    data = os.pread(descriptor.fd, HEADER.size, 0)
+    if len(data) < HEADER.size and data[:12] == HEADER.pack(MAGIC, VERSION, b"", 0)[: min(len(data), 12)]:
+        return None
+    if data[: len(MAGIC)] != MAGIC:
+        raise HistoryError(
+            f"`{path}` does not start like a history file (format version {VERSION})",
+            "move it out of the directory, or name another directory in `history.dir`",
+        )
+    if len(data) < HEADER.size or struct.unpack("<I", data[-4:])[0] != zlib.crc32(data[:-4]):
+        raise HistoryError(
+            f"the header of `{path}` (format version {VERSION}) is damaged, so none of its records can be trusted",
+            "move the file out of the directory: only the answers in it are lost, and drafts for them",
+        )
+    _, version, identity, _ = HEADER.unpack(data)
+    if version != VERSION:
+        raise HistoryError(
+            f"`{path}` has format version {version}, and this vllm-specrollout reads version {VERSION}",
+            "run the vllm-specrollout that wrote it, or move the file out of the directory",
+        )
+    return zlib.crc32(identity)
+
+
+def new_frame(seed: int, sequence: int, payload: bytes) -> bytes:
+    if len(payload) > MAX_PAYLOAD:
+        raise ValueError(f"a record of {len(payload)} bytes, above the {MAX_PAYLOAD} that one may have")
+    start = FRAME.pack(MARKER, len(payload), sequence, 0, 0)[:12]
+    head = zlib.crc32(start, seed)
+    return start + struct.pack("<II", head, zlib.crc32(payload, head)) + payload
+
+
+class Window:
+    """Reads of a file through one buffer, never beyond `end`; it holds what was there when it was filled."""
+
+    def __init__(self, fd: int, end: int, chunk: int = _CHUNK) -> None:
+        self._fd = fd
+        self._end = end
+        self._chunk = chunk
+        self._start = 0
+        self._data = b""
+
+    def take(self, offset: int, count: int) -> bytes:
+        count = max(0, min(count, self._end - offset))
+        start = offset - self._start
+        if start < 0 or start + count > len(self._data):
+            self._data = os.pread(self._fd, min(max(count, self._chunk), self._end - offset), offset)
+            self._start, start = offset, 0
+        return self._data[start : start + count]
+
+    def find(self, pattern: bytes, offset: int) -> int:
+        """Where the pattern next starts, at or after `offset`; -1: nowhere."""
+        while offset + len(pattern) <= self._end:
+            data = self.take(offset, min(self._chunk, self._end - offset))
+            found = data.find(pattern)
+            if found >= 0:
+                return offset + found
+            if len(data) < len(pattern):
+                return -1
+            offset += len(data) - len(pattern) + 1
+        return -1
+
+
+def frame_at(window: Window, seed: int, offset: int) -> Frame | None:
+    """The frame at this very place, if it is whole and both its checksums are right."""
+    start = window.take(offset, FRAME.size)
+    if len(start) < FRAME.size:
+        return None
+    marker, length, sequence, head, body = FRAME.unpack(start)
+    if marker != MARKER or length > MAX_PAYLOAD or zlib.crc32(start[:12], seed) != head:
+        return None
+    payload = window.take(offset + FRAME.size, length)
+    if len(payload) < length or zlib.crc32(payload, head) != body:
+        return None
+    return Frame(offset, sequence, payload)
+
+
+class Scanner:
+    """Reads a file's frames in order, as far as it goes, and later what was added. Bad stretches are stepped over."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.position = HEADER.size
+        """Bytes. Where the last good frame ended."""
+        self.damaged = 0
+        """Stretches without a good frame, between good ones."""
+        self.repeated = 0
+        """Frames that were there before."""
+        # [sequence] 1 where the frame of that number was read; frames are numbered densely
+        self._seen = bytearray()
+
+    @property
+    def next_sequence(self) -> int:
+        return len(self._seen)
+
+    @property
+    def missing(self) -> int:
+        """Frames that were written before others that could be read, and could not be read."""
+        return len(self._seen) - sum(self._seen)
+
+    def frames(self, fd: int, end: int) -> Iterator[Frame]:
+        """Frames not yet read that end by `end`; what follows the last one is looked at again the next time."""
+        window = Window(fd, end)
+        offset = self.position
+        while offset < end:
+            frame = frame_at(window, self.seed, offset)
+            if frame is None:
+                # not past the claimed length: the length itself may be what is wrong, or a piece may be missing
+                offset = window.find(MARKER, offset + 1)
+                if offset < 0:
+                    return
+                continue
+            self.damaged += offset > self.position
+            offset = self.position = frame.end
+            if self.note(frame.sequence):
+                yield frame
+            else:
+                self.repeated += 1
+
+    def note(self, sequence: int) -> bool:
+        """Whether this number is new; from now on it is not."""
+        if sequence >= len(self._seen):
+            if sequence - len(self._seen) > _MOST_MISSING:
+                return False
+            self._seen.extend(bytes(sequence + 1 - len(self._seen)))
+        was_new = not self._seen[sequence]
+        self._seen[sequence] = 1
+        return was_new

@@ -1,0 +1,236 @@
+"""A history file: what its records mean, the one that writes it, the many that read it. No indices, no epochs' logic.
+
+A record is with the operating system when `Writer.append` returns: killed at any point, the process loses at most the
+record it was writing. Power is another matter: only what was written before the last `sync` is sure to survive that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from vllm_specrollout.history.frames import (
+    Descriptor,
+    Frame,
+    HistoryError,
+    Scanner,
+    Window,
+    frame_at,
+    new_frame,
+    new_header,
+    read_header,
+)
+from vllm_specrollout.history.records import Record, RecordHead, decode_head, decode_record, encode_record
+
+SUFFIX = ".history"
+
+Visit = Callable[[Frame, RecordHead], None]
+
+
+class LockedError(HistoryError):
+    """Another process writes the file."""
+
+
+class Reader:
+    """Reads a file that another process may be writing. Not for several threads at once, `read` apart."""
+
+    def __init__(self, path: Path, descriptor: Descriptor | None = None) -> None:
+        self.path = path
+        self.descriptor = descriptor or Descriptor(path, os.O_RDONLY)
+        self._scanner: Scanner | None = None
+        self.undecodable = 0
+        """Records whose checksums are right and whose content is not: a mistake of whoever wrote them."""
+
+    def records(self) -> Iterator[tuple[Frame, RecordHead]]:
+        """Records not yet read, in the order they were written; answers without their tokens.
+
+        Raises:
+            HistoryError: the file is not a history file, or not one of this version.
+        """
+        scanner = self.scanner()
+        if scanner is None:
+            return
+        for frame in scanner.frames(self.descriptor.fd, self.descriptor.size()):
+            try:
+                yield frame, decode_head(frame.payload)
+            except ValueError:
+                self.undecodable += 1
+
+    def scanner(self) -> Scanner | None:
+        """None: the file has no header yet."""
+        if self._scanner is None:
+            seed = read_header(self.descriptor, self.path)
+            self._scanner = None if seed is None else Scanner(seed)
+        return self._scanner
+
+    def read(self, offset: int) -> Record | None:
+        """The record at this place; None: it was damaged since it was found. Any thread may call this."""
+        scanner = self._scanner
+        if scanner is None:
+            return None
+        frame = frame_at(Window(self.descriptor.fd, self.descriptor.size(), 1 << 14), scanner.seed, offset)
+        try:
+            return None if frame is None else decode_record(frame.payload)
+        except ValueError:
+            return None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file, with at least what was read of it."""
+        position = self._scanner.position if self._scanner else 0
+        return self.descriptor.is_at(self.path) and self.descriptor.size() >= position
+
+
+class Writer:
+    """The one writer of a file. Opening cuts what a killed writer left behind its last whole record.
+
+    Args:
+        visit: called with each record found, in the order they were written.
+
+    Raises:
+        LockedError: another process writes the file.
+        HistoryError: the file is not a history file, or not one of this version.
+    """
+
+    def __init__(self, path: Path, visit: Visit | None = None) -> None:
+        self.path = path
+        self.reader = Reader(path, _lock(path))
+        try:
+            self._prepare(visit)
+        except BaseException:
+            self.close(sync=False)
+            raise
+
+    def _prepare(self, visit: Visit | None) -> None:
+        fd = self.reader.descriptor.fd
+        self._spare().unlink(missing_ok=True)
+        if self.reader.scanner() is None:
+            os.ftruncate(fd, 0)
+            _write(fd, new_header(os.urandom(16)), 0)
+            self.reader.scanner()
+        for frame, record in self.reader.records():
+            if visit is not None:
+                visit(frame, record)
+        os.ftruncate(fd, self.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes up to the end of the last whole record."""
+        scanner = self.reader.scanner()
+        assert scanner is not None, "the header was written on opening"
+        return scanner.position
+
+    def append(self, record: Record) -> Frame:
+        """Hand the record to the operating system; returns its place, without payload.
+
+        Raises:
+            OSError: the disk is full or gone. The file is as it was before.
+        """
+        scanner = self.reader.scanner()
+        assert scanner is not None, "the header was written on opening"
+        frame = Frame(scanner.position, scanner.next_sequence, b"")
+        data = new_frame(scanner.seed, frame.sequence, encode_record(record))
+        _write(self.reader.descriptor.fd, data, frame.offset)
+        scanner.note(frame.sequence)
+        scanner.position += len(data)
+        return frame
+
+    def sync(self) -> None:
+        """Wait until all records are on disk."""
+        os.fsync(self.reader.descriptor.fd)
+
+    def rewrite(self, records: Iterable[Record]) -> list[Frame]:
+        """Put a file with these records, and no others, in this one's place; returns where they now are.
+
+        A crash leaves either the old file or the new one, whole. Who has the old one open can still read it.
+
+        Raises:
+            OSError: the disk is full or gone; this file stays.
+        """
+        spare = self._spare()
+        spare.unlink(missing_ok=True)
+        try:
+            copy = Writer(spare)
+            frames = [copy.append(record) for record in records]
+            copy.sync()
+            os.rename(spare, self.path)
+        except BaseException:
+            spare.unlink(missing_ok=True)
+            raise
+        _sync_folder(self.path.parent)
+        copy.reader.path = self.path
+        self.close(sync=False)
+        self.reader = copy.reader
+        return frames
+
+    def close(self, sync: bool = True) -> None:
+        """Let others write the file. Readers may go on."""
+        if sync:
+            self.sync()
+        # explicitly: readers share the descriptor, and the lock with it
+        fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
+
+    def _spare(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
+
+def claim(folder: Path, visit: Visit | None = None) -> Writer:
+    """Open the first file of the folder that nobody writes, or a new one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1 << 16):
+        try:
+            return Writer(folder / f"answers-{number:04d}{SUFFIX}", visit)
+        except LockedError:
+            continue
+    raise HistoryError(f"all {1 << 16} history files in `{folder}` are being written", "name another `history.dir`")
+
+
+def files(folder: Path) -> list[Path]:
+    """The folder's history files, by name."""
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process writes the file now."""
+    try:
+        descriptor = _lock(path, create=False)
+    except LockedError:
+        return True
+    fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+    return False
+
+
+def _lock(path: Path, create: bool = True) -> Descriptor:
+    # a lock of the open file (flock), not of the process (lockf): closing a reader of the same file keeps it
+    while True:
+        descriptor = Descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))
+        try:
+            fcntl.flock(descriptor.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(
+                f"`{path}` is being written by another process", "end the engine that uses this `history.dir` first"
+            ) from None
+        # its writer may have put another file in its place between the two calls
+        if descriptor.is_at(path):
+            return descriptor
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            count = os.pwrite(fd, view, offset + len(data) - len(view))
+            view = view[count:]
+    except OSError:
+        os.ftruncate(fd, offset)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
