@@ -113,7 +113,8 @@ def bench_grpo(
     with Display() as display:
         outcome = _run(plan, arms, model, size, cache, display, trace, save, kv_gib=kv_gib, is_verbose=verbose)
     rows = epoch_rows(outcome.steps)
-    title = f"{'the project policy' if model == CHECKPOINT else model.resolve().name}, run as {size}, {dtype}"
+    title = "the project's policy" if model == CHECKPOINT else model.resolve().name
+    title += f", {'as it is' if size == 'none' else f'inflated to {size}'}, {dtype}"
     title += f": {plan.problems} problems x {plan.samples} answers x {plan.epochs} epochs, {plan.batch} at once"
     display.out.print(title, markup=False)
     print_epochs(rows, display.out)

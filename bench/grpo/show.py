@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from rich.table import Table
 from .plan import OURS, STOCK
 from .rows import SUFFIX, EngineEpoch, EpochRow, StepRow
 
-_COLOURS = ("#8a8f98", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+_KNOWN_COLOURS = {STOCK: "#8a8f98", OURS: "#1f77b4", "ngram": "#ff7f0e", SUFFIX: "#2ca02c"}
+_COLOURS = ("#d62728", "#9467bd", "#8c564b", "#e377c2")
 
 
 def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
@@ -98,7 +100,8 @@ def plot(steps: Sequence[StepRow], rows: Sequence[EpochRow], title: str, path: P
     from matplotlib import pyplot
 
     names = [run.engine for run in steps[0].runs]
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    variants = [name for name in names if name not in _KNOWN_COLOURS]
+    colours = _KNOWN_COLOURS | dict(zip(variants, itertools.cycle(_COLOURS), strict=False))
     figure, (rewards, tokens, times) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     numbers = [step.step + 1 for step in steps]
     for name in names:

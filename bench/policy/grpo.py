@@ -190,9 +190,9 @@ class GrpoTrainer:
     def _rows(self, groups: Sequence[AnswerGroup]) -> tuple[list[_Row], int]:
         """Answers to learn from, and the number of groups without a signal.
 
-        Without a KL term a group without a signal has no gradient, so it is not computed at all; its tokens do not count
-        in the mean either, or the step's size would depend on how many problems are solved already (DAPO's dynamic
-        sampling goes further and draws other problems instead).
+        Without a KL term a group without a signal has no gradient, so it is not computed at all; its tokens do not
+        count in the mean either, or the step's size would depend on how many problems are solved already (DAPO's
+        dynamic sampling goes further and draws other problems instead).
         """
         rows, num_flat = [], 0
         for group in groups:

@@ -1,0 +1,115 @@
+"""The RL loop end to end, tiny: new weights reach every engine, ours answers as stock, everything is written."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.common.engine_process import EngineProcess
+from bench.grpo.command import bench_grpo
+from bench.grpo.engines import LoopFailed, inflation_error
+from bench.grpo.plan import Arm, Plan
+from bench.grpo.trace import read_rollouts
+from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
+from bench.policy.inflate import inflate
+from bench.policy.random_model import make_random_model
+from bench.policy.shapes import Shape
+from vllm_specrollout.config import DRAFTERS
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+OURS = {"drafters": ["history" if "history" in DRAFTERS else "ngram"]}
+PROMPTS = [[3, 87, 261, 308, 18, 4], [3, 90, 120, 7, 4]]
+GROUP = AnswerGroup(prompt_ids=tuple(PROMPTS[0]), answers=((5, 6, 7), (8, 9, 4)), rewards=(1.0, 0.0))
+GROWN = Shape(hidden=256, num_layers=3, intermediate=512, num_heads=8, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return make_random_model(folder, size="1M", hidden=64, num_layers=2, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def updated(model, tmp_path_factory):
+    """The tiny policy after a few large updates."""
+    trainer = GrpoTrainer(model, GrpoConfig(learning_rate=1e-2))
+    for _ in range(3):
+        trainer.update([GROUP])
+    return trainer.save(tmp_path_factory.mktemp("updated") / "policy", "float32")
+
+
+def invoke(*arguments):
+    app = typer.Typer()
+    app.command()(bench_grpo)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def answers(engine):
+    params = [{"temperature": 1.0, "seed": i, "max_tokens": 24, "ignore_eos": True} for i in range(len(PROMPTS))]
+    return engine.ask("generate", prompts=PROMPTS, params=params)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        Arm(name="stock"),
+        Arm(name="ngram", speculative={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
+        Arm(name="ours", spec_rollout=OURS),
+    ],
+    ids=lambda arm: arm.name,
+)
+def test_after_a_push_an_engine_answers_as_one_started_with_those_weights(arm, model, updated):
+    plan = Plan(dtype="float32", batch=4, max_tokens=32)
+    answered = {}
+    for name, folder in (("old", model), ("new", updated)):
+        with EngineProcess(arm.engine_spec(plan.engine_arguments(folder), kv_gib=1, is_verbose=False)) as engine:
+            answered[name] = answers(engine)
+            if name == "old":
+                engine.ask("reload", folder=str(updated))
+                answered["pushed"] = answers(engine)
+                engine.ask("reload", folder=str(model))
+                answered["back"] = answers(engine)
+    assert answered["pushed"] == answered["new"]
+    assert answered["new"] != answered["old"]
+    assert answered["back"] == answered["old"]
+
+
+def test_an_updated_policy_is_the_same_function_once_inflated(updated, tmp_path):
+    assert inflation_error(updated, inflate(updated, tmp_path / "grown", GROWN), PROMPTS) <= 1e-5
+
+
+def test_a_policy_that_inflation_changed_stops_the_loop(model, updated, tmp_path):
+    with pytest.raises(LoopFailed, match="the inflated policy's logits differ by"):
+        inflation_error(model, inflate(updated, tmp_path / "grown", GROWN), PROMPTS)
+
+
+def test_a_loop_of_all_engines_is_identical_where_promised_and_is_written_down(tmp_path):
+    report, picture, trace, save = (tmp_path / name for name in ("report.json", "picture.png", "trace", "saved"))
+    flags = ["--quick", "--size", "30M", "--engines", "stock,ngram,ours", "--spec-rollout", json.dumps(OURS)]
+    flags += ["--learning-rate", "1e-3", "--cache", tmp_path / "cache"]
+    result = invoke(*flags, "--json", report, "--plot", picture, "--trace", trace, "--save", save)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (save / "model.safetensors").is_file()
+    body = json.loads(report.read_text())
+    assert [(row["step"], row["epoch"], row["weights_version"]) for row in body["rows"]] == [(0, 0, 0), (1, 1, 1)]
+    for row in body["rows"]:
+        runs = {run["engine"]: run for run in row["runs"]}
+        assert list(runs) == ["stock", "ngram", "ours"]
+        assert (runs["stock"]["identical"], runs["ngram"]["identical"], runs["ours"]["identical"]) == (None, None, True)
+        assert runs["ours"]["num_tokens"] == runs["stock"]["num_tokens"]
+        assert runs["ours"]["reward"] == runs["stock"]["reward"] == row["reward"]
+    assert body["rows"][0]["inflation_error"] <= 1e-4
+    assert [epoch["epoch"] for epoch in body["epochs"]] == ["1", "2", "all", "2 on"]
+    lines = list(read_rollouts(trace))
+    assert len(lines) == 2 * 2 * 2
+    assert len({line["request_id"] for line in lines}) == len({line["seed"] for line in lines}) == len(lines)
+    assert {line["problem_id"] for line in lines if line["epoch"] == 0} == {
+        line["problem_id"] for line in lines if line["epoch"] == 1
+    }
+    for line in lines:
+        assert line["num_tokens"] == len(line["token_ids"]) <= 24
+        assert line["weights_version"] == line["step"]
