@@ -21,7 +21,7 @@ MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
 
 DRAFTERS = ("ngram", "oracle")
-BUDGETS = ("auto", "fixed")
+BUDGETS = ("auto", "fixed", "histospec", "das")
 SHAPES = ("tree", "chain")
 
 
@@ -38,7 +38,8 @@ class SpecRolloutConfig:
     shape: str = "tree"
     """`tree`, or `chain` for drafts without branches."""
     budget: str = "auto"
-    """`auto` drafts only what pays at the present batch; `fixed` always drafts up to `max_draft_tokens`."""
+    """`auto` drafts only what pays at the present batch; `fixed` always drafts up to `max_draft_tokens`; `histospec`
+    grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS)."""
     max_graphs: int = 64
     """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
     scratch_blocks: int | None = None

@@ -51,6 +51,7 @@ class Speculation:
 
     def finish(self, ending: Ending) -> None:
         """A request is over; `forget` follows."""
+        self.policy.finish(ending)
         for drafter in list(self.drafters):
             try:
                 drafter.finish(ending)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from vllm_specrollout.policies.budget import FixedBudget
+from vllm_specrollout.policies.das import DasBudget
 from vllm_specrollout.step import Speculation
-from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, chain
+from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView, Status, chain
 
 
 class _Says:
@@ -19,12 +20,16 @@ class _Says:
         self.name, self.tokens, self.probability = name, tokens, probability
         self.heard: list[Feedback] = []
         self.forgotten: list[str] = []
+        self.finished: list[Ending] = []
 
     def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
         return [chain(self.tokens, probability=self.probability) for _ in views]
 
     def observe(self, feedback: Sequence[Feedback]) -> None:
         self.heard += feedback
+
+    def finish(self, ending: Ending) -> None:
+        self.finished.append(ending)
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)
@@ -72,3 +77,22 @@ def test_feedback_and_farewells_reach_every_drafter() -> None:
     step.settle([Feedback("7", 1, 0, none, none, none.astype(np.float32), none)], None)
     step.forget("7")
     assert all(len(d.heard) == 1 and d.forgotten == ["7"] for d in drafters)
+
+
+def test_everybody_hears_how_a_request_ended() -> None:
+    drafters = [_Says("a", [1]), _Says("b", [2])]
+    budget = DasBudget(8, 8)
+    ending = Ending("r", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), Status.FINISHED)
+    Speculation(drafters, budget).finish(ending)
+    assert [drafter.finished for drafter in drafters] == [[ending], [ending]]
+    assert budget.lengths.expected_total("p", 0, 100) == 7.0
+
+
+def test_a_drafter_that_dies_of_an_ending_is_dropped() -> None:
+    class Fragile(_Says):
+        def finish(self, ending: Ending) -> None:
+            raise OSError("no space left on device")
+
+    step = Speculation([Fragile("a", [1]), _Says("b", [2])], FixedBudget(8, 8))
+    step.finish(Ending("r", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), Status.FINISHED))
+    assert [drafter.name for drafter in step.drafters] == ["b"]

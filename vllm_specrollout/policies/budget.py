@@ -11,12 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.policies.calibration import Calibration
 from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.trees.build import cumulative_log_q, is_ordered, num_paths, order
 from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Feedback, RequestView, Shape, StepTiming
+from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, Shape, StepTiming
 
 
 class Policy(Protocol):
@@ -32,6 +31,10 @@ class Policy(Protocol):
 
     def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         """What became of the last drafts, and what the last completed step cost (None: not known)."""
+        ...
+
+    def finish(self, ending: Ending) -> None:
+        """A request is over."""
         ...
 
 
@@ -63,6 +66,9 @@ class FixedBudget:
 
     def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         """A fixed budget learns nothing."""
+
+    def finish(self, ending: Ending) -> None:
+        """Nothing is kept per request."""
 
 
 class AutoBudget:
@@ -130,8 +136,5 @@ class AutoBudget:
             rate = timing.tokens / timing.step_ms
             self._rate += 0.1 * (rate - self._rate)
 
-
-def make_policy(config: SpecRolloutConfig) -> Policy:
-    """The policy a configuration asks for."""
-    kind = AutoBudget if config.budget == "auto" else FixedBudget
-    return kind(config.max_draft_tokens, config.max_depth)
+    def finish(self, ending: Ending) -> None:
+        """Nothing is kept per request."""

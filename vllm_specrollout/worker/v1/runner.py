@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_specrollout import drafters
 from vllm_specrollout.commit.plan import plan as plan_commit
-from vllm_specrollout.policies.budget import make_policy
+from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import RequestView, Shape, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank

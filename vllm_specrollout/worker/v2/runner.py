@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout import drafters
-from vllm_specrollout.policies.budget import make_policy
+from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.policies.room import Pause
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, IntArray, Shape

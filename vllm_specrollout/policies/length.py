@@ -1,0 +1,93 @@
+"""How long answers become, from how long they became: per problem, revised as an answer grows.
+
+Pure: lengths in, expectations out. Source of the three classes: DAS ("Spending the Draft Budget on the Long Tail").
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict, deque
+from enum import Enum
+
+_PER_PROBLEM = 64  # recent answers remembered of each problem
+_PROBLEMS = 65_536  # problems remembered; those seen least recently go first
+_OVERALL = 2048  # recent answers of all problems
+
+
+class LengthClass(Enum):
+    """How much an answer matters for the end of the step."""
+
+    SHORT = "short"
+    MEDIUM = "medium"
+    LONG = "long"
+
+
+class _Recent:
+    """The last n lengths, in order of age and in order of size."""
+
+    def __init__(self, n: int) -> None:
+        self._by_age: deque[int] = deque()
+        self.sorted: list[int] = []
+        self._n = n
+
+    def add(self, length: int) -> None:
+        if len(self._by_age) == self._n:
+            del self.sorted[bisect.bisect_left(self.sorted, self._by_age.popleft())]
+        self._by_age.append(length)
+        bisect.insort(self.sorted, length)
+
+    def mean_above(self, generated: int) -> float | None:
+        """Mean of the lengths above `generated`; None if there are none."""
+        longer = self.sorted[bisect.bisect_right(self.sorted, generated) :]
+        return sum(longer) / len(longer) if longer else None
+
+
+class Lengths:
+    """Remembers how long answers became, and expects the like.
+
+    Args:
+        medium, long: an answer expected to be longer than this share of recent answers is Medium, Long.
+    """
+
+    def __init__(self, medium: float = 0.5, long: float = 0.8) -> None:
+        self._medium, self._long = medium, long
+        self._problems: OrderedDict[str, _Recent] = OrderedDict()
+        self._overall = _Recent(_OVERALL)
+
+    def observe(self, problem_id: str, length: int) -> None:
+        """An answer ended after `length` tokens."""
+        recent = self._problems.get(problem_id)
+        if recent is None:
+            recent = self._problems[problem_id] = _Recent(_PER_PROBLEM)
+            if len(self._problems) > _PROBLEMS:
+                self._problems.popitem(last=False)
+        self._problems.move_to_end(problem_id)
+        recent.add(length)
+        self._overall.add(length)
+
+    def expected_total(self, problem_id: str, generated: int, max_total: int) -> float:
+        """Expected length in tokens of an answer that has reached `generated` tokens and cannot exceed `max_total`.
+
+        The mean of the problem's earlier answers that got further than this one; if none did, of all problems'; if
+        none did either, half as long again as it is. (What has outgrown all experience is expected to go on in
+        proportion to its length: the remaining life of a power-law tail.)
+        """
+        own = self._problems.get(problem_id)
+        expected = own.mean_above(generated) if own is not None else None
+        if expected is None:
+            expected = self._overall.mean_above(generated)
+        if expected is None:
+            expected = 1.5 * generated + 1.0
+        return min(expected, float(max_total))
+
+    def classify(self, problem_id: str, generated: int, max_total: int) -> LengthClass:
+        """The answer's class as it stands; Long before anything is known, so that nothing long starts without help."""
+        ordered = self._overall.sorted
+        if not ordered:
+            return LengthClass.LONG
+        expected = self.expected_total(problem_id, generated, max_total)
+        # equal lengths are no longer than each other: an answer as long as all others is Short among them
+        rank = bisect.bisect_left(ordered, expected) / len(ordered)
+        return (
+            LengthClass.LONG if rank > self._long else LengthClass.MEDIUM if rank > self._medium else LengthClass.SHORT
+        )
