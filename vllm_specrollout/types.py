@@ -53,6 +53,8 @@ class RequestView:
     max_draft_tokens: int = 1 << 30
     problem_id: str = ""
     weights_version: int = 0
+    # the name that its client knows it by
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Ending:
     status: Status
     # of the policy when the request ended
     weights_version: int = 0
+    # the name that its client knows it by
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

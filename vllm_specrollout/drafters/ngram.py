@@ -29,7 +29,7 @@ class NgramDrafter:
     name = "ngram"
 
     def __init__(self, config: NgramConfig, max_nodes: int = MAX_NODES, source: int = 0) -> None:
-        self._core = _load_core()
+        self._core = load_core(self.name)
         self._config = config
         self._max_nodes = max_nodes
         # a tree's `source` is a piece of this: one allocation serves all trees
@@ -82,12 +82,17 @@ class NgramDrafter:
         return index
 
 
-def _load_core() -> ModuleType:
+def load_core(drafter: str) -> ModuleType:
+    """Our C++ module.
+
+    Raises:
+        UnsupportedError: it is not built.
+    """
     try:
         from vllm_specrollout import _core
     except ImportError as error:
         raise UnsupportedError(
-            f"the `ngram` drafter needs the C++ module `vllm_specrollout._core`, which cannot be loaded: {error}",
+            f"the `{drafter}` drafter needs the C++ module `vllm_specrollout._core`, which cannot be loaded: {error}",
             "install a wheel, or build it from a checkout: pip install --no-build-isolation -e .",
         ) from error
     return _core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, Status
     return getattr(scheduler_output, _ATTRIBUTE, {})
 
 
+@functools.lru_cache(maxsize=65_536)
 def external_name(request_id: str) -> str:
     """The name under which a client knows a request (with `index_` before it for samples of `n > 1`)."""
     return request_id if vllm.envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM_SUFFIX.sub("", request_id)

@@ -37,17 +37,19 @@ class RequestEntry:
             admission.max_draft_tokens,
             admission.problem_id,
             weights_version,
+            external_name(self.state.req_id),
         )
 
     def ending(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
         """What drafters are told at its end; `num_tokens` of the answer count."""
         return Ending(
-            external_name(self.state.req_id),
+            self.state.req_id,
             self.admission.problem_id,
             np.asarray(self.state.prompt_token_ids or [], dtype=np.int32),
             np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32),
             status,
             weights_version,
+            external_name(self.state.req_id),
         )
 
 
