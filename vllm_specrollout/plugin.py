@@ -27,7 +27,8 @@ def register() -> None:
         return
     problem = supported.version_problem(version)
     if problem is None:
-        patches.apply_all("frontend")
+        for process in patches.PROCESSES:
+            patches.apply_all(process)
         logger.debug("spec rollout is available: patches for vLLM %s are in place", version)
         return
     if envs.wants_spec_rollout():

@@ -8,6 +8,9 @@ so an idle one is named. All of that would change what other tests run, so these
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
 
 os.environ.update(
     TRITON_INTERPRET="1",
@@ -32,3 +35,23 @@ import vllm.v1.sample.ops.topk_topp_sampler as _topk_topp  # noqa: E402 - after 
 
 # vLLM's own top-k/top-p kernel does not run interpreted; its PyTorch form does the same, for stock and for us
 _topk_topp.HAS_TRITON = False
+
+import vllm.v1.worker.gpu.structured_outputs as _structured_outputs  # noqa: E402 - likewise
+
+from tests.v2.grammar_mask import GrammarMask  # noqa: E402 - likewise
+
+_structured_outputs._apply_grammar_bitmask_kernel = GrammarMask()
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous scheduling, which vLLM switches off on CPU although its engine can do it there."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def keep_async(cls: type, vllm_config: Any) -> None:
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))

@@ -16,7 +16,7 @@ from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_model as model
 
-# vLLM's own grammar kernel does not run interpreted
+# requests with a grammar are test_grammar.py's
 FEATURES = tuple(name for name in features(VOCAB) if name not in (*ALONE, "regex", "choice", "json"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 320}
 TREE = {"max_draft_tokens": 6, "max_depth": 6}
@@ -26,20 +26,6 @@ CHAIN = {**TREE, "shape": "chain"}
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asynchronous scheduling, which vLLM switches off on CPU although its engine can do it there."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    stock = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
-
-    def keep_async(cls: type, vllm_config: Any) -> None:
-        stock(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
 
 
 def _drafted_trees(ours: Engine) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-PROCESSES = ("frontend",)
+PROCESSES = ("frontend", "engine_core")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

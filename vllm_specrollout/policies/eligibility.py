@@ -33,7 +33,6 @@ TABLE: tuple[Rule, ...] = (
     Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", Shape.TREE, "the drafts leave no trace"),
     Rule("tensor parallel", Shape.TREE, "rank 0 drafts, all ranks verify the same tree"),
     Rule("structured outputs (grammar, JSON schema, regex)", Shape.CHAIN, "the grammar follows one line of tokens"),
-    Rule("structured outputs, V2 runner", Shape.OFF, "drafts are made after the grammar's masks"),
     Rule("penalties and bad_words, V2 runner", Shape.CHAIN, "its kernels find a row's history in the rows before it"),
     Rule("several KV cache groups (for example sliding and full attention)", Shape.CHAIN, "one block table per group"),
     Rule("thinking_token_budget", Shape.OFF, "its state follows one line of tokens and cannot be taken back"),

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -35,6 +36,7 @@ from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, confi
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
+from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
 from vllm_specrollout.worker.v2.graphs import DraftGraphs, capture, plan_for
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -85,6 +87,10 @@ class SpecRolloutV2(_Base):
         return self.host.speculation
 
     # --- set-up ------------------------------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.structured_outputs_worker = with_masks_for_drafts(self)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
@@ -141,6 +147,10 @@ class SpecRolloutV2(_Base):
             return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self.cudagraph_manager = stock
+
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
+        return DraftTokenIds(list(self._trees), [tree.token_ids.tolist() for tree in self._trees.values()])
 
     def _with_drafts(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.executor import Executor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.policies.room import room_per_request
-from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, with_speculation
+from vllm_specrollout.worker.v2.grammar import drafted_schedule
 
 _Base = Scheduler if TYPE_CHECKING else object
 
@@ -30,6 +32,13 @@ class LeavesRoom(_Base):
         super().__init__(vllm_config, *args, **kwargs)
         self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
         self._report = DraftReport()
+        self._workers: Executor | None = None
+        # grammar masks need a row per draft
+        self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
+
+    def meet_workers(self, executor: Executor) -> None:
+        """Called once by the engine core, before the first step. Not called: a grammar's requests decode plainly."""
+        self._workers = executor
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -46,8 +55,25 @@ class LeavesRoom(_Base):
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
             limit = min(room, self._report.limits.get(request_id, room))
-            if limit > 0 and not request.is_prefill_chunk and not request.use_structured_output:
+            if request.use_structured_output and self._workers is None:
+                continue
+            if limit > 0 and not request.is_prefill_chunk:
                 request.spec_token_ids = [-1] * limit
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Asked for when the step's rows are chosen and every token before them is known to the grammars."""
+        with_room = [
+            request_id
+            for request_id in scheduler_output.scheduled_spec_decode_tokens
+            if (request := self.requests.get(request_id)) is not None and request.use_structured_output
+        ]
+        if with_room:
+            assert self._workers is not None
+            drafts = self._workers.take_draft_token_ids()
+            scheduler_output = drafted_schedule(
+                scheduler_output, with_room, drafts, self.requests, self.structured_output_manager
+            )
+        return super().get_grammar_bitmask(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
