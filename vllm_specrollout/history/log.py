@@ -6,6 +6,7 @@ record it was writing. Power is another matter: only what was written before the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -97,6 +98,7 @@ class Writer:
     def __init__(self, path: Path, visit: Visit | None = None) -> None:
         self.path = path
         self.reader = Reader(path, _lock(path))
+        self._is_closed = False
         try:
             self._prepare(visit)
         except BaseException:
@@ -130,6 +132,8 @@ class Writer:
         """
         scanner = self.reader.scanner()
         assert scanner is not None, "the header was written on opening"
+        if self._is_closed:
+            raise OSError(errno.EBADF, "closed, and perhaps another process's by now", str(self.path))
         frame = Frame(scanner.position, scanner.next_sequence, b"")
         data = new_frame(scanner.seed, frame.sequence, encode_record(record))
         _write(self.reader.descriptor.fd, data, frame.offset)
@@ -161,7 +165,7 @@ class Writer:
             raise
         _sync_folder(self.path.parent)
         copy.reader.path = self.path
-        self.close(sync=False)
+        fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
         self.reader = copy.reader
         return frames
 
@@ -169,6 +173,7 @@ class Writer:
         """Let others write the file. Readers may go on."""
         if sync:
             self.sync()
+        self._is_closed = True
         # explicitly: readers share the descriptor, and the lock with it
         fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
 

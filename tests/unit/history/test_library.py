@@ -1,0 +1,307 @@
+"""What is promised of the library: indices of what is wanted, never more of them than memory allows."""
+
+import random
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.library import Library
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.weights import ONE
+
+BYTES_PER_TOKEN = 100
+
+
+class NaiveIndex:
+    """Remembers what it was given. All that live are counted, with the most bytes they ever had together."""
+
+    alive: dict[int, int] = {}
+    most = 0
+    lock = threading.Lock()
+
+    def __init__(self):
+        self.documents = {}
+        self.retired_before = None
+        self._count()
+
+    @property
+    def nbytes(self):
+        return 64 + BYTES_PER_TOKEN * sum(len(tokens) for tokens, _, _ in self.documents.values())
+
+    def add(self, token_ids, weight, epoch):
+        self.documents[len(self.documents)] = [token_ids.tolist(), weight, epoch]
+        self._count()
+        return len(self.documents) - 1
+
+    def grow(self, num_tokens):
+        self.add(np.zeros(num_tokens, np.int32), ONE, 0)
+
+    def set_weight(self, document, weight):
+        self.documents[document][1] = weight
+
+    def retire(self, before_epoch):
+        self.retired_before = before_epoch
+
+    def weights(self):
+        return [weight for _, weight, _ in self.documents.values()]
+
+    def _count(self):
+        with NaiveIndex.lock:
+            NaiveIndex.alive[id(self)] = self.nbytes
+            NaiveIndex.most = max(NaiveIndex.most, sum(NaiveIndex.alive.values()))
+
+    def __del__(self):
+        with NaiveIndex.lock:
+            NaiveIndex.alive.pop(id(self), None)
+
+
+@pytest.fixture(autouse=True)
+def fresh_count():
+    NaiveIndex.alive, NaiveIndex.most = {}, 0
+
+
+class Later(Executor):
+    """Runs what was submitted when told to."""
+
+    def __init__(self):
+        self.tasks = []
+
+    def submit(self, function, /, *args, **kwargs):
+        self.tasks.append(lambda: function(*args, **kwargs))
+        return Future()
+
+    def run(self):
+        while self.tasks:
+            self.tasks.pop(0)()
+
+
+@pytest.fixture
+def later():
+    return Later()
+
+
+@pytest.fixture
+def build(later):
+    """A store and a library over it."""
+
+    def make(answers=(), **changes):
+        config = HistoryConfig(**({"epochs": 2} | changes))
+        store = HistoryStore(config)
+        for answer in answers:
+            store.append(answer)
+        return store, Library(config, store, NaiveIndex, later)
+
+    return make
+
+
+def tokens_in(index):
+    return [tokens for tokens, _, _ in index.documents.values()]
+
+
+def test_an_index_is_built_from_its_problems_answers_once_it_is_wanted(build, later, make_answer):
+    mine = [make_answer("a"), make_answer("b")]
+    _, library = build([*mine, make_answer("c", problem_id="q")])
+    assert library.get("p") is None
+    library.want("p")
+    assert library.get("p") is None, "it is being built"
+    later.run()
+    assert tokens_in(library.get("p")) == [answer.token_ids.tolist() for answer in mine]
+    assert library.get("q") is None
+    assert (library.stats().built, library.stats().indices, library.stats().building) == (1, 1, 0)
+
+
+def test_a_problem_without_answers_has_an_empty_index_for_its_siblings(build, later):
+    _, library = build()
+    library.want("p")
+    later.run()
+    assert library.get("p").documents == {}
+
+
+def test_wanting_an_index_again_builds_it_once(build, later):
+    _, library = build()
+    library.want("p")
+    library.want("p")
+    later.run()
+    library.want("p")
+    assert library.stats().built == 1 and not later.tasks
+
+
+def test_a_global_library_has_one_index_of_all_problems(build, later, make_answer):
+    _, library = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
+    library.want("p")
+    library.want("q")
+    later.run()
+    assert library.get("p") is library.get("q") is not None
+    assert len(library.get("p").documents) == 2 and library.stats().built == 1
+
+
+def test_weights_say_how_old_an_answer_is_and_how_good(build, later, make_answer):
+    store, library = build([make_answer("old", epoch=0), make_answer("good", epoch=0)])
+    store.report_reward("good", 1.0)
+    store.begin_epoch()
+    store.append(make_answer("new", epoch=1))
+    library.want("p")
+    later.run()
+    assert library.get("p").weights() == [ONE // 2, ONE, ONE]
+
+
+def test_a_reward_reaches_an_index_that_stands(build, later, make_answer):
+    _, library = build([make_answer("a")])
+    library.want("p")
+    later.run()
+    index = library.get("p")
+    library.track("p", "running", index.add(np.arange(3), ONE, 0), 0)
+    library.set_reward("running", 1.0)
+    library.set_reward("a", 3.0)
+    library.set_reward("nobody", 3.0)
+    assert index.weights() == [4 * ONE, 2 * ONE]
+
+
+def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, later, make_answer):
+    store, library = build([make_answer("a"), make_answer("b", problem_id="q")])
+    library.want("p")
+    library.want("q")
+    later.run()
+    index = library.get("p")
+    library.done("q")
+    store.begin_epoch()
+    assert library.get("q") is None
+    assert library.get("p") is index and index.weights() == [ONE // 2] and index.retired_before == -1
+    library.want("q")
+    later.run()
+    assert library.get("q").weights() == [ONE // 2]
+
+
+def test_an_index_finished_after_an_epoch_began_has_that_epochs_weights(build, make_answer):
+    config = HistoryConfig()
+    store = HistoryStore(config)
+    store.append(make_answer("a"))
+    pool, reading, go_on = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+    library = Library(config, store, NaiveIndex, pool)
+    read = store.read
+
+    def slow_read(*arguments):
+        reading.set()
+        go_on.wait()
+        return read(*arguments)
+
+    store.read = slow_read
+    library.want("p")
+    reading.wait()
+    store.begin_epoch()
+    assert library.get("p") is None
+    go_on.set()
+    pool.shutdown(wait=True)
+    assert library.get("p").weights() == [ONE // 2]
+
+
+def test_an_answer_that_ends_during_the_build_is_in_the_index(build, later, make_answer):
+    store, library = build([make_answer("a")])
+    read = store.read
+
+    def read_while_another_ends(*arguments):
+        store.read = read
+        store.append(make_answer("b"))
+        return read(*arguments)
+
+    store.read = read_while_another_ends
+    library.want("p")
+    later.run()
+    assert len(library.get("p").documents) == 2
+
+
+def test_a_build_that_fails_leaves_the_problem_without_index_and_is_logged(build, later, make_answer, caplog):
+    store, library = build([make_answer("a")])
+
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    store.read = fail
+    library.want("p")
+    later.run()
+    assert library.get("p") is None and library.stats().given_up == 1 and "could not be built" in caplog.text
+
+
+def test_the_least_recently_used_index_goes_first_and_those_in_use_last(build, later, make_answer):
+    # each takes 400 kB, and the cap is 1 MiB
+    answers = [make_answer(f"{name}{n}", problem_id=name, count=500) for name in "abcd" for n in range(8)]
+    _, library = build(answers, max_mib=1)
+    for name in "ab":
+        library.want(name)
+        later.run()
+    library.done("a")
+    library.done("b")
+    library.get("a")
+    library.want("c")
+    later.run()
+    assert library.get("b") is None and library.get("a") and library.get("c")
+    library.want("a")
+    library.want("d")
+    later.run()
+    assert library.get("a") and library.get("c"), "in use, so the newcomer goes without their room"
+    assert library.get("d") is None or len(library.get("d").documents) < 8
+
+
+def test_answers_too_many_for_the_cap_are_indexed_from_the_newest_on(build, later, make_answer):
+    answers = [make_answer(str(number), count=1000) for number in range(20)]
+    _, library = build(answers, max_mib=1)
+    library.want("p")
+    later.run()
+    found = tokens_in(library.get("p"))
+    assert 0 < len(found) < 20 and found == [answer.token_ids.tolist() for answer in answers[-len(found) :]]
+    assert library.stats().shortened == 1 and NaiveIndex.most <= 1 << 20
+
+
+def test_an_index_that_outgrows_the_cap_is_dropped(build, later):
+    _, library = build(max_mib=1)
+    library.want("p")
+    library.want("q")
+    later.run()
+    library.get("p").grow(6_000)
+    assert library.get("p") is not None
+    library.get("q").grow(6_000)
+    assert library.get("q") is not None and library.get("p") is None, "the other one made room"
+    library.get("q").grow(6_000)
+    assert library.get("q") is None
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
+    from vllm_specrollout.history.answers import Answer
+    from vllm_specrollout.types import Status
+
+    config = HistoryConfig(max_mib=1)
+    store = HistoryStore(config)
+    rng, picks = np.random.default_rng(0), random.Random(0)
+    for number in range(10_000):
+        tokens = rng.integers(0, 9, int(rng.integers(1, 60))).astype(np.int32)
+        store.append(Answer(f"p{number}", f"r{number}", 0, 0, Status.FINISHED, tokens, tokens[:0]))
+    pool = ThreadPoolExecutor(num_threads)
+    library = Library(config, store, NaiveIndex, pool)
+    served = 0
+    for start in range(0, 10_000, 50):
+        problems = [f"p{number}" for number in range(start, start + 50)]
+        for problem in problems:
+            library.want(problem)
+        while library.stats().building:
+            pool.submit(lambda: None).result()
+        # some requests run on for long
+        for problem in problems:
+            served += library.get(problem) is not None
+            if picks.random() < 0.99:
+                library.done(problem)
+    pool.shutdown(wait=True)
+    stats = library.stats()
+    assert stats.built > 9_000 and served > 9_000 and stats.dropped > 0
+    assert stats.num_bytes <= 1 << 20 and NaiveIndex.most <= 1 << 20
+
+
+def test_closing_gives_up_what_is_being_built(build, later):
+    _, library = build()
+    library.want("p")
+    library.close()
+    later.run()
+    assert library.get("p") is None

@@ -1,0 +1,359 @@
+"""What is promised of the store: a problem's answers of the window, wherever they are kept and whoever wrote them."""
+
+import errno
+import itertools
+import os
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.history import folder, log, table
+from vllm_specrollout.history.frames import HistoryError
+from vllm_specrollout.history.stats import Outcome
+from vllm_specrollout.history.store import HistoryStore
+
+
+@pytest.fixture(params=["in memory", "on disk"])
+def config(request, tmp_path):
+    return HistoryConfig(dir="" if request.param == "in memory" else str(tmp_path / "kept"), epochs=2)
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    return HistoryConfig(dir=str(tmp_path / "kept"), epochs=1)
+
+
+def names(store, problem_id="p"):
+    return [answer.request_id for answer in store.answers(problem_id)]
+
+
+def test_a_problems_answers_come_back_and_no_others(config, make_answer, same):
+    store = HistoryStore(config)
+    mine, other = make_answer("a"), make_answer("b", problem_id="q")
+    store.append(mine)
+    store.append(other)
+    (found,) = store.answers("p")
+    assert same(found, mine)
+    assert names(store, "nobody asked") == []
+    assert [store.read(located).request_id for located in store.find(None)] == ["a", "b"]
+
+
+def test_answers_of_epochs_beyond_the_window_are_dropped(config, make_answer):
+    store = HistoryStore(config)
+    for epoch in range(5):
+        assert store.begin_epoch(epoch) == epoch
+        store.append(make_answer(f"e{epoch}", epoch=epoch))
+        assert names(store) == [f"e{e}" for e in range(max(0, epoch - 2), epoch + 1)]
+    assert store.stats().answers == 3
+
+
+def test_problems_with_the_same_hash_are_told_apart(config, make_answer, monkeypatch):
+    monkeypatch.setattr("vllm_specrollout.history.store.key_of", lambda problem_id: 7)
+    monkeypatch.setattr(folder, "key_of", lambda problem_id: 7)
+    store = HistoryStore(config)
+    store.append(make_answer("a", problem_id="p"))
+    store.append(make_answer("b", problem_id="q"))
+    assert names(store, "p") == ["a"] and names(store, "q") == ["b"]
+
+
+def test_a_reward_is_kept_with_its_answer(config, make_answer):
+    store = HistoryStore(config)
+    store.append(make_answer("a"))
+    assert store.report_reward("a", 0.5) is Outcome.RECORDED
+    assert store.answers("p")[0].reward == 0.5
+    assert store.report_reward("a", 0) is Outcome.REPEATED
+    assert store.answers("p")[0].reward == 0.0
+    store.begin_epoch()
+    store.append(make_answer("b", epoch=0))
+    assert store.report_reward("b", 1.0) is Outcome.LATE
+    assert store.report_reward("c", 1.0) is Outcome.UNKNOWN
+    assert store.stats().rewards == {"recorded": 1, "repeated": 1, "late": 1, "early": 0, "unknown": 1}
+
+
+def test_a_reward_before_the_end_of_its_request_is_kept_for_it(config, make_answer):
+    store = HistoryStore(config)
+    store.arrived("p", "a")
+    store.arrived("p", "b")
+    assert store.report_reward("a", 2.0) is Outcome.EARLY
+    assert store.report_reward("b", 3.0) is Outcome.EARLY
+    store.append(make_answer("a"))
+    store.ended("b")
+    assert store.answers("p")[0].reward == 2.0
+    assert store.report_reward("b", 3.0) is Outcome.UNKNOWN
+
+
+def test_a_reward_goes_to_the_latest_answer_of_that_name(config, make_answer):
+    store = HistoryStore(config)
+    store.append(make_answer("a", problem_id="old"))
+    store.append(make_answer("a", problem_id="new"))
+    store.report_reward("a", 1.0)
+    assert store.answers("old")[0].reward is None and store.answers("new")[0].reward == 1.0
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), "1", None, True])
+def test_a_reward_that_is_no_finite_number_is_refused(config, make_answer, reward):
+    store = HistoryStore(config)
+    store.append(make_answer("a"))
+    with pytest.raises(ConfigError, match="not a finite number"):
+        store.report_reward("a", reward)
+    assert store.answers("p")[0].reward is None
+
+
+def test_epochs_are_guessed_until_the_trainer_names_one(config, make_answer):
+    store = HistoryStore(config)
+
+    def play(problem_id, request_id):
+        epoch = store.arrived(problem_id, request_id)
+        store.append(make_answer(request_id, problem_id, epoch))
+        return epoch
+
+    assert [play(problem, f"{n}") for n, problem in enumerate("pqpq")] == [0, 0, 1, 1]
+    assert store.begin_epoch() == 2
+    assert [play(problem, f"{n}") for n, problem in enumerate("pqpqpq", 10)] == [2] * 6
+
+
+def test_a_negative_epoch_is_refused(config):
+    with pytest.raises(ConfigError, match="the epoch is -1"):
+        HistoryStore(config).begin_epoch(-1)
+
+
+def test_a_store_in_memory_is_bounded_and_drops_its_oldest_answers(make_answer):
+    store = HistoryStore(HistoryConfig(max_mib=1))
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        store.append(make_answer(str(number), token_ids=rng.integers(0, 150_000, 40_000).astype(np.int32)))
+    stats = store.stats()
+    assert stats.memory_bytes <= 1 << 20 and stats.evicted == 30 - stats.answers > 0
+    assert names(store) == [str(n) for n in range(stats.evicted, 30)]
+    assert store.report_reward("0", 1.0) is Outcome.UNKNOWN
+    assert store.report_reward("29", 1.0) is Outcome.RECORDED
+
+
+def test_a_restart_finds_everything_again(on_disk, make_answer, same):
+    store = HistoryStore(on_disk)
+    store.begin_epoch(3)
+    answer = make_answer("a", epoch=3)
+    store.append(answer)
+    store.report_reward("a", 4.0)
+    store.close()
+    again = HistoryStore(on_disk)
+    assert again.epoch == 3
+    (found,) = again.answers("p")
+    assert found.reward == 4.0 and np.array_equal(found.token_ids, answer.token_ids)
+    # its request was another run's
+    assert again.report_reward("a", 1.0) is Outcome.UNKNOWN
+
+
+def test_engines_that_share_a_directory_see_each_others_answers_from_the_next_epoch_on(on_disk, make_answer):
+    one, two = HistoryStore(on_disk), HistoryStore(on_disk)
+    one.append(make_answer("a"))
+    two.append(make_answer("b"))
+    two.report_reward("b", 1.0)
+    assert names(one) == ["a"]
+    one.begin_epoch()
+    assert names(one) == ["a", "b"] and one.answers("p")[1].reward == 1.0
+    two.report_reward("b", 2.0)
+    one.begin_epoch(1)
+    assert one.answers("p")[1].reward == 2.0
+    assert one.stats().files == 2
+
+
+def test_another_engines_file_may_be_rewritten_or_removed_meanwhile(on_disk, make_answer, monkeypatch):
+    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
+    one, two = HistoryStore(on_disk), HistoryStore(on_disk)
+    for name in "abcd":
+        two.append(make_answer(name, epoch=0))
+    one.begin_epoch(1)
+    held = one.find("p")
+    two.begin_epoch(1)
+    two.append(make_answer("e", epoch=1))
+    two.begin_epoch(2)
+    assert [one.read(located).request_id for located in held] == list("abcd")
+    one.begin_epoch(2)
+    assert names(one) == ["e"]
+    os.unlink(two._folder.path)
+    one.begin_epoch(2)
+    assert names(one) == []
+
+
+def test_a_file_mostly_of_old_epochs_is_written_anew(on_disk, make_answer, monkeypatch, same):
+    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
+    store = HistoryStore(on_disk)
+    for epoch in range(6):
+        store.begin_epoch(epoch)
+        for sample in range(5):
+            store.append(make_answer(f"{epoch}-{sample}", epoch=epoch, count=2000))
+            store.report_reward(f"{epoch}-{sample}", sample)
+    sizes = {path: path.stat().st_size for path in log.files(store._folder.path.parent)}
+    assert sum(sizes.values()) < 0.7 * 30 * 2000 * 13 / 8
+    wanted = [f"{epoch}-{sample}" for epoch in (4, 5) for sample in range(5)]
+    assert names(store) == wanted
+    # rewards find their answers in the new file too
+    assert store.report_reward("5-0", 9.0) is Outcome.REPEATED
+    store.close()
+    again = HistoryStore(on_disk)
+    found = {answer.request_id: answer.reward for answer in again.answers("p")}
+    assert [name for name in found] == wanted
+    assert found["5-0"] == 9.0 and found["4-3"] == 3.0
+
+
+def test_answers_and_rewards_that_come_while_the_file_is_rewritten_are_written_after_it(
+    on_disk, make_answer, monkeypatch
+):
+    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
+    tasks = []
+    store = HistoryStore(on_disk, background=tasks.append)
+    for number in range(8):
+        store.append(make_answer(str(number)))
+    store.begin_epoch(2)
+    store.append(make_answer("kept", epoch=2))
+    rewrite = store._folder.rewrite
+
+    def meanwhile(epoch):
+        store.append(make_answer("new", epoch=2))
+        store.report_reward("kept", 1.0)
+        store.report_reward("new", 2.0)
+        return rewrite(epoch)
+
+    monkeypatch.setattr(store._folder, "rewrite", meanwhile)
+    while tasks:
+        tasks.pop(0)()
+    assert store.stats().memory_bytes == 0
+    store.close()
+    again = HistoryStore(on_disk)
+    assert {a.request_id: a.reward for a in again.answers("p")} == {"kept": 1.0, "new": 2.0}
+
+
+def test_a_full_disk_leaves_answers_in_memory_until_there_is_room(on_disk, make_answer, monkeypatch):
+    store = HistoryStore(on_disk)
+    store.append(make_answer("a"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    store.append(make_answer("b"))
+    store.report_reward("a", 1.0)
+    assert names(store) == ["a", "b"] and store.stats().write_errors == 2
+    monkeypatch.undo()
+    store.begin_epoch()
+    assert store.stats().memory_bytes == 0
+    store.close()
+    assert names(HistoryStore(on_disk)) == ["a", "b"]
+
+
+def test_a_closed_store_leaves_the_file_to_others(on_disk, make_answer):
+    store = HistoryStore(on_disk)
+    store.append(make_answer("a"))
+    store.close()
+    other = HistoryStore(on_disk)
+    store.append(make_answer("late"))
+    other.append(make_answer("b"))
+    assert names(other) == ["a", "b"]
+
+
+def test_a_damaged_record_costs_itself_alone(on_disk, make_answer):
+    store = HistoryStore(on_disk)
+    for name in "abc":
+        store.append(make_answer(name))
+    place = store.find("p")[1].place
+    with store._folder.path.open("r+b") as file:
+        file.seek(place.offset + 50)
+        file.write(b"\xff\x00\xff")
+    assert names(store) == ["a", "c"]
+    store.close()
+    again = HistoryStore(on_disk)
+    assert names(again) == ["a", "c"] and again.stats().damaged == 1
+
+
+def test_a_directory_with_a_file_that_cannot_be_read_is_refused_at_the_start(on_disk, make_answer, tmp_path):
+    HistoryStore(on_disk).close()
+    (tmp_path / "kept" / "strange.history").write_bytes(b"something else")
+    with pytest.raises(HistoryError, match="strange.history"):
+        HistoryStore(on_disk)
+
+
+def test_a_file_that_becomes_unreadable_later_is_left_out_with_a_warning(on_disk, make_answer, tmp_path, caplog):
+    store = HistoryStore(on_disk)
+    store.append(make_answer("a"))
+    (tmp_path / "kept" / "strange.history").write_bytes(b"something else")
+    store.begin_epoch()
+    store.begin_epoch(1)
+    assert names(store) == ["a"]
+    assert caplog.text.count("strange.history") == 1
+
+
+def test_threads_may_read_while_another_appends(on_disk, make_answer):
+    store = HistoryStore(on_disk)
+    answers = [make_answer(str(n), problem_id=f"p{n % 3}") for n in range(200)]
+    wrong, stop = [], threading.Event()
+
+    def read():
+        while not stop.is_set():
+            for problem in ("p0", "p1", "p2"):
+                for found in store.answers(problem):
+                    if not np.array_equal(found.token_ids, answers[int(found.request_id)].token_ids):
+                        wrong.append(found)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for answer in answers:
+        store.append(answer)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong and store.stats().answers == 200
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("aer"), st.integers(0, 3), st.integers(0, 5)), max_size=40), st.booleans())
+def test_a_store_is_a_list_of_answers_with_a_window(tmp_path_factory, make_answer_once, steps, is_on_disk):
+    where = str(tmp_path_factory.mktemp("kept")) if is_on_disk else ""
+    store = HistoryStore(HistoryConfig(dir=where, epochs=1))
+    kept, count = [], itertools.count()
+    for kind, problem, number in steps:
+        if kind == "a":
+            answer = make_answer_once(str(next(count)), f"p{problem}", store.epoch)
+            kept.append([answer, None])
+            store.append(answer)
+        elif kind == "e":
+            store.begin_epoch()
+        elif number < len(kept):
+            outcome = store.report_reward(kept[-1 - number][0].request_id, float(problem))
+            if outcome is not Outcome.UNKNOWN:
+                kept[-1 - number][1] = float(problem)
+    for problem in range(4):
+        wanted = [
+            (answer.request_id, reward)
+            for answer, reward in kept
+            if answer.problem_id == f"p{problem}" and answer.epoch >= store.epoch - 1
+        ]
+        assert [(found.request_id, found.reward) for found in store.answers(f"p{problem}")] == wanted
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def make_answer_once():
+    from vllm_specrollout.history.answers import Answer
+    from vllm_specrollout.types import Status
+
+    def make(request_id, problem_id, epoch):
+        tokens = np.arange(int(request_id), dtype=np.int32)
+        return Answer(problem_id, request_id, epoch, 0, Status.FINISHED, tokens, tokens[:2])
+
+    return make
+
+
+def test_rows_that_are_dropped_are_used_again():
+    rows = table.Table()
+    for round_number in range(50):
+        row = rows.add(1, table.Place(0, round_number, 0, round_number, None, 3))
+        assert row <= 1
+        rows.drop(lambda place, oldest=round_number: place.epoch < oldest)
+    assert len(rows) == 1 and rows.num_problems == 1

@@ -1,0 +1,37 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.weights import MOST, ONE, weight_of
+
+REWARDS = st.none() | st.floats(-1e300, 1e300)
+
+
+@pytest.mark.parametrize(
+    "age, reward, weight",
+    [(0, None, 1.0), (0, 0.0, 1.0), (0, 1.0, 2.0), (1, None, 0.5), (2, 1.0, 0.5), (0, -3.0, 1.0), (-1, None, 1.0)],
+)
+def test_a_weight_falls_with_age_and_grows_with_reward(age, reward, weight):
+    assert weight_of(HistoryConfig(), age, reward) == round(weight * ONE)
+
+
+def test_rewards_can_be_left_out_of_it():
+    assert weight_of(HistoryConfig(reward_weight=0.0), 0, 100.0) == ONE
+
+
+def test_without_decay_left_only_this_epoch_counts():
+    config = HistoryConfig(decay=0.0)
+    assert weight_of(config, 0, None) == ONE and weight_of(config, 1, 5.0) == 0
+
+
+@given(st.floats(0, 1), st.floats(0, 1024), st.integers(-3, 1024), REWARDS, REWARDS)
+def test_a_weight_is_bounded_and_follows_the_reward(decay, reward_weight, age, reward, other):
+    config = HistoryConfig(decay=decay, reward_weight=reward_weight)
+    weight = weight_of(config, age, reward)
+    assert 0 <= weight <= MOST
+    if (reward or 0.0) <= (other or 0.0):
+        assert weight <= weight_of(config, age, other)
+    assert weight >= weight_of(config, age + 1, reward) or math.isclose(decay, 1.0)

@@ -1,0 +1,79 @@
+"""When a new epoch begins, guessed from what arrives, for trainers that do not say. Pure: no clock, no files.
+
+An epoch is one pass over the problems. A problem that comes back starts a new one if
+
+- all its requests of this epoch have ended: samples of one group overlap, or at least touch;
+- another problem has arrived since its last request did: a group may be admitted one sample after the other;
+- the policy has changed since, if the caller gives its version: trainers that send a group's samples far apart (all
+  first samples, then all second ones) draw them from one policy, and an epoch without an update would be none.
+
+Wrong guesses cost speed only, never tokens. A boundary too many makes siblings count as a past epoch's; one too few
+(the first problem back still has a request running) is made good by the next problem that comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A problem in the running epoch."""
+
+    running: int
+    # the epoch of its last arrival: a straggler of the last epoch has not been seen in this one
+    epoch: int
+    # arrivals that changed the problem, as counted when this one's last request arrived
+    change: int
+    weights_version: int | None
+
+
+class EpochGuess:
+    """Watches requests come and go."""
+
+    def __init__(self) -> None:
+        # by problem
+        self._seen: dict[str, _Seen] = {}
+        # running requests' problems, by request
+        self._running: dict[str, str] = {}
+        self._epoch = 0
+        self._changes = 0
+        self._last: str | None = None
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def arrived(self, problem_id: str, request_id: str, weights_version: int | None = None) -> bool:
+        """Whether this request begins a new epoch. One that is known to run (it was preempted) never does."""
+        if request_id in self._running:
+            return False
+        if problem_id != self._last:
+            self._changes += 1
+            self._last = problem_id
+        is_new = self._begins(problem_id, weights_version)
+        if is_new:
+            self.begin()
+        self._running[request_id] = problem_id
+        seen = self._seen.setdefault(problem_id, _Seen(0, 0, 0, None))
+        seen.running += 1
+        seen.epoch = self._epoch
+        seen.change = self._changes
+        seen.weights_version = weights_version
+        return is_new
+
+    def ended(self, request_id: str) -> None:
+        """The request is over, however it ended. Unknown ones are none of ours."""
+        problem_id = self._running.pop(request_id, None)
+        if problem_id is not None:
+            self._seen[problem_id].running -= 1
+
+    def begin(self) -> None:
+        """A new epoch: no problem has been seen in it."""
+        self._epoch += 1
+        self._seen = {problem_id: seen for problem_id, seen in self._seen.items() if seen.running}
+
+    def _begins(self, problem_id: str, weights_version: int | None) -> bool:
+        seen = self._seen.get(problem_id)
+        if seen is None or seen.epoch != self._epoch or seen.running or seen.change == self._changes:
+            return False
+        return weights_version is None or weights_version != seen.weights_version

@@ -1,0 +1,203 @@
+"""The directory of a store: the file this process writes, and those that others write. No epochs' logic.
+
+Only the table is shared with the store's callers, so only its changes take the lock. `refresh` and `rewrite` are for
+one thread at a time and take the lock themselves; the rest is called with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_specrollout.history import log
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.frames import Frame, HistoryError
+from vllm_specrollout.history.records import AnswerHead, EpochRecord, Record, RecordHead, RewardRecord
+from vllm_specrollout.history.table import Place, Table, key_of
+
+logger = logging.getLogger(__name__)
+
+OWN = 1
+"""Number of the own file; others count on from there."""
+_NONE = -1
+# rewriting below it saves nothing worth the work
+_LEAST_REWRITTEN = 1 << 20
+
+
+class _Source:
+    """One file, as far as it was read."""
+
+    def __init__(self, reader: log.Reader | None) -> None:
+        self.reader = reader
+        # [sequence number] row of that answer, _NONE: no answer, or one that was dropped
+        self.rows = array("i")
+        self.num_tokens = 0
+        """Of all answers in it, dropped ones too."""
+
+    def set_row(self, sequence: int, row: int) -> None:
+        if sequence >= len(self.rows):
+            self.rows.extend([_NONE] * (sequence + 1 - len(self.rows)))
+        self.rows[sequence] = row
+
+    def row(self, sequence: int) -> int:
+        return self.rows[sequence] if sequence < len(self.rows) else _NONE
+
+
+class Folder:
+    """Opens the directory, claims a file in it and reads all others.
+
+    Raises:
+        HistoryError: a file is damaged in its header, or of another version.
+    """
+
+    def __init__(self, path: Path, table: Table, lock: threading.RLock) -> None:
+        self._path = path
+        self._table = table
+        self._lock = lock
+        self._sources: dict[int, _Source] = {OWN: _Source(None)}
+        self._warned: set[Path] = set()
+        self.latest_epoch = 0
+        """Of all that was read."""
+        own = self._sources[OWN]
+        self._writer = log.claim(path, lambda frame, head: self._take(OWN, own, frame, head))
+        own.reader = self._writer.reader
+        self.refresh(is_start=True)
+
+    @property
+    def path(self) -> Path:
+        """Of the own file."""
+        return self._writer.path
+
+    def readers(self) -> list[log.Reader]:
+        return [source.reader for source in list(self._sources.values()) if source.reader is not None]
+
+    def reader(self, file: int) -> log.Reader | None:
+        """Who reads the file now; it goes on reading it even if another one is put in its place."""
+        return self._sources[file].reader
+
+    def append(self, record: Record) -> int:
+        """Write a record to the own file; returns an answer's row, otherwise -1. Raises OSError: disk full or gone."""
+        frame = self._writer.append(record)
+        if isinstance(record, EpochRecord):
+            self.latest_epoch = max(self.latest_epoch, record.epoch)
+        if not isinstance(record, Answer):
+            return _NONE
+        own = self._sources[OWN]
+        place = Place(OWN, frame.offset, frame.sequence, record.epoch, record.reward, record.token_ids.size)
+        row = self._table.add(key_of(record.problem_id), place)
+        own.set_row(frame.sequence, row)
+        own.num_tokens += place.num_tokens
+        return row
+
+    def move_in(self, row: int, answer: Answer) -> None:
+        """Write an answer whose row is elsewhere so far. Raises OSError: disk full or gone."""
+        frame = self._writer.append(answer)
+        self._table.move(row, OWN, frame.offset, frame.sequence)
+        self._sources[OWN].set_row(frame.sequence, row)
+        self._sources[OWN].num_tokens += answer.token_ids.size
+
+    def sync(self) -> None:
+        self._writer.sync()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def refresh(self, is_start: bool = False) -> None:
+        """Read what others have written since. A file that cannot be used is an error at the start, a warning later."""
+        known = {source.reader.path: number for number, source in self._sources.items() if source.reader is not None}
+        paths = [path for path in log.files(self._path) if path != self.path]
+        for path, number in known.items():
+            reader = self._sources[number].reader
+            if number != OWN and (path not in paths or reader is None or not reader.is_current):
+                self._forget(number)
+        for path in paths:
+            number = known.get(path, 0)
+            if number not in self._sources:
+                number = max(self._sources) + 1
+            try:
+                self._read_on(number, path)
+            except (HistoryError, FileNotFoundError) as error:
+                if is_start and isinstance(error, HistoryError):
+                    raise
+                if path not in self._warned:
+                    logger.warning("answers of another engine are not used: %s", error)
+                self._warned.add(path)
+
+    def _read_on(self, number: int, path: Path) -> None:
+        if number not in self._sources:
+            self._sources[number] = _Source(log.Reader(path))
+        source = self._sources[number]
+        assert source.reader is not None, "only the own file has none, while it is opened"
+        for frame, head in source.reader.records():
+            with self._lock:
+                self._take(number, source, frame, head)
+
+    def _take(self, number: int, source: _Source, frame: Frame, head: RecordHead) -> None:
+        if isinstance(head, AnswerHead):
+            place = Place(number, frame.offset, frame.sequence, head.epoch, head.reward, head.num_tokens)
+            source.set_row(frame.sequence, self._table.add(key_of(head.problem_id), place))
+            source.num_tokens += head.num_tokens
+            self.latest_epoch = max(self.latest_epoch, head.epoch)
+        elif isinstance(head, RewardRecord):
+            row = source.row(head.sequence)
+            if row != _NONE:
+                self._table.set_reward(row, head.reward)
+        else:
+            self.latest_epoch = max(self.latest_epoch, head.epoch)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._table.drop(lambda place: place.file == number)
+            del self._sources[number]
+
+    def dropped(self, places: list[Place]) -> None:
+        """These rows are gone, and may be others' soon. Called with the lock."""
+        for place in places:
+            if place.file in self._sources:
+                self._sources[place.file].set_row(place.sequence, _NONE)
+
+    def is_mostly_dead(self) -> bool:
+        """Whether more than half of the own file is of no use any more. Called with the lock."""
+        own = self._sources[OWN]
+        if self._writer.size < _LEAST_REWRITTEN:
+            return False
+        live = sum(place.num_tokens for _, place in self._table.rows() if place.file == OWN)
+        return 2 * live < own.num_tokens
+
+    def rewrite(self, epoch: int) -> set[int]:
+        """Write the own file anew, with the answers that the table still has. Nothing may be appended meanwhile.
+
+        Returns the rows of answers that turned out to be damaged; the table has them no longer.
+
+        Raises:
+            OSError: the disk is full or gone; all stays as it was.
+        """
+        with self._lock:
+            rows = sorted((p.offset, row, p) for row, p in self._table.rows() if p.file == OWN)
+            reader = self._writer.reader
+        written: list[tuple[int, Place]] = []
+
+        def live() -> Iterator[Record]:
+            yield EpochRecord(epoch)
+            for _, row, place in rows:
+                answer = reader.read(place.offset)
+                if isinstance(answer, Answer):
+                    written.append((row, place))
+                    yield dataclasses.replace(answer, reward=place.reward)
+
+        frames = self._writer.rewrite(live())[1:]
+        with self._lock:
+            own = _Source(self._writer.reader)
+            for (row, place), frame in zip(written, frames, strict=True):
+                self._table.move(row, OWN, frame.offset, frame.sequence)
+                own.set_row(frame.sequence, row)
+                own.num_tokens += place.num_tokens
+            self._sources[OWN] = own
+            lost = {row for _, row, _ in rows} - {row for row, _ in written}
+            for row in lost:
+                self._table.drop_row(row)
+            return lost

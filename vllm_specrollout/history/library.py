@@ -1,0 +1,282 @@
+"""Indices of the problems asked for: built from the store in the background, dropped when memory is short.
+
+An index is private to the thread that builds it until it is published. From then on it belongs to the thread that calls
+`want`, `get`, `done`, `track` and `set_reward`, the engine's: indices have no locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Generic
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.shelf import Document, IndexType, LibraryStats, Shelf
+from vllm_specrollout.history.store import HistoryStore, Located
+from vllm_specrollout.history.weights import weight_of
+
+logger = logging.getLogger(__name__)
+
+GLOBAL = ""
+"""The one problem there is with `scope="global"`."""
+# room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
+_LEAST_GUESS = 256.0
+
+
+class Library(Generic[IndexType]):
+    """Problem id -> index.
+
+    Args:
+        config: `max_mib` bounds all indices together, those being built included.
+        make_index: an empty index.
+        executor: runs the builds; its threads read from the store. Default: one thread.
+        clock: seconds; for the statistics alone.
+    """
+
+    def __init__(
+        self,
+        config: HistoryConfig,
+        store: HistoryStore,
+        make_index: Callable[[], IndexType],
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._make_index = make_index
+        self._executor = executor or ThreadPoolExecutor(1, "specrollout-history")
+        self._clock = clock
+        self._lock = threading.RLock()
+        # least recently used first
+        self._shelves: OrderedDict[str, Shelf[IndexType]] = OrderedDict()
+        # where a request's answer is indexed
+        self._problem_of: dict[str, str] = {}
+        self._num_bytes = 0
+        self._epoch = store.epoch
+        self._bytes_per_token = _LEAST_GUESS
+        self._built = self._dropped = self._shortened = self._given_up = 0
+        self._build_seconds = 0.0
+
+    def want(self, problem_id: str) -> None:
+        """A request for the problem runs from now on; call `done` when it does no longer."""
+        key = self._key(problem_id)
+        with self._lock:
+            self._follow_epoch()
+            shelf = self._shelves.get(key)
+            if shelf is None:
+                shelf = self._shelves[key] = Shelf()
+                self._executor.submit(self._build, key, shelf)
+            shelf.running += 1
+            self._shelves.move_to_end(key)
+
+    def get(self, problem_id: str) -> IndexType | None:
+        """The problem's index; None: it is being built, or was dropped. Another one than before: that was dropped."""
+        key = self._key(problem_id)
+        with self._lock:
+            self._follow_epoch()
+            shelf = self._shelves.get(key)
+            if shelf is None or shelf.index is None:
+                return None
+            self._shelves.move_to_end(key)
+            # it grows with the answers that run
+            self._resize(shelf, shelf.index.nbytes)
+            if not self._make_room(0, key, spare_running=False):
+                # alone too large
+                self._forget(key)
+                self._dropped += 1
+                return None
+            return shelf.index
+
+    def done(self, problem_id: str) -> None:
+        """A request for the problem runs no longer. Its index stays as long as there is room."""
+        with self._lock:
+            shelf = self._shelves.get(self._key(problem_id))
+            if shelf is not None and shelf.running:
+                shelf.running -= 1
+
+    def track(self, problem_id: str, request_id: str, document: int, epoch: int) -> None:
+        """A running request's answer is in its problem's index: rewards and later epochs are to change its weight."""
+        with self._lock:
+            key = self._key(problem_id)
+            shelf = self._shelves.get(key)
+            if shelf is not None and shelf.index is not None:
+                shelf.documents[request_id] = Document(document, epoch, None)
+                self._problem_of[request_id] = key
+
+    def set_reward(self, request_id: str, reward: float) -> None:
+        """Weigh an answer anew, if it is in an index now; the store is told apart from this."""
+        with self._lock:
+            self._follow_epoch()
+            shelf = self._shelves.get(self._problem_of.get(request_id, "\0"))
+            if shelf is None or shelf.index is None or request_id not in shelf.documents:
+                return
+            document = shelf.documents[request_id]
+            document.reward = reward
+            shelf.index.set_weight(document.number, self._weight(document.epoch, reward))
+
+    def stats(self) -> LibraryStats:
+        with self._lock:
+            building = sum(shelf.index is None for shelf in self._shelves.values())
+            return LibraryStats(
+                indices=len(self._shelves) - building,
+                building=building,
+                num_bytes=self._num_bytes,
+                built=self._built,
+                build_seconds=self._build_seconds,
+                dropped=self._dropped,
+                shortened=self._shortened,
+                given_up=self._given_up,
+            )
+
+    def close(self) -> None:
+        """Give up what is being built."""
+        with self._lock:
+            self._shelves.clear()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _key(self, problem_id: str) -> str:
+        return GLOBAL if self._config.scope == "global" else problem_id
+
+    def _weight(self, epoch: int, reward: float | None) -> int:
+        return weight_of(self._config, self._epoch - epoch, reward)
+
+    def _follow_epoch(self) -> None:
+        """On a new epoch, weigh anew what is in use; what is not will be built anew when its problem comes back."""
+        if self._epoch == self._store.epoch:
+            return
+        self._epoch = self._store.epoch
+        for key, shelf in list(self._shelves.items()):
+            if shelf.index is None:
+                continue
+            if not shelf.running and self._config.scope != "global":
+                self._forget(key)
+                continue
+            self._weigh(shelf.index, shelf.documents)
+            self._resize(shelf, shelf.index.nbytes)
+
+    def _weigh(self, index: IndexType, documents: dict[str, Document]) -> None:
+        oldest = self._epoch - self._config.epochs
+        index.retire(oldest)
+        for request_id in [name for name, document in documents.items() if document.epoch < oldest]:
+            del documents[request_id]
+        for document in documents.values():
+            index.set_weight(document.number, self._weight(document.epoch, document.reward))
+
+    def _forget(self, key: str) -> None:
+        shelf = self._shelves.pop(key)
+        self._num_bytes -= shelf.num_bytes
+        for request_id in shelf.documents:
+            if self._problem_of.get(request_id) == key:
+                del self._problem_of[request_id]
+
+    def _resize(self, shelf: Shelf[IndexType], num_bytes: int) -> None:
+        self._num_bytes += num_bytes - shelf.num_bytes
+        shelf.num_bytes = num_bytes
+
+    def _make_room(self, num_bytes: int, key: str, spare_running: bool) -> bool:
+        """Drop indices, the least recently used first and those in use last, until so much more fits; never `key`'s."""
+        limit = self._config.max_mib << 20
+        for is_running in (False,) if spare_running else (False, True):
+            while self._num_bytes + num_bytes > limit:
+                victims = (
+                    k for k, s in self._shelves.items() if k != key and s.index and bool(s.running) == is_running
+                )
+                victim = next(victims, None)
+                if victim is None:
+                    break
+                self._forget(victim)
+                self._dropped += 1
+        return self._num_bytes + num_bytes <= limit
+
+    # --- building, in the executor's threads ---
+
+    def _build(self, key: str, shelf: Shelf[IndexType]) -> None:
+        start = self._clock()
+        try:
+            is_built = self._fill_as_far_as_it_fits(key, shelf)
+        except Exception:
+            # without it the problem's requests decode without its drafts, and that is all
+            logger.exception("an index of the history could not be built")
+            is_built = False
+        with self._lock:
+            self._build_seconds += self._clock() - start
+            self._built += is_built
+            self._given_up += not is_built
+            if not is_built and self._shelves.get(key) is shelf:
+                self._forget(key)
+
+    def _fill_as_far_as_it_fits(self, key: str, shelf: Shelf[IndexType]) -> bool:
+        problem_id = None if self._config.scope == "global" else key
+        located = self._store.find(problem_id)
+        is_short = False
+        while True:
+            with self._lock:
+                epoch = self._epoch
+                if not shelf.running or self._shelves.get(key) is not shelf:
+                    return False
+            index, documents = self._make_index(), dict[str, Document]()
+            if self._fill(key, shelf, index, documents, located, epoch):
+                break
+            if not located:
+                return False
+            is_short = True
+            # the newer half: what is nearest to the policy of now
+            located = located[(len(located) + 1) // 2 :]
+        if not is_short:
+            # what ended meanwhile; what ends from here on is in the index of the next epoch
+            known = {place.place for place in located}
+            later = [place for place in self._store.find(problem_id) if place.place not in known]
+            self._fill(key, shelf, index, documents, later, epoch)
+        num_tokens = sum(found.place.num_tokens for found in located)
+        with self._lock:
+            if num_tokens >= _LEAST_GUESS:
+                self._bytes_per_token = max(self._bytes_per_token, 1.25 * index.nbytes / num_tokens)
+            self._shortened += is_short
+            return self._publish(key, shelf, index, documents, epoch)
+
+    def _fill(
+        self,
+        key: str,
+        shelf: Shelf[IndexType],
+        index: IndexType,
+        documents: dict[str, Document],
+        located: list[Located],
+        epoch: int,
+    ) -> bool:
+        """Add answers, each once there is room for it; False: there is none."""
+        for found in located:
+            with self._lock:
+                if not self._hold(key, shelf, index.nbytes + int(found.place.num_tokens * self._bytes_per_token)):
+                    return False
+            answer = self._store.read(found, None if self._config.scope == "global" else key)
+            earlier = documents.get(answer.request_id) if answer else None
+            if answer is None or (earlier is not None and earlier.epoch == answer.epoch):
+                continue
+            weight = weight_of(self._config, epoch - answer.epoch, answer.reward)
+            number = index.add(answer.token_ids, weight, answer.epoch)
+            documents[answer.request_id] = Document(number, answer.epoch, answer.reward)
+        with self._lock:
+            return self._hold(key, shelf, index.nbytes)
+
+    def _hold(self, key: str, shelf: Shelf[IndexType], num_bytes: int) -> bool:
+        """Make room for an index of so many bytes; False: there is none, or nobody wants the index any more."""
+        if self._shelves.get(key) is not shelf:
+            return False
+        fits = self._make_room(num_bytes - shelf.num_bytes, key, spare_running=True)
+        self._resize(shelf, num_bytes if fits else 0)
+        return fits
+
+    def _publish(
+        self, key: str, shelf: Shelf[IndexType], index: IndexType, documents: dict[str, Document], epoch: int
+    ) -> bool:
+        if not self._hold(key, shelf, index.nbytes):
+            return False
+        if self._epoch != epoch:
+            self._weigh(index, documents)
+        shelf.index, shelf.documents = index, documents
+        self._problem_of |= dict.fromkeys(documents, key)
+        return True

@@ -1,0 +1,66 @@
+"""Compressed answers in memory, for a store without directory, or while it cannot write. No locks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.records import decode_record, encode_record
+
+
+class Held(NamedTuple):
+    # of the table
+    row: int
+    request_id: str
+    record: bytes
+
+
+class Memory:
+    """Answers by key, oldest first, at most so many bytes of them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: OrderedDict[int, Held] = OrderedDict()
+        self._next_key = 0
+        self.num_bytes = 0
+        """Of records; what Python adds to each, some 200 bytes, is not counted."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def reserve(self) -> int:
+        """The key of the next answer."""
+        return self._next_key
+
+    def put(self, row: int, answer: Answer) -> None:
+        """Keep an answer under the key reserved last."""
+        record = encode_record(answer)
+        self._held[self._next_key] = Held(row, answer.request_id, record)
+        self._next_key += 1
+        self.num_bytes += len(record)
+
+    def record(self, key: int) -> bytes:
+        return self._held[key].record
+
+    def drop(self, key: int) -> None:
+        self.num_bytes -= len(self._held.pop(key).record)
+
+    def items(self) -> list[tuple[int, Held]]:
+        """All of them, oldest first."""
+        return list(self._held.items())
+
+    def overflow(self) -> Iterator[Held]:
+        """Drop the oldest answers that there is no room for."""
+        while self.num_bytes > self._most_bytes and self._held:
+            _, held = self._held.popitem(last=False)
+            self.num_bytes -= len(held.record)
+            yield held
+
+
+def decode_answer(record: bytes) -> Answer:
+    """The answer of a record that this process encoded."""
+    answer = decode_record(record)
+    assert isinstance(answer, Answer), "only answers are held"
+    return answer

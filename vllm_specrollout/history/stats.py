@@ -1,0 +1,41 @@
+"""What a store says of itself: what became of a reward, how much it holds. Carriers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Outcome(Enum):
+    """What became of a reported reward."""
+
+    RECORDED = "recorded"
+    LATE = "late"
+    """Recorded, but its answer's epoch was already over."""
+    REPEATED = "repeated"
+    """Recorded in place of an earlier one."""
+    EARLY = "early"
+    """Kept until its request has ended."""
+    UNKNOWN = "unknown"
+    """Nothing recorded: no such request in this or the last epoch of this engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds, and what went wrong."""
+
+    epoch: int
+    answers: int
+    problems: int
+    tokens: int
+    files: int
+    file_bytes: int
+    memory_bytes: int
+    """Of compressed answers in memory: all without `history.dir`, otherwise those that could not be written."""
+    damaged: int
+    """Records that were written and could not be read."""
+    evicted: int
+    """Answers dropped because those in memory took more than `history.max_mib`."""
+    write_errors: int
+    # by Outcome.value
+    rewards: dict[str, int]
