@@ -1,9 +1,29 @@
 """Lossless tree speculation for RL rollouts inside vLLM.
 
-Importing this package makes `LLM(MODEL, spec_rollout=True)` work, before or after vLLM is imported.
+Importing this package makes `LLM(MODEL, spec_rollout=True)` work, before or after vLLM is imported. Trainers tell a
+running engine of rewards and epochs with `report_rewards` and `begin_epoch`; with an `AsyncLLM` they await the functions
+of the same names with an `a` before them.
 """
 
 from vllm_specrollout.plugin import register
+from vllm_specrollout.reports import (
+    abegin_epoch,
+    aread_history,
+    areport_rewards,
+    begin_epoch,
+    read_history,
+    report_rewards,
+)
+
+__all__ = [
+    "abegin_epoch",
+    "aread_history",
+    "areport_rewards",
+    "begin_epoch",
+    "read_history",
+    "register",
+    "report_rewards",
+]
 
 __version__ = "0.1.0"
 

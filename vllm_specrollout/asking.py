@@ -1,0 +1,117 @@
+"""How a running engine is asked something: one method of all its workers, whether its client is called or awaited.
+
+A conversation is a generator that yields calls and is sent their answers, so that it is written once for engines that
+are called (`LLM`, `LLMEngine`) and for engines that are awaited (`AsyncLLM`). Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+
+_SETTINGS = "spec_rollout"  # our entry in vLLM's `additional_config`
+
+T = TypeVar("T")
+# [engines][workers] what each worker answered
+Answers = list[list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method of all workers, and its arguments."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+Conversation = Generator[Call, Answers, T]
+
+
+def ask(engine: Any, conversation: Conversation[T]) -> T:
+    """Lead a conversation with an engine that is called.
+
+    Raises:
+        ConfigError: it is no such engine.
+        UnsupportedError: it keeps no history.
+    """
+    _check_kind(engine, is_async=False)
+    check_keeps_history(engine)
+    try:
+        call = next(conversation)
+        while True:
+            call = conversation.send([engine.collective_rpc(call.method, args=call.args)])
+    except StopIteration as end:
+        return end.value
+
+
+async def aask(engine: Any, conversation: Conversation[T]) -> T:
+    """Lead a conversation with an engine that is awaited, or with all of them behind its client.
+
+    Raises:
+        ConfigError: it is no such engine.
+        UnsupportedError: it keeps no history.
+    """
+    _check_kind(engine, is_async=True)
+    check_keeps_history(engine)
+    try:
+        call = next(conversation)
+        while True:
+            call = conversation.send(await _await_all(engine, call))
+    except StopIteration as end:
+        return end.value
+
+
+async def _await_all(engine: Any, call: Call) -> Answers:
+    client: Any = getattr(engine, "engine_core", None)
+    if len(getattr(client, "core_engines", ())) > 1:
+        # data parallel: `AsyncLLM.collective_rpc` reaches every engine, but returns the first one's answers alone
+        return await client.call_utility_all_async("collective_rpc", call.method, None, call.args, None)
+    return [await engine.collective_rpc(call.method, args=call.args)]
+
+
+def _check_kind(engine: Any, *, is_async: bool) -> None:
+    rpc = getattr(engine, "collective_rpc", None)
+    if not callable(rpc):
+        raise ConfigError(
+            f"the engine is a {type(engine).__name__}, which has no `collective_rpc`",
+            "give the `LLM`, `LLMEngine` or `AsyncLLM`",
+        )
+    if inspect.iscoroutinefunction(rpc) == is_async:
+        return
+    if is_async:
+        raise ConfigError(
+            f"the engine is a {type(engine).__name__}, which is called, not awaited",
+            "use `report_rewards`, `begin_epoch` or `read_history`",
+        )
+    raise ConfigError(
+        f"the engine is a {type(engine).__name__}, which is awaited, not called",
+        "await `areport_rewards`, `abegin_epoch` or `aread_history`",
+    )
+
+
+def check_keeps_history(engine: Any) -> None:
+    """Refuse an engine whose configuration says that it keeps no history; one that hides its configuration passes.
+
+    Raises:
+        UnsupportedError: spec rollout is off, or has no `history` drafter.
+    """
+    vllm_config = getattr(getattr(engine, "llm_engine", engine), "vllm_config", None)
+    if vllm_config is None:
+        return
+    given = getattr(vllm_config, "additional_config", None)
+    settings = given.get(_SETTINGS) if isinstance(given, Mapping) else None
+    if not settings:
+        raise UnsupportedError(
+            "spec rollout is off in this engine", 'start it with --spec-rollout \'{"drafters": ["history", "ngram"]}\''
+        )
+    drafters = list(settings.get("drafters", ()))
+    if "history" not in drafters:
+        raise UnsupportedError(
+            f"this engine keeps no history; its drafters are {json.dumps(drafters)}",
+            f"start it with --spec-rollout '{json.dumps({'drafters': ['history', *drafters]})}'",
+        )

@@ -1,0 +1,242 @@
+"""What trainers tell a running engine, and ask of it: rewards, epochs, and what the history holds.
+
+What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
+and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/history_calls.py`.
+
+Each function comes twice: for engines that are called (`LLM`, `LLMEngine`), and, beginning with `a`, for engines that
+are awaited (`AsyncLLM`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask
+from vllm_specrollout.errors import ConfigError
+
+MAX_REWARDS = 65_536
+"""Most rewards of one report."""
+MAX_ID_LENGTH = 256
+"""Most characters of a request's id."""
+MAX_INDEX = 65_535
+"""Highest index of a sample."""
+MAX_EPOCH = 2**31 - 1
+"""Highest number of an epoch."""
+
+
+class EpochError(ConfigError):
+    """The epoch named lies before the present one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The reward of one answer."""
+
+    request_id: str
+    reward: float
+    index: int | None = None
+    """Which sample of the request; None: it has one."""
+
+
+# --- for engines that are called --------------------------------------------------------------------------------------
+
+
+def report_rewards(llm: Any, rewards: Mapping[str, float | Sequence[float]]) -> dict[str, int]:
+    """Tell an engine what its answers were worth; better ones then weigh more in the drafts of the next epoch.
+
+    Args:
+        llm: an `LLM` or `LLMEngine`.
+        rewards: request id (`RequestOutput.request_id`) -> reward, or for `n > 1` a list with one reward per sample, in
+            the order of `RequestOutput.outputs`. Finite numbers; arrays and tensors of them are fine.
+
+    Returns:
+        How many rewards were "matched" to an answer, "repeated" (took the place of an earlier one) and "unknown". Late,
+        repeated and unknown ids are counted, not refused.
+
+    Raises:
+        ConfigError: a reward or an id cannot be used, there are more than `MAX_REWARDS`, or `llm` is no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return ask(llm, reporting(flatten(rewards)))
+
+
+def begin_epoch(llm: Any, epoch: int | None = None) -> int:
+    """Tell an engine that the trainer begins its next epoch, or the one named; returns the epoch begun.
+
+    Raises:
+        EpochError: `epoch` is below the present one.
+        ConfigError: it is no epoch, or `llm` no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return ask(llm, beginning(epoch))
+
+
+def read_history(llm: Any) -> dict[str, Any]:
+    """What the history holds, in plain JSON types.
+
+    Returns:
+        "engines": per engine, counts, bytes and hits. "total": their sums, the latest epoch, and "hit_rate": of the
+        times the history was asked for a draft, the share in which it had one (None if it was never asked).
+
+    Raises:
+        ConfigError: `llm` is no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return ask(llm, reading())
+
+
+# --- for engines that are awaited ------------------------------------------------------------------------------------
+
+
+async def areport_rewards(engine: Any, rewards: Mapping[str, float | Sequence[float]]) -> dict[str, int]:
+    """`report_rewards` for an `AsyncLLM`."""
+    return await aask(engine, reporting(flatten(rewards)))
+
+
+async def abegin_epoch(engine: Any, epoch: int | None = None) -> int:
+    """`begin_epoch` for an `AsyncLLM`."""
+    return await aask(engine, beginning(epoch))
+
+
+async def aread_history(engine: Any) -> dict[str, Any]:
+    """`read_history` for an `AsyncLLM`."""
+    return await aask(engine, reading())
+
+
+# --- the conversations -----------------------------------------------------------------------------------------------
+
+
+def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
+    """Send rewards; an id that one engine does not know may be another's."""
+    if len(rewards) > MAX_REWARDS:
+        raise ConfigError(
+            f"{len(rewards)} rewards in one report; the limit is {MAX_REWARDS}", "split them over several calls"
+        )
+    entries = [(candidates(entry.request_id, entry.index), entry.reward) for entry in rewards]
+    answers = yield Call("spec_rollout_report_rewards", (entries,))
+    matched, repeated = (sum(counts[kind] for counts in _flat(answers)) for kind in ("matched", "repeated"))
+    return {"matched": matched, "repeated": repeated, "unknown": max(0, len(entries) - matched - repeated)}
+
+
+def beginning(epoch: int | None) -> Conversation[int]:
+    """Begin an epoch in all engines, or in none."""
+    if epoch is not None:
+        _check_whole("epoch", epoch, MAX_EPOCH)
+        # asked first: of several engines, none shall begin what another would refuse
+        kept = yield Call("spec_rollout_history")
+        present = max((report.get("epoch", 0) for report in _flat(kept) if report), default=0)
+        if epoch < present:
+            raise EpochError(
+                f"`epoch` is {epoch}, below the present epoch {present}",
+                f"name {present} or a later epoch, or none to begin epoch {present + 1}",
+            )
+    answers = yield Call("spec_rollout_begin_epoch", (epoch,))
+    # ranks that keep no history echo the number they were given
+    return max(_flat(answers))
+
+
+def reading() -> Conversation[dict[str, Any]]:
+    """Ask for what is kept."""
+    answers = yield Call("spec_rollout_history")
+    # of an engine's workers, those that do not draft say nothing
+    engines = [report for report in _flat(answers) if report]
+    total = _sum(engines)
+    lookups = total.get("lookups", 0)
+    total["hit_rate"] = total.get("hits", 0) / lookups if lookups else None
+    return {"total": total, "engines": engines}
+
+
+def candidates(request_id: str, index: int | None) -> list[str]:
+    """The names an answer may have in vLLM, likeliest first, without the random suffix of its internal name.
+
+    vLLM puts `index_` before the name of each sample of `n > 1`; its completions endpoint puts `-prompt` behind the id
+    that the client sees, even for one prompt, and numbers the choices of several prompts through.
+    """
+    single = [request_id, f"{request_id}-0"]
+    if index is None:
+        return single
+    names = [f"{index}_{request_id}", f"{index}_{request_id}-0", f"{request_id}-{index}"]
+    return names + [name for name in single if index == 0 and name not in names]
+
+
+# --- what is given ---------------------------------------------------------------------------------------------------
+
+
+def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
+    """One entry per answer.
+
+    Raises:
+        ConfigError: an id or a reward cannot be used.
+    """
+    if not isinstance(rewards, Mapping):
+        raise ConfigError(
+            f"`rewards` is a {type(rewards).__name__}, not a mapping",
+            "give {request_id: reward}, or {request_id: [reward of each sample]}",
+        )
+    entries: list[Reward] = []
+    for request_id, given in rewards.items():
+        _check_id(request_id)
+        # arrays and tensors, with one number or several
+        value = given.tolist() if hasattr(given, "tolist") else given
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            where = f"rewards[{request_id!r}]"
+            _check_whole(f"number of samples in {where}", len(value), MAX_INDEX + 1)
+            entries += [Reward(request_id, _finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)]
+        else:
+            entries.append(Reward(request_id, _finite(f"rewards[{request_id!r}]", value)))
+    return entries
+
+
+def _check_id(request_id: Any) -> None:
+    if not isinstance(request_id, str):
+        raise ConfigError(
+            f"a request's id is {request_id!r}, of type {type(request_id).__name__}",
+            "give `RequestOutput.request_id`, which is a str",
+        )
+    if not 0 < len(request_id) <= MAX_ID_LENGTH:
+        raise ConfigError(
+            f"a request's id has {len(request_id)} characters, outside 1 to {MAX_ID_LENGTH}",
+            "give the id that vLLM returned",
+        )
+
+
+def _finite(name: str, value: Any) -> float:
+    # True is 1 to Python; here it is more likely a comparison that was meant to be a score
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"`{name}` is {value!r}, of type {type(value).__name__}", "give a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"`{name}` is {number}, not a finite number", "leave answers without a reward out")
+    return number
+
+
+def _check_whole(name: str, value: Any, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"`{name}` is {value!r}, of type {type(value).__name__}", "give a whole number")
+    if not 0 <= value <= high:
+        raise ConfigError(f"`{name}` is {value}, outside 0 to {high}", f"give a number from 0 to {high}")
+
+
+def _flat(answers: Answers) -> list[Any]:
+    return [answer for workers in answers for answer in workers]
+
+
+def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts add up, also within groups; of epochs the latest counts; rates and texts have no sum."""
+    total: dict[str, Any] = {}
+    for report in reports:
+        for name, value in report.items():
+            if name == "epoch":
+                total[name] = max(total.get(name, 0), value)
+            elif isinstance(value, Mapping):
+                total[name] = _sum([total.get(name, {}), value])
+            elif isinstance(value, int) and not isinstance(value, bool):
+                total[name] = total.get(name, 0) + value
+    return total
