@@ -21,7 +21,7 @@ from ..policy.grpo import GrpoConfig
 from ..rollout.plot import check_matplotlib
 from .engines import Engines, suffix_problem
 from .loop import Loop, Models, Outcome, num_units
-from .plan import DEFAULT_SPEC_ROLLOUT, DEFAULT_SPECULATIVE, ENGINES, Arm, Plan, json_object, make_arms
+from .plan import ABLATIONS, DEFAULT_SPEC_ROLLOUT, DEFAULT_SPECULATIVE, ENGINES, Arm, Plan, json_object, make_arms
 from .rows import SUFFIX, EpochRow, epoch_rows
 from .show import plot, print_ablation, print_epochs, print_notes
 
@@ -151,10 +151,12 @@ def _run(
     served, grown = model, None if size == "none" else size
     if grown is not None:
         served = inflated_policy(model, grown, cache, display.counter(f"inflating the policy to {grown}"))
-    report = display.steps(num_units(plan, arms))
-    with Engines(plan, arms, served, kv_gib=kv_gib, is_verbose=is_verbose) as running:
+    together = [arm for arm in arms if arm.name not in ABLATIONS]
+    variants = [arm for arm in arms if arm.name in ABLATIONS]
+    report = display.steps(num_units(plan, together, variants))
+    with Engines(plan, together, served, kv_gib=kv_gib, is_verbose=is_verbose) as running:
         models = Models(policy=model, served=served, size=grown)
-        return Loop(plan, models, running, report, trace).run(save)
+        return Loop(plan, models, running, report, trace).run(save, variants)
 
 
 def _check_outputs(json: Path | None, plot_to: Path | None, trace: Path | None, save: Path | None) -> None:

@@ -32,7 +32,7 @@ class Engines:
     """The engine processes of a loop, in the order of its arms; a context manager."""
 
     def __init__(self, plan: Plan, arms: Sequence[Arm], model: Path, *, kv_gib: int, is_verbose: bool) -> None:
-        self._plan = plan
+        self._plan, self._model, self._kv_gib, self._is_verbose = plan, model, kv_gib, is_verbose
         self.arms = tuple(arms)
         self._specs = [
             arm.engine_spec(plan.engine_arguments(model), kv_gib=kv_gib, is_verbose=is_verbose) for arm in arms
@@ -44,7 +44,16 @@ class Engines:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all engines."""
         self._stack.close()
+        self._processes.clear()
+
+    def alone(self, arm: Arm) -> Engines:
+        """Another arm's engine, set up as these; not started."""
+        return Engines(self._plan, [arm], self._model, kv_gib=self._kv_gib, is_verbose=self._is_verbose)
 
     def start(self, index: int) -> None:
         """Start the engine of one arm, and let it set its kernels up on prompts that are like no task."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,16 @@ class Loop:
         self._problems = problem_set(plan)
         self._prompts = {problem.problem_id: self._encode(problem) for problem in self._problems}
         self._takes_rewards = True
+        # per step, what a variant needs to meet the same
+        self._done: list[tuple[list[Request], Run]] = []
 
-    def run(self, save: Path | None = None) -> Outcome:
-        """All epochs; with `save`, the trained policy goes into that folder."""
+    def run(self, save: Path | None = None, variants: Sequence[Arm] = ()) -> Outcome:
+        """All epochs; with `save`, the trained policy goes into that folder.
+
+        Args:
+            variants: run afterwards, one engine at a time, as all at once take too much memory: each answers the same
+                requests with the same weights, and is compared with the same answers of stock.
+        """
         for index, arm in enumerate(self._engines.arms):
             self._report(f"starting the {arm.name} engine", 0)
             self._engines.start(index)
@@ -77,6 +84,9 @@ class Loop:
         with tempfile.TemporaryDirectory(prefix="specrollout-grpo-") as scratch:
             for step in range(self._plan.num_steps):
                 rows.append(self._step(step, Path(scratch)))
+            self._engines.close()
+            for arm in variants:
+                rows = self._replay(arm, rows, Path(scratch))
         if save is not None:
             self._trainer.save(save, self._plan.dtype)
         notes = [] if self._takes_rewards else ["our engine takes no rewards in this version: none were reported"]
@@ -95,6 +105,7 @@ class Loop:
         requests = requests_of_step(plan, self._problems, self._prompts, step)
         results = self._roll_out(step, requests)
         stock, _, rewards = results[STOCK]
+        self._done.append((requests, stock))
         runs = tuple(
             engine_run(arm, run, stock, idle, own)
             for arm, (run, idle, own) in ((arm, results[arm.name]) for arm in self._engines.arms)
@@ -122,6 +133,27 @@ class Loop:
             push_s=push_s,
             inflation_error=error,
         )
+
+    def _replay(self, arm: Arm, rows: Sequence[StepRow], scratch: Path) -> list[StepRow]:
+        """The rows with the runs of one more arm."""
+        extended = []
+        with self._engines.alone(arm) as engines:
+            self._report(f"starting the {arm.name} engine", 0)
+            engines.start(0)
+            self._report("", 1)
+            for row, (requests, stock) in zip(rows, self._done, strict=True):
+                self._report(f"step {row.step + 1} of {self._plan.num_steps}: {arm.name}", 0)
+                if row.step % self._plan.steps_per_epoch == 0:
+                    engines.begin_epoch()
+                if row.step > 0:
+                    engines.push(self._served(row.step, scratch))
+                    self._drop_served(row.step - 1, scratch)
+                run, idle = engines.roll_out(arm, requests)
+                rewards = self._rewards(requests, run)
+                engines.report_rewards(arm, requests, rewards)
+                extended.append(replace(row, runs=(*row.runs, engine_run(arm, run, stock, idle, rewards))))
+                self._report("", 1)
+        return extended
 
     def _roll_out(self, step: int, requests: Sequence[Request]) -> dict[str, tuple[Run, float, list[float]]]:
         """Engine -> its answers, cores kept busy by the others, rewards. Another engine begins every step."""
@@ -160,19 +192,28 @@ class Loop:
         """
         self._report("pushing the weights", 0)
         begin = time.perf_counter()
-        folder = served = self._trainer.save(scratch / f"policy-{version}", self._plan.dtype)
-        if self._models.size is not None:
-            served = inflate(folder, scratch / f"served-{version}", self._models.size)
+        folder = self._trainer.save(scratch / f"policy-{version}", self._plan.dtype)
+        served = self._served(version, scratch)
         self._engines.push(served)
         seconds = time.perf_counter() - begin
         error = None
         if served != folder:
             error = inflation_error(folder, served, list(self._prompts.values())[:_CHECKED_PROMPTS])
-            # of the version before, which nobody reads any more
-            for path in (scratch / f"served-{version - 1}").glob("*.safetensors"):
-                path.unlink()
+            self._drop_served(version - 1, scratch)
         self._report("", 1)
         return seconds, error
+
+    def _served(self, version: int, scratch: Path) -> Path:
+        """What the engines load of a saved version: the policy itself, or inflated anew."""
+        folder = scratch / f"policy-{version}"
+        if self._models.size is None:
+            return folder
+        return inflate(folder, scratch / f"served-{version}", self._models.size)
+
+    def _drop_served(self, version: int, scratch: Path) -> None:
+        """Free the disk that an inflated version took; no engine reads it any more."""
+        for path in (scratch / f"served-{version}").glob("*.safetensors"):
+            path.unlink()
 
     def _is_finished(self, ids: Sequence[int]) -> bool:
         return bool(ids) and ids[-1] == self._tokenizer.eos_token_id
@@ -202,6 +243,7 @@ class Loop:
         ]
 
 
-def num_units(plan: Plan, arms: Sequence[Arm]) -> int:
+def num_units(plan: Plan, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
     """Progress units that `Loop.run` reports: starts, rollouts, updates, pushes."""
-    return len(arms) + plan.num_steps * (len(arms) + 1) + plan.num_steps - 1
+    num_arms = len(arms) + len(variants)
+    return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1
