@@ -97,7 +97,7 @@ class Writer:
 
     def __init__(self, path: Path, visit: Visit | None = None) -> None:
         self.path = path
-        self.reader = Reader(path, _lock(path))
+        self.reader = Reader(path, lock(path, create=True))
         self._is_closed = False
         try:
             self._prepare(visit)
@@ -199,15 +199,20 @@ def files(folder: Path) -> list[Path]:
 
 def is_locked(path: Path) -> bool:
     """Whether some process writes the file now."""
+    descriptor = Descriptor(path, os.O_RDONLY)
     try:
-        descriptor = _lock(path, create=False)
-    except LockedError:
+        fcntl.flock(descriptor.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
     return False
 
 
-def _lock(path: Path, create: bool = True) -> Descriptor:
+def lock(path: Path, create: bool = False) -> Descriptor:
+    """Open a file for as long as the descriptor lives, so that no other process writes it meanwhile.
+
+    Raises:
+        LockedError: another process writes it.
+    """
     # a lock of the open file (flock), not of the process (lockf): closing a reader of the same file keeps it
     while True:
         descriptor = Descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))

@@ -1,0 +1,210 @@
+"""What `specrollout history` does: look into files, merge, trim, remove. No printing: see history_cli.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_specrollout.history import log
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.frames import HEADER, VERSION, HistoryError
+from vllm_specrollout.history.log import SUFFIX, Reader, Writer
+from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What one file holds."""
+
+    path: str
+    # None: it has no header yet
+    version: int | None
+    is_being_written: bool
+    records: int
+    answers: int
+    rewards: int
+    """Of answers that have one."""
+    problems: int
+    # None: no answers
+    first_epoch: int | None
+    last_epoch: int | None
+    tokens: int
+    file_bytes: int
+    missing: int
+    """Records that were written and cannot be read."""
+    damaged: int
+    """Stretches without a good record, between good ones."""
+    torn_bytes: int
+    """Behind the last good record: one being written, or torn by a kill; its next writer cuts them."""
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the whole file, all its records included."""
+        return self.file_bytes / self.tokens if self.tokens else None
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """The history files that are named, or lie in the folders that are.
+
+    Raises:
+        HistoryError: a path does not exist, or a folder has none.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise HistoryError(f"`{path}` does not exist", "name a history file, or the directory in `history.dir`")
+        inside = log.files(path) if path.is_dir() else [path]
+        if not inside:
+            raise HistoryError(
+                f"`{path}` has no history files (*{SUFFIX})",
+                "name the directory in `history.dir`, or run a rollout first",
+            )
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def inspect(path: Path) -> FileReport:
+    """Read a whole file, whether it is being written or not. Tokens are decoded, so that nothing is taken on trust."""
+    reader = Reader(path)
+    num_records = num_tokens = num_undecodable = 0
+    problems: set[str] = set()
+    epochs: list[int] = []
+    rewarded: set[int] = set()
+    answers: set[int] = set()
+    for frame, head in reader.records():
+        num_records += 1
+        if isinstance(head, AnswerHead):
+            try:
+                decode_record(frame.payload)
+            except ValueError:
+                num_undecodable += 1
+                continue
+            answers.add(frame.sequence)
+            problems.add(head.problem_id)
+            epochs.append(head.epoch)
+            num_tokens += head.num_tokens
+            if head.reward is not None:
+                rewarded.add(frame.sequence)
+        elif isinstance(head, RewardRecord):
+            rewarded.add(head.sequence)
+    scanner = reader.scanner()
+    size = reader.descriptor.size()
+    return FileReport(
+        path=str(path),
+        version=None if scanner is None else VERSION,
+        is_being_written=log.is_locked(path),
+        records=num_records,
+        answers=len(answers),
+        rewards=len(rewarded & answers),
+        problems=len(problems),
+        first_epoch=min(epochs, default=None),
+        last_epoch=max(epochs, default=None),
+        tokens=num_tokens,
+        file_bytes=size,
+        missing=0 if scanner is None else scanner.missing + reader.undecodable + num_undecodable,
+        damaged=0 if scanner is None else scanner.damaged,
+        torn_bytes=size if scanner is None else max(0, size - max(scanner.position, HEADER.size)),
+    )
+
+
+def answers_of(path: Path) -> Iterator[Answer]:
+    """All answers of a file that can be read, with their last rewards, in the order they were written."""
+    rewards = {head.sequence: head.reward for _, head in Reader(path).records() if isinstance(head, RewardRecord)}
+    for frame, head in Reader(path).records():
+        if not isinstance(head, AnswerHead):
+            continue
+        try:
+            answer = decode_record(frame.payload)
+        except ValueError:
+            continue
+        assert isinstance(answer, Answer), "its head is an answer's"
+        yield dataclasses.replace(answer, reward=rewards.get(frame.sequence, answer.reward))
+
+
+def merge(sources: list[Path], into: Path) -> int:
+    """Write the answers of all files into a new one, those that are there twice once; returns how many.
+
+    Raises:
+        HistoryError: the new file exists, or a source cannot be read.
+        OSError: it cannot be written; then it is not there.
+    """
+    if into.exists():
+        raise HistoryError(f"`{into}` exists already", "name a file that does not exist, or remove this one first")
+    if into.suffix != SUFFIX:
+        raise HistoryError(f"`{into}` does not end in `{SUFFIX}`, so no engine would read it", f"name it *{SUFFIX}")
+    into.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = into.with_name(into.name + ".merging")
+    unfinished.unlink(missing_ok=True)
+    seen: set[tuple[str, str, int, int, bytes]] = set()
+    try:
+        writer = Writer(unfinished)
+        for source in sources:
+            for answer in answers_of(source):
+                tokens = answer.token_ids.tobytes()[-64:]
+                key = (answer.problem_id, answer.request_id, answer.epoch, answer.token_ids.size, tokens)
+                if key not in seen:
+                    writer.append(answer)
+                seen.add(key)
+        writer.sync()
+        writer.close()
+        os.rename(unfinished, into)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return len(seen)
+
+
+def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:
+    """Keep the last `epochs` epochs of those in any of the files; returns each file's answers before and after.
+
+    Raises:
+        LockedError: one of the files is being written; then none is changed.
+    """
+    writers = _lock_all(paths)
+    try:
+        latest = max((answer.epoch for path in paths for answer in answers_of(path)), default=0)
+        changed = {}
+        for path, writer in writers.items():
+            answers = [(answer.epoch, number) for number, answer in enumerate(answers_of(path))]
+            kept = {number for epoch, number in answers if epoch > latest - epochs}
+            changed[path] = (len(answers), len(kept))
+            if len(kept) < len(answers):
+                live = (answer for number, answer in enumerate(answers_of(path)) if number in kept)
+                writer.rewrite(_led_by(EpochRecord(latest), live))
+        return changed
+    finally:
+        for writer in writers.values():
+            writer.close(sync=False)
+
+
+def _led_by(first: EpochRecord, answers: Iterator[Answer]) -> Iterator[EpochRecord | Answer]:
+    yield first
+    yield from answers
+
+
+def clear(paths: list[Path]) -> int:
+    """Remove the files; returns how many bytes that frees.
+
+    Raises:
+        LockedError: one of the files is being written; then none is removed.
+    """
+    held = [log.lock(path) for path in paths]
+    freed = sum(descriptor.size() for descriptor in held)
+    for path in paths:
+        path.unlink()
+    return freed
+
+
+def _lock_all(paths: list[Path]) -> dict[Path, Writer]:
+    writers: dict[Path, Writer] = {}
+    try:
+        for path in paths:
+            writers[path] = Writer(path)
+    except BaseException:
+        for writer in writers.values():
+            writer.close(sync=False)
+        raise
+    return writers

@@ -1,0 +1,105 @@
+"""`specrollout history`: what the `history` drafter keeps, seen and handled from outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_specrollout.errors import UnsupportedError
+
+app = typer.Typer(help="Look into, merge, trim or remove kept answers.", no_args_is_help=True, rich_markup_mode=None)
+
+Paths = Annotated[list[Path], typer.Argument(help="History files, or directories of them.", show_default=False)]
+
+
+@app.callback()
+def _history() -> None:
+    """Answers that the `history` drafter keeps in `history.dir`. Needs neither vLLM nor a GPU."""
+
+
+@app.command("inspect")
+def inspect_files(paths: Paths, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what each file holds, and whether anything in it is damaged. Engines may go on writing."""
+    from vllm_specrollout.history import upkeep
+
+    reports = [upkeep.inspect(path) for path in upkeep.find(paths)]
+    rows = [dataclasses.asdict(report) | {"bytes_per_token": report.bytes_per_token} for report in reports]
+    if json:
+        typer.echo(json_module.dumps({"files": rows}, indent=2))
+        return
+    for row in rows:
+        typer.echo(_as_text(row))
+
+
+def _as_text(row: dict[str, object]) -> str:
+    lines = [f"{row.pop('path')}"]
+    for name, value in row.items():
+        if isinstance(value, float):
+            shown = f"{value:.2f}"
+        elif value is None:
+            shown = "-"
+        else:
+            shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+        lines.append(f"  {name.replace('_', ' '):<18}{shown}")
+    return "\n".join(lines) + "\n"
+
+
+@app.command()
+def merge(
+    paths: Paths, into: Annotated[Path, typer.Option(help="The new file, *.history.", show_default=False)]
+) -> None:
+    """Write the answers of several files into a new one, once each. The old ones stay."""
+    from vllm_specrollout.history import upkeep
+
+    sources = upkeep.find(paths)
+    with _DiskErrors(into):
+        count = upkeep.merge(sources, into)
+    typer.echo(f"{count} answers of {len(sources)} files: {into}")
+
+
+@app.command()
+def trim(
+    paths: Paths,
+    epochs: Annotated[int, typer.Option(min=0, help="How many of the last epochs to keep.", show_default=False)],
+) -> None:
+    """Drop the answers of all but the last epochs. Refused while an engine writes one of the files."""
+    from vllm_specrollout.history import upkeep
+
+    with _DiskErrors(paths[0]):
+        changed = upkeep.trim(upkeep.find(paths), epochs)
+    for path, (before, after) in changed.items():
+        typer.echo(f"{path}: {before} answers, {after} kept")
+
+
+@app.command()
+def clear(paths: Paths, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
+    """Remove the files. Refused while an engine writes one of them."""
+    from vllm_specrollout.history import upkeep
+
+    found = upkeep.find(paths)
+    if not yes:
+        typer.confirm(f"Remove {len(found)} history files ({', '.join(map(str, found))})?", abort=True)
+    with _DiskErrors(paths[0]):
+        freed = upkeep.clear(found)
+    typer.echo(f"{len(found)} files removed, {freed} bytes")
+
+
+class _DiskErrors:
+    """A disk's refusal, worded like every other error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise UnsupportedError(
+                f"`{self._path}` cannot be written: {error.strerror or error}",
+                "free space, or see to the directory's permissions",
+            ) from None
