@@ -1,0 +1,51 @@
+"""Two ranks: the tokens of stock vLLM on two ranks, with trees that the first rank drafts for both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.v2.models import small_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(model: str, spec_rollout: object) -> dict[str, Any]:
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.v2.two_ranks", model, json.dumps(spec_rollout)],
+        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads(lines[-1].removeprefix("RESULT"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path) -> None:
+    model = small_model(tmp_path, "qwen3", "float32")
+    stock = _run(model, False)
+    recorded = tmp_path / "answers.json"
+    recorded.write_text(json.dumps({str(i): tokens for i, tokens in enumerate(stock["tokens"])}))
+    oracle = {"path": str(recorded), "accuracy": [0.5, 0.4], "seed": 3}
+    ours = _run(model, {"drafters": ["oracle"], "budget": "fixed", "max_draft_tokens": 6, "oracle": oracle})
+    assert ours["tokens"] == stock["tokens"]
+    first, second = ours["stats"]
+    for count in ("steps", "drafted", "accepted", "branches_committed"):
+        assert first[count] == second[count] > 0, count
+    assert first["shape"] == "tree"
+    # one request has a grammar: the scheduler asked for its drafts across processes
+    assert first["request_reasons"] == {
+        "penalties count the rows before a row": 1,
+        "structured outputs follow one line of tokens": 1,
+    }
