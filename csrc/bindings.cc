@@ -13,6 +13,7 @@
 namespace py = pybind11;
 using namespace specrollout;
 
+void bind_history(py::module_& m);
 void bind_ngram(py::module_& m);
 
 namespace {
@@ -114,5 +115,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("scratch_needed", &scratch_needed, py::arg("parents"), py::arg("root"), py::arg("block_size"));
   m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
+  bind_history(m);
   bind_ngram(m);
 }

@@ -1,0 +1,101 @@
+// Where did the last n tokens of an answer occur before: in earlier answers to its problem, its siblings, its prompt?
+//
+// Twin and specification: vllm_specrollout/drafters/history_naive.py. What belongs here: the places of every context,
+// kept as the text grows, shrinks and is forgotten. What they are worth is in history_draft.h.
+//
+// As in LZ matchers: a hash table per context length names the latest place of each context, and every place names the
+// one before it. See docs/adr/0008-history-index.md for what else was tried.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/history_text.h"
+
+namespace specrollout {
+
+// One problem's prompts and answers. Not thread-safe: one caller at a time per index.
+class HistoryIndex {
+ public:
+  // Contexts are compared this far back, whatever `max_match` is.
+  static constexpr int kReach = 64;
+  static constexpr int kMaxLengths = 3;
+  static constexpr int32_t kOne = 1 << 8;
+
+  // Throws std::invalid_argument unless 1 <= min_match <= max_match <= 64 and 1 <= max_matches.
+  HistoryIndex(int min_match, int max_match, int max_matches);
+
+  // The prompt of the documents added from now on. One that the index has is not stored again.
+  void SetPrompt(const int32_t* token_ids, size_t count);
+  // A finished answer; returns its id. Weight 0 keeps it out of all drafts.
+  int32_t Add(const int32_t* token_ids, size_t count, int32_t weight, int32_t epoch);
+  // An answer that grows.
+  int32_t Open(int32_t epoch, int32_t weight);
+  void Append(int32_t id, const int32_t* token_ids, size_t count);
+  // Makes the answer hold exactly these tokens: appends what is new, or starts it over where what it holds is no
+  // prefix; then returns false. Only its last `kSyncWindow` tokens are compared.
+  bool Sync(int32_t id, const int32_t* token_ids, size_t count);
+  void SetWeight(int32_t id, int32_t weight);
+  void Remove(int32_t id);
+  // Removes all answers of epochs before this one; returns how many.
+  int Retire(int32_t before_epoch);
+
+  size_t num_tokens() const { return text_.num_tokens(); }
+  size_t num_documents() const;
+  size_t nbytes() const;
+  int max_matches() const { return max_matches_; }
+  int min_match() const { return lengths_.front().n; }
+  int max_match() const { return lengths_.back().n; }
+  int num_lengths() const { return static_cast<int>(lengths_.size()); }
+  int length(int which) const { return lengths_[which].n; }
+  const HistoryText& text() const { return text_; }
+
+  static uint64_t Hash(const int32_t* recent, int count);
+  // The latest live place whose context of length `which` is `recent` (latest first), 0 = none.
+  void PrefetchSlot(int which, uint64_t hash) const;
+  void PrefetchHead(int which, uint64_t hash) const;
+  Place Latest(int which, uint64_t hash, const int32_t* recent) const;
+  // The live place before this one with the same context.
+  Place Previous(int which, Place place) const;
+
+  // Throws std::logic_error with the reason if a stored invariant is broken.
+  void CheckIntegrity() const;
+
+ private:
+  static constexpr size_t kSyncWindow = 64;
+
+  struct Head {
+    uint32_t tag = 0;
+    // latest place, 0 = free
+    Place place = 0;
+  };
+  // All contexts of one length n.
+  struct Length {
+    int n;
+    // open-addressing hash table; a power of two, at most three quarters full
+    std::vector<Head> heads;
+    size_t num_distinct = 0;
+  };
+
+  void AppendTo(int32_t slot, const int32_t* token_ids, size_t count);
+  void Link(int which, Place place, const int32_t* recent, uint64_t hash);
+  // The head of the context, or the free one where it belongs.
+  size_t FindHead(const Length& length, uint32_t tag, const int32_t* recent) const;
+  void Resize(Length* length, size_t capacity);
+  Place SkipDead(int which, Place place) const;
+  void Kill(int32_t slot, bool is_kept);
+  void Compact();
+  void CheckLength(int which) const;
+
+  int max_matches_;
+  // [1 to kMaxLengths] shortest first
+  std::vector<Length> lengths_;
+  HistoryText text_;
+  // last page of the present prompt, 0 = none; and every prompt's slot
+  int32_t prompt_ = 0;
+  std::vector<int32_t> prompts_;
+};
+
+}  // namespace specrollout
