@@ -6,7 +6,6 @@ one thread at a time and take the lock themselves; the rest is called with it.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from array import array
@@ -16,7 +15,7 @@ from pathlib import Path
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.frames import Frame, HistoryError
-from vllm_specrollout.history.records import AnswerHead, EpochRecord, Record, RecordHead, RewardRecord
+from vllm_specrollout.history.records import AnswerHead, EpochRecord, Record, RecordHead, RewardRecord, with_reward
 from vllm_specrollout.history.table import Place, Table, key_of
 
 logger = logging.getLogger(__name__)
@@ -181,13 +180,13 @@ class Folder:
             reader = self._writer.reader
         written: list[tuple[int, Place]] = []
 
-        def live() -> Iterator[Record]:
+        def live() -> Iterator[Record | bytes]:
             yield EpochRecord(epoch)
             for _, row, place in rows:
-                answer = reader.read(place.offset)
-                if isinstance(answer, Answer):
+                payload = reader.payload(place.offset)
+                if payload is not None:
                     written.append((row, place))
-                    yield dataclasses.replace(answer, reward=place.reward)
+                    yield with_reward(payload, place.reward)
 
         frames = self._writer.rewrite(live())[1:]
         with self._lock:

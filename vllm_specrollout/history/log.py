@@ -66,14 +66,19 @@ class Reader:
             self._scanner = None if seed is None else Scanner(seed)
         return self._scanner
 
-    def read(self, offset: int) -> Record | None:
-        """The record at this place; None: it was damaged since it was found. Any thread may call this."""
+    def payload(self, offset: int) -> bytes | None:
+        """The bytes of the record at this place; None: it was damaged since it was found. Any thread may call this."""
         scanner = self._scanner
         if scanner is None:
             return None
         frame = frame_at(Window(self.descriptor.fd, self.descriptor.size(), 1 << 14), scanner.seed, offset)
+        return None if frame is None else frame.payload
+
+    def read(self, offset: int) -> Record | None:
+        """The record at this place, likewise."""
+        payload = self.payload(offset)
         try:
-            return None if frame is None else decode_record(frame.payload)
+            return None if payload is None else decode_record(payload)
         except ValueError:
             return None
 
@@ -124,8 +129,8 @@ class Writer:
         assert scanner is not None, "the header was written on opening"
         return scanner.position
 
-    def append(self, record: Record) -> Frame:
-        """Hand the record to the operating system; returns its place, without payload.
+    def append(self, record: Record | bytes) -> Frame:
+        """Hand a record, or its bytes, to the operating system; returns its place, without payload.
 
         Raises:
             OSError: the disk is full or gone. The file is as it was before.
@@ -135,7 +140,8 @@ class Writer:
         if self._is_closed:
             raise OSError(errno.EBADF, "closed, and perhaps another process's by now", str(self.path))
         frame = Frame(scanner.position, scanner.next_sequence, b"")
-        data = new_frame(scanner.seed, frame.sequence, encode_record(record))
+        payload = record if isinstance(record, bytes) else encode_record(record)
+        data = new_frame(scanner.seed, frame.sequence, payload)
         _write(self.reader.descriptor.fd, data, frame.offset)
         scanner.note(frame.sequence)
         scanner.position += len(data)
@@ -145,7 +151,7 @@ class Writer:
         """Wait until all records are on disk."""
         os.fsync(self.reader.descriptor.fd)
 
-    def rewrite(self, records: Iterable[Record]) -> list[Frame]:
+    def rewrite(self, records: Iterable[Record | bytes]) -> list[Frame]:
         """Put a file with these records, and no others, in this one's place; returns where they now are.
 
         A crash leaves either the old file or the new one, whole. Who has the old one open can still read it.
@@ -171,11 +177,13 @@ class Writer:
 
     def close(self, sync: bool = True) -> None:
         """Let others write the file. Readers may go on."""
-        if sync:
-            self.sync()
         self._is_closed = True
-        # explicitly: readers share the descriptor, and the lock with it
-        fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
+        try:
+            if sync:
+                self.sync()
+        finally:
+            # explicitly: readers share the descriptor, and the lock with it
+            fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
 
     def _spare(self) -> Path:
         return self.path.with_name(self.path.name + ".new")

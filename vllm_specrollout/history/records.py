@@ -77,6 +77,12 @@ def encode_record(record: Record) -> bytes:
     return b"".join((start, problem, request, tail, encode_tokens(record.token_ids)))
 
 
+def with_reward(payload: bytes, reward: float | None) -> bytes:
+    """An answer's payload with another reward, the rest untouched."""
+    start = _ANSWER.unpack_from(payload)
+    return _ANSWER.pack(*start[:2], reward is not None, reward or 0.0, *start[4:]) + payload[_ANSWER.size :]
+
+
 def decode_head(payload: bytes) -> RecordHead:
     """The record, without an answer's tokens.
 

@@ -58,6 +58,9 @@ class HistoryStore:
         self._config = config
         self._background = background
         self._lock = threading.RLock()
+        # held while settling, so that nobody gives the file away meanwhile; taken before the other one
+        self._settling = threading.Lock()
+        self._is_closed = False
         self._table = Table()
         self._guess = EpochGuess()
         self._is_guessing = True
@@ -81,11 +84,14 @@ class HistoryStore:
     def arrived(self, problem_id: str, request_id: str, weights_version: int | None = None) -> int:
         """A request was admitted; returns its epoch, which it may have begun (see epochs.py)."""
         with self._lock:
-            begins = self._guess.arrived(problem_id, request_id, weights_version)
-            if begins and self._is_guessing:
+            begins = self._guess.arrived(problem_id, request_id, weights_version) and self._is_guessing
+            if begins:
                 latest = self._folder.latest_epoch if self._folder else 0
                 self._begin(max(self._epoch + 1, latest))
-            return self._epoch
+            epoch = self._epoch
+        if begins:
+            self._background(self._settle)
+        return epoch
 
     def ended(self, request_id: str) -> None:
         """A request that was admitted is over; for those without an answer, or with one under another name."""
@@ -140,23 +146,27 @@ class HistoryStore:
         with self._lock:
             self._is_guessing = False
             self._guess.begin()
-            self._begin(self._epoch + 1 if epoch is None else epoch)
-            return self._epoch
+            begun = self._begin(self._epoch + 1 if epoch is None else epoch)
+        self._background(self._settle)
+        return begun
 
-    def _begin(self, epoch: int) -> None:
+    def _begin(self, epoch: int) -> int:
         if epoch < 0:
             raise ConfigError(f"the epoch is {epoch}, below 0", "count epochs from 0, or give no number")
         self._epoch = epoch
         if self._folder is not None and self._meanwhile is None:
             self._write(EpochRecord(epoch))
-        self._background(self._settle)
+        return epoch
 
     def _settle(self) -> None:
         """What a new epoch means for what is kept; may take as long as writing all of it does."""
-        folder = self._folder
-        if folder is None:
-            self._drop_old()
-            return
+        with self._settling:
+            if self._folder is None:
+                self._drop_old()
+            elif not self._is_closed:
+                self._settle_folder(self._folder)
+
+    def _settle_folder(self, folder: Folder) -> None:
         try:
             folder.sync()
             folder.refresh()
@@ -281,6 +291,10 @@ class HistoryStore:
 
     def close(self) -> None:
         """Wait until all is on disk, and let others have the file. What is in memory only is lost."""
-        with self._lock:
-            if self._folder is not None:
-                self._folder.close()
+        with self._settling, self._lock:
+            if self._folder is not None and not self._is_closed:
+                try:
+                    self._folder.close()
+                except OSError as error:
+                    self._note_error(error)
+            self._is_closed = True

@@ -1,5 +1,6 @@
 """What is promised of a history file: every record comes back, one writes it, damage costs what it touches."""
 
+import dataclasses
 import os
 import struct
 import subprocess
@@ -22,6 +23,7 @@ from vllm_specrollout.history.records import (
     decode_head,
     decode_record,
     encode_record,
+    with_reward,
 )
 from vllm_specrollout.types import Status
 
@@ -63,6 +65,12 @@ def test_an_answer_comes_back_as_it_was(answer):
     back = decode_record(encode_record(answer))
     for name in Answer.__slots__:
         assert np.array_equal(getattr(back, name), getattr(answer, name)), name
+
+
+@given(ANSWERS, st.none() | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_reward_can_be_put_into_an_answers_bytes(answer, reward):
+    changed = with_reward(encode_record(answer), reward)
+    assert changed == encode_record(dataclasses.replace(answer, reward=reward))
 
 
 @given(OTHERS)

@@ -257,6 +257,25 @@ def test_a_closed_store_leaves_the_file_to_others(on_disk, make_answer):
     assert names(other) == ["a", "b"]
 
 
+def test_what_was_left_to_do_when_a_store_closed_is_not_done_to_a_file_that_may_be_anothers(
+    on_disk, make_answer, monkeypatch
+):
+    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
+    tasks = []
+    store = HistoryStore(on_disk, background=tasks.append)
+    store.append(make_answer("a"))
+    store.begin_epoch(5)
+    store.close()
+    store.close()
+    other = HistoryStore(on_disk)
+    other.append(make_answer("b", epoch=5))
+    for task in tasks:
+        task()
+    other.append(make_answer("c", epoch=5))
+    other.close()
+    assert names(HistoryStore(on_disk)) == ["b", "c"]
+
+
 def test_a_damaged_record_costs_itself_alone(on_disk, make_answer):
     store = HistoryStore(on_disk)
     for name in "abc":
