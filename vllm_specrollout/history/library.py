@@ -99,7 +99,8 @@ class Library(Generic[IndexType]):
                 shelf.running -= 1
 
     def track(self, problem_id: str, request_id: str, document: int, epoch: int) -> None:
-        """A running request's answer is in its problem's index: rewards and later epochs are to change its weight."""
+        """An answer that grew in its problem's index is complete and stays: its reward and age are to count from now
+        on. Until then the document is the caller's, and the library leaves it alone."""
         with self._lock:
             key = self._key(problem_id)
             shelf = self._shelves.get(key)
@@ -160,11 +161,12 @@ class Library(Generic[IndexType]):
 
     def _weigh(self, index: IndexType, documents: dict[str, Document]) -> None:
         oldest = self._epoch - self._config.epochs
-        index.retire(oldest)
-        for request_id in [name for name, document in documents.items() if document.epoch < oldest]:
-            del documents[request_id]
-        for document in documents.values():
-            index.set_weight(document.number, self._weight(document.epoch, document.reward))
+        for request_id, document in list(documents.items()):
+            if document.epoch < oldest:
+                index.remove(document.number)
+                del documents[request_id]
+            else:
+                index.set_weight(document.number, self._weight(document.epoch, document.reward))
 
     def _forget(self, key: str) -> None:
         shelf = self._shelves.pop(key)
@@ -257,6 +259,7 @@ class Library(Generic[IndexType]):
             if answer is None or (earlier is not None and earlier.epoch == answer.epoch):
                 continue
             weight = weight_of(self._config, epoch - answer.epoch, answer.reward)
+            index.set_prompt(answer.prompt_tail)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[answer.request_id] = Document(number, answer.epoch, answer.reward)
         with self._lock:

@@ -14,13 +14,15 @@ class Index(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def set_prompt(self, token_ids: IntArray) -> None:
+        """The prompt of the answers added from now on; cheap for one that the index has."""
+
     def add(self, token_ids: IntArray, weight: int, epoch: int) -> int:
         """Add a whole answer; returns its document's number."""
 
     def set_weight(self, document: int, weight: int) -> None: ...
 
-    def retire(self, before_epoch: int) -> None:
-        """Drop the documents of epochs before this one."""
+    def remove(self, document: int) -> None: ...
 
 
 IndexType = TypeVar("IndexType", bound=Index)

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.library import Library
 from vllm_specrollout.history.store import HistoryStore
@@ -24,7 +25,8 @@ class NaiveIndex:
 
     def __init__(self):
         self.documents = {}
-        self.retired_before = None
+        self.prompts = []
+        self.next = 0
         self._count()
 
     @property
@@ -32,9 +34,10 @@ class NaiveIndex:
         return 64 + BYTES_PER_TOKEN * sum(len(tokens) for tokens, _, _ in self.documents.values())
 
     def add(self, token_ids, weight, epoch):
-        self.documents[len(self.documents)] = [token_ids.tolist(), weight, epoch]
+        self.documents[self.next] = [token_ids.tolist(), weight, epoch]
+        self.next += 1
         self._count()
-        return len(self.documents) - 1
+        return self.next - 1
 
     def grow(self, num_tokens):
         self.add(np.zeros(num_tokens, np.int32), ONE, 0)
@@ -42,8 +45,11 @@ class NaiveIndex:
     def set_weight(self, document, weight):
         self.documents[document][1] = weight
 
-    def retire(self, before_epoch):
-        self.retired_before = before_epoch
+    def set_prompt(self, token_ids):
+        self.prompts.append(token_ids.tolist())
+
+    def remove(self, document):
+        del self.documents[document]
 
     def weights(self):
         return [weight for _, weight, _ in self.documents.values()]
@@ -109,6 +115,7 @@ def test_an_index_is_built_from_its_problems_answers_once_it_is_wanted(build, la
     assert library.get("p") is None, "it is being built"
     later.run()
     assert tokens_in(library.get("p")) == [answer.token_ids.tolist() for answer in mine]
+    assert library.get("p").prompts == [answer.prompt_tail.tolist() for answer in mine]
     assert library.get("q") is None
     assert (library.stats().built, library.stats().indices, library.stats().building) == (1, 1, 0)
 
@@ -169,10 +176,22 @@ def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, lat
     library.done("q")
     store.begin_epoch()
     assert library.get("q") is None
-    assert library.get("p") is index and index.weights() == [ONE // 2] and index.retired_before == -1
+    assert library.get("p") is index and index.weights() == [ONE // 2]
     library.want("q")
     later.run()
     assert library.get("q").weights() == [ONE // 2]
+
+
+def test_an_index_in_use_loses_what_is_too_old_but_no_answer_that_grows(build, later, make_answer):
+    store, library = build([make_answer("a")], epochs=0)
+    library.want("p")
+    later.run()
+    index = library.get("p")
+    growing, complete = (index.add(np.arange(3), ONE, 0) for _ in range(2))
+    library.track("p", "complete", complete, 0)
+    store.begin_epoch()
+    assert list(library.get("p").documents) == [growing]
+    library.set_reward("complete", 1.0)
 
 
 def test_an_index_finished_after_an_epoch_began_has_that_epochs_weights(build, make_answer):
@@ -297,6 +316,26 @@ def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
     stats = library.stats()
     assert stats.built > 9_000 and served > 9_000 and stats.dropped > 0
     assert stats.num_bytes <= 1 << 20 and NaiveIndex.most <= 1 << 20
+
+
+@pytest.mark.skipif(not hasattr(_core, "HistoryIndex"), reason="the C++ core was built before it had this index")
+def test_the_index_of_the_core_is_one_that_a_library_can_keep(later, make_answer):
+    config = HistoryConfig(max_mib=1)
+    store = HistoryStore(config)
+    for number in range(20):
+        store.append(make_answer(str(number), epoch=0, count=2000))
+    library = Library(config, store, lambda: _core.HistoryIndex(min_match=3, max_match=7, max_matches=32), later)
+    library.want("p")
+    later.run()
+    index = library.get("p")
+    assert 0 < index.num_documents <= 21 and index.nbytes <= 1 << 20
+    store.report_reward("19", 2.0)
+    library.set_reward("19", 2.0)
+    for _ in range(4):
+        store.begin_epoch()
+        assert library.get("p") is index
+    assert library.stats().indices == 1
+    index.check_integrity()
 
 
 def test_closing_gives_up_what_is_being_built(build, later):
