@@ -107,20 +107,23 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self._forget_prefixes()
 
-    def report_rewards(self, rewards: dict[str, float]) -> bool:
-        """Tell our engine what requests (by name) earned; False if it takes no rewards."""
+    def report_rewards(self, rewards: dict[str, float]) -> dict[str, int] | None:
+        """Tell our engine what requests (by name) earned; how many of them it knew, or None if it takes no rewards."""
         return self._tell("report_rewards", rewards)
 
-    def begin_epoch(self) -> bool:
-        """Tell our engine that every problem will be asked again; False if it does not ask to be told."""
+    def begin_epoch(self) -> int | None:
+        """Tell our engine that every problem will be asked again; None if it keeps no epochs."""
         return self._tell("begin_epoch")
 
-    def _tell(self, name: str, *arguments: Any) -> bool:
-        function = getattr(importlib.import_module("vllm_specrollout"), name, None)
-        if function is None:
-            return False
-        function(self.llm, *arguments)
-        return True
+    def _tell(self, name: str, *arguments: Any) -> Any:
+        from vllm_specrollout.errors import UnsupportedError
+
+        for module in ("vllm_specrollout", "vllm_specrollout.reports"):
+            with contextlib.suppress(ModuleNotFoundError, UnsupportedError):
+                function = getattr(importlib.import_module(module), name, None)
+                if function is not None:
+                    return function(self.llm, *arguments)
+        return None
 
     def shape(self) -> dict[str, Any]:
         """What may be drafted for this model, and why not more; only for our engine."""

@@ -90,10 +90,10 @@ class Engines:
             if arm.is_ours:
                 self._processes[arm.name].ask("begin_epoch")
 
-    def report_rewards(self, arm: Arm, requests: Sequence[Request], rewards: Sequence[float]) -> bool:
-        """Tell one of our engines what its answers earned; False if it takes no rewards."""
+    def report_rewards(self, arm: Arm, requests: Sequence[Request], rewards: Sequence[float]) -> dict[str, int] | None:
+        """Tell one of our engines what its answers earned; how many of them it knew, None if it takes no rewards."""
         earned = {request.request_id: value for request, value in zip(requests, rewards, strict=True)}
-        return bool(self._processes[arm.name].ask("report_rewards", rewards=earned))
+        return self._processes[arm.name].ask("report_rewards", rewards=earned)
 
     def push(self, folder: Path) -> None:
         """Load new weights into every engine, and empty its prefix cache."""

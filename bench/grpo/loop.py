@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ class Loop:
         self._trainer = GrpoTrainer(models.policy, plan.grpo)
         self._problems = problem_set(plan)
         self._prompts = {problem.problem_id: self._encode(problem) for problem in self._problems}
-        self._takes_rewards = True
+        # one answer of `Engines.report_rewards` per rollout of ours
+        self._reports: list[dict[str, int] | None] = []
         # per step, what a variant needs to meet the same
         self._done: list[tuple[list[Request], Run]] = []
 
@@ -89,8 +90,7 @@ class Loop:
                 rows = self._replay(arm, rows, Path(scratch))
         if save is not None:
             self._trainer.save(save, self._plan.dtype)
-        notes = [] if self._takes_rewards else ["our engine takes no rewards in this version: none were reported"]
-        return Outcome(steps=tuple(rows), notes=tuple(notes))
+        return Outcome(steps=tuple(rows), notes=reward_notes(self._reports))
 
     def _encode(self, problem: Problem) -> list[int]:
         ids = self._tokenizer(prompt_text(problem.prompt), add_special_tokens=False)["input_ids"]
@@ -150,7 +150,7 @@ class Loop:
                     self._drop_served(row.step - 1, scratch)
                 run, idle = engines.roll_out(arm, requests)
                 rewards = self._rewards(requests, run)
-                engines.report_rewards(arm, requests, rewards)
+                self._reports.append(engines.report_rewards(arm, requests, rewards))
                 extended.append(replace(row, runs=(*row.runs, engine_run(arm, run, stock, idle, rewards))))
                 self._report("", 1)
         return extended
@@ -165,7 +165,7 @@ class Loop:
             run, idle = self._engines.roll_out(arm, requests)
             rewards = self._rewards(requests, run)
             if arm.is_ours:
-                self._takes_rewards &= self._engines.report_rewards(arm, requests, rewards)
+                self._reports.append(self._engines.report_rewards(arm, requests, rewards))
             results[arm.name] = (run, idle, rewards)
             self._report("", 1)
         return results
@@ -247,3 +247,14 @@ def num_units(plan: Plan, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
     """Progress units that `Loop.run` reports: starts, rollouts, updates, pushes."""
     num_arms = len(arms) + len(variants)
     return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1
+
+
+def reward_notes(reports: Sequence[Mapping[str, int] | None]) -> tuple[str, ...]:
+    """What became of the rewards reported; nothing is said without an engine of ours."""
+    if not reports:
+        return ()
+    if any(report is None for report in reports):
+        return ("our engine keeps no history in this configuration: it takes no rewards",)
+    matched = sum(report.get("matched", 0) for report in reports if report is not None)
+    unknown = sum(report.get("unknown", 0) for report in reports if report is not None)
+    return (f"rewards reported to ours: {matched} met their answer, {unknown} met none",)
