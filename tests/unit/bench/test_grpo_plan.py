@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from bench.grpo.loop import reward_notes
 from bench.grpo.plan import ABLATIONS, Plan, make_arms, overlaid, problem_set, problems_of_step, requests_of_step
 from bench.grpo.rows import EngineRun, StepRow, epoch_rows
 from bench.grpo.trace import read_rollouts, write_rollout
@@ -154,3 +155,11 @@ def test_a_trace_reads_back_as_it_was_written_in_the_order_of_steps(tmp_path):
 def test_equal_rollouts_give_equal_files(tmp_path):
     one, other = (write_rollout(tmp_path / name, 0, [{"step": 0}]) for name in ("one", "other"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_reader_learns_what_became_of_the_rewards():
+    assert reward_notes([]) == ()
+    assert reward_notes([{"matched": 3, "unknown": 1}, {"matched": 4, "unknown": 0}]) == (
+        "rewards reported to ours: 7 met their answer, 1 met none",
+    )
+    assert "takes no rewards" in reward_notes([{"matched": 3}, None])[0]
