@@ -252,7 +252,9 @@ class Library(Generic[IndexType]):
         """Add answers, each once there is room for it; False: there is none."""
         for found in located:
             with self._lock:
-                if not self._hold(key, shelf, index.nbytes + int(found.place.num_tokens * self._bytes_per_token)):
+                # tables double, so an answer may add as much as there is
+                step = max(index.nbytes, int(found.place.num_tokens * self._bytes_per_token))
+                if not self._hold(key, shelf, index.nbytes + step):
                     return False
             answer = self._store.read(found, None if self._config.scope == "global" else key)
             earlier = documents.get(answer.request_id) if answer else None
