@@ -58,7 +58,7 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 serve: setup
-	$(BIN)/vllm serve $(POLICY) --spec-rollout
+	VLLM_PLUGINS=spec_rollout $(BIN)/vllm serve $(POLICY) --spec-rollout
 
 bench: setup
 	$(BIN)/specrollout bench engine

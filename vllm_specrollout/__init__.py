@@ -1,8 +1,8 @@
 """Lossless tree speculation for RL rollouts inside vLLM.
 
 Importing this package makes `LLM(MODEL, spec_rollout=True)` work, before or after vLLM is imported. Trainers tell a
-running engine of rewards and epochs with `report_rewards` and `begin_epoch`; with an `AsyncLLM` they await the functions
-of the same names with an `a` before them.
+running engine of rewards and epochs with `report_rewards` and `begin_epoch`, or await the functions of the same names
+with an `a` before them, if it is an `AsyncLLM`.
 """
 
 from vllm_specrollout.plugin import register

@@ -1,0 +1,72 @@
+"""An app with our routes alone, before an engine that only remembers what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("vllm")
+
+from fastapi import FastAPI
+
+HISTORY = {"drafters": ["history", "ngram"]}
+
+
+class FakeEngine:
+    """What `AsyncLLM` is to the routes; it knows the requests that it is given."""
+
+    def __init__(self, names: set[str] = frozenset(), settings: dict[str, Any] | None = None) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"spec_rollout": settings} if settings else {})
+        self.names = names
+        self.rewards: dict[str, float] = {}
+        self.epoch = 0
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(self, method)(*args)]
+
+    def spec_rollout_report_rewards(self, rewards: list[tuple[list[str], float]]) -> dict[str, int]:
+        counts = {"matched": 0, "repeated": 0, "unknown": 0}
+        for candidates, reward in rewards:
+            name = next((name for name in candidates if name in self.names), None)
+            if name is None:
+                counts["unknown"] += 1
+                continue
+            counts["repeated" if name in self.rewards else "matched"] += 1
+            self.rewards[name] = reward
+        return counts
+
+    def spec_rollout_begin_epoch(self, epoch: int | None) -> int:
+        if epoch is not None and epoch < self.epoch:
+            raise ValueError(f"the epoch is {epoch}")
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        return self.epoch
+
+    def spec_rollout_history(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "answers": len(self.rewards), "hits": 1, "lookups": 4, "memory_bytes": 1024}
+
+
+MakeApp = Callable[..., FastAPI]
+
+
+@pytest.fixture
+def make_app(monkeypatch: pytest.MonkeyPatch) -> MakeApp:
+    """`make_app(engine, keys)`: an app wired as vLLM wires it."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    return wired
+
+
+def wired(engine: FakeEngine | None, keys: list[str] | None = None) -> FastAPI:
+    from vllm_specrollout.server.endpoints import SpecRolloutEndpoints
+
+    app = FastAPI()
+    app.state.args = Namespace(api_key=keys)
+    plugin = SpecRolloutEndpoints()
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(engine, app.state, app.state.args))
+    return app

@@ -1,0 +1,284 @@
+"""Our routes in an app of their own: what they answer, what they refuse, and who may ask."""
+
+import asyncio
+import json
+
+import pytest
+from fastapi.testclient import TestClient
+from starlette.datastructures import Headers
+
+from tests.unit.server.conftest import HISTORY, FakeEngine
+from vllm_specrollout.server.endpoints_guard import MAX_BODY_BYTES
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine({"chatcmpl-a", "0_chatcmpl-b", "1_chatcmpl-b", "cmpl-c-0"}, HISTORY)
+
+
+@pytest.fixture
+def client(make_app, engine):
+    return TestClient(make_app(engine))
+
+
+def reward(request_id, value=1.0, **more):
+    return {"request_id": request_id, "reward": value, **more}
+
+
+def report(client, *rewards, **options):
+    return client.post("/spec_rollout/rewards", json={"rewards": rewards}, **options)
+
+
+def test_rewards_reach_their_answers_and_unknown_ids_are_counted(client, engine):
+    answer = report(
+        client,
+        reward("chatcmpl-a", 0.5),
+        reward("chatcmpl-b", 1, index=1),
+        reward("cmpl-c", -1.0, index=0),
+        reward("chatcmpl-b", index=7),
+        reward("nobody", index=None),
+    )
+    assert answer.status_code == 200
+    assert answer.json() == {"matched": 3, "repeated": 0, "unknown": 2}
+    assert engine.rewards == {"chatcmpl-a": 0.5, "1_chatcmpl-b": 1.0, "cmpl-c-0": -1.0}
+
+
+def test_a_repeated_reward_is_counted_and_replaces_the_first(client, engine):
+    answer = report(client, reward("chatcmpl-a", 0.5), reward("chatcmpl-a", 0.25))
+    assert answer.json() == {"matched": 1, "repeated": 1, "unknown": 0}
+    assert engine.rewards == {"chatcmpl-a": 0.25}
+
+
+def test_epochs_begin_one_after_another_or_by_name(client):
+    begin = [client.post("/spec_rollout/epoch", json=body).json() for body in ({}, {"epoch": None}, {"epoch": 9})]
+    assert begin == [{"epoch": 1}, {"epoch": 2}, {"epoch": 9}]
+
+
+def test_an_epoch_that_falls_is_a_conflict_and_changes_nothing(client, engine):
+    engine.epoch = 5
+    answer = client.post("/spec_rollout/epoch", json={"epoch": 4})
+    assert answer.status_code == 409
+    assert answer.json()["error"] == {
+        "message": "`epoch` is 4, below the present epoch 5\n\nhint: name 5 or a later epoch, or none to begin epoch 6",
+        "type": "Conflict",
+        "param": None,
+        "code": 409,
+    }
+    assert engine.epoch == 5
+
+
+def test_the_history_is_listed_and_summed(client):
+    kept = {"epoch": 0, "answers": 0, "hits": 1, "lookups": 4, "memory_bytes": 1024}
+    assert client.get("/spec_rollout/history").json() == {"total": {**kept, "hit_rate": 0.25}, "engines": [kept]}
+
+
+def test_a_whole_number_may_be_written_with_a_point(client, engine):
+    assert report(client, reward("chatcmpl-b", index=1.0)).json()["matched"] == 1
+    assert client.post("/spec_rollout/epoch", json={"epoch": 3.0}).json() == {"epoch": 3}
+
+
+@pytest.mark.parametrize("settings", [None, {"drafters": ["ngram"]}], ids=["off", "no history"])
+def test_an_engine_without_history_is_a_conflict_with_a_way_out(make_app, settings):
+    client = TestClient(make_app(FakeEngine(settings=settings)))
+    for answer in (
+        report(client, reward("a")),
+        client.post("/spec_rollout/epoch", json={}),
+        client.get("/spec_rollout/history"),
+    ):
+        assert answer.status_code == 409
+        assert 'hint: start it with --spec-rollout \'{"drafters": ["history", "ngram"]}\'' in answer.text.replace(
+            "\\", ""
+        )
+
+
+def test_a_server_without_an_engine_says_so(make_app):
+    answer = TestClient(make_app(None)).get("/spec_rollout/history")
+    assert answer.status_code == 409 and "this server has no engine" in answer.text
+
+
+@pytest.mark.parametrize(
+    "body, status, message",
+    [
+        ("", 422, "the body is missing"),
+        ("{", 400, "the body is not JSON: Expecting property name enclosed in double quotes at character 1"),
+        ("[" * 100_000, 400, "the body cannot be read as JSON"),
+        ("\xff", 400, "the body cannot be read as JSON"),
+        ('{"rewards": [], "seed": 1}', 422, "unknown key `seed`"),
+        ("{}", 422, "`rewards` is missing"),
+        ('{"rewards": {}}', 422, "`rewards` is a dict of 0: input should be a valid list"),
+        ('{"rewards": [{"reward": 1}]}', 422, "`rewards[0].request_id` is missing"),
+        ('{"rewards": [{"request_id": "a"}, {}]}', 422, "`rewards[0].reward` is missing (and 2 more)"),
+        (
+            '{"rewards": [{"request_id": "a", "reward": 1, "score": 1}]}',
+            422,
+            "unknown key `rewards[0].score`",
+        ),
+    ],
+)
+def test_a_body_of_the_wrong_form_is_one_clear_error(client, body, status, message):
+    answer = client.post("/spec_rollout/rewards", content=body.encode("latin-1"), headers=JSON)
+    assert answer.status_code == status
+    cause, _, hint = answer.json()["error"]["message"].partition("\n\nhint: ")
+    assert cause == message and hint
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("reward", "NaN", "is nan: input should be a finite number"),
+        ("reward", "1e999", "is inf: input should be a finite number"),
+        ("reward", "1" + "0" * 400, "is an integer of 1329 bits: input should be a valid number"),
+        ("reward", '"1"', "is '1': input should be a valid number"),
+        ("reward", "true", "is True: input should be a valid number"),
+        ("request_id", "7", "is 7: input should be a valid string"),
+        ("request_id", '""', "is '': string should have at least 1 character"),
+        ("request_id", f'"{"a" * 257}"', f"is '{'a' * 79}...: string should have at most 256 characters"),
+        (
+            "request_id",
+            '"\\ud800"',
+            "is '\\ud800': input should be a valid string, unable to parse raw data as a unicode string",
+        ),
+        ("index", "-1", "is -1: input should be greater than or equal to 0"),
+        ("index", "65536", "is 65536: input should be less than or equal to 65535"),
+        ("index", "1.5", "is 1.5: input should be a valid integer"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_clear_error(client, engine, field, value, message):
+    entry = {"request_id": '"chatcmpl-a"', "reward": "1", field: value}
+    body = ", ".join(f'"{key}": {text}' for key, text in entry.items())
+    answer = client.post("/spec_rollout/rewards", content='{"rewards": [{' + body + "}]}", headers=JSON)
+    error = answer.json()["error"]
+    assert answer.status_code == 422
+    assert error["message"].startswith(f"`rewards[0].{field}` {message}\n\nhint: give ")
+    assert error["param"] == f"rewards[0].{field}" and engine.rewards == {}
+
+
+def test_a_report_holds_at_most_65536_rewards(client):
+    most = [{"request_id": "a", "reward": 1} for _ in range(65_536)]
+    assert report(client, *most).json()["unknown"] == 65_536
+    answer = report(client, *most, most[0])
+    assert answer.status_code == 422 and "at most 65536 items" in answer.text
+
+
+def test_a_body_without_a_json_content_type_is_refused(client):
+    answer = client.post("/spec_rollout/rewards", content='{"rewards": []}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 422 and "Content-Type: application/json" in answer.text
+
+
+# --- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_of_eight_mebibytes_is_read_and_one_byte_more_is_not(client):
+    body = b'{"rewards": []}'
+    most = body + b" " * (MAX_BODY_BYTES - len(body))
+    assert client.post("/spec_rollout/rewards", content=most, headers=JSON).status_code == 200
+    answer = client.post("/spec_rollout/rewards", content=most + b" ", headers=JSON)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == (
+        "the body has 8388609 bytes or more; the limit is 8388608\n\nhint: split the rewards over several requests"
+    )
+
+
+def ask(app, headers, chunks):
+    """Drive an app by hand; returns its status and how many parts of the body it took."""
+    taken, sent = 0, []
+
+    async def receive():
+        nonlocal taken
+        taken += 1
+        return {"type": "http.request", "body": chunks[taken - 1], "more_body": taken < len(chunks)}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/spec_rollout/rewards",
+        "headers": [(b"content-type", b"application/json"), *headers],
+        "query_string": b"",
+    }
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], taken
+
+
+def test_a_body_in_chunks_is_read_no_further_than_the_limit(make_app, engine):
+    chunks = [b" " * (1 << 20)] * 64
+    assert ask(make_app(engine), [(b"transfer-encoding", b"chunked")], chunks) == (413, 9)
+
+
+@pytest.mark.parametrize("length", [b"8388609", b"9" * 4_400])
+def test_a_body_announced_as_too_large_is_not_read_at_all(make_app, engine, length):
+    assert ask(make_app(engine), [(b"content-length", length)], [b" "] * 2) == (413, 0)
+
+
+def test_a_body_that_is_longer_than_announced_is_still_limited(make_app, engine):
+    assert ask(make_app(engine), [(b"content-length", b"2")], [b" " * (1 << 20)] * 64) == (413, 9)
+
+
+# --- key -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer ", "Bearer secretx", "secret", "Basic secret", "Bearer secret secret"]
+)
+def test_without_the_servers_key_every_route_answers_401(make_app, engine, header):
+    client = TestClient(make_app(engine, ["secret"]), headers={} if header is None else {"Authorization": header})
+    for answer in (
+        report(client, reward("chatcmpl-a")),
+        client.post("/spec_rollout/rewards", content="{", headers=JSON),
+        client.post("/spec_rollout/epoch", json={}),
+        client.get("/spec_rollout/history"),
+    ):
+        assert answer.status_code == 401 and answer.json() == {"error": "Unauthorized"}
+    assert engine.rewards == {} and engine.epoch == 0
+
+
+def test_any_of_the_servers_keys_opens_every_route(make_app, engine):
+    app = make_app(engine, ["one", "two"])
+    for key in ("Bearer one", "bearer two"):
+        client = TestClient(app, headers={"Authorization": key})
+        assert report(client).status_code == client.get("/spec_rollout/history").status_code == 200
+        assert client.post("/spec_rollout/epoch", json={}).status_code == 200
+
+
+def test_a_key_from_the_environment_counts_and_one_from_the_command_line_outranks_it(make_app, engine, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+    header = {"Authorization": "Bearer of-the-environment"}
+    assert TestClient(make_app(engine)).get("/spec_rollout/history").status_code == 401
+    assert TestClient(make_app(engine), headers=header).get("/spec_rollout/history").status_code == 200
+    assert TestClient(make_app(engine, ["x"]), headers=header).get("/spec_rollout/history").status_code == 401
+
+
+def test_a_request_without_the_key_is_refused_before_its_body_is_read(make_app, engine):
+    assert ask(make_app(engine, ["secret"]), [], [b" "] * 3) == (401, 0)
+
+
+def test_our_answer_to_a_missing_key_is_that_of_vllms_own_routes(make_app, engine):
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    app = make_app(engine, ["secret"])
+    app.add_middleware(AuthenticationMiddleware, tokens=["secret"])
+    client = TestClient(app)
+    ours, vllms = client.get("/spec_rollout/history"), client.get("/v1/models")
+    assert (ours.status_code, ours.content, Headers(ours.headers)) == (
+        vllms.status_code,
+        vllms.content,
+        Headers(vllms.headers),
+    )
+
+
+# --- description -----------------------------------------------------------------------------------------------------
+
+
+def test_the_description_names_every_answer_and_the_key_where_there_is_one(make_app, engine):
+    for keys in (None, ["secret"]):
+        document = make_app(engine, keys).openapi()
+        paths = document["paths"]
+        assert set(paths["/spec_rollout/rewards"]["post"]["responses"]) == {"200", "400", "401", "409", "413", "422"}
+        assert set(paths["/spec_rollout/epoch"]["post"]["responses"]) == {"200", "400", "401", "409", "413", "422"}
+        assert set(paths["/spec_rollout/history"]["get"]["responses"]) == {"200", "401", "409"}
+        assert ("securitySchemes" in document["components"]) == bool(keys)
+        assert "HTTPValidationError" not in json.dumps(document)

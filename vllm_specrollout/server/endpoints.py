@@ -1,0 +1,157 @@
+"""The entry point `vllm.endpoint_plugins: spec_rollout`: rewards, epochs and history over HTTP.
+
+What belongs here: the routes and the shapes of what they take and return. What is done with it is in `reports.py`, and
+what all routes share (key, limits, errors) in `endpoints_guard.py`. vLLM loads this only if `VLLM_PLUGINS` names it.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.datastructures import Headers, State
+
+from vllm_specrollout import reports
+from vllm_specrollout.asking import Conversation, aask
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.server.endpoints_guard import (
+    SpecRolloutErrorResponse,
+    SpecRolloutUnauthorized,
+    guarded_route,
+)
+
+PREFIX = "/spec_rollout"
+_STATE = "spec_rollout_engine"
+_STRICT = ConfigDict(extra="forbid", strict=True)
+# to JSON, and so to a schema's "integer", 2.0 is 2
+_WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+_Index = Annotated[int, Field(ge=0, le=reports.MAX_INDEX), _WHOLE]
+_Epoch = Annotated[int, Field(ge=0, le=reports.MAX_EPOCH), _WHOLE]
+
+HINTS = {
+    "": "send a JSON object with `Content-Type: application/json`; /openapi.json says which keys there are",
+    "rewards": f'give a list of at most {reports.MAX_REWARDS}, like [{{"request_id": "cmpl-1", "reward": 1.0}}]',
+    "request_id": f"give the id that the server returned, of 1 to {reports.MAX_ID_LENGTH} characters",
+    "reward": "give a finite number; leave answers without a reward out",
+    "index": "give the index of the choice, from 0, or leave it out when there is one choice",
+    "epoch": "give a whole number from 0, or null for the next epoch",
+}
+
+
+class SpecRolloutReward(BaseModel):
+    """What one answer was worth."""
+
+    model_config = _STRICT
+    request_id: Annotated[
+        str, Field(min_length=1, max_length=reports.MAX_ID_LENGTH, description="The `id` of the server's answer.")
+    ]
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    index: Annotated[_Index | None, Field(description="The choice's `index`, if there are several.")] = None
+
+
+class SpecRolloutRewards(BaseModel):
+    model_config = _STRICT
+    rewards: Annotated[list[SpecRolloutReward], Field(max_length=reports.MAX_REWARDS)]
+
+
+class SpecRolloutRewardCounts(BaseModel):
+    """How many rewards found their answer, took an earlier one's place, or found none."""
+
+    matched: int
+    repeated: int
+    unknown: int
+
+
+class SpecRolloutNextEpoch(BaseModel):
+    model_config = _STRICT
+    epoch: Annotated[_Epoch | None, Field(description="Not below the present one; null: the next.")] = None
+
+
+class SpecRolloutEpoch(BaseModel):
+    epoch: int
+
+
+class SpecRolloutHistory(BaseModel):
+    """Counts, bytes and hits: of each engine, and their sums with the share of lookups that drafted, `hit_rate`."""
+
+    total: dict[str, Any]
+    engines: list[dict[str, Any]]
+
+
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
+    409: {"model": SpecRolloutErrorResponse, "description": "The engine keeps no history, or is past that epoch."},
+    413: {"model": SpecRolloutErrorResponse, "description": "The body is larger than 8 MiB."},
+    422: {"model": SpecRolloutErrorResponse, "description": "The body holds what cannot be used."},
+}
+_KEY_REFUSAL: dict[int | str, dict[str, Any]] = {
+    401: {"model": SpecRolloutUnauthorized, "description": "The server has a key, and the request has not."}
+}
+
+
+async def report_rewards(body: SpecRolloutRewards, request: Request) -> Any:
+    """Tell the engine what answers were worth. Late, repeated and unknown ids are counted, not refused."""
+    entries = [reports.Reward(one.request_id, one.reward, one.index) for one in body.rewards]
+    return await _ask(request, reports.reporting(entries))
+
+
+async def begin_epoch(body: SpecRolloutNextEpoch, request: Request) -> Any:
+    """Begin the next epoch, or the one named: all problems will be asked again."""
+    return {"epoch": await _ask(request, reports.beginning(body.epoch))}
+
+
+async def read_history(request: Request) -> Any:
+    """What the history holds and how often it drafted."""
+    return await _ask(request, reports.reading())
+
+
+async def _ask(request: Request, conversation: Conversation[Any]) -> Any:
+    engine = getattr(request.app.state, _STATE, None)
+    if engine is None:
+        raise UnsupportedError("this server has no engine", "send the request to a server that generates")
+    return await aask(engine, conversation)
+
+
+def make_router(may_pass: Callable[[Headers], bool] | None) -> APIRouter:
+    """The routes.
+
+    Args:
+        may_pass: whether a request with these headers has the server's key; None: the server has none.
+    """
+    route_class = guarded_route(may_pass or (lambda headers: True), HINTS)
+    # checked by the route class; the dependency only says so in the server's description
+    described = [Depends(HTTPBearer(auto_error=False, scheme_name="api_key"))] if may_pass else []
+    router = APIRouter(prefix=PREFIX, tags=["spec rollout"], route_class=route_class, dependencies=described)
+    with_body = _REFUSALS | _KEY_REFUSAL
+    without = {409: _REFUSALS[409]} | _KEY_REFUSAL
+    add = router.add_api_route
+    add("/rewards", report_rewards, methods=["POST"], response_model=SpecRolloutRewardCounts, responses=with_body)
+    add("/epoch", begin_epoch, methods=["POST"], response_model=SpecRolloutEpoch, responses=with_body)
+    add("/history", read_history, methods=["GET"], response_model=SpecRolloutHistory, responses=without)
+    return router
+
+
+def _key_check(args: Any) -> Callable[[Headers], bool] | None:
+    """vLLM's own check of its key (`--api-key`, VLLM_API_KEY), which its middleware makes for other prefixes only."""
+    import vllm.envs
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    keys = [key for key in (getattr(args, "api_key", None) or [vllm.envs.VLLM_API_KEY]) if key]
+    return AuthenticationMiddleware(FastAPI(), keys).verify_token if keys else None
+
+
+class SpecRolloutEndpoints:
+    """What vLLM calls: once to add the routes, once when the engine is there."""
+
+    name = "spec_rollout"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(make_router(_key_check(getattr(app.state, "args", None))))
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        setattr(state, _STATE, engine_client)
