@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vllm_specrollout.trees.build import depths
-from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Feedback, RequestView, Shape
+from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Ending, Feedback, RequestView, Shape
 
 
 class FuzzDrafter:
@@ -26,6 +26,9 @@ class FuzzDrafter:
 
     def observe(self, feedback: Sequence[Feedback]) -> None:
         """Learns nothing."""
+
+    def finish(self, ending: Ending) -> None:
+        """Nothing outlives a request."""
 
     def forget(self, request_id: str) -> None:
         """Remembers nothing."""

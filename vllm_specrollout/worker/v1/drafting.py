@@ -44,10 +44,17 @@ class StepDrafts:
 class Drafting:
     """Keeps the trees between the step that drafts them and the step that verifies them."""
 
-    def __init__(self, speculation: Speculation, num_scratch: int, block_size: int) -> None:
+    def __init__(
+        self, speculation: Speculation, num_scratch: int, block_size: int, max_nodes: int | None = None
+    ) -> None:
+        """Args:
+        num_scratch: blocks that branches may take, all requests together.
+        max_nodes: drafts that a step may have, all requests together; None: as many as there are.
+        """
         self.speculation = speculation
         self.num_scratch = num_scratch
         self.block_size = block_size
+        self.max_nodes = max_nodes
         self._pending: dict[str, Pending] = {}
 
     def forget(self, request_id: str) -> None:
@@ -108,7 +115,7 @@ class Drafting:
         trees: list[DraftTree] = []
         group = get_tp_group() if num_ranks > 1 else None
         if group is None or group.rank_in_group == 0:
-            trees = self._within_scratch(views, self.speculation.prepare(views))
+            trees = self._within_scratch(views, self._within_nodes(self.speculation.prepare(views)))
         if group is not None:
             trees = group.broadcast_object(trees, src=0)
         request_ids: list[str] = []
@@ -120,6 +127,16 @@ class Drafting:
                 request_ids.append(view.request_id)
                 tokens.append(own)
         return DraftTokenIds(request_ids, tokens), (time.perf_counter() - begin) * 1e3
+
+    def _within_nodes(self, trees: list[DraftTree]) -> list[DraftTree]:
+        """Cuts trees to equal shares where they are too many nodes together; a tree's beginning is its best part."""
+        if self.max_nodes is None or sum(tree.size for tree in trees) <= self.max_nodes:
+            return trees
+        share = self.max_nodes // sum(tree.size > 0 for tree in trees)
+        return [
+            DraftTree(tree.token_ids[:share], tree.parents[:share], tree.log_q[:share], tree.source[:share])
+            for tree in trees
+        ]
 
     def _within_scratch(self, views: Sequence[RequestView], trees: list[DraftTree]) -> list[DraftTree]:
         """Cuts trees to their best path where the scratch blocks would not suffice."""

@@ -46,7 +46,7 @@ def spread(processors: LogitsProcessors, row_request: list[int], row_depth: list
 def _spread_min_p(processor: Any, row_request: list[int]) -> Any:
     clone = copy.copy(processor)
     if processor.min_p_count:
-        clone.min_p = processor.min_p[torch.tensor(row_request)]
+        clone.min_p = processor.min_p[torch.tensor(row_request, device=processor.min_p.device)]
     return clone
 
 
@@ -57,8 +57,9 @@ def _spread_bias(processor: Any, row_request: list[int]) -> Any:
     clone.biases = {row: processor.biases[r] for row, r in enumerate(row_request) if r in processor.biases}
     rows = [row for row, bias in clone.biases.items() for _ in bias]
     tokens = [token for bias in clone.biases.values() for token in bias]
-    clone.bias_tensor = torch.tensor([b for bias in clone.biases.values() for b in bias.values()], dtype=torch.float32)
-    clone.logits_slice = (torch.tensor(rows, dtype=torch.int32), torch.tensor(tokens, dtype=torch.int32))
+    biases = [b for bias in clone.biases.values() for b in bias.values()]
+    clone.bias_tensor = torch.tensor(biases, dtype=torch.float32, device=processor.device)
+    clone.logits_slice = _slice(processor, rows, tokens)
     return clone
 
 
@@ -79,9 +80,14 @@ def _spread_min_tokens(processor: Any, row_request: list[int], row_depth: list[i
         if has_grammar:
             restore_rows += [row] * len(stop_tokens)
             restore_tokens += stop_tokens
-    clone.logits_slice = (torch.tensor(rows, dtype=torch.int32), torch.tensor(tokens, dtype=torch.int32))
-    clone.restore_logits_slice = (
-        torch.tensor(restore_rows, dtype=torch.int32),
-        torch.tensor(restore_tokens, dtype=torch.int32),
-    )
+    clone.logits_slice = _slice(processor, rows, tokens)
+    clone.restore_logits_slice = _slice(processor, restore_rows, restore_tokens)
     return clone
+
+
+def _slice(processor: Any, rows: list[int], tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[entries] row and token of each logit that the processor changes, where the logits are."""
+    return (
+        torch.tensor(rows, dtype=torch.int32, device=processor.device),
+        torch.tensor(tokens, dtype=torch.int32, device=processor.device),
+    )

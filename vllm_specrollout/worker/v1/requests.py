@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,11 @@ import torch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status
-from vllm_specrollout.verify.tape import SeedArray, SeedTape
+from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.admission import Admission, Desk
 from vllm_specrollout.worker.endings import external_name
 
-_SEEDS = 2**31  # the range stock vLLM draws from, in TopKTopPSampler.forward_cpu
+Tape = SeedTape | VectorTape[torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class RequestEntry:
 
     state: CachedRequestState
     admission: Admission
-    tape: SeedTape | None  # None for greedy requests
+    tape: Tape | None  # None for greedy requests
 
     def view(self, token_ids: IntArray, num_prompt: int, max_model_len: int, weights_version: int) -> RequestView:
         """What drafters and policies see of it; `token_ids` are prompt and output so far."""
@@ -56,8 +56,9 @@ class RequestEntry:
 class RequestBook:
     """All requests the worker has seen and not forgotten."""
 
-    def __init__(self, model_shape: Shape) -> None:
+    def __init__(self, model_shape: Shape, make_tape: Callable[[torch.Generator | None], Tape]) -> None:
         self.desk = Desk(model_shape)
+        self._make_tape = make_tape
         self._entries: dict[str, RequestEntry] = {}
 
     def get(self, state: CachedRequestState) -> RequestEntry:
@@ -74,7 +75,7 @@ class RequestBook:
         params = state.sampling_params
         assert params is not None, "pooling requests never reach a generating engine"
         admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
-        tape = None if params.temperature < 1e-5 else SeedTape(_draw_from(state.generator))
+        tape = None if params.temperature < 1e-5 else self._make_tape(state.generator)
         return RequestEntry(state, admission, tape)
 
 
@@ -88,20 +89,3 @@ def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth:
         depths = row_depth[begin:end]
         seeds[begin:end] = entry.tape.peek(int(depths.max()) + 1)[depths]
     return seeds
-
-
-class _Drawer:
-    """Draws the integers that stock vLLM would draw one by one from a request's generator."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def __call__(self, count: int) -> SeedArray:
-        return torch.randint(0, _SEEDS, (count,), generator=self.generator, dtype=torch.long).numpy()
-
-
-def _draw_from(generator: torch.Generator | None) -> _Drawer:
-    if generator is None:
-        # An unseeded request gets a seed of its own, once. Drawn from the global generator, which all ranks seed alike.
-        generator = torch.Generator().manual_seed(int(torch.randint(0, 2**62, (1,)).item()))
-    return _Drawer(generator)

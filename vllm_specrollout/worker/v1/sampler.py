@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.ops.topk_topp_sampler import (
+    TopKTopPSampler,
+    apply_top_k_top_p,
+    sample_with_exponential_noise,
+)
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_specrollout import _core
@@ -44,6 +49,34 @@ class TapeTopKTopPSampler(TopKTopPSampler):
         elif self.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
         return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), self.seeds), processed
+
+
+class ExponentialTapeSampler(TopKTopPSampler):
+    """vLLM's sampler for devices, with the exponential noise given instead of drawn: the same arithmetic."""
+
+    noise: torch.Tensor | None = None  # [rows, vocab] float32, set for the step in progress; None: draw as stock does
+
+    def __init__(self, logprobs_mode: Any) -> None:
+        super().__init__(logprobs_mode)
+        self._stock_forward = self.forward  # an attribute: stock picks it by platform
+        self.forward = self._forward
+
+    def _forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.noise is None:
+            return self._stock_forward(logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        processed = None
+        if self.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        return sample_with_exponential_noise(logits.softmax(dim=-1, dtype=torch.float32), self.noise), processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +145,11 @@ def sample_drafts(
     node_output = sampler(logits, by_node)
     sampled = node_output.sampled_token_ids.view(-1).to(torch.int64)
     output, output_row, num_accepted, accepted = _core.walk(
-        drafts.node_start, drafts.parents, drafts.token_ids, sampled.numpy()
+        drafts.node_start, drafts.parents, drafts.token_ids, sampled.cpu().numpy()
     )
     logprobs = None
     if wants_logprobs:
-        rows = torch.from_numpy(output_row.reshape(-1))
+        rows = torch.from_numpy(output_row.reshape(-1)).to(logits.device)
         if is_processed:
             scores = node_output.logprobs_tensors.logprobs[rows]
         elif sampler.logprobs_mode == "raw_logits":
@@ -143,7 +176,7 @@ def _spread_metadata(
     rows = torch.from_numpy(row_request.astype(np.int64))
 
     def gather(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.index_select(0, rows)
+        return None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
 
     has_penalties = not metadata.no_penalties
     needs_history = has_penalties or bool(metadata.bad_words_token_ids)

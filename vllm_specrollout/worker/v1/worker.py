@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.policy_version import WatchesPolicy
-from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.history_calls import ServesTrainers
+from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
-from vllm_specrollout.worker.v1.runner import SpecRolloutCPURunner
+from vllm_specrollout.worker.v1.reporting import ReportsV1
 
 
-class SpecRolloutCPUWorker(WatchesPolicy, CPUWorker):
+class SpecRolloutCPUWorker(ReportsV1, ServesTrainers, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner
@@ -42,13 +39,3 @@ class SpecRolloutCPUWorker(WatchesPolicy, CPUWorker):
             )
         self.model_runner.num_scratch = count
         return available - taken
-
-    def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
-        """Totals of this worker since the last reset; see `Stats`."""
-        runner = self.model_runner
-        stats = dataclasses.asdict(runner.stats)
-        stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
-        stats["request_reasons"] = runner.book.desk.reasons()
-        if reset:
-            runner.stats = Stats()
-        return stats

@@ -1,0 +1,123 @@
+"""The V1 model runner on CPU: drafts may be trees.
+
+What belongs here: how branches get through the step. What chains need as well is in runner.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_specrollout.commit.plan import plan as plan_commit
+from vllm_specrollout.types import IntArray, Shape
+from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
+from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
+from vllm_specrollout.worker.v1.kv import BlockCopier, kv_shape, with_scratch
+from vllm_specrollout.worker.v1.noise import SeedNoise
+from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+from vllm_specrollout.worker.v1.sampler import Sampled
+
+
+class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
+    """Stock CPU runner; trees go through its attention as paths."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.num_scratch = 0  # set by the worker once the memory is known
+        self.paths = PathStep()
+        self._path_inputs: dict[str, Any] | None = None
+
+    def _make_noise(self) -> SeedNoise:
+        return SeedNoise(self.sampler.logprobs_mode)
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
+        larger, scratch = with_scratch(kv_cache_config, 0 if is_profiling else self.num_scratch)
+        super().initialize_kv_cache(larger, is_profiling=is_profiling, **kwargs)
+        if is_profiling:
+            return
+        self.scratch = scratch
+        block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if self.kv_caches else 1
+        # the first scratch block is never written: branches start from its zeros
+        self._set_up_drafting(Drafting(self.speculation, max(len(scratch) - 1, 0), block_size))
+        if self.shape[0] is Shape.TREE:
+            self.copier = BlockCopier(self.kv_caches)
+            layers = self.compilation_config.static_forward_context
+            for name in self.kv_cache_config.kv_cache_groups[0].layer_names:
+                layers[name].impl = PathAttention(layers[name].impl, self.paths)
+
+    def _kv_shape(self) -> tuple[Shape, str]:
+        shape, reason = kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
+        if shape is Shape.TREE and self.shared_kv_cache_layers:
+            return Shape.CHAIN, "layers share their KV cache"
+        if shape is Shape.TREE and config_of(self.vllm_config).shape == "chain":
+            return Shape.CHAIN, '`shape` is "chain"'
+        return shape, reason
+
+    # --- before the forward pass -------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
+        self.paths.plan = None
+        return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+
+    def _lay_out(self, drafts: StepDrafts) -> None:
+        """Positions of the nodes, paths, and the blocks that branches start from."""
+        batch, n = self.input_batch, self.input_batch.num_reqs
+        plan, raw = plan_paths(
+            self.query_start_loc.np[: n + 1],
+            batch.num_computed_tokens_cpu[:n],
+            drafts.node_start,
+            drafts.parents,
+            batch.block_table[0].get_numpy_array(),
+            self.drafting.block_size,
+            self.scratch[1:],
+            int(self.scratch[0]),
+        )
+        self.positions.numpy()[plan.node_rows] = plan.node_positions
+        self.paths.plan, self._path_inputs = plan, raw
+        self._branches = len(raw["seq_lens"]) - n
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        raw, self._path_inputs = self._path_inputs, None
+        if raw is None:
+            return super()._build_attention_metadata(*args, **kwargs)
+        begin = time.perf_counter()
+        self.copier.copy(raw["copy_from"], raw["copy_to"])
+        metadata: dict[str, Any] = {}
+        for group in self.attn_groups[0]:
+            metadata.update(dict.fromkeys(group.layer_names, path_metadata(raw, group.get_metadata_builder(0))))
+        self.stats.layout_ms += (time.perf_counter() - begin) * 1e3
+        return metadata, None
+
+    # --- after the forward pass --------------------------------------------------------------------------------------
+
+    def _depths(self, drafts: StepDrafts) -> IntArray:
+        return self.paths.plan.depths if self.paths.plan is not None else super()._depths(drafts)
+
+    def _commit(self, sampled: Sampled, drafts: StepDrafts) -> None:
+        """Bring the accepted paths' keys and values into the requests' own blocks."""
+        plan = self.paths.plan
+        self.paths.plan = None
+        if plan is None:
+            return
+        ends = np.cumsum(sampled.num_accepted)
+        last = np.where(sampled.num_accepted > 0, sampled.accepted[ends - 1] if len(sampled.accepted) else 0, 0)
+        paths = plan.node_path[np.minimum(drafts.node_start[:-1] + last, len(plan.node_path) - 1)]
+        moves = plan_commit(
+            sampled.num_accepted,
+            paths,
+            plan.first_path,
+            plan.root,
+            plan.tables,
+            self.input_batch.block_table[0].get_numpy_array(),
+            self.drafting.block_size,
+        )
+        self.copier.copy(moves.source_blocks, moves.target_blocks)
+        self.stats.branches_committed += int(((sampled.num_accepted > 0) & (paths != plan.first_path)).sum())

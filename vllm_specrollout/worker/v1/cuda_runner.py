@@ -1,0 +1,71 @@
+"""The V1 model runner on CUDA: chains only, vLLM's own attention, noise from each request's generator.
+
+A chain's rows are a query of several tokens, which every attention backend of vLLM's takes as it takes a piece of a
+prompt; branches would need a mask. This runner is a fallback: see docs/gpu.md for what has been run.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_specrollout.types import Shape
+from vllm_specrollout.worker.v1.drafting import Drafting
+from vllm_specrollout.worker.v1.noise import ExponentialNoise
+from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+
+MOST_NOISE_BYTES = 256 << 20
+"""Of the noise of all drafts of one step, which holds one float per node and entry of the vocabulary."""
+BUFFERS_PER_ROW = 4
+"""What sampling holds of that size at once: logits in float32, probabilities, noise, and noise kept for later."""
+
+_Base = SpecRolloutV1 if TYPE_CHECKING else object
+
+
+class DraftsChains(_Base):
+    """What the runner adds to the shared part; apart from the runner, so that it is tested where there is no GPU."""
+
+    def _make_noise(self) -> ExponentialNoise:
+        return ExponentialNoise(self.sampler.logprobs_mode, self.model_config.get_vocab_size(), self.device)
+
+    @property
+    def most_nodes(self) -> int:
+        """Drafts of one step, all requests together."""
+        return MOST_NOISE_BYTES // (4 * self.model_config.get_vocab_size())
+
+    @property
+    def sampling_bytes(self) -> int:
+        """What sampling at the nodes takes beyond what vLLM's own profiling saw."""
+        return BUFFERS_PER_ROW * 4 * self.model_config.get_vocab_size() * self.most_nodes
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
+        if not is_profiling:
+            self._set_up_drafting(Drafting(self.speculation, 0, 1, self.most_nodes))
+
+    def _kv_shape(self) -> tuple[Shape, str]:
+        groups = self.kv_cache_config.kv_cache_groups
+        if not groups:
+            return Shape.OFF, "the model has no KV cache"
+        for group in groups:
+            specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+            for spec in specs.values() if specs else [group.kv_cache_spec]:
+                if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
+                    return (
+                        Shape.OFF,
+                        f"a rejected token cannot be taken back from a cache of kind {type(spec).__name__}",
+                    )
+        return Shape.CHAIN, "vLLM's V1 runner on CUDA has no tree attention"
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._bookkeeping_sync(*args, **kwargs)
+        # only now has the device done what the step asked for
+        self._verify_ms = (time.perf_counter() - self._begin) * 1e3
+        return result
+
+
+class SpecRolloutCUDARunner(DraftsChains, SpecRolloutV1, GPUModelRunner):
+    """Stock V1 GPU runner, drafting chains."""
