@@ -20,7 +20,7 @@ from vllm_specrollout.errors import ConfigError
 MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
 
-DRAFTERS = ("ngram", "oracle")
+DRAFTERS = ("history", "ngram", "oracle")
 BUDGETS = ("auto", "fixed", "histospec", "das")
 SHAPES = ("tree", "chain")
 

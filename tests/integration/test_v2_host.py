@@ -13,7 +13,7 @@ from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.types import EMPTY_TREE, Shape, chain
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
-from vllm_specrollout.worker.v2.runner import filled
+from vllm_specrollout.worker.v2.inputs import filled
 
 pytestmark = pytest.mark.vllm
 

@@ -25,6 +25,10 @@ def _build_one(name: str, config: SpecRolloutConfig, source: int) -> Drafter:
         from vllm_specrollout.drafters.ngram import NgramDrafter
 
         return NgramDrafter(config.ngram, config.max_draft_tokens, source)
+    if name == "history":
+        from vllm_specrollout.drafters.history import HistoryDrafter
+
+        return HistoryDrafter(config.history, config.max_draft_tokens, source)
     if name == "oracle":
         from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 

@@ -21,13 +21,17 @@ from vllm_specrollout.types import (
     ROOT,
     Decision,
     DraftTree,
+    Ending,
     IntArray,
     RequestView,
     Shape,
+    Status,
     StepTiming,
 )
 from vllm_specrollout.verify.rules import accepted_path
 from vllm_specrollout.worker.admission import Admission
+from vllm_specrollout.worker.endings import external_name
+from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.stats import feedback_of
 
 _NO_NODES = np.zeros(0, dtype=np.int32)
@@ -61,7 +65,7 @@ class HostRequest:
         self.buffer[self.length : end] = tokens
         self.length = end
 
-    def view(self, max_model_len: int, limit: int) -> RequestView:
+    def view(self, max_model_len: int, limit: int, weights_version: int = 0) -> RequestView:
         generated = self.length - self.num_prompt
         return RequestView(
             self.request_id,
@@ -71,7 +75,30 @@ class HostRequest:
             self.admission.shape,
             min(limit, self.admission.max_draft_tokens),
             self.admission.problem_id,
+            weights_version,
+            external_name(self.request_id),
         )
+
+    def ending(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
+        """What drafters are told at its end: the answer is `num_tokens` long, whatever was sampled behind them."""
+        return Ending(
+            self.request_id,
+            self.admission.problem_id,
+            self.buffer[: self.num_prompt].copy(),
+            self.buffer[self.num_prompt : min(self.length, self.num_prompt + num_tokens)].copy(),
+            status,
+            weights_version,
+            external_name(self.request_id),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """A request that has ended, while its last tokens may still be on their way."""
+
+    request: HostRequest
+    num_tokens: int
+    status: Status
 
 
 @dataclass(slots=True)
@@ -109,6 +136,8 @@ class Host:
         self._clock = clock
         self._requests: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
+        self._over: dict[str, _Over] = {}
+        self.policy_version = PolicyVersion()
         self._last_home: float | None = None
 
     def add(self, request: HostRequest) -> None:
@@ -118,7 +147,23 @@ class Host:
         return self._requests.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None:
+        is_known = self._requests.pop(request_id, None) is not None
+        if is_known and request_id not in self._over:
+            self.speculation.forget(request_id)
+
+    def end(self, request_id: str, num_tokens: int, status: Status) -> None:
+        """The request is over after so many tokens; drafters are told when the last of them has come home."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._over[request_id] = _Over(request, num_tokens, status)
+            self._tell_endings()
+
+    def _tell_endings(self) -> None:
+        for request_id, over in list(self._over.items()):
+            if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
+                continue
+            del self._over[request_id]
+            self.speculation.finish(over.request.ending(over.num_tokens, over.status, self.policy_version.current()))
             self.speculation.forget(request_id)
 
     def sent(self, step: InFlight) -> None:
@@ -161,6 +206,7 @@ class Host:
             total.steps += 1
             total.tokens += tokens
             total.accepted += sum(len(accepted) for _, _, accepted in verified)
+        self._tell_endings()
         return total
 
     def draft(self, room: dict[str, int], may_branch: bool, num_ranks: int) -> dict[str, DraftTree]:
@@ -172,7 +218,7 @@ class Host:
         for request_id, limit in room.items():
             request = self._requests.get(request_id)
             if request is not None and request.admission.shape is not Shape.OFF and limit > 0:
-                views.append(request.view(self.max_model_len, limit))
+                views.append(request.view(self.max_model_len, limit, self.policy_version.current()))
         trees: list[DraftTree] = []
         group = get_tp_group() if num_ranks > 1 else None
         if views and (group is None or group.rank_in_group == 0):

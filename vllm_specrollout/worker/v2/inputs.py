@@ -6,15 +6,17 @@ its nodes. Buffers that the attention kernel reads live as long as the engine, s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specrollout.trees.mask import ancestor_mask
-from vllm_specrollout.types import ROOT, DraftTree
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
 
 
 class TreeInputs:
@@ -95,3 +97,17 @@ class TreeInputs:
         """Rewrite positions in place: those of nodes follow their depth, not their place in the tree's order."""
         if self._shift is not None:
             positions[: len(self._shift)] += self._shift
+
+
+def filled(scheduler_output: SchedulerOutput, trees: dict[str, DraftTree]) -> SchedulerOutput:
+    """A copy of a step's schedule in which placeholders have become drafts, and those left over are gone."""
+    step = copy.copy(scheduler_output)
+    step.num_scheduled_tokens = dict(scheduler_output.num_scheduled_tokens)
+    step.scheduled_spec_decode_tokens = {}
+    for request_id, placeholders in scheduler_output.scheduled_spec_decode_tokens.items():
+        tree = trees.get(request_id, EMPTY_TREE)
+        step.num_scheduled_tokens[request_id] -= len(placeholders) - tree.size
+        if tree.size:
+            step.scheduled_spec_decode_tokens[request_id] = tree.token_ids.tolist()
+    step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
+    return step

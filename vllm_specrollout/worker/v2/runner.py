@@ -8,7 +8,6 @@ runs and nothing is captured or sized for it.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,14 +31,16 @@ from vllm_specrollout.policies.room import Pause
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
-from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, is_first_rank
+from vllm_specrollout.worker.endings import endings_of
+from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
 from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
 from vllm_specrollout.worker.v2.graphs import DraftGraphs, capture, plan_for
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
-from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
 
@@ -62,7 +63,8 @@ class SpecRolloutV2(_Base):
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
         self.host = Host(
-            Speculation(drafters.build(self.spec_config), make_policy(self.spec_config)), self.max_model_len
+            Speculation(drafters.build(self.spec_config) if is_first_rank() else [], make_policy(self.spec_config)),
+            self.max_model_len,
         )
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
@@ -80,6 +82,10 @@ class SpecRolloutV2(_Base):
     @property
     def speculation(self) -> Speculation:
         return self.host.speculation
+
+    @property
+    def policy_version(self) -> PolicyVersion:
+        return self.host.policy_version
 
     @property
     def drafter(self) -> Speculation:
@@ -138,6 +144,8 @@ class SpecRolloutV2(_Base):
         dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
         self._trees = {}
         self.inputs.clear()
+        for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
+            self.host.end(req_id, num_tokens, status)
         if not dummy_run and scheduler_output.scheduled_spec_decode_tokens:
             scheduler_output = self._with_drafts(scheduler_output)
         if not self._trees or self.draft_graphs is None:
@@ -269,20 +277,6 @@ class SpecRolloutV2(_Base):
         return DraftReport(
             self.pause.is_over(self.stats.steps), limits, {rid: tree.size for rid, tree in self._trees.items()}
         )
-
-
-def filled(scheduler_output: SchedulerOutput, trees: dict[str, DraftTree]) -> SchedulerOutput:
-    """A copy of a step's schedule in which placeholders have become drafts, and those left over are gone."""
-    step = copy.copy(scheduler_output)
-    step.num_scheduled_tokens = dict(scheduler_output.num_scheduled_tokens)
-    step.scheduled_spec_decode_tokens = {}
-    for request_id, placeholders in scheduler_output.scheduled_spec_decode_tokens.items():
-        tree = trees.get(request_id, EMPTY_TREE)
-        step.num_scheduled_tokens[request_id] -= len(placeholders) - tree.size
-        if tree.size:
-            step.scheduled_spec_decode_tokens[request_id] = tree.token_ids.tolist()
-    step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
-    return step
 
 
 def _tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.stats import Stats
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(_Base):
+class SpeculatingWorker(ServesTrainers, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2

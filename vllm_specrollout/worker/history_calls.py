@@ -1,0 +1,45 @@
+"""What trainers tell a worker of its history, and what it tells them. Called by name, through `collective_rpc`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.history.stats import Outcome
+from vllm_specrollout.worker.policy_version import WatchesPolicy
+
+_COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
+
+
+class ServesTrainers(WatchesPolicy):
+    """Mixed into vLLM's workers, whose model runner has a `speculation`. Ranks that do not draft keep no history."""
+
+    def _history(self) -> HistoryDrafter | None:
+        drafters = self.model_runner.speculation.drafters
+        return next((drafter for drafter in drafters if isinstance(drafter, HistoryDrafter)), None)
+
+    def spec_rollout_report_rewards(self, rewards: Sequence[tuple[Sequence[str], float]]) -> dict[str, int]:
+        """Rewards of requests: for each, the names it may have (likeliest first) and a finite number.
+
+        Returns:
+            How many were "matched", "repeated" (the reward was replaced) and "unknown".
+        """
+        history, counts = self._history(), {"matched": 0, "repeated": 0, "unknown": 0}
+        for names, reward in rewards if history is not None else ():
+            counts[_COUNTED_AS.get(history.report_reward(names, reward), "matched")] += 1
+        return counts
+
+    def spec_rollout_begin_epoch(self, epoch: int | None = None) -> int:
+        """All problems will be asked again; returns the epoch begun.
+
+        Raises:
+            ConfigError: `epoch` is below 0.
+        """
+        history = self._history()
+        return history.begin_epoch(epoch) if history is not None else (epoch or 0)
+
+    def spec_rollout_history(self) -> dict[str, Any]:
+        """What is kept and how often it drafted; empty where there is no `history` drafter."""
+        history = self._history()
+        return {} if history is None else history.as_dict()
