@@ -80,7 +80,7 @@ def read_history(llm: Any) -> dict[str, Any]:
 
     Returns:
         "engines": per engine, counts, bytes and hits. "total": their sums, the latest epoch, and "hit_rate": of the
-        times the history was asked for a draft, the share in which it had one (None if it was never asked).
+        times the history was asked for a draft, the share in which it had one.
 
     Raises:
         ConfigError: `llm` is no such engine.
@@ -128,7 +128,7 @@ def beginning(epoch: int | None) -> Conversation[int]:
         _check_whole("epoch", epoch, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
         kept = yield Call("spec_rollout_history")
-        present = max((report.get("epoch", 0) for report in _flat(kept) if report), default=0)
+        present = max((report["store"]["epoch"] for report in _flat(kept) if report), default=0)
         if epoch < present:
             raise EpochError(
                 f"`epoch` is {epoch}, below the present epoch {present}",
@@ -145,21 +145,21 @@ def reading() -> Conversation[dict[str, Any]]:
     # of an engine's workers, those that do not draft say nothing
     engines = [report for report in _flat(answers) if report]
     total = _sum(engines)
-    lookups = total.get("lookups", 0)
-    total["hit_rate"] = total.get("hits", 0) / lookups if lookups else None
+    total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
     return {"total": total, "engines": engines}
 
 
 def candidates(request_id: str, index: int | None) -> list[str]:
     """The names an answer may have in vLLM, likeliest first, without the random suffix of its internal name.
 
-    vLLM puts `index_` before the name of each sample of `n > 1`; its completions endpoint puts `-prompt` behind the id
-    that the client sees, even for one prompt, and numbers the choices of several prompts through.
+    vLLM puts `index_` before the name of each sample of `n > 1`. Behind the id that the client sees, its completions
+    endpoint puts `-prompt`, even for one prompt, its batched chat endpoint `_conversation`, its responses endpoint
+    `_turn`; and the choices of several prompts are numbered through.
     """
-    single = [request_id, f"{request_id}-0"]
+    single = [request_id, f"{request_id}-0", f"{request_id}_0"]
     if index is None:
         return single
-    names = [f"{index}_{request_id}", f"{index}_{request_id}-0", f"{request_id}-{index}"]
+    names = [f"{index}_{request_id}", f"{index}_{request_id}-0", f"{request_id}-{index}", f"{request_id}_{index}"]
     return names + [name for name in single if index == 0 and name not in names]
 
 
@@ -229,7 +229,7 @@ def _flat(answers: Answers) -> list[Any]:
 
 
 def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts add up, also within groups; of epochs the latest counts; rates and texts have no sum."""
+    """Counts, bytes and seconds add up, also within groups; of epochs the latest counts; rates and texts have none."""
     total: dict[str, Any] = {}
     for report in reports:
         for name, value in report.items():
@@ -237,6 +237,6 @@ def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 total[name] = max(total.get(name, 0), value)
             elif isinstance(value, Mapping):
                 total[name] = _sum([total.get(name, {}), value])
-            elif isinstance(value, int) and not isinstance(value, bool):
+            elif isinstance(value, (int, float)) and not isinstance(value, bool) and not name.endswith("_rate"):
                 total[name] = total.get(name, 0) + value
     return total

@@ -47,8 +47,9 @@ class Engine:
         return [self.epochs[engine], epoch or 0]
 
     def spec_rollout_history(self, engine):
-        kept = {"epoch": self.epochs[engine], "answers": 10, "hits": 3 * engine, "lookups": 4 * engine}
-        return [{**kept, "rewards": {"late": 1}, "hit_rate": 0.75, "dir": "somewhere"}, {}]
+        store = {"epoch": self.epochs[engine], "answers": 10, "rewards": {"late": 1}}
+        library = {"build_seconds": 0.5, "dir": "somewhere"}
+        return [{"store": store, "library": library, "hits": 3 * engine, "lookups": 4 * engine, "hit_rate": 0.75}, {}]
 
     def call(self, method, args):
         return [getattr(self, method)(engine, *args) for engine in range(len(self.names))]
@@ -165,19 +166,18 @@ def test_the_history_of_several_engines_is_listed_and_summed():
     engine = AwaitedEngine(set(), set(), set())
     engine.epochs = [1, 3, 2]
     found = asyncio.run(vllm_specrollout.aread_history(engine))
-    assert [kept["epoch"] for kept in found["engines"]] == [1, 3, 2]
+    assert [kept["store"]["epoch"] for kept in found["engines"]] == [1, 3, 2]
     assert found["total"] == {
-        "epoch": 3,
-        "answers": 30,
+        "store": {"epoch": 3, "answers": 30, "rewards": {"late": 3}},
+        "library": {"build_seconds": 1.5},
         "hits": 9,
         "lookups": 12,
-        "rewards": {"late": 3},
         "hit_rate": 0.75,
     }
 
 
-def test_a_history_that_was_never_asked_has_no_hit_rate():
-    assert vllm_specrollout.read_history(CalledEngine())["total"]["hit_rate"] is None
+def test_a_history_that_was_never_asked_has_hit_nothing():
+    assert vllm_specrollout.read_history(CalledEngine())["total"]["hit_rate"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,17 @@ def test_calling_what_is_to_be_awaited_names_the_other_function():
 
 def names_in_vllm(request_id, num_prompts, n, endpoint):
     """The names of all answers to one HTTP request, by the index of the choice, as vLLM 0.32.0 makes them."""
-    prompts = [f"{request_id}-{i}" for i in range(num_prompts)] if endpoint == "completions" else [request_id]
+    prompts = [request_id]
+    if endpoint != "chat":
+        prompts = [request_id + {"completions": "-", "batch": "_"}[endpoint] + str(i) for i in range(num_prompts)]
     return [name if n == 1 else f"{sample}_{name}" for name in prompts for sample in range(n)]
 
 
-@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(["completions", "chat"]))
+@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(["completions", "chat", "batch"]))
 def test_every_choice_of_one_prompt_or_one_sample_is_found_by_its_index_and_never_another(prompts, n, endpoint):
-    if prompts > 1 and n > 1:
+    if endpoint == "batch" or prompts < n:
+        n = 1
+    else:
         prompts = 1
     names = names_in_vllm("cmpl-x", prompts, n, endpoint)
     for index, name in enumerate(names):

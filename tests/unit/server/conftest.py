@@ -48,7 +48,8 @@ class FakeEngine:
         return self.epoch
 
     def spec_rollout_history(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "answers": len(self.rewards), "hits": 1, "lookups": 4, "memory_bytes": 1024}
+        store = {"epoch": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}
+        return {"store": store, "hits": 1, "lookups": 4, "hit_rate": 0.25}
 
 
 MakeApp = Callable[..., FastAPI]
