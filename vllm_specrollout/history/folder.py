@@ -74,9 +74,11 @@ class Folder:
     def readers(self) -> list[log.Reader]:
         return [source.reader for source in list(self._sources.values()) if source.reader is not None]
 
-    def reader(self, file: int) -> log.Reader | None:
+    def reader(self, file: int) -> log.Reader:
         """Who reads the file now; it goes on reading it even if another one is put in its place."""
-        return self._sources[file].reader
+        reader = self._sources[file].reader
+        assert reader is not None, "a file whose answers are known was opened"
+        return reader
 
     def append(self, record: Record) -> int:
         """Write a record to the own file; returns an answer's row, otherwise -1. Raises OSError: disk full or gone."""
@@ -150,7 +152,7 @@ class Folder:
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            self._table.drop(lambda place: place.file == number)
+            self._table.drop(self._table.rows_of(number))
             del self._sources[number]
 
     def dropped(self, places: list[Place]) -> None:
@@ -164,8 +166,7 @@ class Folder:
         own = self._sources[OWN]
         if self._writer.size < _LEAST_REWRITTEN:
             return False
-        live = sum(place.num_tokens for _, place in self._table.rows() if place.file == OWN)
-        return 2 * live < own.num_tokens
+        return 2 * self._table.num_tokens(OWN) < own.num_tokens
 
     def rewrite(self, epoch: int) -> set[int]:
         """Write the own file anew, with the answers that the table still has. Nothing may be appended meanwhile.
@@ -176,7 +177,8 @@ class Folder:
             OSError: the disk is full or gone; all stays as it was.
         """
         with self._lock:
-            rows = sorted((p.offset, row, p) for row, p in self._table.rows() if p.file == OWN)
+            places = ((row, self._table.place(row)) for row in self._table.rows_of(OWN))
+            rows = sorted((place.offset, row, place) for row, place in places)
             reader = self._writer.reader
         written: list[tuple[int, Place]] = []
 
@@ -197,6 +199,5 @@ class Folder:
                 own.num_tokens += place.num_tokens
             self._sources[OWN] = own
             lost = {row for _, row, _ in rows} - {row for row, _ in written}
-            for row in lost:
-                self._table.drop_row(row)
+            self._table.drop(lost)
             return lost

@@ -98,14 +98,15 @@ class Library(Generic[IndexType]):
             if shelf is not None and shelf.running:
                 shelf.running -= 1
 
-    def track(self, problem_id: str, request_id: str, document: int, epoch: int) -> None:
+    def track(self, problem_id: str, request_id: str, document: int, epoch: int, reward: float | None = None) -> None:
         """An answer that grew in its problem's index is complete and stays: its reward and age are to count from now
         on. Until then the document is the caller's, and the library leaves it alone."""
         with self._lock:
             key = self._key(problem_id)
             shelf = self._shelves.get(key)
             if shelf is not None and shelf.index is not None:
-                shelf.documents[request_id] = Document(document, epoch, None)
+                shelf.documents[request_id] = Document(document, epoch, reward)
+                shelf.index.set_weight(document, self._weight(epoch, reward))
                 self._problem_of[request_id] = key
 
     def set_reward(self, request_id: str, reward: float) -> None:

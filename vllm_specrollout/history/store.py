@@ -11,13 +11,13 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.background import Background, run_now
 from vllm_specrollout.history.epochs import EpochGuess
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.log import Reader
@@ -28,8 +28,6 @@ from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
 
 logger = logging.getLogger(__name__)
 
-Background = Callable[[Callable[[], None]], object]
-
 
 class Located(NamedTuple):
     """An answer that can be read whatever happens to the store meanwhile."""
@@ -38,17 +36,12 @@ class Located(NamedTuple):
     source: Reader | bytes
 
 
-def run_now(task: Callable[[], None]) -> None:
-    """The background of who has none."""
-    task()
-
-
 class HistoryStore:
     """Keeps answers, finds a problem's, knows the epoch.
 
     Args:
         config: `dir` is where; empty: in memory only.
-        background: runs tasks one at a time, in the order given; the submit method of an executor with one thread.
+        background: runs tasks one at a time, in the order given; in an engine, `one_thread()`.
 
     Raises:
         HistoryError: a file of the directory is damaged in its header, or of another version.
@@ -99,14 +92,18 @@ class HistoryStore:
             self._guess.ended(request_id)
             self._early.pop(request_id, None)
 
-    def append(self, answer: Answer) -> None:
-        """Keep the answer of a request that is over. A full disk is counted, and the answer kept in memory."""
+    def append(self, answer: Answer) -> Answer:
+        """Keep the answer of a request that is over; returns it with the reward that came before its end, if one did.
+
+        A full disk is counted, and the answer kept in memory.
+        """
         with self._lock:
             self._guess.ended(answer.request_id)
             if answer.request_id in self._early:
                 answer = dataclasses.replace(answer, reward=self._early.pop(answer.request_id))
             self._requests[answer.request_id] = self._keep(answer)
             self._evict()
+            return answer
 
     def report_reward(self, request_id: str, reward: float) -> Outcome:
         """Keep a reward, for the most recent answer of that id.
@@ -212,7 +209,7 @@ class HistoryStore:
     def _evict(self) -> None:
         for held in self._memory.overflow():
             self._evicted += 1
-            self._table.drop_row(held.row)
+            self._table.drop([held.row])
             if self._requests.get(held.request_id) == held.row:
                 del self._requests[held.request_id]
 
@@ -232,17 +229,21 @@ class HistoryStore:
     def _drop_old(self) -> None:
         with self._lock:
             oldest = self._epoch - self._config.epochs
-            dropped = self._table.drop(lambda place: place.epoch < oldest)
-            rows = {row for row, _ in dropped}
-            for place in (place for _, place in dropped if place.file == IN_MEMORY):
-                self._memory.drop(place.offset)
-            if self._folder is not None:
-                self._folder.dropped([place for _, place in dropped])
+            rewardable = max(oldest, self._epoch - 1)
             self._requests = {
-                name: row
-                for name, row in self._requests.items()
-                if row not in rows and self._table.place(row).epoch >= self._epoch - 1
+                name: row for name, row in self._requests.items() if self._table.place(row).epoch >= rewardable
             }
+        while True:
+            # a few at a time: whoever wants the lock need not wait for all of them
+            with self._lock:
+                dropped = self._table.drop(self._table.rows_before(oldest)[:1000])
+                for place in dropped:
+                    if place.file == IN_MEMORY:
+                        self._memory.drop(place.offset)
+                if self._folder is not None:
+                    self._folder.dropped(dropped)
+            if not dropped:
+                return
 
     def find(self, problem_id: str | None) -> list[Located]:
         """A problem's answers (None: all problems') that may draft now, older epochs first."""
@@ -254,9 +255,7 @@ class HistoryStore:
     def _source(self, place: Place) -> Reader | bytes:
         if place.file == IN_MEMORY or self._folder is None:
             return self._memory.record(place.offset)
-        reader = self._folder.reader(place.file)
-        assert reader is not None, "a file whose answers are known was opened"
-        return reader
+        return self._folder.reader(place.file)
 
     def read(self, located: Located, problem_id: str | None = None) -> Answer | None:
         """The answer; None: it was damaged since it was found, or is another problem's with the same hash."""
@@ -279,7 +278,7 @@ class HistoryStore:
                 epoch=self._epoch,
                 answers=len(self._table),
                 problems=self._table.num_problems,
-                tokens=sum(place.num_tokens for _, place in self._table.rows()),
+                tokens=self._table.num_tokens(),
                 files=len(readers),
                 file_bytes=sum(reader.descriptor.size() for reader in readers),
                 memory_bytes=self._memory.num_bytes,

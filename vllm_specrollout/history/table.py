@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
+import numpy as np
+
 IN_MEMORY = 0
 """Number of the place that is no file."""
+_NO_FILE = -1
+_NO_EPOCH = (1 << 63) - 1
 
 
 class Place(NamedTuple):
@@ -107,33 +111,29 @@ class Table:
         places = [self.place(row) for rows in self._rows.values() for row in rows]
         return sorted(places, key=lambda place: place.epoch)
 
-    def rows(self) -> Iterator[tuple[int, Place]]:
-        for rows in self._rows.values():
-            for row in rows:
-                yield row, self.place(row)
+    def rows_before(self, epoch: int) -> list[int]:
+        """Rows of answers of earlier epochs."""
+        return np.flatnonzero(np.array(self._epochs) < epoch).tolist()
 
-    def drop(self, is_dead: Callable[[Place], bool]) -> list[tuple[int, Place]]:
-        """Drop the rows for which the function says so; returns them."""
-        dropped = []
-        for problem in list(self._rows):
+    def rows_of(self, file: int) -> list[int]:
+        return np.flatnonzero(np.array(self._files) == file).tolist()
+
+    def num_tokens(self, file: int | None = None) -> int:
+        """Of the file's answers, or of all."""
+        tokens = np.array(self._num_tokens, dtype=np.int64)
+        return int(tokens.sum() if file is None else tokens[np.array(self._files) == file].sum())
+
+    def drop(self, dead: Iterable[int]) -> list[Place]:
+        """Drop rows; returns what they held."""
+        places = []
+        for row in dead:
+            places.append(self.place(row))
+            problem = self._problems[row]
             rows = self._rows[problem]
-            dead = {row: self.place(row) for row in rows if is_dead(self.place(row))}
-            if not dead:
-                continue
-            dropped += list(dead.items())
-            self._free.extend(dead)
-            kept = array("i", (row for row in rows if row not in dead))
-            if kept:
-                self._rows[problem] = kept
-            else:
+            rows.remove(row)
+            if not rows:
                 del self._rows[problem]
-        return dropped
-
-    def drop_row(self, row: int) -> None:
-        """Drop one row."""
-        problem = self._problems[row]
-        rows = self._rows[problem]
-        rows.remove(row)
-        self._free.append(row)
-        if not rows:
-            del self._rows[problem]
+            # so that no search over the columns finds it
+            self._files[row], self._epochs[row], self._num_tokens[row] = _NO_FILE, _NO_EPOCH, 0
+            self._free.append(row)
+        return places

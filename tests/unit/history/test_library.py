@@ -160,11 +160,12 @@ def test_a_reward_reaches_an_index_that_stands(build, later, make_answer):
     library.want("p")
     later.run()
     index = library.get("p")
+    library.track("p", "early", index.add(np.arange(3), ONE, 0), 0, reward=2.0)
     library.track("p", "running", index.add(np.arange(3), ONE, 0), 0)
     library.set_reward("running", 1.0)
     library.set_reward("a", 3.0)
     library.set_reward("nobody", 3.0)
-    assert index.weights() == [4 * ONE, 2 * ONE]
+    assert index.weights() == [4 * ONE, 3 * ONE, 2 * ONE]
 
 
 def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, later, make_answer):

@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import folder, log, table
+from vllm_specrollout.history.background import one_thread
 from vllm_specrollout.history.frames import HistoryError
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
@@ -81,7 +83,7 @@ def test_a_reward_before_the_end_of_its_request_is_kept_for_it(config, make_answ
     store.arrived("p", "b")
     assert store.report_reward("a", 2.0) is Outcome.EARLY
     assert store.report_reward("b", 3.0) is Outcome.EARLY
-    store.append(make_answer("a"))
+    assert store.append(make_answer("a")).reward == 2.0
     store.ended("b")
     assert store.answers("p")[0].reward == 2.0
     assert store.report_reward("b", 3.0) is Outcome.UNKNOWN
@@ -247,6 +249,16 @@ def test_a_full_disk_leaves_answers_in_memory_until_there_is_room(on_disk, make_
     assert names(HistoryStore(on_disk)) == ["a", "b"]
 
 
+def test_a_store_with_a_thread_of_its_own_settles_there(on_disk, make_answer):
+    store = HistoryStore(on_disk, one_thread())
+    other = HistoryStore(on_disk)
+    other.append(make_answer("b"))
+    assert store.begin_epoch() == 1
+    while not names(store):
+        time.sleep(0.001)
+    store.close()
+
+
 def test_a_closed_store_leaves_the_file_to_others(on_disk, make_answer):
     store = HistoryStore(on_disk)
     store.append(make_answer("a"))
@@ -374,5 +386,6 @@ def test_rows_that_are_dropped_are_used_again():
     for round_number in range(50):
         row = rows.add(1, table.Place(0, round_number, 0, round_number, None, 3))
         assert row <= 1
-        rows.drop(lambda place, oldest=round_number: place.epoch < oldest)
+        rows.drop(rows.rows_before(round_number))
+        assert rows.rows_of(0) == [row] and rows.num_tokens() == rows.num_tokens(0) == 3
     assert len(rows) == 1 and rows.num_problems == 1
