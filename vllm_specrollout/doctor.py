@@ -123,7 +123,8 @@ def _runner(facts: Any) -> Finding:
         engines.check_runner(engine, facts.model_runner == "V2")
     except UnsupportedError as problem:
         return Finding("model runner", facts.model_runner, True, problem.hint)
-    return Finding("model runner", f"{facts.model_runner}, {engine.worker.rpartition('.')[2]}")
+    note = f" ({engine.note})" if engine.note else ""
+    return Finding("model runner", f"{facts.model_runner}, {engine.worker.rpartition('.')[2]}{note}")
 
 
 def _command() -> list[Finding]:

@@ -22,7 +22,11 @@ class Variable:
 TABLE = (
     Variable(SPEC_ROLLOUT, "switches speculation on: `1`, a JSON object or the path of a JSON file; `0` is off", True),
     Variable(CPU_ATTN_SPLIT_KV, "set to `0` when speculation is on, so that a row's bits ignore its neighbours", False),
-    Variable(USE_V2_MODEL_RUNNER, "must not be `1` with speculation on CPU, which runs the V1 model runner", False),
+    Variable(
+        USE_V2_MODEL_RUNNER,
+        "must not be `1` with speculation on CPU, which runs the V1 model runner; `0` on CUDA: chains only",
+        False,
+    ),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
 )

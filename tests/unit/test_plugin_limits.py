@@ -10,7 +10,7 @@ from vllm_specrollout.server import engines, limits, settings
 
 HERE = Path(__file__).parent
 WORKER, SCHEDULER = "ours.Worker", "ours.Scheduler"
-V1 = engines.Engine("V1", WORKER, SCHEDULER)
+V1 = engines.Engine("V1", WORKER, SCHEDULER, block_size=32)
 V2 = engines.Engine("V2", WORKER, SCHEDULER, "ours.AsyncScheduler")
 STOCK_ARGS = dict(
     speculative_config=None,
@@ -129,12 +129,11 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch)
             "V2: no such platform": lambda: choose(is_cpu=False, platform="TPU v5"),
             "V2: another runner than vLLM chose": lambda: engines.check_runner(engines.GPU_V2, uses_v2=False),
             "V1: another runner than vLLM chose": lambda: engines.check_runner(engines.CPU_V1, uses_v2=True),
+            "V1 on CUDA: asynchronous scheduling": lambda: check(engine=engines.GPU_V1, async_scheduling=True),
         }
     )
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     text += "\n" + render_refusals({"environment: the V2 runner on CPU": choose})
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    text += "\n" + render_refusals({"environment: the V1 runner on CUDA": lambda: choose(is_cpu=False, is_cuda=True)})
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "{oops")
     unread = SimpleNamespace(additional_config={})
     text += "\n" + render_refusals({"environment: unreadable": lambda: settings.requested(unread)})
@@ -154,6 +153,16 @@ def test_the_engine_follows_platform_and_model_runner(monkeypatch):
     assert choose() is engines.CPU_V2
     assert engines.CPU_V2.scheduler_for(is_async=True) != engines.CPU_V2.scheduler_for(is_async=False)
     assert engines.CPU_V1.scheduler_for(is_async=True) == engines.CPU_V1.scheduler
+
+
+def test_on_cuda_the_v1_runner_is_taken_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    engine = choose(is_cpu=False, is_cuda=True)
+    assert engine is engines.GPU_V1
+    engines.check_runner(engine, uses_v2=False)
+    # it lays no branches out, so any block size will do
+    check(engine=engine, block_size=16)
+    assert engine.scheduler_for(is_async=True) == engine.scheduler
 
 
 def test_what_only_v1_cannot_do_is_accepted_on_v2():

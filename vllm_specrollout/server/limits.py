@@ -111,6 +111,10 @@ V1_LIMITS = (
         "`--async-scheduling` is set; on vLLM's V1 model runner, spec rollout drafts before it schedules",
         f"drop `--async-scheduling`, {LEAVE_OUT}",
     ),
+)
+
+# of engines with a block size of their own, which lay branches out in blocks
+BLOCK_LIMITS = (
     Limit(
         lambda args: args.block_size is not None and args.block_size % 32 != 0,
         "`--block-size` is {0.block_size}, not a multiple of 32, which branches need",
@@ -159,7 +163,8 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     Raises:
         ConfigError, UnsupportedError: the first combination that does not go.
     """
-    for limit in (*ENGINE_ARGS_LIMITS, *(V2_LIMITS if engine.uses_v2 else V1_LIMITS)):
+    of_runner = V2_LIMITS if engine.uses_v2 else V1_LIMITS
+    for limit in (*ENGINE_ARGS_LIMITS, *of_runner, *(BLOCK_LIMITS if engine.block_size else ())):
         limit.check(args)
     _check_class("--worker-cls", args.worker_cls, ("auto", engine.worker), " (`--worker-extension-cls` stays free)")
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))

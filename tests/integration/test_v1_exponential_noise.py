@@ -1,0 +1,129 @@
+"""The noise of vLLM's V1 sampler on CUDA, on CPU tensors: the tape, the verdict, and the runner that drafts chains.
+
+The naive loop is stock's own `random_sample`, one token after another with the request's generator.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.sample.ops.topk_topp_sampler import random_sample
+
+from vllm_specrollout import _core
+from vllm_specrollout.worker.v1.noise import ExponentialNoise
+from vllm_specrollout.worker.v1.sampler import Drafts, chain_depths, row_layout
+
+pytestmark = pytest.mark.vllm
+
+VOCAB = 7
+LENGTH = 12
+
+
+def _logits(request: int, history: list[int]) -> torch.Tensor:
+    """[vocab] a target that depends on the whole history."""
+    seed = hash((request, *history)) % 2**31
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32)) * 2
+
+
+def _one_by_one(seeds: list[int]) -> list[list[int]]:
+    """Stock: all requests in one batch, a token each per step."""
+    generators = {i: torch.Generator().manual_seed(seed) for i, seed in enumerate(seeds)}
+    out: list[list[int]] = [[] for _ in seeds]
+    for _ in range(LENGTH):
+        logits = torch.stack([_logits(i, history) for i, history in enumerate(out)])
+        for history, token in zip(out, random_sample(logits.softmax(-1), generators).tolist(), strict=True):
+            history.append(token)
+    return out
+
+
+def _drafted(seeds: list[int], truth: list[list[int]], rng: np.random.Generator) -> tuple[list[list[int]], int]:
+    """Ours: chains that are right for a while, or wrong; returns the tokens and the steps it took."""
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    entries: Any = [SimpleNamespace(tape=noise.tape(torch.Generator().manual_seed(seed))) for seed in seeds]
+    out: list[list[int]] = [[] for _ in seeds]
+    steps = 0
+    while min(map(len, out)) < LENGTH:
+        steps += 1
+        chains = []
+        for history, answer in zip(out, truth, strict=True):
+            chain = answer[len(history) : len(history) + int(rng.integers(0, 6))]
+            chains.append([t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in chain])
+        starts = np.cumsum([0, *map(len, chains)], dtype=np.int32)
+        parents = np.concatenate([np.arange(-1, len(c) - 1) for c in chains]).astype(np.int32)
+        tokens = np.concatenate([np.asarray(c, dtype=np.int32) for c in chains]).astype(np.int32)
+        if len(tokens):
+            rows = [_logits(i, out[i] + c[:n]) for i, c in enumerate(chains) for n in range(len(c) + 1)]
+            _, depths = row_layout(Drafts(starts, parents, tokens, chain_depths(starts)))
+            noise.set_nodes(entries, starts, depths)
+            sampled, _ = noise.sampler(torch.stack(rows), {}, None, None)
+            output, _, num_accepted, _ = _core.walk(starts, parents, tokens, sampled.numpy())
+            counts = (num_accepted + 1).tolist()
+        else:
+            noise.set_roots(entries)
+            sampled, _ = noise.sampler(torch.stack([_logits(i, h) for i, h in enumerate(out)]), {}, None, None)
+            output, counts = sampled.numpy()[:, None], [1] * len(seeds)
+        noise.clear()
+        for entry, history, row, count in zip(entries, out, output, counts, strict=True):
+            history += row[:count].tolist()
+            entry.tape.advance(count)
+    return [history[:LENGTH] for history in out], steps
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4), st.integers(0, 2**31 - 1))
+def test_whatever_is_drafted_the_tokens_are_those_of_sampling_one_at_a_time(seeds: list[int], draft_seed: int) -> None:
+    truth = _one_by_one(seeds)
+    tokens, steps = _drafted(seeds, truth, np.random.default_rng(draft_seed))
+    assert tokens == truth
+    assert steps <= LENGTH
+
+
+def test_the_noise_of_another_position_would_be_noticed() -> None:
+    truth = _one_by_one([1, 2, 3])
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    tapes = [noise.tape(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+    for tape in tapes:
+        tape.peek(1)
+        tape.advance(1)
+    noise.set_roots([SimpleNamespace(tape=tape) for tape in tapes])  # type: ignore[misc]
+    shifted = [noise.sampler(torch.stack([_logits(i, []) for i in range(3)]), {}, None, None)[0].tolist()]
+    assert shifted != [[answer[0] for answer in truth]]
+
+
+def test_greedy_rows_get_noise_that_no_division_minds() -> None:
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    entries: Any = [SimpleNamespace(tape=None), SimpleNamespace(tape=noise.tape(None))]
+    noise.set_nodes(entries, np.array([0, 2, 3], np.int32), np.array([0, 1, 2, 0, 1], np.int32))
+    assert noise.sampler.noise is not None and noise.sampler.noise.shape == (5, VOCAB)
+    assert (noise.sampler.noise > 0).all()
+
+
+def test_requests_without_a_seed_draw_from_one_that_the_global_generator_gives_them() -> None:
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    torch.manual_seed(5)
+    first = noise.tape(None).peek(2)
+    torch.manual_seed(5)
+    again = noise.tape(None)
+    other = noise.tape(None)
+    assert all(map(torch.equal, first, again.peek(2)))
+    assert not torch.equal(first[0], other.peek(1)[0])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 401, 40_003], ids=lambda n: f"V{n}")
+def test_the_tapes_vectors_are_bit_for_bit_what_stock_draws_into_its_rows(vocab_size: int) -> None:
+    noise = ExponentialNoise("raw_logprobs", vocab_size, torch.device("cpu"))
+    ours = noise.tape(torch.Generator().manual_seed(9)).peek(3)
+    generator = torch.Generator().manual_seed(9)
+    for vector in ours:
+        rows = torch.empty(3, vocab_size)
+        rows[1].exponential_(generator=generator)
+        assert torch.equal(rows[1], vector)
