@@ -6,6 +6,7 @@ For each line `SEED PATH` on stdin it forks a writer, which says on stdout what 
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -20,17 +21,31 @@ from vllm_specrollout.types import Status
 def answer_of(number: int) -> Answer:
     """The answer of that number: a few tokens, or so many that writing them takes a while."""
     rng = np.random.default_rng(number)
-    count = 60_000 if number % 5 == 4 else int(rng.integers(0, 200))
+    count = 20_000 if number % 5 == 4 else int(rng.integers(0, 200))
     tokens = rng.integers(0, 150_000, count).astype(np.int32)
     return Answer(f"problem-{number % 7}", str(number), number // 50, number, Status.FINISHED, tokens, tokens[:9])
 
 
+def write_in_pieces(last: int) -> None:
+    """Short writes, as a busy file system may do them. At the `last` one the process kills itself, to be sure that a
+    record is torn; 0: it does not."""
+    write, count = os.pwrite, 0
+
+    def piece(fd: int, data: bytes, offset: int) -> int:
+        nonlocal count
+        count += 1
+        done = write(fd, data[:64], offset)
+        if count == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    os.pwrite = piece
+
+
 def write_until_killed(seed: int, path: Path) -> None:
     random.seed(seed)
-    if seed % 4:
-        # short writes, as a busy file system may do them: death between two of them tears a record
-        write = os.pwrite
-        os.pwrite = lambda fd, data, offset: write(fd, data[:64], offset)
+    if seed % 2:
+        write_in_pieces(random.randrange(1, 1000) if seed % 4 == 1 else 0)
     numbers: list[int] = []
     writer = Writer(path, lambda frame, head: isinstance(head, AnswerHead) and numbers.append(int(head.request_id)))
     number = max(numbers, default=-1) + 1
