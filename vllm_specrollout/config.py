@@ -29,7 +29,7 @@ SHAPES = ("tree", "chain")
 class SpecRolloutConfig:
     """Everything that can be set for an engine."""
 
-    drafters: tuple[str, ...] = ("ngram",)
+    drafters: tuple[str, ...] = ("history", "ngram")
     """Which drafters propose, best first."""
     max_draft_tokens: int = 24
     """Most draft tokens (tree nodes) verified for one request in one step."""

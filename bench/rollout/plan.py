@@ -12,7 +12,7 @@ from ..common import flags
 from ..common.models import DTYPES
 from ..policy.tasks import Problem
 
-# the oracle needs recorded answers; a rollout drafts with what works in training
+# the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
 DRAFTERS = ("ngram",)
 PROMPT_LEN = 256
 """Most tokens of a prompt; the tasks' prompts have 15 to 100."""
@@ -35,7 +35,7 @@ class Plan:
     """Timed rounds."""
     seed: int = 0
     """Of the problem set and of sampling."""
-    drafters: tuple[str, ...] = _DEFAULT.drafters
+    drafters: tuple[str, ...] = DRAFTERS
     max_draft_tokens: int = _DEFAULT.max_draft_tokens
     budget: str = _DEFAULT.budget
     dtype: str = "bfloat16"

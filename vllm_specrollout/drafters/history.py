@@ -19,6 +19,7 @@ from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.ngram import load_core
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.background import one_thread
 from vllm_specrollout.history.library import Library
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
@@ -72,7 +73,7 @@ class HistoryDrafter:
         self._max_nodes = max_nodes
         self._source = np.full(max_nodes, source, dtype=np.int32)
         self._source.flags.writeable = False
-        self.store = store if store is not None else HistoryStore(config)
+        self.store = store if store is not None else HistoryStore(config, one_thread())
         self.library = library if library is not None else Library(config, self.store, self._make_index)
         self._live: dict[str, _Live] = {}
         self.hits, self.lookups = 0, 0
@@ -117,6 +118,8 @@ class HistoryDrafter:
         live = self._live.get(view.request_id) or self._admit(view)
         index = self.library.get(live.problem_id)
         if index is None:
+            # not held either: what was dropped for memory is to be gone
+            live.index = None
             return None
         if live.index is not index:
             # first sight, a new epoch, or an index that was dropped for memory and built anew
@@ -147,7 +150,8 @@ class HistoryDrafter:
             ending.token_ids,
             ending.prompt_ids[-_TAIL:],
         )
-        self.store.append(answer)
+        # with its reward, if that came before the end
+        answer = self.store.append(answer)
         if live is not None:
             self._keep(live, answer)
             self.library.done(live.problem_id)
@@ -157,7 +161,7 @@ class HistoryDrafter:
         index = self.library.get(live.problem_id)
         if index is not None and index is live.index:
             index.sync(live.document, answer.token_ids)
-            self.library.track(live.problem_id, answer.request_id, live.document, live.epoch)
+            self.library.track(live.problem_id, answer.request_id, live.document, live.epoch, answer.reward)
 
     def forget(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)

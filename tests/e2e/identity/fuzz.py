@@ -30,9 +30,6 @@ class FuzzDrafter:
     def finish(self, ending: Ending) -> None:
         """Nothing outlives a request."""
 
-    def finish(self, ending: Ending) -> None:
-        """Nothing outlives a request."""
-
     def forget(self, request_id: str) -> None:
         """Remembers nothing."""
 

@@ -1,0 +1,213 @@
+"""The history drafter: who may draft for whom, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.history.library import Library
+from vllm_specrollout.history.stats import Outcome
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.trees.build import check
+from vllm_specrollout.types import Decision, Ending, RequestView, Shape, Status
+
+_core = pytest.importorskip("vllm_specrollout._core")
+
+PROMPT = [900, 901, 902, 903]
+ANSWER = list(range(100, 140))
+
+
+class _Later(Executor):
+    """Runs what it is given when told to."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Any] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._tasks.append(lambda: fn(*args, **kwargs))
+        return Future()
+
+    def run(self) -> None:
+        while self._tasks:
+            self._tasks.pop(0)()
+
+
+class _Drafter(HistoryDrafter):
+    """Whose indices are built when told to."""
+
+    executor: _Later
+
+
+def _drafter(**settings: Any) -> _Drafter:
+    config = HistoryConfig(**settings)
+    store, executor = HistoryStore(config), _Later()
+
+    def make_index() -> Any:
+        return _core.HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=32)
+
+    drafter = _Drafter(config, store=store, library=Library(config, store, make_index, executor))
+    drafter.executor = executor
+    return drafter
+
+
+def _view(name: str, output: list[int], problem_id: str = "p", prompt: list[int] = PROMPT) -> RequestView:
+    return RequestView(name, np.asarray(prompt + output, np.int32), len(prompt), 100, problem_id=problem_id, name=name)
+
+
+def _drafts(drafter: _Drafter, *views: RequestView, is_built: bool = True) -> list[list[int]]:
+    if is_built:
+        drafter.propose(views, [Decision(0, 0, Shape.OFF)] * len(views))
+        drafter.executor.run()
+    trees = drafter.propose(views, [Decision(8, 8, Shape.TREE)] * len(views))
+    for tree in trees:
+        if tree.size:
+            check(tree)
+    return [tree.token_ids.tolist() for tree in trees]
+
+
+def _finish(drafter: _Drafter, name: str, output: list[int], problem_id: str = "p") -> None:
+    tokens = np.asarray(output, np.int32)
+    drafter.finish(Ending(name, problem_id, np.asarray(PROMPT, np.int32), tokens, Status.FINISHED, name=name))
+    drafter.forget(name)
+
+
+@pytest.fixture
+def drafter() -> Iterator[_Drafter]:
+    made = _drafter()
+    yield made
+    made.close()
+
+
+def test_a_running_sibling_drafts(drafter: _Drafter) -> None:
+    assert _drafts(drafter, _view("a", ANSWER), _view("b", ANSWER[:10]))[1] == ANSWER[10:18]
+
+
+def test_a_finished_sibling_drafts_to_its_end_and_not_beyond(drafter: _Drafter) -> None:
+    # the last step sampled two tokens behind the answer's end
+    _drafts(drafter, _view("a", [*ANSWER, 7, 8]))
+    _finish(drafter, "a", ANSWER)
+    assert _drafts(drafter, _view("b", ANSWER[:35]))[0] == ANSWER[35:]
+
+
+def test_without_siblings_only_past_epochs_and_the_request_itself_draft() -> None:
+    drafter = _drafter(siblings=False)
+    _drafts(drafter, _view("a", ANSWER))
+    _finish(drafter, "a", ANSWER)
+    assert _drafts(drafter, _view("b", ANSWER[:10])) == [[]]
+    assert _drafts(drafter, _view("c", ANSWER[:10] + ANSWER[:5]))[0][:5] == ANSWER[5:10]
+    drafter.forget("c")
+    drafter.begin_epoch()
+    assert _drafts(drafter, _view("d", ANSWER[:10]))[0] == ANSWER[10:18]
+
+
+def test_an_answer_drafts_for_as_many_epochs_as_are_kept() -> None:
+    drafter = _drafter(epochs=2)
+    _drafts(drafter, _view("a", ANSWER[:4]))
+    _finish(drafter, "a", ANSWER)
+    found = []
+    for name in "bcde":
+        found.append(bool(_drafts(drafter, _view(name, ANSWER[:10]))[0]))
+        _finish(drafter, name, [1])
+        drafter.begin_epoch()
+    assert found == [True, True, True, False]
+
+
+def test_problems_do_not_draft_for_each_other_unless_asked_to() -> None:
+    for scope, is_drafted in (("problem", False), ("global", True)):
+        drafter = _drafter(scope=scope)
+        drafts = _drafts(drafter, _view("a", ANSWER, "p"), _view("b", ANSWER[:10], "q", [5, 6, 7]))
+        assert bool(drafts[1]) is is_drafted
+
+
+def test_the_first_tokens_are_drafted_from_the_prompts_end() -> None:
+    drafter = _drafter()
+    _finish(drafter, "a", ANSWER)
+    drafter.begin_epoch()
+    assert _drafts(drafter, _view("b", []))[0] == ANSWER[:8]
+
+
+def test_a_preempted_request_does_not_find_itself(drafter: _Drafter) -> None:
+    _drafts(drafter, _view("a", ANSWER))
+    drafter.forget("a")
+    assert _drafts(drafter, _view("a", ANSWER[:10])) == [[]]
+
+
+def test_a_request_that_outlives_its_epoch_belongs_to_the_old_one(drafter: _Drafter) -> None:
+    _drafts(drafter, _view("a", ANSWER[:20]))
+    drafter.begin_epoch()
+    _drafts(drafter, _view("a", ANSWER[:30]))
+    _finish(drafter, "a", ANSWER)
+    assert [answer.epoch for answer in drafter.store.answers("p")] == [0]
+
+
+def test_an_answer_that_was_never_drafted_for_is_kept_all_the_same(drafter: _Drafter) -> None:
+    _finish(drafter, "off", ANSWER)
+    assert _drafts(drafter, _view("b", ANSWER[:10]))[0] == ANSWER[10:18]
+
+
+def test_while_an_index_is_built_its_requests_go_without_drafts() -> None:
+    drafter = _drafter()
+    _finish(drafter, "a", ANSWER)
+    drafter.begin_epoch()
+    assert _drafts(drafter, _view("b", ANSWER[:10]), is_built=False) == [[]]
+    drafter.executor.run()
+    assert _drafts(drafter, _view("b", ANSWER[:10]), is_built=False)[0] == ANSWER[10:18]
+
+
+def test_chains_are_chains(drafter: _Drafter) -> None:
+    _drafts(drafter, _view("a", [1, 2, 3, 4, 5, 6]), _view("b", [1, 2, 3, 9, 8, 7]))
+    tree = drafter.propose([_view("c", [1, 2, 3])], [Decision(8, 8, Shape.CHAIN)])[0]
+    assert tree.parents.tolist() == list(range(-1, tree.size - 1))
+
+
+def test_of_two_branches_the_one_with_the_reward_comes_first() -> None:
+    for good, first in (("a", 4), ("b", 9)):
+        drafter = _drafter()
+        _drafts(drafter, _view("a", [1, 2, 3, 4, 5, 6]), _view("b", [1, 2, 3, 9, 8, 7]))
+        _finish(drafter, "a", [1, 2, 3, 4, 5, 6])
+        _finish(drafter, "b", [1, 2, 3, 9, 8, 7])
+        drafter.report_reward([good], 5.0)
+        drafter.begin_epoch()
+        assert _drafts(drafter, _view("c", [1, 2, 3]))[0][0] == first
+
+
+def test_a_reward_that_came_before_its_requests_end_counts_among_siblings() -> None:
+    for good, first in (("a", 4), ("b", 9)):
+        drafter = _drafter()
+        _drafts(drafter, _view("a", [1, 2, 3, 4, 5, 6]), _view("b", [1, 2, 3, 9, 8, 7]))
+        drafter.report_reward([good], 5.0)
+        _finish(drafter, "a", [1, 2, 3, 4, 5, 6])
+        _finish(drafter, "b", [1, 2, 3, 9, 8, 7])
+        assert _drafts(drafter, _view("c", [1, 2, 3]))[0][0] == first
+
+
+def test_a_reward_finds_its_request_before_and_after_its_end(drafter: _Drafter) -> None:
+    _drafts(drafter, _view("a", ANSWER))
+    assert drafter.report_reward(["a"], 1.0) is Outcome.EARLY
+    _finish(drafter, "a", ANSWER)
+    assert drafter.store.answers("p")[0].reward == 1.0
+    assert drafter.report_reward(["a-0", "a"], 2.0) is Outcome.REPEATED
+    assert drafter.report_reward(["nobody"], 2.0) is Outcome.UNKNOWN
+
+
+def test_it_survives_a_restart(tmp_path: Any) -> None:
+    first = _drafter(dir=str(tmp_path))
+    _finish(first, "a", ANSWER)
+    first.close()
+    second = _drafter(dir=str(tmp_path))
+    assert _drafts(second, _view("b", ANSWER[:10]))[0] == ANSWER[10:18]
+    second.close()
+
+
+def test_what_it_says_of_itself_is_plain_json(drafter: _Drafter) -> None:
+    import json
+
+    _drafts(drafter, _view("a", ANSWER), _view("b", ANSWER[:10]))
+    told = json.loads(json.dumps(drafter.as_dict()))
+    assert (told["lookups"], told["hits"], told["hit_rate"]) == (2, 1, 0.5)
