@@ -31,6 +31,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _drafted_trees(ours: Engine) -> None:
     assert ours.runner.shape[0].value == "tree"
     assert ours.runner.stats.branches_committed > 0
+    # the name under which trainers look for what drafts
+    assert ours.runner.drafter is ours.runner.speculation
 
 
 def _scheduled_ahead(ours: Engine) -> None:

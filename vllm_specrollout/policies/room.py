@@ -27,7 +27,8 @@ def room_per_request(
     Args:
         max_draft_tokens: the configured most.
         num_running: requests that share the step.
-        has_waiting: whether prompts wait; then half of the step's tokens are left to them.
+        has_waiting: whether prompts wait, or are computed in part; then half of the step's tokens and of the free
+            blocks are left to them.
         max_tokens_per_step: the scheduler's token budget.
         num_free_blocks: KV blocks that nobody owns.
         block_size: tokens per block.
@@ -36,9 +37,9 @@ def room_per_request(
     """
     if num_running <= 0:
         return max_draft_tokens
-    share = max_tokens_per_step // (2 if has_waiting else 1)
-    by_tokens = share // num_running - 1
-    by_blocks = (num_free_blocks // num_running - 1) * block_size
+    part = 2 if has_waiting else 1
+    by_tokens = max_tokens_per_step // part // num_running - 1
+    by_blocks = (num_free_blocks // part // num_running - 1) * block_size
     return max(0, min(max_draft_tokens, by_tokens, by_blocks))
 
 

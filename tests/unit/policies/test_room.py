@@ -29,6 +29,12 @@ def test_waiting_prompts_keep_half_of_the_steps_tokens():
     assert room(running=256, waiting=True, blocks=10_000) == 4096 // 256 - 1
 
 
+def test_waiting_prompts_keep_half_of_the_free_blocks():
+    assert room(running=100, blocks=200) == 16
+    assert room(running=100, blocks=200, waiting=True) == 0
+    assert room(running=100, blocks=400, waiting=True) == 16
+
+
 def test_without_free_blocks_there_is_no_room():
     assert room(running=4, blocks=3) == 0
 
@@ -40,6 +46,9 @@ def test_room_never_takes_more_tokens_or_blocks_than_there_are(most, running, wa
     if running and given_room:
         assert running * (1 + given_room) <= tokens
         assert running * -(-given_room // 16) <= blocks
+        if waiting:
+            assert 2 * running * (1 + given_room) <= tokens
+            assert 2 * running * -(-given_room // 16) <= blocks
 
 
 def test_trying_in_vain_is_paused_for_longer_and_longer():

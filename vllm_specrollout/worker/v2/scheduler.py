@@ -7,6 +7,7 @@ code takes what was not accepted, filled or not, back from the request's counter
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -16,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.executor import Executor
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.policies.room import room_per_request
@@ -48,7 +50,7 @@ class LeavesRoom(TellsEndings, _Base):
         room = room_per_request(
             self.max_draft_tokens,
             num_running=len(self.running),
-            has_waiting=bool(self.waiting),
+            has_waiting=bool(self.waiting) or any_in_prompt(self.running),
             max_tokens_per_step=self.max_num_scheduled_tokens,
             num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
             block_size=self.block_size,
@@ -99,6 +101,11 @@ class LeavesRoom(TellsEndings, _Base):
             spec_decoding_stats = SpecDecodingStats.new(self.max_draft_tokens)
         spec_decoding_stats.observe_draft(drafted, num_accepted_tokens)
         return spec_decoding_stats
+
+
+def any_in_prompt(running: Iterable[Request]) -> bool:
+    """Whether a running request has more of its prompt to compute: room would take the tokens of its next piece."""
+    return any(request.is_prefill_chunk for request in running)
 
 
 class SpecRolloutSchedulerV2(LeavesRoom, Scheduler):
