@@ -34,6 +34,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("tensor parallel", Shape.TREE, "rank 0 drafts, all ranks verify the same tree"),
     Rule("structured outputs (grammar, JSON schema, regex)", Shape.CHAIN, "the grammar follows one line of tokens"),
     Rule("penalties and bad_words, V2 runner", Shape.CHAIN, "its kernels find a row's history in the rows before it"),
+    Rule("vLLM's V1 runner on CUDA (fallback)", Shape.CHAIN, "no tree attention there; not yet run on a GPU"),
     Rule("several KV cache groups (for example sliding and full attention)", Shape.CHAIN, "one block table per group"),
     Rule("thinking_token_budget", Shape.OFF, "its state follows one line of tokens and cannot be taken back"),
     Rule("prompt_embeds", Shape.OFF, "the prompt has no token ids"),
