@@ -40,6 +40,7 @@ def config_page() -> str:
     ]
     for cls, prefix in (
         (config.SpecRolloutConfig, ""),
+        (config.HistoryConfig, "history."),
         (config.NgramConfig, "ngram."),
         (config.OracleConfig, "oracle."),
     ):

@@ -43,3 +43,12 @@ class ServesTrainers(WatchesPolicy):
         """What is kept and how often it drafted; empty where there is no `history` drafter."""
         history = self._history()
         return {} if history is None else history.as_dict()
+
+    def shutdown(self) -> None:
+        runner, history = getattr(self, "model_runner", None), None
+        if runner is not None and (history := self._history()) is not None:
+            # a request that ended in the very last step is among them: no further step came to say so
+            for ending in runner.unfinished():
+                history.finish(ending)
+            history.close()
+        super().shutdown()

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_specrollout import drafters
 from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.step import Speculation
-from vllm_specrollout.types import IntArray, RequestView, Shape, StepTiming
+from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank
 from vllm_specrollout.worker.endings import endings_of
 from vllm_specrollout.worker.policy_version import PolicyVersion
@@ -120,6 +120,12 @@ class SpecRolloutV1(_Base):
         # generator cannot do: stock CPU engines stop with an error when a seeded prompt is prefilled in chunks.)
         self.input_batch.generators.clear()
         return result
+
+    def unfinished(self) -> list[Ending]:
+        """What the engine leaves behind when it is shut down."""
+        version = self.policy_version.current()
+        running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
+        return [entry.ending(len(entry.state.output_token_ids), Status.ABORTED, version) for entry in running]
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         scheduled = scheduler_output.scheduled_spec_decode_tokens

@@ -158,6 +158,13 @@ class Host:
             self._over[request_id] = _Over(request, num_tokens, status)
             self._tell_endings()
 
+    def unfinished(self) -> list[Ending]:
+        """What the engine leaves behind when it is shut down."""
+        version = self.policy_version.current()
+        over = [over.request.ending(over.num_tokens, over.status, version) for over in self._over.values()]
+        running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
+        return over + [r.ending(r.length - r.num_prompt, Status.ABORTED, version) for r in running]
+
     def _tell_endings(self) -> None:
         for request_id, over in list(self._over.items()):
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:

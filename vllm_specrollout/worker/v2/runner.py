@@ -29,7 +29,7 @@ from vllm_specrollout import drafters
 from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.policies.room import Pause
 from vllm_specrollout.step import Speculation
-from vllm_specrollout.types import EMPTY_TREE, DraftTree, IntArray, Shape
+from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, is_first_rank
 from vllm_specrollout.worker.endings import endings_of
@@ -86,6 +86,9 @@ class SpecRolloutV2(_Base):
     @property
     def policy_version(self) -> PolicyVersion:
         return self.host.policy_version
+
+    def unfinished(self) -> list[Ending]:
+        return self.host.unfinished()
 
     @property
     def drafter(self) -> Speculation:
