@@ -14,8 +14,8 @@ def main() -> None:
 
     model, spec_rollout = sys.argv[1], json.loads(sys.argv[2])
     llm = LLM(
-        model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=128, max_num_seqs=REQUESTS,
-        additional_config={"spec_rollout": spec_rollout},
+        model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=64, max_num_seqs=REQUESTS,
+        max_num_batched_tokens=64, additional_config={"spec_rollout": spec_rollout},
     )  # fmt: skip
     prompts = [{"prompt_token_ids": [9 + i, 40, 41, 42, 43 + i]} for i in range(REQUESTS)]
     params = [
