@@ -8,15 +8,8 @@ namespace specrollout {
 namespace {
 
 constexpr uint64_t kOne = 1ull << 24;
-// class of context -> doubt, in 1/16
-#ifdef HISTORY_TUNE
-}
-int kHistoryDoubt[16] = {16, 12, 9, 7, 6, 5, 4, 3, 2, 2, 2, 2, 2, 2, 2, 2};
-namespace {
-#define kDoubt kHistoryDoubt
-#else
-constexpr int kDoubt[] = {16, 12, 9, 7, 6, 5, 4, 3, 2, 2, 2, 2};
-#endif
+// class of context -> doubt, in 1/16; see history_naive.py
+constexpr int kDoubt[] = {16, 16, 11, 11, 11, 14, 18, 13, 9, 6, 3, 2};
 
 // 1 to 8 tokens: 0 to 7; then 9-12, 13-16, 17-32, more
 int ContextClass(int tokens) {
@@ -38,10 +31,9 @@ bool Drafting::IsWorse(const Waiting& a, const Waiting& b) {
 
 void Drafting::ShareOut(int context_class, int32_t class_id, int32_t places, int32_t distinct, uint64_t weight,
                         uint64_t* unexplained) {
-  const uint64_t k = places;
   const uint64_t d = distinct;
   const uint64_t doubt = kDoubt[context_class] * d * d;
-  const uint64_t left = *unexplained * doubt / (16 * k * k + doubt);
+  const uint64_t left = *unexplained * doubt / (16 * static_cast<uint64_t>(places) + doubt);
   const uint64_t shared = *unexplained - left;
   *unexplained = left;
   for (Branch& branch : branches_) {
@@ -71,7 +63,7 @@ void Drafting::Count(const HistoryText& text, int32_t begin, int32_t* end, int32
       if (reader.next == reader.end) continue;
     }
     order_[kept++] = order_[i];
-    const int its_class = ContextClass(reader.shared + depth / 2);
+    const int its_class = ContextClass(reader.shared + 2 * depth);
     if (its_class != context_class) {
       if (places != 0) ShareOut(context_class, class_id, places, distinct, weight, &unexplained);
       context_class = its_class;

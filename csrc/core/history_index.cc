@@ -167,12 +167,17 @@ int HistoryIndex::Retire(int32_t before_epoch) {
     const HistoryText::Document& document = text_.documents()[slot];
     if (document.id >= 0 && !document.is_dead && document.epoch < before_epoch) old.push_back(document.id);
   }
-  for (const int32_t id : old) Remove(id);
+  for (const int32_t id : old) text_.Kill(text_.SlotOf(id), false);
+  CompactIfHalfDead();
   return static_cast<int>(old.size());
 }
 
 void HistoryIndex::Kill(int32_t slot, bool is_kept) {
   text_.Kill(slot, is_kept);
+  CompactIfHalfDead();
+}
+
+void HistoryIndex::CompactIfHalfDead() {
   if (text_.num_dead() > text_.num_tokens()) Compact();
 }
 

@@ -86,6 +86,7 @@ class HistoryIndex {
   void Resize(Length* length, size_t capacity);
   Place SkipDead(int which, Place place) const;
   void Kill(int32_t slot, bool is_kept);
+  void CompactIfHalfDead();
   void Compact();
   void CheckLength(int which) const;
 
