@@ -1,4 +1,4 @@
-"""The runner that drafts chains on CUDA, over vLLM's CPU runner: stock's tokens, with the noise of stock's CUDA sampler.
+"""The runner that drafts chains on CUDA, over vLLM's CPU runner: stock's tokens, with the noise of its CUDA sampler.
 
 There is no GPU in this: the device's part (attention, graphs, generators on the device) is not tested here.
 """

@@ -57,6 +57,18 @@ def test_keyword_flag_additional_config_and_environment_mean_the_same(make, mode
     assert engine_of(make().create_engine_config()) == OURS
 
 
+def test_parsed_flags_keep_the_configuration_for_processes_that_load_plugins_later(model):
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    AsyncEngineArgs.add_cli_args(parser)
+    args = parser.parse_args(["--model", model, "--skip-tokenizer-init", "--spec-rollout", '{"max_draft_tokens": 8}'])
+    EngineArgs.from_cli_args(args)
+    del args.spec_rollout  # such a process has no wrapper that would read it
+    assert engine_of(EngineArgs.from_cli_args(args).create_engine_config()) == OURS
+
+
 def test_the_flag_alone_means_the_defaults(model):
     config = parsed(model, "--spec-rollout").create_engine_config()
     assert config.additional_config == {"spec_rollout": SpecRolloutConfig().as_dict()}

@@ -123,8 +123,9 @@ class HistoryStore:
 
     def _reward(self, request_id: str, reward: float) -> Outcome:
         if self._guess.is_running(request_id):
+            outcome = Outcome.REPEATED if request_id in self._early else Outcome.EARLY
             self._early[request_id] = reward
-            return Outcome.EARLY
+            return outcome
         row = self._requests.get(request_id)
         if row is None:
             return Outcome.UNKNOWN

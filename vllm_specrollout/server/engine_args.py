@@ -52,6 +52,8 @@ def read_flag(original: Callable[..., Any]) -> Callable[..., Any]:
         if value is not None:
             with readable_errors():
                 settings.fold(engine_args, value, FLAG)
+            # further API processes are handed the parsed flags, and read them before plugins are loaded there
+            args.additional_config = engine_args.additional_config
         return engine_args
 
     return from_cli_args

@@ -93,9 +93,7 @@ def check_runner(engine: Engine, uses_v2: bool) -> None:
     chosen = "V2" if uses_v2 else "V1"
     hint = f"set `{envs.USE_V2_MODEL_RUNNER}={int(engine.uses_v2)}` if the model allows it, or leave spec rollout off"
     if engine is GPU_V2:
-        hint = (
-            f"set `{envs.USE_V2_MODEL_RUNNER}=0` to run it there too (chains only), or leave spec rollout off"
-        )
+        hint = f"set `{envs.USE_V2_MODEL_RUNNER}=0` to run it there too (chains only), or leave spec rollout off"
     raise UnsupportedError(
         f"for this configuration vLLM chose its {chosen} model runner; spec rollout runs the {engine.runner} one here",
         hint,

@@ -189,7 +189,8 @@ def test_a_reward_that_came_before_its_requests_end_counts_among_siblings() -> N
 
 def test_a_reward_finds_its_request_before_and_after_its_end(drafter: _Drafter) -> None:
     _drafts(drafter, _view("a", ANSWER))
-    assert drafter.report_reward(["a"], 1.0) is Outcome.EARLY
+    assert drafter.report_reward(["a"], 7.0) is Outcome.EARLY
+    assert drafter.report_reward(["a"], 1.0) is Outcome.REPEATED
     _finish(drafter, "a", ANSWER)
     assert drafter.store.answers("p")[0].reward == 1.0
     assert drafter.report_reward(["a-0", "a"], 2.0) is Outcome.REPEATED
