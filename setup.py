@@ -52,7 +52,11 @@ class BuildPy(build_py):
 setup(
     packages=packages,
     package_dir=package_dir,
-    package_data={"vllm_specrollout": ["*.pyi"], "vllm_specrollout.bench.policy": ["checkpoint/*", "*.json"]},
+    package_data={
+        "vllm_specrollout": ["*.pyi"],
+        "vllm_specrollout.bench.index": ["*.json.gz"],
+        "vllm_specrollout.bench.policy": ["checkpoint/*", "*.json"],
+    },
     ext_modules=[extension],
     cmdclass={"build_ext": build_ext, "build_py": BuildPy},
 )

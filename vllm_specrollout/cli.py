@@ -20,6 +20,7 @@ BENCHES = {
     "engine": ("vllm_specrollout.bench.engine.command", "bench_engine", "Decode with and without drafts, in one run."),
     "rollout": ("vllm_specrollout.bench.rollout.command", "bench_rollout", "A rollout of the small policy's tasks."),
     "grpo": ("vllm_specrollout.bench.grpo.command", "bench_grpo", "RL of the small policy, epoch after epoch."),
+    "index": ("vllm_specrollout.bench.index.command", "bench_index", "The history index beside arctic-inference's."),
 }
 
 app = typer.Typer(

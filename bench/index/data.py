@@ -1,0 +1,143 @@
+"""What the indices are filled with and asked about: recorded answers of the small policy, and synthetic long ones.
+
+Both are problems with answers of past epochs and of the present one. Pure but for the reading of one file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_specrollout.errors import ConfigError
+
+IntArray = NDArray[np.int32]
+
+RECORDED = Path(__file__).with_name("recorded.json.gz")
+"""Answers of the policy in bench/policy, sampled at temperature 1 by stock vLLM: 16 per problem and epoch.
+
+Epoch e's weights are epoch e - 1's plus normal noise of 1 % of each tensor's standard deviation.
+"""
+VOCABULARY = 150_000
+_SEGMENT = 40
+_MUTATION = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """The answers to one problem in one epoch."""
+
+    answers: tuple[IntArray, ...]
+    # [answers] float
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    prompt: IntArray
+    # oldest first; the last one is the present
+    epochs: tuple[Epoch, ...]
+
+    @property
+    def past(self) -> tuple[Epoch, ...]:
+        return self.epochs[:-1]
+
+    @property
+    def present(self) -> Epoch:
+        return self.epochs[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    name: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def num_past_tokens(self) -> int:
+        return sum(len(a) for problem in self.problems for epoch in problem.past for a in epoch.answers)
+
+    @property
+    def num_present_tokens(self) -> int:
+        return sum(len(a) for problem in self.problems for a in problem.present.answers)
+
+    def longest(self) -> int:
+        return max(len(a) for problem in self.problems for a in problem.present.answers)
+
+
+def recorded(path: Path = RECORDED, past: int = 2) -> Data:
+    """Recorded problems: the last epoch is the present, `past` epochs before it are history.
+
+    Raises:
+        ConfigError: the file is not there, or is something else.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            problems = tuple(_problem(line, past) for line in json.load(file)["problems"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"`{path}` holds no recorded answers: {error}", "leave `--recorded` out") from None
+    return Data("recorded", problems)
+
+
+def _problem(line: dict[str, list[object]], past: int) -> Problem:
+    epochs = [
+        Epoch(tuple(np.asarray(answer, np.int32) for answer in epoch["answers"]), tuple(epoch["rewards"]))  # type: ignore[call-overload]
+        for epoch in line["epochs"]
+    ]
+    return Problem(np.asarray(line["prompt"], np.int32), tuple(epochs[-1 - past :]))
+
+
+def synthetic(problems: int, answers: int, tokens: int, past: int, seed: int) -> Data:
+    """Problems whose answers share 60 to 90 % of their text.
+
+    A problem is a row of segments of 40 tokens on average, with one to four wordings each, some likelier than others.
+    An answer goes through the segments; each is one of the wordings, or new text in 10 to 40 % of the cases, and one
+    token in a hundred is changed. New tokens are drawn by Zipf's law from 150,000.
+    """
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(problems):
+        segments = list(_segments(rng, tokens))
+        epochs = tuple(
+            Epoch(tuple(_answer(rng, segments, tokens) for _ in range(answers)), (0.0,) * answers)
+            for _ in range(past + 1)
+        )
+        made.append(Problem(_text(rng, 200), epochs))
+    return Data("synthetic", tuple(made))
+
+
+def _text(rng: np.random.Generator, count: int) -> IntArray:
+    # the inverse of the logarithmic distribution function, which Zipf's law with exponent 1 has
+    return np.floor(np.exp(rng.random(count) * np.log(VOCABULARY))).astype(np.int32)
+
+
+def _segments(rng: np.random.Generator, tokens: int) -> Iterator[tuple[list[IntArray], NDArray[np.float64]]]:
+    total = 0
+    while total < 2 * tokens:
+        length = int(rng.geometric(1 / _SEGMENT))
+        wordings = int(rng.integers(1, 5))
+        yield [_text(rng, length) for _ in range(wordings)], rng.dirichlet(np.ones(wordings))
+        total += length
+
+
+def _answer(
+    rng: np.random.Generator, segments: list[tuple[list[IntArray], NDArray[np.float64]]], tokens: int
+) -> IntArray:
+    shared = rng.uniform(0.6, 0.9)
+    parts: list[IntArray] = []
+    total = 0
+    for wordings, odds in segments:
+        is_new = rng.random() > shared
+        part = _text(rng, len(wordings[0])) if is_new else wordings[rng.choice(len(wordings), p=odds)]
+        parts.append(part)
+        total += len(part)
+        if total >= tokens:
+            break
+    answer = np.concatenate(parts)[:tokens]
+    changed = rng.random(len(answer)) < _MUTATION
+    answer[changed] = _text(rng, int(changed.sum()))
+    return answer

@@ -1,0 +1,223 @@
+"""Runs both systems over a data set and compares: time, memory, and how many drafted tokens would be accepted.
+
+Accepting is replayed: the recorded answer is what the target samples, so a drafted token is accepted if the answer goes
+on with it. No model runs, and both systems are shown the same answers in the same order.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.tokens import encode_tokens
+
+from .data import Data, IntArray, synthetic
+from .systems import Key, Ours, System, Theirs
+
+Report = Callable[[str, int], None]
+_APPEND = 4
+"""Tokens a step appends in the `append` row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison."""
+
+    data: str
+    name: str
+    unit: str
+    ours: float
+    # what ours is compared with: arctic-inference, or what the name says; None: a limit alone
+    theirs: float | None
+    ratio: float | None
+    # the ratio (where there is none, ours) must not be above, or for tokens not below, this
+    limit: float | None
+    is_met: bool | None
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What one replay showed."""
+
+    steps: int = 0
+    tokens: int = 0
+    # [draft calls] seconds per request
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps
+
+
+def row(
+    data: str, name: str, unit: str, ours: float, theirs: float | None, limit: float | None, *, is_least: bool = False
+) -> Row:
+    """A row, judged; `is_least`: the limit is a lower one."""
+    ratio = None if theirs is None else ours / theirs
+    value = ours if ratio is None else ratio
+    is_met = None if limit is None else (value >= limit if is_least else value <= limit)
+    return Row(data=data, name=name, unit=unit, ours=ours, theirs=theirs, ratio=ratio, limit=limit, is_met=is_met)
+
+
+def accepted(tokens: Sequence[int], parents: Sequence[int], answer: Sequence[int]) -> int:
+    """How many tokens of the answer the draft holds on a path from the root."""
+    children: dict[tuple[int, int], int] = {}
+    for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
+        children[parent, token] = node
+    node, depth = -1, 0
+    while depth < len(answer) and (node, answer[depth]) in children:
+        node = children[node, answer[depth]]
+        depth += 1
+    return depth
+
+
+def replay(system: System, data: Data, nodes: int, is_chain: bool, batch: int, begin: int) -> Replayed:
+    """Draft, accept, append until all answers of the present are written; the first `begin` tokens are there."""
+    result = Replayed()
+    waiting = [(p, a) for p, problem in enumerate(data.problems) for a in range(len(problem.present.answers))]
+    answers = {key: data.problems[key[0]].present.answers[key[1]].tolist() for key in waiting}
+    running: list[tuple[Key, int]] = []
+    while waiting or running:
+        while waiting and len(running) < batch:
+            key = waiting.pop(0)
+            running.append((key, min(begin, len(answers[key]))))
+        running = [(key, at) for key, at in running if at < len(answers[key])]
+        if not running:
+            continue
+        drafts, seconds = system.draft(running, nodes, is_chain)
+        result.seconds += seconds
+        going_on = []
+        for (key, at), (tokens, parents, _) in zip(running, drafts, strict=True):
+            end = min(at + accepted(tokens, parents, answers[key][at : at + nodes]) + 1, len(answers[key]))
+            system.append(key, at, end)
+            result.steps += 1
+            result.tokens += end - at
+            going_on.append((key, end))
+        running = going_on
+    return result
+
+
+def append_all(system: System, data: Data, begin: int, end: int) -> float:
+    """Append the answers' tokens from `begin` to `end`, all answers in turn; returns seconds."""
+    seconds = 0.0
+    for at in range(begin, end, _APPEND):
+        for p, problem in enumerate(data.problems):
+            for a, answer in enumerate(problem.present.answers):
+                if at < min(end, len(answer)):
+                    seconds += system.append((p, a), at, min(at + _APPEND, end, len(answer)))
+    return seconds
+
+
+def compare(data: Data, config: HistoryConfig, nodes: int, batch: int, begin: int, report: Report) -> list[Row]:
+    """All rows of one data set.
+
+    Args:
+        nodes: most nodes of a draft.
+        begin: tokens of each present answer that are there when drafting begins.
+    """
+    made: dict[str, list[float]] = {"build": [], "append": [], "bytes": []}
+    makers: tuple[Callable[[], System], ...] = (lambda: Ours(data, config), lambda: Theirs(data, is_bounded=True))
+    for make in makers:
+        report(f"{data.name}: build and append, {make().__class__.__name__.lower()}", 0)
+        gc.collect()
+        system = make()
+        made["build"].append(system.build() / data.num_past_tokens * 1e6)
+        system.open()
+        made["append"].append(append_all(system, data, 0, data.longest()) / data.num_present_tokens * 1e6)
+        made["bytes"].append(system.nbytes() / (data.num_past_tokens + data.num_present_tokens))
+        del system
+        report("", 1)
+    runs = {
+        "chain": _replayed(Ours(data, config), data, nodes, True, batch, begin, report, "our chain"),
+        "tree": _replayed(Ours(data, config), data, nodes, False, batch, begin, report, "our tree"),
+        "theirs": _replayed(Theirs(data, False), data, nodes, True, batch, begin, report, "their chain"),
+        "default": _replayed(Theirs(data, True), data, nodes, True, batch, begin, report, "their chain, bounded"),
+    }
+    return _rows(data, made, runs)
+
+
+def _rows(data: Data, made: dict[str, list[float]], runs: dict[str, Replayed]) -> list[Row]:
+    name = data.name
+    ours = [s * 1e6 for s in runs["tree"].seconds]
+    theirs = [s * 1e6 for s in runs["default"].seconds]
+    texts = [answer for problem in data.problems for answer in problem.present.answers]
+    per_step = {key: run.tokens_per_step for key, run in runs.items()}
+    return [
+        row(name, "build", "us/token", *made["build"], 1 / 4),
+        row(name, "append", "us/token", *made["append"], 1 / 3),
+        row(name, "draft_p50", "us/request", statistics.median(ours), statistics.median(theirs), 1 / 3),
+        row(name, "draft_p99", "us/request", float(np.percentile(ours, 99)), float(np.percentile(theirs, 99)), 1 / 3),
+        row(name, "live_bytes", "B/token", *made["bytes"], 1 / 5),
+        row(name, "rest_bytes", "B/token", _rest_bytes(texts), None, 3.0),
+        row(name, "accepted", "tokens/step", per_step["chain"], per_step["theirs"], 1.0, is_least=True),
+        row(name, "accepted, their bounds", "tokens/step", per_step["chain"], per_step["default"], 1.0, is_least=True),
+        row(name, "accepted, tree to chain", "tokens/step", per_step["tree"], per_step["chain"], 1.15, is_least=True),
+    ]
+
+
+def _rest_bytes(answers: Sequence[IntArray]) -> float:
+    return sum(len(encode_tokens(answer)) for answer in answers) / sum(map(len, answers))
+
+
+def _replayed(
+    system: System, data: Data, nodes: int, is_chain: bool, batch: int, begin: int, report: Report, title: str
+) -> Replayed:
+    report(f"{data.name}: {title}", 0)
+    gc.collect()
+    system.build()
+    system.open()
+    append_all(system, data, 0, begin)
+    result = replay(system, data, nodes, is_chain, batch, begin)
+    report("", 1)
+    return result
+
+
+def flatness(config: HistoryConfig, nodes: int, seed: int, sizes: tuple[int, int], report: Report) -> Row:
+    """The median draft at 1,000,000 tokens of a problem to that at 10,000."""
+    medians = []
+    for tokens in sizes:
+        report(f"drafts of a problem with {tokens:,} tokens", 0)
+        per_answer = min(16_384, tokens // 32)
+        past = max(1, tokens // (16 * per_answer) - 1)
+        data = synthetic(1, 16, per_answer, past, seed)
+        system = Ours(data, config)
+        system.build()
+        system.open()
+        begin = per_answer - 256
+        append_all(system, data, 0, begin)
+        medians.append(statistics.median(replay(system, data, nodes, False, 16, begin).seconds) * 1e6)
+        report("", 1)
+    return row("synthetic", f"draft_p50 at {sizes[1]:,} to {sizes[0]:,}", "us/request", medians[1], medians[0], 1.5)
+
+
+def many_problems(data: Data, config: HistoryConfig, count: int, report: Report) -> list[Row]:
+    """`count` indices open at once, each with one answer of the past and one that runs: bytes, and a draft's cost."""
+    report(f"{count:,} problems at once", 0)
+    one = [p.present.answers[0] for p in data.problems]
+    problems = []
+    for i in range(count):
+        problem = data.problems[i % len(data.problems)]
+        epochs = tuple(type(e)(e.answers[:1], e.rewards[:1]) for e in problem.epochs[-2:])
+        problems.append(type(problem)(problem.prompt, epochs))
+    many = Data("recorded", tuple(problems))
+    system = Ours(many, config)
+    system.build()
+    system.open()
+    half = min(len(answer) for answer in one) // 2
+    asks: list[tuple[Key, int]] = []
+    for p in range(count):
+        system.append((p, 0), 0, half)
+        asks.append(((p, 0), half))
+    seconds = [s for at in range(0, count, 64) for s in system.draft(asks[at : at + 64], 16, False)[1]]
+    tokens = many.num_past_tokens + half * count + sum(len(problem.prompt) for problem in problems)
+    report("", 1)
+    title = f"{count:,} problems"
+    return [
+        row("recorded", f"{title}: live_bytes", "B/token", system.nbytes() / tokens, None, None),
+        row("recorded", f"{title}: draft_p50", "us/request", statistics.median(seconds) * 1e6, None, None),
+    ]

@@ -1,0 +1,179 @@
+"""The two indices behind one face: a problem's past goes in, its present grows, and all running answers ask at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.drafters.ngram import load_core
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.history.weights import weight_of
+
+from .data import Data, IntArray
+
+Key = tuple[int, int]
+"""(problem, answer of the present epoch)"""
+Drafts = tuple[list[tuple[Sequence[int], Sequence[int], Sequence[float]]], list[float]]
+"""Per request (token ids, parents, probabilities), and seconds per request."""
+
+ARCTIC = "0.3.0"
+_DEPTH = 64
+_TREE_CONTEXT = 64
+
+
+class System(Protocol):
+    """One index of the problems of `data`."""
+
+    def build(self) -> float:
+        """Take the past in; returns seconds."""
+
+    def open(self) -> None:
+        """Begin the answers of the present."""
+
+    def append(self, key: Key, start: int, end: int) -> float:
+        """The next tokens of a present answer; returns seconds."""
+
+    def draft(self, asks: Sequence[tuple[Key, int]], nodes: int, is_chain: bool) -> Drafts:
+        """Drafts of (answer, tokens it has)."""
+
+    def nbytes(self) -> int:
+        """Memory of everything held."""
+
+
+class Ours:
+    def __init__(self, data: Data, config: HistoryConfig) -> None:
+        self._core = load_core("history")
+        self._data = data
+        self._config = config
+        self._indices: list[Any] = []
+        self._docs: dict[Key, int] = {}
+
+    def build(self) -> float:
+        start = perf_counter()
+        c = self._config
+        for problem in self._data.problems:
+            index = self._core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index.set_prompt(problem.prompt)
+            for number, epoch in enumerate(problem.past):
+                for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):
+                    index.add(answer, weight_of(c, len(problem.past) - number, reward), number)
+            self._indices.append(index)
+        return perf_counter() - start
+
+    def open(self) -> None:
+        for p, problem in enumerate(self._data.problems):
+            for a in range(len(problem.present.answers)):
+                self._docs[p, a] = self._indices[p].open(len(problem.past))
+
+    def append(self, key: Key, start: int, end: int) -> float:
+        tokens = self._data.problems[key[0]].present.answers[key[1]][start:end]
+        index, doc = self._indices[key[0]], self._docs[key]
+        begin = perf_counter()
+        index.append(doc, tokens)
+        return perf_counter() - begin
+
+    def draft(self, asks: Sequence[tuple[Key, int]], nodes: int, is_chain: bool) -> Drafts:
+        begin = perf_counter()
+        count = len(asks)
+        node_start, token_ids, parents, log_q = self._core.propose_history(
+            [self._indices[key[0]] for key, _ in asks],
+            [self._docs[key] for key, _ in asks],
+            [nodes] * count,
+            [nodes] * count,
+            [is_chain] * count,
+        )
+        seconds = (perf_counter() - begin) / count
+        ends = node_start.tolist()
+        columns = (token_ids.tolist(), parents.tolist(), np.exp(log_q.astype(np.float64)).tolist())
+        drafts = [tuple(column[a:b] for column in columns) for a, b in zip(ends, ends[1:], strict=False)]
+        return drafts, [seconds] * count  # type: ignore[return-value]
+
+    def nbytes(self) -> int:
+        return sum(index.nbytes for index in self._indices)
+
+
+class Theirs:
+    """arctic-inference's suffix cache: one per problem, so that it too drafts from the problem's answers alone.
+
+    Args:
+        is_bounded: as vLLM uses it by default (drafts no longer than the context matched, no token less probable than
+            0.1); else as many nodes as asked for.
+    """
+
+    def __init__(self, data: Data, is_bounded: bool) -> None:
+        self._cache_type = _load_arctic()
+        self._data = data
+        self._bounds = (1.0, 0.1) if is_bounded else (1e6, 0.0)
+        self._caches: list[Any] = []
+        self._texts: dict[Key, IntArray] = {}
+
+    def build(self) -> float:
+        start = perf_counter()
+        for problem in self._data.problems:
+            cache = self._cache_type(_DEPTH)
+            for number, epoch in enumerate(problem.past):
+                for i, answer in enumerate(epoch.answers):
+                    cache.start_request((number, i), problem.prompt)
+                    cache.add_active_response((number, i), answer)
+                    cache.stop_request((number, i))
+            self._caches.append(cache)
+        return perf_counter() - start
+
+    def open(self) -> None:
+        for p, problem in enumerate(self._data.problems):
+            for a, answer in enumerate(problem.present.answers):
+                self._caches[p].start_request(a, problem.prompt)
+                self._texts[p, a] = np.concatenate([problem.prompt, answer])
+
+    def append(self, key: Key, start: int, end: int) -> float:
+        tokens = self._data.problems[key[0]].present.answers[key[1]][start:end]
+        cache = self._caches[key[0]]
+        begin = perf_counter()
+        cache.add_active_response(key[1], tokens)
+        return perf_counter() - begin
+
+    def draft(self, asks: Sequence[tuple[Key, int]], nodes: int, is_chain: bool) -> Drafts:
+        drafts, seconds = [], []
+        for key, length in asks:
+            end = len(self._data.problems[key[0]].prompt) + length
+            context = self._texts[key][max(0, end - _TREE_CONTEXT) : end]
+            begin = perf_counter()
+            draft = self._caches[key[0]].speculate(
+                key[1],
+                context,
+                max_spec_tokens=nodes,
+                max_spec_factor=self._bounds[0],
+                min_token_prob=self._bounds[1],
+                use_tree_spec=not is_chain,
+            )
+            seconds.append(perf_counter() - begin)
+            drafts.append((draft.token_ids, draft.parents, draft.probs))
+        return drafts, seconds
+
+    def nbytes(self) -> int:
+        trees = [tree for cache in self._caches for tree in (cache._global_tree, *cache._local_trees.values())]
+        return sum(tree.estimate_memory() for tree in trees)
+
+
+def check_arctic() -> None:
+    """Refuse to begin without the other system.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    _load_arctic()
+
+
+def _load_arctic() -> Any:
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except ImportError as error:
+        raise UnsupportedError(
+            f"`specrollout bench index` compares with arctic-inference {ARCTIC}, which cannot be imported: {error}",
+            f"run `pip install arctic-inference=={ARCTIC}`",
+        ) from None
+    return SuffixDecodingCache
