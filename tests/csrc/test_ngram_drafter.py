@@ -97,7 +97,9 @@ def test_a_slice_of_a_wider_buffer_is_read_like_its_copy() -> None:
     assert_same(draft(NgramDrafter(CONFIG), view), draft(NgramDrafter(CONFIG), make_view([5, 6, 7] * 4)))
 
 
-def test_the_engine_gets_the_ngram_drafter_by_default() -> None:
-    (drafter,) = drafters.build(SpecRolloutConfig(max_draft_tokens=3))
-    assert drafter.name == "ngram"
-    assert draft(drafter, make_view([1, 2, 3] * 5)).size == 3
+def test_the_engine_gets_history_and_ngram_by_default() -> None:
+    history, ngram = drafters.build(SpecRolloutConfig(max_draft_tokens=3))
+    assert (history.name, ngram.name) == ("history", "ngram")
+    tree = draft(ngram, make_view([1, 2, 3] * 5))
+    assert tree.size == 3
+    assert tree.source.tolist() == [1, 1, 1]
