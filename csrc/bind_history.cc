@@ -17,7 +17,6 @@ namespace specrollout {
 namespace {
 
 using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
-using BoolArray = py::array_t<bool, py::array::c_style | py::array::forcecast>;
 
 template <typename T>
 py::array_t<T> ToNumpy(const std::vector<T>& values) {
@@ -66,20 +65,34 @@ bool Sync(HistoryIndex& index, int32_t doc, const IntArray& token_ids) {
   return index.Sync(doc, data, count);
 }
 
-py::tuple Propose(const std::vector<const HistoryIndex*>& indices, const IntArray& docs, const IntArray& max_nodes,
-                  const IntArray& max_depth, const BoolArray& is_chain, bool siblings) {
-  const size_t batch = indices.size();
-  for (const py::array& array : {py::array(docs), py::array(max_nodes), py::array(max_depth), py::array(is_chain)}) {
+// One number per request, from a list or an array. Lists are short and come every step: numpy would take longer.
+std::vector<int32_t> PerRequest(const py::object& numbers, size_t batch) {
+  std::vector<int32_t> out;
+  if (PyList_CheckExact(numbers.ptr())) {
+    const Py_ssize_t count = PyList_GET_SIZE(numbers.ptr());
+    out.reserve(count);
+    for (Py_ssize_t i = 0; i < count; ++i) out.push_back(py::handle(PyList_GET_ITEM(numbers.ptr(), i)).cast<int32_t>());
+  } else {
+    const IntArray array = numbers.cast<IntArray>();
     RequireVector(array, "docs or a bound");
-    if (static_cast<size_t>(array.size()) != batch) {
-      throw std::invalid_argument("one document and one of each bound per index are needed");
-    }
+    out.assign(array.data(), array.data() + array.size());
   }
+  if (out.size() != batch) throw std::invalid_argument("one document and one of each bound per index are needed");
+  return out;
+}
+
+py::tuple Propose(const std::vector<const HistoryIndex*>& indices, const py::object& docs, const py::object& max_nodes,
+                  const py::object& max_depth, const py::object& is_chain, bool siblings) {
+  const size_t batch = indices.size();
+  const std::vector<int32_t> of_doc = PerRequest(docs, batch);
+  const std::vector<int32_t> nodes = PerRequest(max_nodes, batch);
+  const std::vector<int32_t> depths = PerRequest(max_depth, batch);
+  const std::vector<int32_t> chains = PerRequest(is_chain, batch);
   std::vector<Ask> asks;
   asks.reserve(batch);
   for (size_t i = 0; i < batch; ++i) {
     if (indices[i] == nullptr) throw std::invalid_argument("an index is None");
-    asks.push_back({indices[i], docs.data()[i], max_nodes.data()[i], max_depth.data()[i], is_chain.data()[i]});
+    asks.push_back({indices[i], of_doc[i], nodes[i], depths[i], chains[i] != 0});
   }
   Draft all;
   std::vector<int32_t> node_start;

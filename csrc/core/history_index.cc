@@ -49,17 +49,17 @@ HistoryIndex::HistoryIndex(int min_match, int max_match, int max_matches)
   }
 }
 
-uint64_t HistoryIndex::Hash(const int32_t* recent, int count) {
+uint64_t HistoryIndex::Hash(const int32_t* recent_end, int count) {
   uint64_t hash = 0;
-  for (int back = 0; back < count; ++back) hash = Mix(hash, recent[back]);
+  for (int back = 1; back <= count; ++back) hash = Mix(hash, recent_end[-back]);
   return hash;
 }
 
-size_t HistoryIndex::FindHead(const Length& length, uint32_t tag, const int32_t* recent) const {
+size_t HistoryIndex::FindHead(const Length& length, uint32_t tag, const int32_t* recent_end) const {
   const size_t mask = length.heads.size() - 1;
   size_t slot = tag & mask;
   while (const Place place = length.heads[slot].place) {
-    if (length.heads[slot].tag == tag && text_.SharedContext(place, recent, length.n) == length.n) break;
+    if (length.heads[slot].tag == tag && text_.SharedContext(place, recent_end, length.n) == length.n) break;
     slot = (slot + 1) & mask;
   }
   return slot;
@@ -78,9 +78,9 @@ void HistoryIndex::Resize(Length* length, size_t capacity) {
   }
 }
 
-void HistoryIndex::Link(int which, Place place, const int32_t* recent, uint64_t hash) {
+void HistoryIndex::Link(int which, Place place, const int32_t* recent_end, uint64_t hash) {
   Length& length = lengths_[which];
-  Head& head = length.heads[FindHead(length, Tag(hash), recent)];
+  Head& head = length.heads[FindHead(length, Tag(hash), recent_end)];
   text_.Number(place, which) = head.place;
   const bool is_new = head.place == 0;
   head = {Tag(hash), place};
@@ -88,25 +88,30 @@ void HistoryIndex::Link(int which, Place place, const int32_t* recent, uint64_t 
 }
 
 void HistoryIndex::AppendTo(int32_t slot, const int32_t* token_ids, size_t count) {
-  std::array<int32_t, kReach> recent;
-  const int longest = lengths_.back().n;
-  int known = text_.Recent(slot, longest, recent.data());
-  for (size_t i = 0; i < count; ++i) {
-    const Place place = text_.Append(slot, token_ids[i]);
-    uint64_t hash = 0;
-    int hashed = 0;
-    for (int which = 0; which < num_lengths(); ++which) {
-      const int n = lengths_[which].n;
-      if (n > known) {
-        text_.Number(place, which) = 0;
-        continue;
-      }
-      while (hashed < n) hash = Mix(hash, recent[hashed++]);
-      Link(which, place, recent.data(), hash);
+  // the first tokens' contexts begin in the text that is there, the others' lie in what comes
+  std::array<int32_t, 2 * kReach> seam;
+  const size_t longest = lengths_.back().n;
+  const size_t head = std::min(count, longest);
+  const int known = text_.Recent(slot, static_cast<int>(longest), seam.data() + longest);
+  std::copy_n(token_ids, head, seam.data() + longest);
+  for (size_t i = 0; i < head; ++i) {
+    AppendOne(slot, token_ids[i], seam.data() + longest + i, static_cast<int>(std::min(known + i, longest)));
+  }
+  for (size_t i = head; i < count; ++i) AppendOne(slot, token_ids[i], token_ids + i, static_cast<int>(longest));
+}
+
+void HistoryIndex::AppendOne(int32_t slot, int32_t token, const int32_t* recent_end, int known) {
+  const Place place = text_.Append(slot, token);
+  uint64_t hash = 0;
+  int hashed = 0;
+  for (int which = 0; which < num_lengths(); ++which) {
+    const int n = lengths_[which].n;
+    if (n > known) {
+      text_.Number(place, which) = 0;
+      continue;
     }
-    known = std::min(known + 1, longest);
-    std::copy_backward(recent.begin(), recent.begin() + known - 1, recent.begin() + known);
-    recent[0] = token_ids[i];
+    while (hashed < n) hash = Mix(hash, recent_end[-++hashed]);
+    Link(which, place, recent_end, hash);
   }
 }
 
@@ -226,9 +231,9 @@ void HistoryIndex::PrefetchHead(int which, uint64_t hash) const {
   __builtin_prefetch(&page.cells[std::max(0, offset - 8)]);
 }
 
-Place HistoryIndex::Latest(int which, uint64_t hash, const int32_t* recent) const {
+Place HistoryIndex::Latest(int which, uint64_t hash, const int32_t* recent_end) const {
   const Length& length = lengths_[which];
-  return SkipDead(which, length.heads[FindHead(length, Tag(hash), recent)].place);
+  return SkipDead(which, length.heads[FindHead(length, Tag(hash), recent_end)].place);
 }
 
 Place HistoryIndex::Previous(int which, Place place) const { return SkipDead(which, text_.Number(place, which)); }
@@ -265,13 +270,14 @@ void HistoryIndex::CheckLength(int which) const {
   Require(!IsTooFull(length.num_distinct, length.heads.size()), "the table has room" + name);
   std::array<int32_t, kReach> recent;
   std::array<int32_t, kReach> wanted;
-  const auto context = [&](Place place, int32_t* out) {
+  // copies the place's context to just before `end`
+  const auto context = [&](Place place, int32_t* end) {
     int32_t index = place >> HistoryText::kPageBits;
     int offset = place & (HistoryText::kPageSize - 1);
     int found = 0;
     while (index != 0 && found < length.n) {
       const HistoryText::Page& page = text_.pages()[index];
-      while (offset > page.begin && found < length.n) out[found++] = page.cells[--offset];
+      while (offset > page.begin && found < length.n) *--end = page.cells[--offset], ++found;
       index = page.before;
       offset = HistoryText::kPageSize;
     }
@@ -283,12 +289,14 @@ void HistoryIndex::CheckLength(int which) const {
     Place place = length.heads[slot].place;
     if (place == 0) continue;
     ++heads;
-    Require(context(place, wanted.data()) == length.n, "a chained place has a whole context" + name);
-    Require(FindHead(length, length.heads[slot].tag, wanted.data()) == slot, "a head is found where it is" + name);
-    Require(Tag(Hash(wanted.data(), length.n)) == length.heads[slot].tag, "a head's tag is its context's" + name);
+    Require(context(place, wanted.data() + length.n) == length.n, "a chained place has a whole context" + name);
+    Require(FindHead(length, length.heads[slot].tag, wanted.data() + length.n) == slot,
+            "a head is found where it is" + name);
+    Require(Tag(Hash(wanted.data() + length.n, length.n)) == length.heads[slot].tag,
+            "a head's tag is its context's" + name);
     for (; place != 0; place = text_.Number(place, which), ++reached) {
       Require(text_.PageAt(place).cells != nullptr, "a chained place has a page" + name);
-      Require(context(place, recent.data()) == length.n &&
+      Require(context(place, recent.data() + length.n) == length.n &&
                   std::equal(recent.data(), recent.data() + length.n, wanted.data()),
               "chained places have the same context" + name);
     }
@@ -299,7 +307,8 @@ void HistoryIndex::CheckLength(int which) const {
     const HistoryText::Page& page = text_.pages()[index];
     if (page.cells == nullptr) continue;
     const Place first = static_cast<Place>(index) << HistoryText::kPageBits;
-    for (Place at = first + page.begin; at < first + page.end; ++at) expected += context(at, recent.data()) == length.n;
+    for (Place at = first + page.begin; at < first + page.end; ++at)
+      expected += context(at, recent.data() + length.n) == length.n;
   }
   Require(reached == expected, "every place is on one chain" + name);
 }

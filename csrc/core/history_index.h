@@ -52,11 +52,12 @@ class HistoryIndex {
   int length(int which) const { return lengths_[which].n; }
   const HistoryText& text() const { return text_; }
 
-  static uint64_t Hash(const int32_t* recent, int count);
-  // The latest live place whose context of length `which` is `recent` (latest first), 0 = none.
+  // Of the `count` tokens before `recent_end`.
+  static uint64_t Hash(const int32_t* recent_end, int count);
+  // The latest live place whose context of length `which` ends before `recent_end`, 0 = none.
   void PrefetchSlot(int which, uint64_t hash) const;
   void PrefetchHead(int which, uint64_t hash) const;
-  Place Latest(int which, uint64_t hash, const int32_t* recent) const;
+  Place Latest(int which, uint64_t hash, const int32_t* recent_end) const;
   // The live place before this one with the same context.
   Place Previous(int which, Place place) const;
 
@@ -80,9 +81,11 @@ class HistoryIndex {
   };
 
   void AppendTo(int32_t slot, const int32_t* token_ids, size_t count);
-  void Link(int which, Place place, const int32_t* recent, uint64_t hash);
+  // Appends one token, before which `known` tokens stand that end at `recent_end`.
+  void AppendOne(int32_t slot, int32_t token, const int32_t* recent_end, int known);
+  void Link(int which, Place place, const int32_t* recent_end, uint64_t hash);
   // The head of the context, or the free one where it belongs.
-  size_t FindHead(const Length& length, uint32_t tag, const int32_t* recent) const;
+  size_t FindHead(const Length& length, uint32_t tag, const int32_t* recent_end) const;
   void Resize(Length* length, size_t capacity);
   Place SkipDead(int which, Place place) const;
   void Kill(int32_t slot, bool is_kept);

@@ -10,7 +10,8 @@ void PrefetchPlace(const HistoryIndex& index, Place place, int which) {
   const int offset = place & (HistoryText::kPageSize - 1);
   __builtin_prefetch(&page.cells[HistoryText::kPageSize * (1 + which) + offset]);
   __builtin_prefetch(&page.cells[offset]);
-  __builtin_prefetch(&page.cells[std::max(0, offset - 12)]);
+  __builtin_prefetch(&page.cells[std::max(0, offset - 16)]);
+  __builtin_prefetch(&page.cells[std::min(HistoryText::kPageSize - 1, offset + 16)]);
 }
 
 }  // namespace
@@ -26,11 +27,11 @@ void HistoryLookup::Begin(const Ask& ask, Walk* walk) {
   walk->seen = 0;
   walk->known = 0;
   if (ask.max_nodes <= 0 || ask.max_depth <= 0) return;
-  walk->known = text.Recent(walk->slot, HistoryIndex::kReach, walk->recent);
+  walk->known = text.Recent(walk->slot, HistoryIndex::kReach, walk->recent + HistoryIndex::kReach);
   for (int which = 0; which < ask.index->num_lengths(); ++which) {
     const int n = ask.index->length(which);
     if (n > walk->known) break;
-    walk->hashes[which] = HistoryIndex::Hash(walk->recent, n);
+    walk->hashes[which] = HistoryIndex::Hash(walk->recent_end(), n);
     ask.index->PrefetchSlot(which, walk->hashes[which]);
   }
 }
@@ -39,7 +40,7 @@ bool HistoryLookup::NextChain(Walk* walk) {
   while (--walk->which >= 0) {
     const int n = walk->index->length(walk->which);
     if (n > walk->known) continue;
-    walk->place = walk->index->Latest(walk->which, walk->hashes[walk->which], walk->recent);
+    walk->place = walk->index->Latest(walk->which, walk->hashes[walk->which], walk->recent_end());
     walk->seen = 0;
     if (walk->place == 0) continue;
     PrefetchPlace(*walk->index, walk->place, walk->which);
@@ -54,7 +55,7 @@ bool HistoryLookup::Step(Walk* walk, bool siblings) {
   const int32_t slot = index.text().PageAt(walk->place).slot;
   const bool is_sibling = slot != walk->slot && !owner.is_prompt && owner.epoch == walk->epoch;
   if (owner.weight > 0 && (siblings || !is_sibling)) {
-    const int shared = index.text().SharedContext(walk->place, walk->recent, walk->known);
+    const int shared = index.text().SharedContext(walk->place, walk->recent_end(), walk->known);
     // the chain of a longer context has seen it
     const bool is_known = walk->which + 1 < index.num_lengths() && shared >= index.length(walk->which + 1);
     if (!is_known) walk->found.push_back({walk->place, shared, owner.weight});
@@ -65,7 +66,7 @@ bool HistoryLookup::Step(Walk* walk, bool siblings) {
     PrefetchPlace(index, walk->place, walk->which);
     return true;
   }
-  return static_cast<int>(walk->found.size()) < max_matches && NextChain(walk);
+  return static_cast<int>(walk->found.size()) < std::min(kEnough, max_matches) && NextChain(walk);
 }
 
 void HistoryLookup::Propose(const std::vector<Ask>& asks, bool siblings, Draft* all, std::vector<int32_t>* node_start) {

@@ -30,6 +30,8 @@ class HistoryLookup {
 
  private:
   static constexpr int kAtOnce = 16;
+  // found so many places, shorter contexts are not asked
+  static constexpr int kEnough = 8;
 
   // One request's way through the chains, from the longest context to the shortest.
   struct Walk {
@@ -37,8 +39,9 @@ class HistoryLookup {
     int32_t slot;
     int32_t epoch;
     int32_t known;
-    // latest first
+    // the last `known` tokens, right-aligned
     int32_t recent[HistoryIndex::kReach];
+    const int32_t* recent_end() const { return recent + HistoryIndex::kReach; }
     uint64_t hashes[HistoryIndex::kMaxLengths];
     // present chain, its next place, places looked at on it
     int which;

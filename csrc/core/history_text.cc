@@ -1,6 +1,7 @@
 #include "core/history_text.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -135,30 +136,40 @@ void HistoryText::FreeDead() {
   num_dead_ = 0;
 }
 
-int HistoryText::Recent(int32_t slot, int count, int32_t* out) const {
+int HistoryText::Recent(int32_t slot, int count, int32_t* end) const {
   const Document& document = documents_[slot];
   int32_t index = document.last != 0 ? document.last : document.prompt;
   int found = 0;
   while (index != 0 && found < count) {
     const Page& page = pages_[index];
-    for (int offset = page.end; offset > page.begin && found < count;) out[found++] = page.cells[--offset];
+    const int part = std::min(page.end - page.begin, count - found);
+    found += part;
+    std::copy_n(page.cells + page.end - part, part, end - found);
     index = page.before;
   }
   return found;
 }
 
-int HistoryText::SharedContext(Place place, const int32_t* recent, int limit) const {
+int HistoryText::SharedContext(Place place, const int32_t* recent_end, int limit) const {
   int32_t index = place >> kPageBits;
   int offset = place & (kPageSize - 1);
   int shared = 0;
   while (index != 0) {
     const Page& page = pages_[index];
-    const int stop = std::max<int>(page.begin, offset - (limit - shared));
-    while (offset > stop) {
-      if (page.cells[--offset] != recent[shared]) return shared;
-      ++shared;
+    const int32_t* token = page.cells + offset;
+    const int32_t* const stop = token - std::min(offset - page.begin, limit - shared);
+    const int32_t* wanted = recent_end - shared;
+    // most contexts that are alike at all are alike for long
+    while (token - stop >= 8 && std::memcmp(token - 8, wanted - 8, 8 * sizeof(int32_t)) == 0) {
+      token -= 8;
+      wanted -= 8;
     }
-    if (shared == limit) return shared;
+    while (token > stop && token[-1] == wanted[-1]) {
+      --token;
+      --wanted;
+    }
+    shared = static_cast<int>(recent_end - wanted);
+    if (token > stop || shared == limit) return shared;
     index = page.before;
     offset = kPageSize;
   }

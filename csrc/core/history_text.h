@@ -69,10 +69,10 @@ class HistoryText {
   // Frees the pages of dead documents. The caller has unchained them.
   void FreeDead();
 
-  // Copies the last `count` tokens before the document's end, latest first, as far as there are so many.
-  int Recent(int32_t slot, int count, int32_t* out) const;
-  // How many tokens before the place equal `recent` (latest first), at most `limit`.
-  int SharedContext(Place place, const int32_t* recent, int limit) const;
+  // Copies the last tokens before the document's end to just before `end`: `count`, or as many as there are.
+  int Recent(int32_t slot, int count, int32_t* end) const;
+  // How many tokens before the place equal those before `recent_end`, at most `limit`.
+  int SharedContext(Place place, const int32_t* recent_end, int limit) const;
   // Whether the document's last `count` tokens are these.
   bool EndsIn(int32_t slot, const int32_t* token_ids, int32_t count) const;
 

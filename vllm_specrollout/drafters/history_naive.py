@@ -6,7 +6,7 @@ its own:
 
 - The contexts looked up have up to three lengths: `max_match`, `min_match`, and one between where they are far apart.
   Longest first, the newest `max_matches` places with that context are looked at, newest in the order of writing. A
-  shorter length is asked only if the longer ones gave fewer than `max_matches` places.
+  shorter length is asked only if the longer ones gave fewer than `ENOUGH` places (or `max_matches`, if that is less).
 - A place counts with the weight of its document, and not at all if that is 0, or if it is a sibling's and siblings are
   not asked. The request's own text, the prompts and everybody else's answers count alike.
 - Of each place it is known how many tokens of context it shares, up to `REACH`, so places fall into classes.
@@ -50,6 +50,8 @@ WEIGHT_ONE = 1 << 8
 REACH = 64
 """Contexts are compared this far back."""
 SYNC_WINDOW = 64
+ENOUGH = 8
+"""Asking on after 8 places found added 0.2 % to the tokens accepted, and doubled the time."""
 
 DOUBT = (16, 16, 11, 11, 11, 14, 18, 13, 9, 6, 3, 2)
 """Class of context -> doubt in 1/16.
@@ -193,7 +195,7 @@ class NaiveHistory:
                 is_sibling = document is not asker and document.epoch is not None and document.epoch == asker.epoch
                 if document.weight > 0 and (siblings or not is_sibling) and shared[n] < longer:
                     found.append(Match(shared[n], document.weight, document.tokens[i:]))
-            if len(found) >= self._config.max_matches:
+            if len(found) >= min(ENOUGH, self._config.max_matches):
                 break
         return sorted(found, key=lambda match: -match.shared)
 
