@@ -17,7 +17,7 @@ from vllm_specrollout.commit.plan import plan as plan_commit
 from vllm_specrollout.policies.budget import AutoBudget, FixedBudget
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.trees.build import order
-from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, StepTiming
+from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
 from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.v1.attention import plan_paths
 from vllm_specrollout.worker.v1.drafting import Drafting
@@ -53,6 +53,8 @@ class _Ready:
 
     def observe(self, feedback: list[Feedback]) -> None: ...
 
+    def finish(self, ending: Ending) -> None: ...
+
     def forget(self, request_id: str) -> None: ...
 
 
@@ -68,6 +70,7 @@ def _step(batch: int, policy: Any) -> Any:
     entries = [SimpleNamespace(tape=SeedTape(lambda n: np.zeros(n, np.int64))) for _ in ids]
     sampled = np.full(batch * (NODES + 1), -7, dtype=np.int64)
     roots = np.arange(batch + 1, dtype=np.int32)
+    everything = np.arange(NODES, dtype=np.int32)
     timing = StepTiming(batch, batch * (NODES + 1), batch * NODES, 4, batch, 20.0, True)
 
     def run() -> None:
@@ -79,11 +82,13 @@ def _step(batch: int, policy: Any) -> Any:
         nodes = Drafts(drafts.node_start, drafts.parents, drafts.token_ids, plan.depths)
         _, row_depth = row_layout(nodes)
         node_seeds(entries, drafts.node_start, row_depth)
-        _, _, num_accepted, accepted = _core.walk(
+        _, _, num_accepted, _ = _core.walk(
             drafts.node_start, drafts.parents, drafts.token_ids, sampled[: len(drafts.parents) + batch]
         )
         plan_commit(num_accepted, plan.first_path, plan.first_path, plan.root, plan.tables, table, BLOCK)
-        drafting.settle(ids, drafts, num_accepted, accepted, timing)
+        # told that all was accepted: a budget that learns would otherwise soon draft nothing, and cost nothing
+        sizes = np.diff(drafts.node_start)
+        drafting.settle(ids, drafts, sizes, np.concatenate([everything[:size] for size in sizes]), timing)
 
     return run
 
