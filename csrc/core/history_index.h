@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -19,8 +20,10 @@ namespace specrollout {
 // One problem's prompts and answers. Not thread-safe: one caller at a time per index.
 class HistoryIndex {
  public:
-  // Contexts are compared this far back, whatever `max_match` is.
+  // The longest `max_match` there is.
   static constexpr int kReach = 64;
+  // Contexts are compared at least this far back.
+  static constexpr int kCompared = 33;
   static constexpr int kMaxLengths = 3;
   static constexpr int32_t kOne = 1 << 8;
 
@@ -50,6 +53,8 @@ class HistoryIndex {
   int max_match() const { return lengths_.back().n; }
   int num_lengths() const { return static_cast<int>(lengths_.size()); }
   int length(int which) const { return lengths_[which].n; }
+  // how far back contexts are compared
+  int reach() const { return std::max(kCompared, max_match()); }
   const HistoryText& text() const { return text_; }
 
   // Of the `count` tokens before `recent_end`.

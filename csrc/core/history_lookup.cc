@@ -5,13 +5,27 @@
 namespace specrollout {
 namespace {
 
+// What judging the place will read, and what reading on from it will.
 void PrefetchPlace(const HistoryIndex& index, Place place, int which) {
+  constexpr int kLine = 16;
   const HistoryText::Page& page = index.text().PageAt(place);
   const int offset = place & (HistoryText::kPageSize - 1);
+  const int32_t* const token = page.cells + offset;
   __builtin_prefetch(&page.cells[HistoryText::kPageSize * (1 + which) + offset]);
-  __builtin_prefetch(&page.cells[offset]);
-  __builtin_prefetch(&page.cells[std::max(0, offset - 16)]);
-  __builtin_prefetch(&page.cells[std::min(HistoryText::kPageSize - 1, offset + 16)]);
+  __builtin_prefetch(token);
+  if (offset >= kLine) __builtin_prefetch(token - kLine);
+  if (offset >= 2 * kLine) {
+    __builtin_prefetch(token - 2 * kLine);
+  } else if (page.before != 0) {
+    const int32_t* const before = index.text().pages()[page.before].cells + HistoryText::kPageSize;
+    __builtin_prefetch(before - 1);
+    __builtin_prefetch(before - 1 - kLine);
+  }
+  if (offset + kLine < HistoryText::kPageSize) {
+    __builtin_prefetch(token + kLine);
+  } else if (page.after != 0) {
+    __builtin_prefetch(index.text().pages()[page.after].cells);
+  }
 }
 
 }  // namespace
@@ -27,7 +41,7 @@ void HistoryLookup::Begin(const Ask& ask, Walk* walk) {
   walk->seen = 0;
   walk->known = 0;
   if (ask.max_nodes <= 0 || ask.max_depth <= 0) return;
-  walk->known = text.Recent(walk->slot, HistoryIndex::kReach, walk->recent + HistoryIndex::kReach);
+  walk->known = text.Recent(walk->slot, ask.index->reach(), walk->recent + HistoryIndex::kReach);
   for (int which = 0; which < ask.index->num_lengths(); ++which) {
     const int n = ask.index->length(which);
     if (n > walk->known) break;

@@ -9,7 +9,7 @@ its own:
   shorter length is asked only if the longer ones gave fewer than `ENOUGH` places (or `max_matches`, if that is less).
 - A place counts with the weight of its document, and not at all if that is 0, or if it is a sibling's and siblings are
   not asked. The request's own text, the prompts and everybody else's answers count alike.
-- Of each place it is known how many tokens of context it shares, up to `REACH`, so places fall into classes.
+- Of each place it is known how many tokens of context it shares, up to `REACH` or so, and places fall into classes.
 
 What followed the places makes a trie. At each of its nodes the classes in turn, longest context first, share out the
 probability that the longer ones left over (1 at first). Where a class has K places that go on with D different tokens,
@@ -47,8 +47,8 @@ ONE = 1 << 24
 """Fixed-point probability 1."""
 WEIGHT_ONE = 1 << 8
 """Fixed-point weight 1."""
-REACH = 64
-"""Contexts are compared this far back."""
+REACH = 33
+"""Contexts are compared this far back, or `max_match` if that is more. The classes tell no longer ones apart."""
 SYNC_WINDOW = 64
 ENOUGH = 8
 """Asking on after 8 places found added 0.2 % to the tokens accepted, and doubled the time."""
@@ -181,14 +181,14 @@ class NaiveHistory:
 
     def _matches(self, asker: Document, siblings: bool) -> list[Match]:
         """The places found, longest shared context first, equal ones newest first."""
-        recent = [*asker.prompt, *asker.tokens][-REACH:]
+        recent = [*asker.prompt, *asker.tokens][-max(REACH, self._config.max_match) :]
         lengths = context_lengths(self._config.min_match, self._config.max_match)
         places = [(when, held, i) for held in self._all() for i, when in enumerate(held.written)]
         places.sort(key=lambda place: -place[0])
         shared = [_shared_context(document, i, recent) for _, document, i in places]
         found: list[Match] = []
         for which in range(len(lengths) - 1, -1, -1):
-            longer = lengths[which + 1] if which + 1 < len(lengths) else REACH + 1
+            longer = lengths[which + 1] if which + 1 < len(lengths) else math.inf
             looked_at = [n for n in range(len(places)) if shared[n] >= lengths[which]][: self._config.max_matches]
             for n in looked_at:
                 _, document, i = places[n]

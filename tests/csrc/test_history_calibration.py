@@ -1,0 +1,82 @@
+"""What the history index predicts, against what recorded answers then do. The doubts were fitted on other problems."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_specrollout import _core
+from vllm_specrollout.bench.index.data import Problem, recorded
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.weights import weight_of
+
+CONFIG = HistoryConfig(min_match=1)
+# the first half of the problems, one epoch earlier, is what DOUBT in history_naive.py was fitted on
+HELD_OUT = recorded(past=2).problems[32:]
+PRESENT = 2
+LEAST = 500
+
+
+def build(problem: Problem) -> _core.HistoryIndex:
+    index = _core.HistoryIndex(min_match=CONFIG.min_match, max_match=CONFIG.max_match, max_matches=CONFIG.max_matches)
+    index.set_prompt(problem.prompt)
+    for number, epoch in enumerate(problem.past):
+        for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):
+            index.add(answer, weight_of(CONFIG, PRESENT - number, reward), number)
+    return index
+
+
+def walk(tokens: list[int], parents: list[int], answer: list[int]) -> list[tuple[int, bool]]:
+    """(node, whether it is accepted) of all nodes whose parent is accepted."""
+    judged: list[tuple[int, bool]] = []
+    parent = -1
+    for wanted in answer:
+        children = [node for node, its_parent in enumerate(parents) if its_parent == parent]
+        judged += [(node, tokens[node] == wanted) for node in children]
+        right = [node for node in children if tokens[node] == wanted]
+        if not right:
+            break
+        parent = right[0]
+    return judged
+
+
+def replay(problem: Problem, nodes: int, is_chain: bool) -> tuple[list[tuple[float, bool]], int]:
+    """(predicted, accepted) of the judged nodes, and the number of steps; the siblings run side by side."""
+    index = build(problem)
+    running = [(index.open(PRESENT), answer.tolist()) for answer in problem.present.answers]
+    written = dict.fromkeys((doc for doc, _ in running), 0)
+    judged: list[tuple[float, bool]] = []
+    steps = 0
+    while running:
+        count = len(running)
+        docs = [doc for doc, _ in running]
+        bounds = ([nodes] * count, [nodes] * count, [is_chain] * count)
+        node_start, tokens, parents, log_q = _core.propose_history([index] * count, docs, *bounds)
+        for i, (doc, answer) in enumerate(running):
+            part = slice(node_start[i], node_start[i + 1])
+            found = walk(tokens[part].tolist(), parents[part].tolist(), answer[written[doc] :])
+            judged += [(float(np.exp(log_q[part][node])), is_right) for node, is_right in found]
+            end = min(written[doc] + sum(is_right for _, is_right in found) + 1, len(answer))
+            index.append(doc, np.asarray(answer[written[doc] : end], np.int32))
+            written[doc] = end
+            steps += 1
+        running = [(doc, answer) for doc, answer in running if written[doc] < len(answer)]
+    return judged, steps
+
+
+@pytest.mark.parametrize("nodes", [8, 32])
+def test_predicted_and_observed_acceptance_agree_in_every_tenth_on_held_out_problems(nodes: int) -> None:
+    judged = np.asarray([pair for problem in HELD_OUT for pair in replay(problem, nodes, False)[0]])
+    tenth = np.minimum((judged[:, 0] * 10).astype(int), 9)
+    checked = 0
+    for number in range(10):
+        predicted, observed = judged[tenth == number].T
+        if len(predicted) > LEAST:
+            checked += 1
+            assert abs(predicted.mean() - observed.mean()) < 0.07, number
+    assert checked == 10
+
+
+def test_a_tree_yields_more_tokens_per_step_than_a_chain_of_as_many_nodes() -> None:
+    steps = {is_chain: sum(replay(problem, 32, is_chain)[1] for problem in HELD_OUT) for is_chain in (True, False)}
+    assert steps[True] / steps[False] > 1.15
