@@ -56,6 +56,8 @@ class Problem:
 class Data:
     name: str
     problems: tuple[Problem, ...]
+    # share of the tokens that were made anew for their answer alone; None: not known
+    new_share: float | None = None
 
     @property
     def num_past_tokens(self) -> int:
@@ -100,14 +102,16 @@ def synthetic(problems: int, answers: int, tokens: int, past: int, seed: int) ->
     """
     rng = np.random.default_rng(seed)
     made = []
+    num_new = 0
     for _ in range(problems):
         segments = list(_segments(rng, tokens))
-        epochs = tuple(
-            Epoch(tuple(_answer(rng, segments, tokens) for _ in range(answers)), (0.0,) * answers)
-            for _ in range(past + 1)
-        )
-        made.append(Problem(_text(rng, 200), epochs))
-    return Data("synthetic", tuple(made))
+        epochs = []
+        for _ in range(past + 1):
+            drawn = [_answer(rng, segments, tokens) for _ in range(answers)]
+            num_new += sum(new for _, new in drawn)
+            epochs.append(Epoch(tuple(answer for answer, _ in drawn), (0.0,) * answers))
+        made.append(Problem(_text(rng, 200), tuple(epochs)))
+    return Data("synthetic", tuple(made), num_new / (problems * (past + 1) * answers * tokens))
 
 
 def _text(rng: np.random.Generator, count: int) -> IntArray:
@@ -126,18 +130,21 @@ def _segments(rng: np.random.Generator, tokens: int) -> Iterator[tuple[list[IntA
 
 def _answer(
     rng: np.random.Generator, segments: list[tuple[list[IntArray], NDArray[np.float64]]], tokens: int
-) -> IntArray:
+) -> tuple[IntArray, int]:
+    """The answer, and how many of its tokens are new."""
     shared = rng.uniform(0.6, 0.9)
     parts: list[IntArray] = []
+    is_new: list[NDArray[np.bool_]] = []
     total = 0
     for wordings, odds in segments:
-        is_new = rng.random() > shared
-        part = _text(rng, len(wordings[0])) if is_new else wordings[rng.choice(len(wordings), p=odds)]
+        is_fresh = rng.random() > shared
+        part = _text(rng, len(wordings[0])) if is_fresh else wordings[rng.choice(len(wordings), p=odds)]
         parts.append(part)
+        is_new.append(np.full(len(part), is_fresh))
         total += len(part)
         if total >= tokens:
             break
     answer = np.concatenate(parts)[:tokens]
     changed = rng.random(len(answer)) < _MUTATION
     answer[changed] = _text(rng, int(changed.sum()))
-    return answer
+    return answer, int((changed | np.concatenate(is_new)[:tokens]).sum())

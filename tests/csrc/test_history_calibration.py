@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from vllm_specrollout.bench.index.data import Problem, recorded
 
 from vllm_specrollout import _core
-from vllm_specrollout.bench.index.data import Problem, recorded
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.weights import weight_of
 
