@@ -44,7 +44,7 @@ class HistoryConfig:
     """Whether other samples of the same problem, running or done in this epoch, draft too."""
     scope: str = "problem"
     """`problem` keeps one index per problem, `global` a single one for all of them."""
-    min_match: int = 2
+    min_match: int = 1
     """Shortest context that may draft, in tokens."""
     max_match: int = 7
     """Longest context looked up, in tokens."""
