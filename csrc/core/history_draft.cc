@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint64_t kOne = 1ull << 24;
 // class of context -> doubt, in 1/16; see history_naive.py
-constexpr int kDoubt[] = {16, 16, 11, 11, 11, 14, 18, 13, 9, 6, 3, 2};
+constexpr int kDoubt[] = {16, 12, 9, 9, 10, 13, 16, 11, 8, 6, 3, 2};
 
 // 1 to 8 tokens: 0 to 7; then 9-12, 13-16, 17-32, more
 int ContextClass(int tokens) {

@@ -30,7 +30,7 @@ std::vector<int> ContextLengths(int min_match, int max_match) {
     throw std::invalid_argument("history index: need 1 <= min_match <= max_match <= 64");
   }
   std::vector<int> lengths{min_match};
-  if (max_match > 4 * min_match) {
+  if (max_match > 3 * min_match) {
     int between = min_match;
     while (between * between < min_match * max_match) ++between;
     lengths.push_back(between);

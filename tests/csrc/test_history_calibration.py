@@ -10,19 +10,18 @@ from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.weights import weight_of
 
-CONFIG = HistoryConfig(min_match=1)
 # the first half of the problems, one epoch earlier, is what DOUBT in history_naive.py was fitted on
 HELD_OUT = recorded(past=2).problems[32:]
 PRESENT = 2
 LEAST = 500
 
 
-def build(problem: Problem) -> _core.HistoryIndex:
-    index = _core.HistoryIndex(min_match=CONFIG.min_match, max_match=CONFIG.max_match, max_matches=CONFIG.max_matches)
+def build(problem: Problem, c: HistoryConfig) -> _core.HistoryIndex:
+    index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
     index.set_prompt(problem.prompt)
     for number, epoch in enumerate(problem.past):
         for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):
-            index.add(answer, weight_of(CONFIG, PRESENT - number, reward), number)
+            index.add(answer, weight_of(c, PRESENT - number, reward), number)
     return index
 
 
@@ -40,9 +39,9 @@ def walk(tokens: list[int], parents: list[int], answer: list[int]) -> list[tuple
     return judged
 
 
-def replay(problem: Problem, nodes: int, is_chain: bool) -> tuple[list[tuple[float, bool]], int]:
+def replay(problem: Problem, config: HistoryConfig, nodes: int, is_chain: bool) -> tuple[list[tuple[float, bool]], int]:
     """(predicted, accepted) of the judged nodes, and the number of steps; the siblings run side by side."""
-    index = build(problem)
+    index = build(problem, config)
     running = [(index.open(PRESENT), answer.tolist()) for answer in problem.present.answers]
     written = dict.fromkeys((doc for doc, _ in running), 0)
     judged: list[tuple[float, bool]] = []
@@ -64,9 +63,11 @@ def replay(problem: Problem, nodes: int, is_chain: bool) -> tuple[list[tuple[flo
     return judged, steps
 
 
+@pytest.mark.parametrize("min_match", [1, 2])
 @pytest.mark.parametrize("nodes", [8, 32])
-def test_predicted_and_observed_acceptance_agree_in_every_tenth_on_held_out_problems(nodes: int) -> None:
-    judged = np.asarray([pair for problem in HELD_OUT for pair in replay(problem, nodes, False)[0]])
+def test_predicted_and_observed_acceptance_agree_in_every_tenth_on_held_out_problems(nodes, min_match) -> None:
+    config = HistoryConfig(min_match=min_match)
+    judged = np.asarray([pair for problem in HELD_OUT for pair in replay(problem, config, nodes, False)[0]])
     tenth = np.minimum((judged[:, 0] * 10).astype(int), 9)
     checked = 0
     for number in range(10):
@@ -78,5 +79,8 @@ def test_predicted_and_observed_acceptance_agree_in_every_tenth_on_held_out_prob
 
 
 def test_a_tree_yields_more_tokens_per_step_than_a_chain_of_as_many_nodes() -> None:
-    steps = {is_chain: sum(replay(problem, 32, is_chain)[1] for problem in HELD_OUT) for is_chain in (True, False)}
+    config = HistoryConfig(min_match=1)
+    steps = {
+        is_chain: sum(replay(problem, config, 32, is_chain)[1] for problem in HELD_OUT) for is_chain in (True, False)
+    }
     assert steps[True] / steps[False] > 1.15

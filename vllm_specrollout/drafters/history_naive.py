@@ -53,11 +53,11 @@ SYNC_WINDOW = 64
 ENOUGH = 8
 """Asking on after 8 places found added 0.2 % to the tokens accepted, and doubled the time."""
 
-DOUBT = (16, 16, 11, 11, 11, 14, 18, 13, 9, 6, 3, 2)
+DOUBT = (16, 12, 9, 9, 10, 13, 16, 11, 8, 6, 3, 2)
 """Class of context -> doubt in 1/16.
 
 Fitted by likelihood on the first 32 recorded problems (bench/index/recorded.json.gz) in one epoch, then evened out by
-hand; tested on the other 32 problems in the next epoch: predicted and observed acceptance differ by at most 0.03 in
+hand; tested on the other 32 problems in the next epoch: predicted and observed acceptance differ by at most 0.05 in
 every tenth. What else was tried, and the figures, are in docs/adr/0008-history-index.md.
 """
 
@@ -75,7 +75,7 @@ def context_class(num_tokens: int) -> int:
 
 def context_lengths(min_match: int, max_match: int) -> list[int]:
     """The lengths looked up, shortest first; the one between is the geometric mean, rounded up."""
-    between = [math.isqrt(min_match * max_match - 1) + 1] if max_match > 4 * min_match else []
+    between = [math.isqrt(min_match * max_match - 1) + 1] if max_match > 3 * min_match else []
     return sorted({min_match, *between, max_match})
 
 
