@@ -37,14 +37,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.trees.build import order, select
-from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
+from vllm_specrollout.drafters.ngram_naive import ONE, as_chain, as_tree
+from vllm_specrollout.types import DraftTree
 
-ONE = 1 << 24
-"""Fixed-point probability 1."""
 WEIGHT_ONE = 1 << 8
 """Fixed-point weight 1."""
 REACH = 33
@@ -168,7 +164,7 @@ class NaiveHistory:
         root = _Node(depth=0)
         if max_nodes > 0 and max_depth > 0:
             _grow(root, self._matches(self.documents[doc], siblings), max_depth)
-        return _chain(root, max_nodes) if is_chain else _tree(root, max_nodes)
+        return as_chain(root, max_nodes) if is_chain else as_tree(root, max_nodes)
 
     def _all(self) -> list[Document]:
         return [*self._prompts.values(), *self.documents.values()]
@@ -238,41 +234,3 @@ def _grow(node: _Node, matches: list[Match], max_depth: int) -> None:
     for token, child in node.children.items():
         below = [Match(m.shared, m.weight, m.continuation[1:]) for m in going_on if m.continuation[0] == token]
         _grow(child, below, max_depth)
-
-
-def _log_q(node: _Node) -> np.float32:
-    return np.float32(math.log(max(node.p, 1) / ONE))
-
-
-def _chain(root: _Node, max_nodes: int) -> DraftTree:
-    path: list[tuple[int, _Node]] = []
-    node = root
-    while node.children and len(path) < max_nodes:
-        # max() keeps the first of equals: the one met first
-        token, node = max(node.children.items(), key=lambda item: item[1].p)
-        path.append((token, node))
-    return _arrays([(token, place - 1, node) for place, (token, node) in enumerate(path)])
-
-
-def _tree(root: _Node, max_nodes: int) -> DraftTree:
-    nodes: list[tuple[int, int, _Node]] = []
-
-    def visit(node: _Node, index: int) -> None:
-        for token, child in node.children.items():
-            nodes.append((token, index, child))
-            visit(child, len(nodes) - 1)
-
-    visit(root, ROOT)
-    ordered = order(_arrays(nodes))
-    return select(ordered, range(min(max(max_nodes, 0), ordered.size)))
-
-
-def _arrays(nodes: list[tuple[int, int, _Node]]) -> DraftTree:
-    if not nodes:
-        return EMPTY_TREE
-    return DraftTree(
-        np.asarray([token for token, _, _ in nodes], dtype=np.int32),
-        np.asarray([parent for _, parent, _ in nodes], dtype=np.int32),
-        np.asarray([_log_q(node) for _, _, node in nodes], dtype=np.float32),
-        np.zeros(len(nodes), dtype=np.int32),
-    )

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def propose(
         num_found += len(places)
         if num_found >= config.max_matches:
             break
-    return _chain(root, max_nodes) if is_chain else _tree(root, max_nodes)
+    return as_chain(root, max_nodes) if is_chain else as_tree(root, max_nodes)
 
 
 def shared_context(token_ids: Sequence[int], place: int, longest: int) -> int:
@@ -111,12 +112,13 @@ def _share_out(node: Node, paths: list[tuple[list[int], int]], context_len: int)
         _share_out(child, group, context_len)
 
 
-def _log_q(node: Node) -> np.float32:
+def _log_q(node: Any) -> np.float32:
     return np.float32(math.log(max(node.p, 1) / ONE))
 
 
-def _chain(root: Node, max_nodes: int) -> DraftTree:
-    path: list[tuple[int, Node]] = []
+def as_chain(root: Any, max_nodes: int) -> DraftTree:
+    """The best child of the best child ... of a trie; its nodes have `p` (in units of 1 / `ONE`) and `children`."""
+    path: list[tuple[int, Any]] = []
     node = root
     while node.children and len(path) < max_nodes:
         # max() keeps the first of equals: the one met first
@@ -125,10 +127,11 @@ def _chain(root: Node, max_nodes: int) -> DraftTree:
     return _arrays([(token, place - 1, node) for place, (token, node) in enumerate(path)])
 
 
-def _tree(root: Node, max_nodes: int) -> DraftTree:
-    nodes: list[tuple[int, int, Node]] = []
+def as_tree(root: Any, max_nodes: int) -> DraftTree:
+    """The best nodes of such a trie, best first."""
+    nodes: list[tuple[int, int, Any]] = []
 
-    def visit(node: Node, index: int) -> None:
+    def visit(node: Any, index: int) -> None:
         for token, child in node.children.items():
             nodes.append((token, index, child))
             visit(child, len(nodes) - 1)
@@ -138,7 +141,7 @@ def _tree(root: Node, max_nodes: int) -> DraftTree:
     return select(ordered, range(min(max(max_nodes, 0), ordered.size)))
 
 
-def _arrays(nodes: list[tuple[int, int, Node]]) -> DraftTree:
+def _arrays(nodes: list[tuple[int, int, Any]]) -> DraftTree:
     if not nodes:
         return EMPTY_TREE
     return DraftTree(

@@ -71,7 +71,10 @@ def test_a_preempted_request_that_comes_back_begins_none():
 
 
 def test_the_end_of_a_request_that_never_arrived_is_ignored():
-    EpochGuess().ended("?")
+    guess = EpochGuess()
+    guess.ended("?")
+    assert not guess.is_running("?")
+    assert not guess.arrived("A", "1")
 
 
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(1, 4), st.data())
