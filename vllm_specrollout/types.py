@@ -183,3 +183,26 @@ class StepTiming:
     step_ms: float
     # no prompt tokens among the rows
     is_decode_only: bool
+    # requests that had drafts
+    trees: int = 0
+    # tokens in the KV cache that the step attended to, all requests together
+    context: int = 0
+    # requests that wait for a place in the batch
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy chose for the next step and what it expects of that: for metrics, traces and explanations."""
+
+    # False: drafters were not even asked
+    is_on: bool
+    # why as much, or as little: a few words out of a small set, fit to be a metric's label
+    reason: str
+    # draft nodes to verify, all requests together
+    nodes: int
+    # tokens that the drafts are expected to add, all requests together; 0.0 where the policy has no expectation
+    expected_tokens: float = 0.0
+    # milliseconds expected of the step, with the drafts and without any; 0.0 where the policy has no expectation
+    expected_ms: float = 0.0
+    plain_ms: float = 0.0

@@ -15,7 +15,17 @@ from vllm_specrollout.policies.calibration import Calibration
 from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.trees.build import cumulative_log_q, is_ordered, num_paths, order
 from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, Shape, StepTiming
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    Choice,
+    Decision,
+    DraftTree,
+    Ending,
+    Feedback,
+    RequestView,
+    Shape,
+    StepTiming,
+)
 
 
 class Policy(Protocol):
@@ -35,6 +45,10 @@ class Policy(Protocol):
 
     def finish(self, ending: Ending) -> None:
         """A request is over."""
+        ...
+
+    def explain(self) -> Choice | None:
+        """What the last `choose` (or a `decide` that forbade all drafts) came to; None before the first."""
         ...
 
 
@@ -57,12 +71,18 @@ class FixedBudget:
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         self.max_nodes = max_nodes
         self.max_depth = max_depth
+        self._choice: Choice | None = None
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         return [may_draft(view, self.max_nodes, self.max_depth, "fixed budget") for view in views]
 
     def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [prune(tree, decision) if tree.size else tree for tree, decision in zip(trees, decisions, strict=True)]
+        chosen = [prune(tree, decision) if tree.size else tree for tree, decision in zip(trees, decisions, strict=True)]
+        self._choice = Choice(True, "fixed", sum(tree.size for tree in chosen))
+        return chosen
+
+    def explain(self) -> Choice | None:
+        return self._choice
 
     def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         """A fixed budget learns nothing."""
@@ -85,6 +105,7 @@ class AutoBudget:
         self.cost = StepCost()
         self.calibration = Calibration()
         self._rate = 0.0  # tokens per millisecond of recent steps
+        self._choice: Choice | None = None
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         return [may_draft(view, self.max_nodes, self.max_depth, "auto budget") for view in views]
@@ -102,12 +123,17 @@ class AutoBudget:
                 gain += expected
                 nodes += kept.size
                 branches += num_paths(kept.parents) - 1
+        self._choice = Choice(True, "nothing pays", 0, 0.0, plain_ms, plain_ms)
         if not nodes:
             return chosen
         drafted_ms = self.cost.predict(batch + nodes, nodes, branches)
         if (batch + gain) / drafted_ms <= batch / plain_ms:
             return [EMPTY_TREE] * len(trees)
+        self._choice = Choice(True, "pays", nodes, gain, drafted_ms, plain_ms)
         return chosen
+
+    def explain(self) -> Choice | None:
+        return self._choice
 
     def _cut(self, tree: DraftTree, decision: Decision, threshold: float) -> tuple[DraftTree, float]:
         """What pays of one tree, and the tokens it is expected to add; the drafter's own log_q stays in the tree."""

@@ -13,7 +13,7 @@ from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.policies.length import LengthClass, Lengths
 from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView, Shape, Status, StepTiming
+from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, Shape, Status, StepTiming
 
 _MEMORY = 0.98  # weight left to a draft's acceptance after each further one
 _PRIOR_ACCEPTANCE = 0.7
@@ -33,6 +33,7 @@ class DasBudget:
         self.cost = StepCost()
         self.lengths = Lengths()
         self.acceptance = _PRIOR_ACCEPTANCE
+        self._choice: Choice | None = None
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         most = self.best_size(len(views))
@@ -55,7 +56,12 @@ class DasBudget:
         return min(range(min(self.max_nodes, self.max_depth) + 1), key=time_per_token)
 
     def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [prune(tree, decision) if tree.size else tree for tree, decision in zip(trees, decisions, strict=True)]
+        chosen = [prune(tree, decision) if tree.size else tree for tree, decision in zip(trees, decisions, strict=True)]
+        self._choice = Choice(True, "length class", sum(tree.size for tree in chosen))
+        return chosen
+
+    def explain(self) -> Choice | None:
+        return self._choice
 
     def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         for item in feedback:

@@ -10,7 +10,17 @@ from dataclasses import replace
 
 from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
-from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, Shape, StepTiming
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    Choice,
+    Decision,
+    DraftTree,
+    Ending,
+    Feedback,
+    RequestView,
+    Shape,
+    StepTiming,
+)
 
 _MEMORY = 0.98  # weight left to a draft's acceptance after each further one: about the last fifty drafts count
 _PROBE_EVERY = 32  # steps without drafts after which one is tried: acceptance changes, also while nobody looks
@@ -37,11 +47,13 @@ class WindowBudget:
         # of recent drafts: tokens drafted and accepted per draft
         self._drafted, self._accepted = float(start), float(start)
         self._off = 0  # steps since drafting was switched off
+        self._choice: Choice | None = None
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         if not self._pays(len(views)):
             self._off += 1
             if self._off % _PROBE_EVERY:
+                self._choice = Choice(False, "batch too large", 0)
                 return [Decision(0, 0, Shape.OFF, reason="the batch is too large for this acceptance")] * len(views)
         else:
             self._off = 0
@@ -61,7 +73,12 @@ class WindowBudget:
         return (1.0 + self._accepted) / drafted_ms >= 1.0 / self.cost.predict(batch)
 
     def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [_first(tree, decision.max_nodes) for tree, decision in zip(trees, decisions, strict=True)]
+        chosen = [_first(tree, decision.max_nodes) for tree, decision in zip(trees, decisions, strict=True)]
+        self._choice = Choice(True, "probe" if self._off else "window", sum(tree.size for tree in chosen))
+        return chosen
+
+    def explain(self) -> Choice | None:
+        return self._choice
 
     def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         for item in feedback:

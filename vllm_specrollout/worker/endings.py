@@ -1,4 +1,4 @@
-"""How requests ended, on its way from the scheduler, which decides it, to the worker, whose drafters learn from it."""
+"""What only the scheduler knows, on its way to the worker: how requests ended, and how many wait for a place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vllm_specrollout.types import Status
 _Base = Scheduler if TYPE_CHECKING else object
 _STATUS = {RequestStatus.FINISHED_STOPPED: Status.FINISHED, RequestStatus.FINISHED_LENGTH_CAPPED: Status.TRUNCATED}
 _ATTRIBUTE = "spec_rollout_endings"
+_WAITING = "spec_rollout_waiting"
 # what vLLM appends to the name that a client knows, so that no two requests share one
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 
@@ -40,12 +41,18 @@ class TellsEndings(_Base):
                 name: end for name in output.finished_req_ids if (end := self._endings.pop(name, None)) is not None
             }
             setattr(output, _ATTRIBUTE, ended)
+        setattr(output, _WAITING, len(self.waiting))
         return output
 
 
 def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, Status]]:
     """Requests that are over: internal name -> (number of tokens generated, how it ended)."""
     return getattr(scheduler_output, _ATTRIBUTE, {})
+
+
+def waiting_of(scheduler_output: SchedulerOutput) -> int:
+    """Requests that have no place in the batch yet."""
+    return getattr(scheduler_output, _WAITING, 0)
 
 
 @functools.lru_cache(maxsize=65_536)

@@ -26,7 +26,7 @@ from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank
-from vllm_specrollout.worker.endings import endings_of
+from vllm_specrollout.worker.endings import endings_of, waiting_of
 from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
@@ -58,6 +58,7 @@ class SpecRolloutV1(_Base):
         self._sampled: Sampled | None = None
         self._branches = 0
         self._begin = 0.0
+        self._waiting = 0
         self._verify_ms = 0.0
         self._timing: StepTiming | None = None  # of the last completed step
 
@@ -108,6 +109,7 @@ class SpecRolloutV1(_Base):
             if period_ms < 2.0 * own_ms + 5.0:
                 self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
         self._begin = now
+        self._waiting = waiting_of(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -244,4 +246,15 @@ class SpecRolloutV1(_Base):
             entry = stats.by_rows.setdefault(rows, [0, 0.0])
             entry[0] += 1
             entry[1] += self._verify_ms
-        return StepTiming(batch, rows, nodes, self._branches, tokens, self._verify_ms + draft_ms, is_decode_only)
+        return StepTiming(
+            batch=batch,
+            rows=rows,
+            nodes=nodes,
+            branches=self._branches,
+            tokens=tokens,
+            step_ms=self._verify_ms + draft_ms,
+            is_decode_only=is_decode_only,
+            trees=int(np.count_nonzero(np.diff(drafts.node_start))) if drafts is not None else 0,
+            context=int(self.input_batch.num_computed_tokens_cpu[:batch].sum()),
+            waiting=self._waiting,
+        )

@@ -112,6 +112,8 @@ class InFlight:
     wait: Callable[[], tuple[IntArray, IntArray]]
     rows: int
     is_decode_only: bool
+    # requests that had no place in the batch when the step was scheduled
+    waiting: int = 0
 
 
 @dataclass(slots=True)
@@ -265,6 +267,16 @@ def _fitted(tree: DraftTree, view: RequestView, may_branch: bool) -> DraftTree:
 
 
 def _timing(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
-    nodes = sum(tree.size for tree in step.trees)
-    # a masked kernel reads the context once however many branches there are
-    return StepTiming(len(step.requests), step.rows, nodes, 0, tokens, step_ms, step.is_decode_only)
+    return StepTiming(
+        batch=len(step.requests),
+        rows=step.rows,
+        nodes=sum(tree.size for tree in step.trees),
+        # a masked kernel reads the context once however many branches there are
+        branches=0,
+        tokens=tokens,
+        step_ms=step_ms,
+        is_decode_only=step.is_decode_only,
+        trees=sum(tree.size > 0 for tree in step.trees),
+        context=sum(request.length for request in step.requests if request is not None),
+        waiting=step.waiting,
+    )

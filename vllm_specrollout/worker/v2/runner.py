@@ -32,7 +32,7 @@ from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, is_first_rank
-from vllm_specrollout.worker.endings import endings_of
+from vllm_specrollout.worker.endings import endings_of, waiting_of
 from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
@@ -76,6 +76,7 @@ class SpecRolloutV2(_Base):
         self.draft_graphs: DraftGraphs | None = None
         self.pause = Pause()
         self._num_rows = 0
+        self._waiting = 0
         # [R] logits rows of each request of the step
         self._num_logits = np.zeros(0, dtype=np.int32)
 
@@ -147,6 +148,7 @@ class SpecRolloutV2(_Base):
         dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
         self._trees = {}
         self.inputs.clear()
+        self._waiting = waiting_of(scheduler_output)
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
         if not dummy_run and scheduler_output.scheduled_spec_decode_tokens:
@@ -252,6 +254,7 @@ class SpecRolloutV2(_Base):
                 _tokens_of(output, self.tokens_ready),
                 self._num_rows,
                 self._num_rows - nodes == len(trees),
+                self._waiting,
             )
         )
         self.tokens_ready = torch.cuda.Event()
