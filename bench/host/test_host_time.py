@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 
 from vllm_specrollout import _core
 from vllm_specrollout.commit.plan import plan as plan_commit
-from vllm_specrollout.policies.budget import AutoBudget, FixedBudget
+from vllm_specrollout.policies.auto import AutoBudget
+from vllm_specrollout.policies.budget import FixedBudget
 from vllm_specrollout.step import Speculation
 from vllm_specrollout.trees.build import order
 from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView, StepTiming

@@ -9,9 +9,14 @@ import bisect
 from collections import OrderedDict, deque
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 _PER_PROBLEM = 64  # recent answers remembered of each problem
 _PROBLEMS = 65_536  # problems remembered; those seen least recently go first
 _OVERALL = 2048  # recent answers of all problems
+_ENOUGH = 4  # of the problem's own earlier answers that got as far; with fewer, other problems' help out
+_BEYOND = (0.15, 0.4, 0.85, 2.0)  # what an answer longer than all known ones still needs, as shares of its length
 
 
 class LengthClass(Enum):
@@ -36,9 +41,13 @@ class _Recent:
         self._by_age.append(length)
         bisect.insort(self.sorted, length)
 
+    def above(self, generated: int) -> list[int]:
+        """The lengths above `generated`, rising."""
+        return self.sorted[bisect.bisect_right(self.sorted, generated) :]
+
     def mean_above(self, generated: int) -> float | None:
         """Mean of the lengths above `generated`; None if there are none."""
-        longer = self.sorted[bisect.bisect_right(self.sorted, generated) :]
+        longer = self.above(generated)
         return sum(longer) / len(longer) if longer else None
 
 
@@ -79,6 +88,32 @@ class Lengths:
         if expected is None:
             expected = 1.5 * generated + 1.0
         return min(expected, float(max_total))
+
+    def remaining(self, problem_id: str, generated: int, max_total: int, n: int) -> npt.NDArray[np.float64]:
+        """[n] equally likely values of what an answer still needs, in tokens, rising, each at least 1.
+
+        Given that it has got this far, it ends like one of the problem's earlier answers that got further; few of
+        those are joined by as many of all problems' as are missing. What has outgrown all of them goes on in
+        proportion to its length.
+        """
+        own = self._problems.get(problem_id)
+        known = own.above(generated) if own is not None else []
+        if len(known) < _ENOUGH:
+            others = self._overall.above(generated)
+            if others:
+                places = (np.arange(_ENOUGH - len(known)) + 0.5) / (_ENOUGH - len(known)) * len(others)
+                known = sorted(known + [others[int(place)] for place in places])
+        values = np.asarray(known, dtype=np.float64) - generated
+        if not len(values):
+            values = np.asarray(_BEYOND) * max(generated, 16)
+        places = (np.arange(n) + 0.5) / n * len(values) - 0.5
+        spread = np.interp(places, np.arange(len(values)), values)
+        return np.clip(spread, 1.0, max(max_total - generated, 1))
+
+    def mean(self) -> float:
+        """Mean length of recent answers in tokens; 0.0 before the first."""
+        lengths = self._overall.sorted
+        return sum(lengths) / len(lengths) if lengths else 0.0
 
     def classify(self, problem_id: str, generated: int, max_total: int) -> LengthClass:
         """The answer's class as it stands; Long before anything is known, so that nothing long starts without help."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.policies.budget import AutoBudget, FixedBudget, Policy
+from vllm_specrollout.policies.auto import AutoBudget
+from vllm_specrollout.policies.budget import FixedBudget, Policy
 from vllm_specrollout.policies.das import DasBudget
 from vllm_specrollout.policies.window import WindowBudget
 

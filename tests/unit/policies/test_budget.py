@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_specrollout.policies.budget import AutoBudget, FixedBudget, may_draft
+from vllm_specrollout.policies.auto import AutoBudget
+from vllm_specrollout.policies.budget import FixedBudget, may_draft
 from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import DraftTree, RequestView, Shape, StepTiming
 

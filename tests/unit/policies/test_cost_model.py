@@ -28,7 +28,7 @@ def test_the_line_is_found_whatever_its_scale(scale: float) -> None:
     cost = _shown(14.0 * scale, 0.35 * scale, 0.4 * scale, 0.3 * scale)
     assert cost.predict(1) == pytest.approx(14.35 * scale, rel=0.05)
     assert cost.predict(33, 32, 5) == pytest.approx(27.45 * scale, rel=0.05)
-    assert cost.row == pytest.approx(0.35 * scale, rel=0.15)
+    assert cost.row_at(20) == pytest.approx(0.35 * scale, rel=0.15)
 
 
 def test_a_disturbed_step_is_not_believed() -> None:
@@ -50,9 +50,12 @@ def test_terms_never_turn_negative() -> None:
     cost = StepCost()
     for rows in [1, 30, 1, 30, 1, 30, 1, 30] * 8:  # falls with rows, as noise may have it
         cost.observe(_step(rows, rows - 1, 0, 20.0 - 0.1 * rows))
-    assert min(cost.fixed, cost.row, cost.draft, cost.branch) > 0.0
+    assert min(cost.fixed, cost.row_at(1), cost.row_at(20), cost.draft, cost.branch) > 0.0
 
 
 def test_before_anything_is_seen_the_proportions_are_the_prior() -> None:
     cost = StepCost()
-    assert [cost.fixed, cost.row, cost.draft, cost.branch] == PRIOR.tolist()
+    assert cost.fixed == 1.0
+    assert cost.predict(9, 8, 2) == pytest.approx(
+        1.0 + 9 * PRIOR[1] + cost.request + cost.draft + cost.tree + 2 * cost.branch
+    )

@@ -1,0 +1,86 @@
+"""What a token is worth to the makespan, per request.
+
+What belongs here: from how long answers may still take to milliseconds saved per token. Not how many are drafted.
+
+The step ends with its last answer. If answer i still takes S_i steps, the rest of the rollout costs about
+
+    T = fixed * max_i S_i + sum_i request_ms_i * S_i
+
+One more token of answer i saves 1 / a_i of a step of it, with a_i tokens per step. So it is worth
+
+    w_i = (fixed * P(i ends last) + request_ms_i) / a_i        milliseconds
+
+S_i is not known, its distribution is guessed (policies/length.py), hence the probability. Where all answers are alike,
+P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more tokens per
+millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those of the
+others only the rows they free. Requests that wait for a place make the answers end alike: places that come free early are filled again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+_GRID = 48  # moments at which the answers' chances of having ended are compared
+_DOUBT = 0.1  # share of P that is spread evenly: lengths are guesses
+
+
+def chances_of_ending_last(steps: Array) -> Array:
+    """[R] probability that each answer is the last to end, all ending independently of each other.
+
+    Args:
+        steps: [R, K] equally likely values of how many steps each answer still takes.
+    """
+    num, k = steps.shape
+    # whatever ends before the longest answer's shortest case never ends last
+    low, high = float(steps.min(axis=1).max()), float(steps.max())
+    if num == 1 or high <= low:
+        at_end = (steps >= low).mean(axis=1) + 1e-9
+        return at_end / at_end.sum()
+    grid = np.linspace(low, high, _GRID)
+    at = np.minimum(np.searchsorted(grid, steps.ravel()), _GRID - 1)
+    rows = np.repeat(np.arange(num), k)
+    ends = np.bincount(rows * _GRID + at, minlength=num * _GRID).reshape(num, _GRID) / k
+    # of two that end within the same span, either may be the later one
+    ended = np.cumsum(ends, axis=1) - 0.5 * ends
+    log_ended = np.log(np.maximum(ended, 1e-6))
+    all_ended = log_ended.sum(axis=0)
+    last = (ends * np.exp(all_ended - log_ended)).sum(axis=1) + 1e-12
+    return last / last.sum()
+
+
+def level_with_waiting(steps: Array, waiting_steps: float) -> Array:
+    """[R, K] the steps until each place is empty for good, when waiting requests fill whatever comes free.
+
+    Args:
+        steps: [R, K] as above.
+        waiting_steps: steps that the waiting requests take, all together.
+    """
+    if waiting_steps <= 0.0:
+        return steps
+    # pour the waiting steps onto the shortest answers until all stand at one level
+    typical = np.sort(np.median(steps, axis=1))
+    room = np.arange(1, len(typical) + 1) * np.append(typical[1:], np.inf) - np.cumsum(typical)
+    filled = int(np.searchsorted(room, waiting_steps)) + 1
+    level = (waiting_steps + typical[:filled].sum()) / filled
+    return np.maximum(steps, level)
+
+
+def token_worth(
+    steps: Array, tokens_per_step: Array, fixed_ms: float, request_ms: Array, *, by_length: bool = True
+) -> Array:
+    """[R] milliseconds of makespan that one more token of each request saves.
+
+    Args:
+        steps: [R, K] equally likely values of how many steps each place is still busy.
+        tokens_per_step: [R] recent tokens per step of each request.
+        fixed_ms: what a step costs whatever is in it.
+        request_ms: [R] what each request adds to a step.
+        by_length: False: all answers are taken to be alike.
+    """
+    num = len(tokens_per_step)
+    even = np.full(num, 1.0 / num)
+    last = (1.0 - _DOUBT) * chances_of_ending_last(steps) + _DOUBT * even if by_length else even
+    return (fixed_ms * last + request_ms) / tokens_per_step
