@@ -37,13 +37,9 @@ def strategies_for(max_nodes: int, max_depth: int) -> list[list[Strategy]]:
     for share in _SHARES:
         nodes = max(1, round(share * max_nodes))
         deepest = min(nodes, max_depth)
-        shapes = [(deepest, _TOP_K), (deepest // 2, _TOP_K), (deepest // 4, _TOP_K), (deepest, 1)]
+        trees = [Strategy(nodes, max(1, deepest // part), _TOP_K) for part in (1, 2, 4)]
         # small limits make some of them the same: an arm counts once
-        arms = {
-            Strategy(min(nodes, depth) if top_k == 1 else nodes, depth, top_k): None for d, top_k in shapes
-            for depth in (max(1, d),)
-        }  # fmt: skip
-        groups.append(list(arms))
+        groups.append(list(dict.fromkeys([*trees, Strategy(deepest, deepest, 1)])))
     return groups
 
 

@@ -1,0 +1,116 @@
+"""Where a step's time starts to grow with its rows: FastGRPO's C_peak. Pure: (rows, milliseconds) points in.
+
+Source: FastGRPO, Appendix B, Algorithm 2, which plots time against batch and takes the knee without saying how.
+
+Method. Repeated points of one row count become their median. A line a + s * rows is fitted by least squares, each row
+count weighing by the root of its points; then, for every corner between the second and the last but one row count, two
+lines that meet there, none of them falling. The best corner is the knee if
+- the second line is at least twice as steep as the first, and
+- it explains at least half of the squared error that the single line leaves, and that error is more than noise: a
+  relative error of 3 % per point, or what points of the same row count scatter by, whichever is larger.
+
+Without such a corner the curve is a line, as where memory traffic and arithmetic do not overlap. The roofline with the
+same two asymptotes, a constant a and a slope s through the origin, has its corner at a / s. If the time grows by less
+than a tenth over all that was measured, the knee lies beyond it, and there is none to report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_STEEPER = 2.0
+_EXPLAINED = 0.5
+_NOISE = 0.03
+_GROWTH = 0.1
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """Where time starts to grow."""
+
+    # C_peak, in rows of the forward pass
+    rows: float
+    # milliseconds there
+    ms: float
+    # False: the points are a line, and this is its roofline's corner
+    is_corner: bool
+
+
+def find_knee(rows: Sequence[float], ms: Sequence[float]) -> Knee | None:
+    """The knee of a time curve.
+
+    Args:
+        rows: [P] rows of a step, at least 1.
+        ms: [P] its milliseconds.
+
+    Returns:
+        None where fewer than three different row counts were measured, or time does not grow over them.
+    """
+    x, y, weight, scatter = _medians(np.asarray(rows, dtype=np.float64), np.asarray(ms, dtype=np.float64))
+    if len(x) < 3:
+        return None
+    (intercept, slope), line_error = _line(x, y, weight)
+    if slope * (x[-1] - x[0]) < _GROWTH * (intercept + slope * x[0]):
+        return None
+    best = _best_corner(x, y, weight)
+    noise = float(weight @ (np.maximum(_NOISE * y, scatter) ** 2))
+    if best is not None:
+        at, first, second, at_ms, error = best
+        is_steeper = second >= _STEEPER * first and second > 0.0
+        if is_steeper and error <= (1.0 - _EXPLAINED) * line_error and line_error > noise:
+            return Knee(at, at_ms, True)
+    at = max(intercept / slope, 1.0)
+    return Knee(at, intercept + slope * at, False)
+
+
+def _medians(rows: Array, ms: Array) -> tuple[Array, Array, Array, Array]:
+    """Per row count, ascending: the rows, the median time, a weight, and the standard error of the median."""
+    counts, index = np.unique(rows, return_inverse=True)
+    groups = [ms[index == i] for i in range(len(counts))]
+    middle = np.asarray([np.median(group) for group in groups])
+    # 1.48 times the median deviation is a normal distribution's standard deviation
+    spread = np.asarray([1.48 * np.median(np.abs(g - np.median(g))) / np.sqrt(len(g)) for g in groups])
+    return counts, middle, np.sqrt([float(len(group)) for group in groups]), spread
+
+
+def _line(x: Array, y: Array, weight: Array) -> tuple[tuple[float, float], float]:
+    """(intercept, slope, neither below 0) and the weighted squared error."""
+    total = weight.sum()
+    mean_x, mean_y = weight @ x / total, weight @ y / total
+    spread = weight @ (x - mean_x) ** 2
+    slope = max(float(weight @ ((x - mean_x) * (y - mean_y)) / spread), 0.0)
+    intercept = float(mean_y - slope * mean_x)
+    if intercept < 0.0:
+        intercept, slope = 0.0, float(weight @ (x * y) / (weight @ (x * x)))
+    return (intercept, slope), float(weight @ (y - intercept - slope * x) ** 2)
+
+
+def _best_corner(x: Array, y: Array, weight: Array) -> tuple[float, float, float, float, float] | None:
+    """(rows, slope before, slope after, ms, squared error) of the best two lines that meet; None with too few points.
+
+    Corners are tried at every row count but the outermost, and at three places between each two.
+    """
+    if len(x) < 4:
+        return None
+    best = None
+    edges = zip(x[1:-2], x[2:-1], strict=True) if len(x) > 4 else [(x[1], x[2])]
+    corners = np.unique(np.concatenate([np.linspace(a, b, 5) for a, b in edges]))
+    root = np.sqrt(weight)
+    for corner in corners.tolist():
+        columns = np.stack([np.ones_like(x), np.minimum(x - corner, 0.0), np.maximum(x - corner, 0.0)], axis=1)
+        terms = np.linalg.lstsq(columns * root[:, None], y * root, rcond=None)[0]
+        if terms[1] < 0.0:
+            # time does not fall with rows: the best line before the corner is level
+            level = columns[:, [0, 2]]
+            pair = np.linalg.lstsq(level * root[:, None], y * root, rcond=None)[0]
+            terms = np.asarray([pair[0], 0.0, pair[1]])
+        error = float(weight @ (y - columns @ terms) ** 2)
+        if best is None or error < best[4]:
+            best = (corner, float(terms[1]), float(terms[2]), float(terms[0]), error)
+    return best
