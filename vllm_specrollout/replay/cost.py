@@ -1,0 +1,191 @@
+"""What a simulated step costs: a line fitted to all recorded steps at once.
+
+`policies.cost_model` learns while it runs, so it forgets; a replay knows the whole run, so it does not. Drafting is
+taken out of the steps first and fitted on its own, since a policy that asks no drafter does not pay for it:
+
+    step_ms = fixed + request * requests + draft * [any nodes] + node * nodes + branch * branches
+              + context * tokens attended to + ask + ask_request * requests asked for        (if drafters were asked)
+              + prompt + prompt_row * rows                                                   (if prompts were computed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout.replay.records import Trace, TraceError
+from vllm_specrollout.types import StepTiming
+
+_Floats = npt.NDArray[np.float64]
+# Shares of `fixed` that the other terms are pulled to where the recording says nothing of them, and how strongly: in
+# observations of one unit each. As in policies.cost_model: 2-core CPU, 150 M parameters.
+_PRIOR = np.asarray([1.0, 0.03, 0.05, 0.03, 0.02, 0.0])
+_PULL = np.asarray([0.01, 1.0, 1.0, 10.0, 10.0, 1000.0])
+_ROUNDS = 8
+_LEAST_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one simulated step has to do."""
+
+    # requests, those whose prompts are computed included
+    batch: int
+    nodes: int = 0
+    branches: int = 0
+    # tokens in the KV cache, all requests together
+    context: int = 0
+    # rows of prompts
+    prompt_rows: int = 0
+    # requests that drafters were asked for after it
+    asked: int = 0
+
+
+class Cost(Protocol):
+    """Milliseconds of a step."""
+
+    def step_ms(self, load: Load) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLine:
+    """The line's terms, in milliseconds; none is negative."""
+
+    fixed: float
+    request: float = 0.0
+    draft: float = 0.0
+    node: float = 0.0
+    branch: float = 0.0
+    context: float = 0.0
+    ask: float = 0.0
+    ask_request: float = 0.0
+    prompt: float = 0.0
+    prompt_row: float = 0.0
+    # rows computed per token of a prompt: below 1 where samples share their prompts' blocks
+    prompt_share: float = 1.0
+
+    def step_ms(self, load: Load) -> float:
+        ms = self.fixed + self.request * load.batch + self.context * load.context
+        if load.nodes:
+            ms += self.draft + self.node * load.nodes + self.branch * load.branches
+        if load.prompt_rows:
+            ms += self.prompt + self.prompt_row * load.prompt_rows
+        return ms + (self.ask + self.ask_request * load.asked if load.asked else 0.0)
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def cost_of(trace: Trace) -> CostLine:
+    """The line of a trace: the one it was made with, or the one that fits its steps.
+
+    Raises:
+        TraceError: too few decode steps with a time to fit anything.
+    """
+    if trace.header.cost:
+        return CostLine(**trace.header.cost)
+    steps = [step for i in range(len(trace.steps)) if (step := _timed(trace, i)) is not None]
+    decode = [(timing, ask, asked) for timing, ask, asked, prompts in steps if timing.is_decode_only and not prompts]
+    if len(decode) < _LEAST_STEPS:
+        cause = f"the trace has {len(decode)} timed decode steps, and a cost line needs {_LEAST_STEPS}"
+        raise TraceError(cause, "record a longer run")
+    x = np.asarray([_features(timing) for timing, _, _ in decode])
+    y = np.asarray([max(timing.step_ms - ask, 0.0) for timing, ask, _ in decode])
+    fixed, request, draft, node, branch, context = _fit(x, y, _PRIOR, _PULL).tolist()
+    ask, ask_request = _fit_ask([(ask, asked) for _, ask, asked, _ in steps if asked])
+    line = CostLine(
+        fixed=fixed,
+        request=request,
+        draft=draft,
+        node=node,
+        branch=branch,
+        context=context,
+        ask=ask,
+        ask_request=ask_request,
+    )
+    return _with_prompts(line, trace, steps)
+
+
+_Timed = tuple[StepTiming, float, int, list[int]]
+
+
+def _timed(trace: Trace, step: int) -> _Timed | None:
+    """A step's timing, the drafting in it, and the prompts whose last tokens it computed."""
+    timing = trace.timing_of(step)
+    # from one step's beginning to the next one's: on the V1 runner the drafting is at its end, on V2 at its beginning
+    asking = step + trace.header.lag - 1
+    if timing is None or timing.step_ms <= 0.0 or asking < 0:
+        return None
+    prompts = [arrival.num_prompt_tokens for arrival in trace.arrivals if arrival.step == step]
+    return timing, trace.steps[asking].ask_ms, trace.steps[asking].views, prompts
+
+
+def _features(timing: StepTiming) -> list[float]:
+    return [1.0, timing.batch, float(timing.nodes > 0), timing.nodes, timing.branches, timing.context]
+
+
+def _fit(x: _Floats, y: _Floats, shares: _Floats, pull: _Floats) -> _Floats:
+    """Least squares with terms of at least 0, a pull to typical proportions, and little weight for disturbed steps."""
+    weights = np.ones(len(y))
+    scale = float(np.median(y / np.maximum(x @ shares, 1e-9)))
+    for _ in range(_ROUNDS):
+        moments = (x * weights[:, None]).T @ x + np.diag(pull)
+        products = (x * weights[:, None]).T @ y + pull * shares * scale
+        terms = _non_negative(moments, products)
+        residual = np.abs(y - x @ terms)
+        bound = 3.0 * max(float(np.median(residual)), 1e-6)
+        weights = np.minimum(1.0, bound / np.maximum(residual, 1e-12))
+    return terms
+
+
+def _non_negative(moments: _Floats, products: _Floats) -> _Floats:
+    """Minimise t'Mt/2 - p't over t >= 0: drop the most negative term and solve again, until none is."""
+    active = list(range(len(products)))
+    terms = np.zeros(len(products))
+    while active:
+        solved = np.linalg.solve(moments[np.ix_(active, active)], products[active])
+        worst = int(np.argmin(solved))
+        if solved[worst] >= 0.0:
+            terms[active] = solved
+            break
+        active.pop(worst)
+    return terms
+
+
+def _fit_ask(asked: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Milliseconds of asking drafters: a fixed part, and one per request."""
+    if not asked:
+        return 0.0, 0.0
+    x = np.asarray([[1.0, requests] for _, requests in asked])
+    y = np.asarray([ms for ms, _ in asked])
+    fixed, request = _fit(x, y, np.asarray([1.0, 0.1]), np.asarray([0.01, 0.01])).tolist()
+    return fixed, request
+
+
+def _with_prompts(line: CostLine, trace: Trace, steps: Sequence[_Timed]) -> CostLine:
+    """The line with what prompts add to a step."""
+    nominal = sum(arrival.num_prompt_tokens for arrival in trace.arrivals)
+    rows, extra = [], []
+    for timing, ask, _, prompts in steps:
+        computed = timing.rows - timing.nodes - (timing.batch - len(prompts))
+        if timing.is_decode_only or computed <= 0:
+            continue
+        decoding = Load(batch=timing.batch, nodes=timing.nodes, branches=timing.branches, context=timing.context)
+        rows.append(computed)
+        extra.append(max(timing.step_ms - ask - line.step_ms(decoding), 0.0))
+    terms: dict[str, Any] = line.as_dict()
+    if not rows or not nominal:
+        terms["prompt_row"] = max(line.node, line.request)
+        return CostLine(**terms)
+    terms["prompt_share"] = min(1.0, sum(rows) / nominal)
+    if len(rows) == 1:
+        terms["prompt_row"] = extra[0] / rows[0]
+        return CostLine(**terms)
+    x = np.asarray([[1.0, count] for count in rows], dtype=np.float64)
+    fitted = _fit(x, np.asarray(extra), np.asarray([1.0, 0.1]), np.asarray([0.01, 0.01]))
+    terms["prompt"], terms["prompt_row"] = fitted.tolist()
+    return CostLine(**terms)

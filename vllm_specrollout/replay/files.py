@@ -1,0 +1,234 @@
+"""Trace files: lines of JSON, packed as the name says (`.zst`, `.gz`), written beside the engine's step.
+
+May enter: files, compression, the thread that writes. May not: what a record means.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import queue
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from vllm_specrollout.replay import codec
+from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Record, Step, Trace, TraceError
+
+logger = logging.getLogger("vllm.specrollout")
+
+_CHUNK = 1 << 16
+_IDLE_S = 0.5
+_LEVEL = 9
+_NOT_A_TRACE = 'give a file that `--spec-rollout \'{"record": "FILE.jsonl.zst"}\'` has written'
+
+
+class Sink(Protocol):
+    """Where records go. `write` must not wait."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TraceWriter:
+    """Writes records one after another; what was written stays readable if the process dies after `flush`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises:
+        TraceError: the file cannot be made, or its packing is not installed.
+        """
+        pack = _zstandard(path) if path.suffix == ".zst" else None
+        try:
+            self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115
+        except OSError as error:
+            way = "name a file in an existing folder that may be written"
+            raise TraceError(f"the trace `{path}` cannot be written: {error.strerror}", way) from None
+        self._packed: Any = self._file
+        if pack is not None:
+            self._packed = pack.ZstdCompressor(level=_LEVEL).stream_writer(self._file)
+        elif path.suffix == ".gz":
+            self._packed = gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=6, mtime=0, filename="")
+
+    def write(self, record: Record) -> None:
+        self._packed.write((codec.encode(record) + "\n").encode())
+
+    def flush(self) -> None:
+        """Everything so far can be read back, whatever happens next."""
+        self._packed.flush()
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._packed is not self._file:
+            self._packed.close()
+        self._file.close()
+
+
+class ThreadSink:
+    """Packs and writes in a thread of its own. A full disk ends the recording, never the engine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = TraceWriter(path)
+        self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="specrollout-record", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        self._queue.put(record)
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            is_flushed = True
+            while True:
+                try:
+                    record = self._queue.get(timeout=None if is_flushed else _IDLE_S)
+                except queue.Empty:
+                    self._writer.flush()
+                    is_flushed = True
+                    continue
+                if record is None:
+                    break
+                self._writer.write(record)
+                is_flushed = False
+            self._writer.close()
+        except OSError:
+            logger.exception("The trace %s cannot be written any further; the engine goes on without it", self._path)
+            while self._queue.get() is not None:
+                pass
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a whole trace. Arrivals stand before the steps that first speak of them, ends behind all.
+
+    Raises:
+        TraceError: the file cannot be made.
+    """
+    writer = TraceWriter(path)
+    try:
+        writer.write(trace.header)
+        for record in _in_order(trace):
+            writer.write(record)
+    finally:
+        writer.close()
+
+
+def _in_order(trace: Trace) -> Iterator[Record]:
+    arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.request)
+    at = 0
+    for i, step in enumerate(trace.steps):
+        while at < len(arrivals) and arrivals[at].step <= i:
+            yield arrivals[at]
+            at += 1
+        yield step
+    yield from arrivals[at:]
+    yield from trace.ends.values()
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace; one that stops in the middle is read as far as it goes, and `is_cut` says so.
+
+    Raises:
+        TraceError: no such file, not a trace, of another version, or damaged.
+    """
+    lines = _Lines(path)
+    numbered = enumerate(lines, start=1)
+    header, columns = _read_header(path, next(numbered, (1, ""))[1])
+    arrivals: list[Arrival] = []
+    steps: list[Step] = []
+    ends: dict[int, End] = {}
+    for number, line in numbered:
+        try:
+            record = codec.decode(line, columns)
+            if isinstance(record, Arrival):
+                if record.request != len(arrivals):
+                    raise ValueError("requests are not counted in order")
+                arrivals.append(record)
+            elif isinstance(record, End):
+                ends[record.request] = record
+            elif isinstance(record, Step):
+                steps.append(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            cause = f"line {number} of `{path}` is damaged: {error}"
+            raise TraceError(cause, "record the trace again; what stands behind the line cannot be trusted") from None
+    return Trace(header, tuple(arrivals), tuple(steps), ends, lines.is_cut)
+
+
+def _read_header(path: Path, line: str) -> tuple[Header, tuple[str, ...]]:
+    try:
+        version, header, columns = codec.decode_header(line)
+    except (ValueError, KeyError, TypeError):
+        raise TraceError(f"`{path}` is not a trace: its first line is no header", _NOT_A_TRACE) from None
+    if header is None:
+        cause = f"`{path}` is a trace of version {version}, and this release reads version {VERSION}"
+        raise TraceError(cause, "record it again, or replay it with the release that recorded it")
+    return header, columns
+
+
+class _Lines:
+    """The lines of a packed file; a last line without an end is left out, and `is_cut` tells."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.is_cut = False
+
+    def __iter__(self) -> Iterator[str]:
+        rest = b""
+        try:
+            for chunk in self._chunks():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield line.decode()
+        except (zlib.error, UnicodeDecodeError) as error:
+            raise TraceError(f"`{self._path}` is not a trace, or damaged: {error}", _NOT_A_TRACE) from None
+        if rest:
+            self.is_cut = True
+
+    def _chunks(self) -> Iterable[bytes]:
+        unpack = self._unpacker()
+        try:
+            with open(self._path, "rb") as handle:
+                while chunk := handle.read(_CHUNK):
+                    yield unpack.decompress(chunk) if unpack is not None else chunk
+        except OSError as error:
+            raise TraceError(f"`{self._path}` cannot be read: {error.strerror}", "name an existing trace") from None
+        self.is_cut = unpack is not None and not unpack.eof
+
+    def _unpacker(self) -> Any:
+        if self._path.suffix == ".zst":
+            return _Zstd(self._path)
+        return zlib.decompressobj(wbits=31) if self._path.suffix == ".gz" else None
+
+
+class _Zstd:
+    """zstandard's decompressor, with zlib's error."""
+
+    def __init__(self, path: Path) -> None:
+        self._module = _zstandard(path)
+        self._object = self._module.ZstdDecompressor().decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._object.eof)
+
+    def decompress(self, chunk: bytes) -> bytes:
+        try:
+            return bytes(self._object.decompress(chunk))
+        except self._module.ZstdError as error:
+            raise zlib.error(str(error)) from None
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        cause = f"`{path}` ends in .zst, and `zstandard` is not installed"
+        raise TraceError(cause, "run `pip install zstandard`, or name a file that ends in .jsonl.gz") from None
+    return zstandard

@@ -1,0 +1,172 @@
+"""Traces out of nothing: rollouts with a known acceptance, length distribution and cost, for tests and for tuning.
+
+May enter: numpy and a seed. Two traces of one plan are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.replay.cost import CostLine
+from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Step, Trace
+from vllm_specrollout.types import DraftTree, Status
+
+_VOCABULARY = 32_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A rollout to make up."""
+
+    requests: int = 32
+    """Answers; those of one problem stand together."""
+    samples: int = 4
+    """Answers to each problem."""
+    batch: int = 8
+    """Requests at once."""
+    prompt: int = 64
+    """Tokens of each prompt."""
+    median: float = 100.0
+    """Median length of an answer; lengths are log-normal."""
+    spread: float = 0.8
+    """Standard deviation of the logarithm of an answer's length; 0 makes all alike."""
+    shared: float = 0.5
+    """Share of that variance that the answers to one problem have in common, from 0 to 1."""
+    longest: int = 2048
+    """Tokens after which an answer is cut."""
+    acceptance: tuple[float, ...] = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.5)
+    """Probability that the draft's token of depth 1, 2, ... is right, given that all above it are."""
+    drift: float = 1.0
+    """Factor on every acceptance that is reached, evenly, at the end of each answer."""
+    sibling: float = 0.0
+    """Probability that a second token beside a wrong one is right; 0 makes chains."""
+    told: float = 1.0
+    """Exponent on the probabilities that the drafts claim: below 1 they claim too much, above 1 too little."""
+    silent: float = 0.0
+    """Probability that nothing is drafted at a position."""
+    spacing_ms: float = 0.0
+    """Time between two requests; 0: all are there at once."""
+    cost: CostLine = field(
+        default_factory=lambda: CostLine(
+            fixed=20.0, request=0.6, draft=1.0, node=0.6, branch=0.4, ask=0.2, ask_request=0.02, prompt_row=0.5
+        )
+    )
+    """What a step costs."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "samples", "batch", "prompt", "longest"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("median", "spread", "drift", "told", "spacing_ms"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("shared", "sibling", "silent"):
+            _probability(name, getattr(self, name))
+        for value in self.acceptance:
+            _probability("acceptance", value)
+
+
+def make_trace(plan: Plan) -> Trace:
+    """A trace with a proposal at every position of every answer, so that no policy stands where nothing is known.
+
+    Its steps carry no timings: the plan's cost line stands in the header.
+
+    Raises:
+        ConfigError: a value of the plan is out of range.
+    """
+    rng = np.random.default_rng(plan.seed)
+    lengths = _lengths(plan, rng)
+    arrivals, ends, candidates = [], {}, []
+    for request, length in enumerate(lengths):
+        answer = rng.integers(0, _VOCABULARY, length, dtype=np.int32)
+        is_cut = length == plan.longest
+        arrivals.append(
+            Arrival(
+                request=request,
+                step=0,
+                num_prompt_tokens=plan.prompt,
+                max_tokens=plan.longest,
+                problem_id=f"p{request // plan.samples}",
+                ready_ms=request * plan.spacing_ms,
+            )
+        )
+        status = Status.TRUNCATED if is_cut else Status.FINISHED
+        ends[request] = End(request=request, status=status.value, token_ids=answer)
+        # the first token comes with the prompt
+        for position in range(1, length + 1):
+            if plan.silent == 0.0 or rng.random() >= plan.silent:
+                tree = _tree(plan, rng, answer[position:], position / length)
+                candidates.append(Candidates(request, position, tree))
+    width = 1 + (plan.sibling > 0.0)
+    header = Header(
+        model="synthetic",
+        max_num_seqs=plan.batch,
+        budget="fixed",
+        drafters=("synthetic",),
+        max_draft_tokens=min(64, width * len(plan.acceptance)),
+        max_depth=len(plan.acceptance),
+        cost=plan.cost.as_dict(),
+    )
+    return Trace(header, tuple(arrivals), (Step(at_ms=0.0, candidates=tuple(candidates)),), ends)
+
+
+def _lengths(plan: Plan, rng: np.random.Generator) -> list[int]:
+    """Log-normal lengths; a problem's answers share a part of the variance."""
+    problems = -(-plan.requests // plan.samples)
+    common = np.repeat(rng.standard_normal(problems), plan.samples)[: plan.requests]
+    own = rng.standard_normal(plan.requests)
+    logs = plan.spread * (np.sqrt(plan.shared) * common + np.sqrt(1.0 - plan.shared) * own)
+    lengths: list[int] = np.clip(np.rint(plan.median * np.exp(logs)), 1, plan.longest).astype(int).tolist()
+    return lengths
+
+
+def _tree(plan: Plan, rng: np.random.Generator, truth: np.ndarray, progress: float) -> DraftTree:
+    """A chain that is right as often as planned; beside each of its nodes a leaf, if the plan has siblings."""
+    factor = 1.0 + (plan.drift - 1.0) * progress
+    depth = len(plan.acceptance)
+    right = np.minimum(np.asarray(plan.acceptance) * factor, 1.0)
+    hits = np.cumprod(rng.random(depth) < right)
+    hits[len(truth) :] = 0
+    # a wrong token is outside the vocabulary of answers
+    chain = _VOCABULARY + rng.integers(0, _VOCABULARY, depth)
+    count = int(hits.sum())
+    chain[:count] = truth[:count]
+    claimed = np.log(np.clip(right, 1e-6, 1.0)) * plan.told
+    if plan.sibling == 0.0:
+        parents = np.arange(-1, depth - 1)
+        return _draft(chain, parents, claimed)
+    leaves = 2 * _VOCABULARY + rng.integers(0, _VOCABULARY, depth)
+    if count < min(depth, len(truth)) and rng.random() < plan.sibling:
+        leaves[count] = truth[count]
+    beside = np.log(np.clip((1.0 - right) * plan.sibling, 1e-6, 1.0)) * plan.told
+    above = np.concatenate([[0.0], np.cumsum(claimed)[:-1]])
+    tokens = np.concatenate([chain, leaves])
+    parents = np.concatenate([np.arange(-1, depth - 1)] * 2)
+    log_q = np.concatenate([claimed, beside])
+    # best first, a parent before its children where they are equally likely
+    ranks = np.lexsort((np.arange(2 * depth) % depth, -np.concatenate([above, above]) - log_q))
+    place = np.empty(2 * depth + 1, dtype=np.int64)
+    place[ranks] = np.arange(2 * depth)
+    place[-1] = -1
+    return _draft(tokens[ranks], place[parents[ranks]], log_q[ranks])
+
+
+def _draft(tokens: np.ndarray, parents: np.ndarray, log_q: np.ndarray) -> DraftTree:
+    return DraftTree(
+        tokens.astype(np.int32),
+        parents.astype(np.int32),
+        np.minimum(log_q, 0.0).astype(np.float32),
+        np.zeros(len(tokens), dtype=np.int32),
+    )
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    if value < low:
+        raise ConfigError(f"`{name}` is {value}, below {low}", f"choose a value of at least {low}")
+
+
+def _probability(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"`{name}` is {value}, outside 0 to 1", "choose a probability")
