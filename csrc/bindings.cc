@@ -15,6 +15,8 @@ using namespace specrollout;
 
 void bind_history(py::module_& m);
 void bind_ngram(py::module_& m);
+void bind_pick(py::module_& m);
+void bind_unite(py::module_& m);
 
 namespace {
 
@@ -117,4 +119,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
   bind_history(m);
   bind_ngram(m);
+  bind_pick(m);
+  bind_unite(m);
 }

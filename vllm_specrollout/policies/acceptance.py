@@ -15,19 +15,16 @@ written off is believed a little more every step, until it is tried again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.policies.forest import Forest, forest_of
+from vllm_specrollout.policies.pick import BUCKETS, CERTAIN, DEPTHS, SOURCES, Reached, reached
 from vllm_specrollout.types import Feedback, RequestView
 
 Array = npt.NDArray[np.float64]
 
-_SOURCES = 16
-_BUCKETS = 10  # of probability, equally wide
-_DEPTHS = np.asarray([0, 1, 2, 3, 4, 5, 7, 10, 16, 1 << 30])  # right-open ranges of depth
 _TABLE_PRIOR = 20.0  # observations that the word before it counts for
 _REQUEST_PRIOR = 6.0
 _PER_OBSERVATION = 0.9995  # weight left to an observation after each further one of the same cell
@@ -36,7 +33,6 @@ _REQUEST_MEMORY = 0.93  # weight left to a request's observations after each fur
 _NEW_WEIGHTS = 0.5  # weight left to everything when the policy's weights change
 _LOWEST, _HIGHEST = 0.05, 2.0  # of a request's factor
 _PROBLEMS = 65_536  # problems remembered; those seen least recently go first
-CERTAIN = 0.995  # no draft is surer than this
 
 
 class _Rates:
@@ -53,38 +49,32 @@ class _Rates:
 
     def observe(self, cells: npt.NDArray[np.int64], accepted: Array, expected: Array) -> None:
         """cells [N] flat indices, accepted [N] 0 or 1, expected [N] probabilities."""
-        size = self.accepted.size
-        fade = _PER_STEP * _PER_OBSERVATION ** np.bincount(cells, minlength=size).reshape(self.accepted.shape)
-        self.accepted = self.accepted * fade + np.bincount(cells, accepted, size).reshape(fade.shape)
-        self.expected = self.expected * fade + np.bincount(cells, expected, size).reshape(fade.shape)
+        size, shape = self.accepted.size, self.accepted.shape
+        fade = _PER_STEP * _PER_OBSERVATION ** np.bincount(cells, minlength=size).reshape(shape)
+        self.accepted = self.accepted * fade + np.bincount(cells, accepted, size).reshape(shape)
+        self.expected = self.expected * fade + np.bincount(cells, expected, size).reshape(shape)
 
     def scale(self, share: float) -> None:
+        """Every observation counts for `share` of what it did."""
         self.accepted *= share
         self.expected *= share
 
 
 class Acceptance:
-    """The posterior of all nodes of a batch."""
+    """The factors, and how they are learned."""
 
-    def __init__(self) -> None:
-        self._buckets = _Rates((_SOURCES, _BUCKETS), _TABLE_PRIOR)
-        self._depths = _Rates((_SOURCES, len(_DEPTHS) - 1), _TABLE_PRIOR)
+    def __init__(self, reached: Callable[[Sequence[Feedback]], Reached] = reached) -> None:
+        self._reached = reached
+        self._buckets = _Rates((SOURCES, BUCKETS), _TABLE_PRIOR)
+        self._depths = _Rates((SOURCES, len(DEPTHS)), _TABLE_PRIOR)
         # request -> [accepted, expected]; problem -> the same, left by its answers
         self._requests: dict[str, list[float]] = {}
         self._problems: OrderedDict[str, list[float]] = OrderedDict()
         self._version = 0
 
-    def probabilities(self, forest: Forest, request_ids: Sequence[str]) -> Array:
-        """[N] probability that each node is accepted, given that its parent is."""
-        p = np.exp(forest.log_q.astype(np.float64))
-        p = p * self._general(p, forest.source, forest.depths())
-        factors = np.asarray([self.factor(request_id) for request_id in request_ids])
-        return np.clip(p * factors[forest.owner], 1e-6, CERTAIN)
-
-    def _general(self, q: Array, source: npt.NDArray[np.int32], depth: npt.NDArray[np.int64]) -> Array:
-        by_bucket = self._buckets.factor().ravel()[source * _BUCKETS + _bucket(q)]
-        by_depth = self._depths.factor().ravel()[source * (len(_DEPTHS) - 1) + _depth_range(depth)]
-        return by_bucket * by_depth
+    def tables(self) -> tuple[Array, Array]:
+        """Factors [SOURCES, BUCKETS] by source and probability, [SOURCES, len(DEPTHS)] by source and depth."""
+        return self._buckets.factor(), self._depths.factor()
 
     def factor(self, request_id: str) -> float:
         """How much easier than its batch the request is to draft for; 1.0: just as easy, or not known."""
@@ -95,12 +85,15 @@ class Acceptance:
 
     def meet(self, view: RequestView) -> None:
         """A running request: at first sight it takes over what its problem's answers left."""
-        if view.weights_version != self._version:
-            self._version = view.weights_version
-            self.forget_half()
         if view.request_id not in self._requests:
             left = self._problems.get(view.problem_id, (0.0, 0.0))
             self._requests[view.request_id] = [left[0], left[1]]
+
+    def weights_are(self, version: int) -> None:
+        """The policy's version; what was learned of another one counts half."""
+        if version != self._version:
+            self._version = version
+            self.forget_half()
 
     def finish(self, request_id: str, problem_id: str) -> None:
         """A request is over; half of what it taught is left to the next answer to its problem."""
@@ -124,34 +117,19 @@ class Acceptance:
         """Count the nodes the target reached: those whose parent was accepted (or is the root)."""
         if not feedback:
             return
-        forest = forest_of(feedback)
-        accepted = np.zeros(forest.size + 1)
-        accepted[forest.size] = 1.0  # the root
-        offsets = forest.node_start[:-1].tolist()
-        accepted[
-            np.concatenate([item.accepted_nodes + start for item, start in zip(feedback, offsets, strict=True)])
-        ] = 1.0
-        reached = np.flatnonzero(accepted[forest.parent])
-        got = accepted[reached]
-        q = np.exp(forest.log_q[reached].astype(np.float64))
-        source, depth = forest.source[reached], _depth_range(forest.depths()[reached])
-        cells = source * _BUCKETS + _bucket(q)
-        by_bucket = q * self._buckets.factor().ravel()[cells]
-        depth_cells = source * (len(_DEPTHS) - 1) + depth
-        by_depth = np.minimum(by_bucket * self._depths.factor().ravel()[depth_cells], CERTAIN)
-        self._buckets.observe(cells, got, q)
-        self._depths.observe(depth_cells, got, np.minimum(by_bucket, CERTAIN))
-        owner, count = forest.owner[reached], len(feedback)
-        sums = np.bincount(owner, got, count).tolist(), np.bincount(owner, by_depth, count).tolist()
+        nodes = self._reached(feedback)
+        by_bucket = np.minimum(nodes.q * self._buckets.factor().ravel()[nodes.bucket], CERTAIN)
+        by_depth = np.minimum(by_bucket * self._depths.factor().ravel()[nodes.depth], CERTAIN)
+        self._buckets.observe(nodes.bucket, nodes.accepted, nodes.q)
+        self._depths.observe(nodes.depth, nodes.accepted, by_bucket)
+        count = len(feedback)
+        sums = (
+            np.bincount(nodes.owner, nodes.accepted, count).tolist(),
+            np.bincount(nodes.owner, by_depth, count).tolist(),
+        )
         for item, taken, expected in zip(feedback, *sums, strict=True):
-            counts = self._requests.setdefault(item.request_id, [0.0, 0.0])
+            counts = self._requests.get(item.request_id)
+            if counts is None:
+                continue  # over since
             counts[0] = _REQUEST_MEMORY * counts[0] + taken
             counts[1] = _REQUEST_MEMORY * counts[1] + expected
-
-
-def _bucket(q: Array) -> npt.NDArray[np.int64]:
-    return np.minimum((q * _BUCKETS).astype(np.int64), _BUCKETS - 1)
-
-
-def _depth_range(depth: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.searchsorted(_DEPTHS, depth, side="right") - 1

@@ -2,7 +2,7 @@
 
 What belongs here: the order of the questions, and when drafting is switched off and on. The answers are in
 `cost_model` (what it costs), `acceptance` (whether it is accepted), `length` and `makespan` (what that is worth) and
-`allocate` (which nodes, then). See docs/concepts/budget.md.
+`pick` (which nodes, then). See docs/concepts/budget.md.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.policies.acceptance import Acceptance
-from vllm_specrollout.policies.allocate import Allocation, Prices, allocate
 from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
-from vllm_specrollout.policies.forest import Forest, forest_of, kept
 from vllm_specrollout.policies.length import Lengths
 from vllm_specrollout.policies.makespan import level_with_waiting, token_worth
+from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
 from vllm_specrollout.types import (
     Choice,
     Decision,
@@ -70,8 +69,8 @@ class _Switch:
         self.left -= 1
         return self.left < 0
 
-    def judge(self, share: float, has_candidates: bool) -> None:
-        """share: what drafts were expected to save, as a share of a plain step; 0.0 if nothing pays."""
+    def judge(self, share: float) -> None:
+        """share: what the drafts proposed were expected to save, of a plain step; 0.0 if nothing pays."""
         if not self.is_on:
             if share > _MARGIN_ON:
                 self.is_on, self.losses, self.pause = True, 0, _FIRST_PAUSE
@@ -81,7 +80,7 @@ class _Switch:
             return
         if share > 0.0:
             self.losses = 0
-        elif has_candidates:
+        else:
             self.losses += 1
             if self.losses >= _PATIENCE:
                 self.is_on, self.left = False, self.pause
@@ -104,14 +103,16 @@ class AutoBudget:
     Args:
         max_nodes, max_depth: the engine's limits per request.
         length_weight: False: an answer's tokens are worth the same however long it may still become.
+        kernels: the loops over all nodes of a batch; engines pass in faster ones.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, *, length_weight: bool = True) -> None:
+    def __init__(self, max_nodes: int, max_depth: int, *, length_weight: bool = True, kernels: Kernels = NAIVE) -> None:
         self.max_nodes = max_nodes
         self.max_depth = max_depth
         self.length_weight = length_weight
         self.cost = StepCost()
-        self.acceptance = Acceptance()
+        self.kernels = kernels
+        self.acceptance = Acceptance(kernels.reached)
         self.lengths = Lengths()
         self.switch = _Switch()
         self._pace: dict[str, _Pace] = {}
@@ -124,25 +125,32 @@ class AutoBudget:
     # --- before drafting ---------------------------------------------------------------------------------------------
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        for view in views:
-            self.acceptance.meet(view)
-            self._follow(view)
+        context = self._follow(views)
         is_asking = self.switch.asks()
-        self._step = _Step(views, is_asking, sum(len(view.token_ids) for view in views), self._worth(views))
+        self._step = _Step(views, is_asking, context, self._worth(views))
         if not is_asking:
             plain_ms = self._plain_ms(len(views))
             self._choice = Choice(False, "drafts do not pay", 0, 0.0, plain_ms, plain_ms)
             return [Decision(0, 0, Shape.OFF, reason="drafts do not pay")] * len(views)
         return [may_draft(view, self.max_nodes, self.max_depth, "auto budget") for view in views]
 
-    def _follow(self, view: RequestView) -> None:
-        pace = self._pace.get(view.request_id)
-        if pace is None:
-            self._pace[view.request_id] = _Pace(len(view.token_ids))
-            return
-        new = max(len(view.token_ids) - pace.length, 1)
-        pace.length = len(view.token_ids)
-        pace.tokens_per_step += (1.0 - _RATE_MEMORY) * (new - pace.tokens_per_step)
+    def _follow(self, views: Sequence[RequestView]) -> int:
+        """Take in how far each request has come; returns the tokens of all."""
+        paces, context = self._pace, 0
+        for view in views:
+            length = len(view.token_ids)
+            context += length
+            pace = paces.get(view.request_id)
+            if pace is None:
+                self.acceptance.meet(view)
+                paces[view.request_id] = _Pace(length)
+                continue
+            if length > pace.length:
+                pace.tokens_per_step += (1.0 - _RATE_MEMORY) * (length - pace.length - pace.tokens_per_step)
+            pace.length = length
+        if views:
+            self.acceptance.weights_are(views[0].weights_version)
+        return context
 
     def _worth(self, views: Sequence[RequestView]) -> npt.NDArray[np.float64]:
         """[R] milliseconds; kept for some steps, since lengths are guesses and do not change from step to step."""
@@ -173,56 +181,37 @@ class AutoBudget:
     def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
         batch = len(trees)
         plain_ms = self._plain_ms(batch)
-        forest = forest_of(trees)
-        if not forest.size:
-            self._note(np.zeros(batch))
+        num_nodes = sum(tree.size for tree in trees)
+        if not num_nodes:
             self._choice = Choice(True, "nothing proposed", 0, 0.0, plain_ms, plain_ms)
             return list(trees)
-        p = self.acceptance.probabilities(forest, [view.request_id for view in self._step.views])
-        if any(decision.shape is Shape.CHAIN for decision in decisions):
-            is_chain = np.asarray([decision.shape is Shape.CHAIN for decision in decisions])
-            p[is_chain[forest.owner] & ~forest.is_first_child()] = 1e-300
-        reach = np.exp(forest.sum_from_root(np.log(p)))
-        rows = self.cost.added_rows(batch, forest.size)
-        prices = Prices(rows, self.cost.draft, self.cost.tree, self.cost.branch)
-        found = allocate(forest, reach * self._step.worth[forest.owner], prices)
         was_on = self.switch.is_on
-        self.switch.judge(found.net / plain_ms, True)
-        keep = found.keep
-        reason = "pays" if was_on else "pays again" if self.switch.is_on else "probe"
-        if not keep.any() or not self.switch.is_on:
-            keep, reason = self._probe(reach, was_on)
-        chosen = kept(trees, forest, keep)
-        self._note(np.bincount(forest.owner[keep], minlength=batch))
-        gain = float(reach[keep].sum())
-        self._choice = Choice(
-            self.switch.is_on,
-            reason,
-            int(keep.sum()),
-            gain,
-            plain_ms + self._cost_of(forest, keep, prices, found),
-            plain_ms,
-        )
-        return chosen
-
-    def _cost_of(self, forest: Forest, keep: npt.NDArray[np.bool_], prices: Prices, found: Allocation) -> float:
-        nodes = int(keep.sum())
-        return found.cost if keep is found.keep else float(prices.rows[nodes]) + (prices.draft if nodes else 0.0)
-
-    def _probe(self, reach: npt.NDArray[np.float64], was_on: bool) -> tuple[npt.NDArray[np.bool_], str]:
-        """Where nothing pays: nothing, but now and then a node or two, so that acceptance stays known."""
-        keep = np.zeros(len(reach), dtype=np.bool_)
-        if was_on:
-            return keep, "nothing pays"
-        # the likeliest nodes of all: no parent is less likely than its child, and the first of equals comes first
-        keep[np.argsort(-reach, kind="stable")[:_PROBES]] = True
-        return keep, "probe"
-
-    def _note(self, nodes: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
-        """nodes: [R] verified of each request."""
-        for view, count in zip(self._step.views, nodes.tolist(), strict=True):
+        picked = self.kernels.pick(trees, self._request(decisions, num_nodes, plain_ms))
+        self.switch.judge(picked.net / plain_ms)
+        for view, tree in zip(self._step.views, picked.trees, strict=True):
             pace = self._pace[view.request_id]
-            pace.nodes += (1.0 - _RATE_MEMORY) * (count - pace.nodes)
+            pace.nodes += (1.0 - _RATE_MEMORY) * (tree.size - pace.nodes)
+        nodes = sum(tree.size for tree in picked.trees)
+        names = ("pays", "nothing pays") if was_on else ("pays again", "probe")
+        reason = names[0] if (nodes if was_on else self.switch.is_on) else names[1]
+        self._choice = Choice(self.switch.is_on, reason, nodes, picked.tokens, plain_ms + picked.cost, plain_ms)
+        return picked.trees
+
+    def _request(self, decisions: Sequence[Decision], num_nodes: int, plain_ms: float) -> PickRequest:
+        views, is_on = self._step.views, self.switch.is_on
+        by_bucket, by_depth = self.acceptance.tables()
+        return PickRequest(
+            by_bucket,
+            by_depth,
+            np.asarray([self.acceptance.factor(view.request_id) for view in views]),
+            self._step.worth,
+            np.asarray([decision.shape is Shape.CHAIN for decision in decisions]),
+            np.asarray([decision.max_nodes for decision in decisions], np.int64),
+            np.asarray([decision.max_depth for decision in decisions], np.int64),
+            Prices(self.cost.added_rows(len(views), num_nodes), self.cost.draft, self.cost.tree, self.cost.branch),
+            least_net=0.0 if is_on else _MARGIN_ON * plain_ms,
+            probes=0 if is_on else _PROBES,
+        )
 
     def _plain_ms(self, batch: int) -> float:
         return self.cost.predict(batch, batch=batch, context=self._step.context)

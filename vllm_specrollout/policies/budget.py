@@ -5,6 +5,7 @@ A policy decides before the drafters propose (`decide`), and picks what is worth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -50,12 +51,16 @@ def may_draft(view: RequestView, max_nodes: int, max_depth: int, reason: str = "
 
     A draft d levels deep yields up to d + 1 tokens, so a request that may still generate m tokens needs m - 1 levels.
     """
-    max_nodes = min(max_nodes, view.max_draft_tokens)
-    depth = min(max_depth, view.max_new_tokens - 1)
-    if depth <= 0 or view.shape is Shape.OFF or max_nodes <= 0:
+    return _within(min(max_nodes, view.max_draft_tokens), min(max_depth, view.max_new_tokens - 1), view.shape, reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def _within(max_nodes: int, max_depth: int, shape: Shape, reason: str) -> Decision:
+    """Most requests of most steps get the same decision: it is made once."""
+    if max_depth <= 0 or shape is Shape.OFF or max_nodes <= 0:
         return Decision(0, 0, Shape.OFF, reason=reason or "nothing to draft")
-    nodes = min(max_nodes, depth) if view.shape is Shape.CHAIN else max_nodes
-    return Decision(nodes, depth, view.shape, reason=reason)
+    nodes = min(max_nodes, max_depth) if shape is Shape.CHAIN else max_nodes
+    return Decision(nodes, max_depth, shape, reason=reason)
 
 
 class FixedBudget:

@@ -2,12 +2,13 @@
 
 Source: FastGRPO, Appendix B, Algorithm 2, which plots time against batch and takes the knee without saying how.
 
-Method. Repeated points of one row count become their median. A line a + s * rows is fitted by least squares, each row
-count weighing by the root of its points; then, for every corner between the second and the last but one row count, two
-lines that meet there, none of them falling. The best corner is the knee if
+Method. Repeated points of one row count become their median. A line a + s * rows is fitted by least squares in relative
+error, each row count weighing by the root of its points; then, for every corner between the second and the last but one
+row count, two lines that meet there, none of them falling. The best corner is the knee if
 - the second line is at least twice as steep as the first, and
-- it explains at least half of the squared error that the single line leaves, and that error is more than noise: a
-  relative error of 3 % per point, or what points of the same row count scatter by, whichever is larger.
+- it takes off the squared error 16 times what one point leaves: what it leaves itself, per degree of freedom, or noise
+  (3 %, or what points of the same row count scatter by), whichever is larger. A corner has two parameters, and the best
+  of many is looked at: noise alone seldom gives it half of that.
 
 Without such a corner the curve is a line, as where memory traffic and arithmetic do not overlap. The roofline with the
 same two asymptotes, a constant a and a slope s through the origin, has its corner at a / s. If the time grows by less
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 _STEEPER = 2.0
-_EXPLAINED = 0.5
+_EVIDENCE = 16.0
 _NOISE = 0.03
 _GROWTH = 0.1
 
@@ -52,31 +53,32 @@ def find_knee(rows: Sequence[float], ms: Sequence[float]) -> Knee | None:
     Returns:
         None where fewer than three different row counts were measured, or time does not grow over them.
     """
-    x, y, weight, scatter = _medians(np.asarray(rows, dtype=np.float64), np.asarray(ms, dtype=np.float64))
+    x, y, count, scatter = _medians(np.asarray(rows, dtype=np.float64), np.asarray(ms, dtype=np.float64))
     if len(x) < 3:
         return None
+    weight = np.sqrt(count) / y**2
     (intercept, slope), line_error = _line(x, y, weight)
     if slope * (x[-1] - x[0]) < _GROWTH * (intercept + slope * x[0]):
         return None
     best = _best_corner(x, y, weight)
-    noise = float(weight @ (np.maximum(_NOISE * y, scatter) ** 2))
     if best is not None:
         at, first, second, at_ms, error = best
-        is_steeper = second >= _STEEPER * first and second > 0.0
-        if is_steeper and error <= (1.0 - _EXPLAINED) * line_error and line_error > noise:
+        noise = float(np.mean(np.sqrt(count) * np.maximum(_NOISE, scatter / y) ** 2))
+        left = max(error / max(len(x) - 4, 1), noise)
+        if second >= _STEEPER * first and second > 0.0 and line_error - error > _EVIDENCE * left:
             return Knee(at, at_ms, True)
     at = max(intercept / slope, 1.0)
     return Knee(at, intercept + slope * at, False)
 
 
 def _medians(rows: Array, ms: Array) -> tuple[Array, Array, Array, Array]:
-    """Per row count, ascending: the rows, the median time, a weight, and the standard error of the median."""
+    """Per row count, ascending: the rows, the median time, how many points, and the standard error of the median."""
     counts, index = np.unique(rows, return_inverse=True)
     groups = [ms[index == i] for i in range(len(counts))]
     middle = np.asarray([np.median(group) for group in groups])
     # 1.48 times the median deviation is a normal distribution's standard deviation
-    spread = np.asarray([1.48 * np.median(np.abs(g - np.median(g))) / np.sqrt(len(g)) for g in groups])
-    return counts, middle, np.sqrt([float(len(group)) for group in groups]), spread
+    scatter = np.asarray([1.48 * np.median(np.abs(g - np.median(g))) / np.sqrt(len(g)) for g in groups])
+    return counts, middle, np.asarray([float(len(group)) for group in groups]), scatter
 
 
 def _line(x: Array, y: Array, weight: Array) -> tuple[tuple[float, float], float]:

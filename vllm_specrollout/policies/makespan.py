@@ -10,10 +10,11 @@ One more token of answer i saves 1 / a_i of a step of it, with a_i tokens per st
 
     w_i = (fixed * P(i ends last) + request_ms_i) / a_i        milliseconds
 
-S_i is not known, its distribution is guessed (policies/length.py), hence the probability. Where all answers are alike,
-P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more tokens per
-millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those of the
-others only the rows they free. Requests that wait for a place make the answers end alike: places that come free early are filled again.
+S_i is not known, its distribution is guessed (policies/length.py), hence the probability. Where all answers
+are alike, P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more tokens
+per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those of the
+others only the rows they free. Requests that wait for a place make the answers end alike: places that come free early
+are filled again.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
+from vllm_specrollout.trees.prune import prune
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Choice,
@@ -73,7 +74,10 @@ class WindowBudget:
         return (1.0 + self._accepted) / drafted_ms >= 1.0 / self.cost.predict(batch)
 
     def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        chosen = [_first(tree, decision.max_nodes) for tree, decision in zip(trees, decisions, strict=True)]
+        # several drafters' chains laid over each other may branch: the best line of them is the window's
+        chosen = [
+            prune(tree, decision) if tree.size else EMPTY_TREE for tree, decision in zip(trees, decisions, strict=True)
+        ]
         self._choice = Choice(True, "probe" if self._off else "window", sum(tree.size for tree in chosen))
         return chosen
 
@@ -92,10 +96,3 @@ class WindowBudget:
 
     def finish(self, ending: Ending) -> None:
         self.windows.pop(ending.request_id, None)
-
-
-def _first(tree: DraftTree, n: int) -> DraftTree:
-    """The first n nodes; every prefix of a tree is its best subtree of that size."""
-    if not tree.size or n <= 0:
-        return EMPTY_TREE
-    return DraftTree(tree.token_ids[:n], tree.parents[:n], tree.log_q[:n], tree.source[:n])

@@ -27,8 +27,11 @@ from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank
 from vllm_specrollout.worker.endings import endings_of, waiting_of
+from vllm_specrollout.worker.picking import CORE
 from vllm_specrollout.worker.policy_version import PolicyVersion
+from vllm_specrollout.worker.recording import recorded
 from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.unite import unite
 from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
 from vllm_specrollout.worker.v1.noise import Noise
 from vllm_specrollout.worker.v1.processors import are_builtin
@@ -49,7 +52,8 @@ class SpecRolloutV1(_Base):
         config = config_of(vllm_config)
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
-        self.speculation = Speculation(drafters.build(config) if is_first_rank() else [], make_policy(config))
+        policy = recorded(make_policy(config, kernels=CORE), config, vllm_config, "v1")
+        self.speculation = Speculation(drafters.build(config) if is_first_rank() else [], policy, unite)
         self.policy_version = PolicyVersion()
         self.stats = Stats()
         self.book = RequestBook(Shape.OFF, self.noise.tape)

@@ -33,8 +33,11 @@ from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, Shap
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, is_first_rank
 from vllm_specrollout.worker.endings import endings_of, waiting_of
+from vllm_specrollout.worker.picking import CORE
 from vllm_specrollout.worker.policy_version import PolicyVersion
+from vllm_specrollout.worker.recording import recorded
 from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.unite import unite
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
 from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
@@ -62,8 +65,9 @@ class SpecRolloutV2(_Base):
         self.req_states.draft_tokens = torch.zeros(
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
+        policy = recorded(make_policy(self.spec_config, kernels=CORE), self.spec_config, vllm_config, "v2")
         self.host = Host(
-            Speculation(drafters.build(self.spec_config) if is_first_rank() else [], make_policy(self.spec_config)),
+            Speculation(drafters.build(self.spec_config) if is_first_rank() else [], policy, unite),
             self.max_model_len,
         )
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
