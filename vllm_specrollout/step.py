@@ -6,7 +6,7 @@ What belongs here: the order in which policies and drafters are asked, and what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.policies.budget import Policy
@@ -16,12 +16,22 @@ from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feed
 logger = logging.getLogger("vllm.specrollout")
 
 
-class Speculation:
-    """Drafters and policy of one engine."""
+Unite = Callable[[Sequence[Sequence[DraftTree]], Sequence[int]], list[DraftTree]]
+"""One tree per group of trees, of at most so many nodes each: what `unite_naively` answers, however it is computed."""
 
-    def __init__(self, drafters: Sequence[Drafter], policy: Policy) -> None:
+
+def unite_naively(groups: Sequence[Sequence[DraftTree]], max_nodes: Sequence[int]) -> list[DraftTree]:
+    """The specification: the union of each group's trees, one after the other."""
+    return [union(group, most) for group, most in zip(groups, max_nodes, strict=True)]
+
+
+class Speculation:
+    """Drafters and policy of one engine; `unite` is how several drafters' trees for a request become one."""
+
+    def __init__(self, drafters: Sequence[Drafter], policy: Policy, unite: Unite = unite_naively) -> None:
         self.drafters = list(drafters)
         self.policy = policy
+        self.unite = unite
 
     def settle(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         """Tell everybody what became of the last drafts, and what the last completed step cost."""
@@ -43,11 +53,7 @@ class Speculation:
         ]
         if not proposals:
             return [EMPTY_TREE] * len(views)
-        trees = []
-        for i, decision in enumerate(decisions):
-            own = [p[i] for p in proposals if p[i].size]
-            trees.append(own[0] if len(own) == 1 else union(own, decision.max_nodes) if own else EMPTY_TREE)
-        return self.policy.choose(trees, decisions)
+        return self.policy.choose(self._united(proposals, decisions), decisions)
 
     def finish(self, ending: Ending) -> None:
         """A request is over; `forget` follows."""
@@ -61,6 +67,24 @@ class Speculation:
     def forget(self, request_id: str) -> None:
         for drafter in self.drafters:
             drafter.forget(request_id)
+
+    def _united(self, proposals: Sequence[Sequence[DraftTree]], decisions: Sequence[Decision]) -> list[DraftTree]:
+        """One tree per request; what a single drafter proposed passes unchanged."""
+        trees = [EMPTY_TREE] * len(decisions)
+        places: list[int] = []
+        groups: list[list[DraftTree]] = []
+        for i in range(len(decisions)):
+            own = [p[i] for p in proposals if p[i].size]
+            if len(own) == 1:
+                trees[i] = own[0]
+            elif own:
+                places.append(i)
+                groups.append(own)
+        if groups:
+            united = self.unite(groups, [decisions[i].max_nodes for i in places])
+            for i, tree in zip(places, united, strict=True):
+                trees[i] = tree
+        return trees
 
     def _propose(
         self, drafter: Drafter, views: Sequence[RequestView], decisions: Sequence[Decision]

@@ -9,8 +9,17 @@ import pytest
 
 from vllm_specrollout.policies.budget import FixedBudget
 from vllm_specrollout.policies.das import DasBudget
-from vllm_specrollout.step import Speculation
-from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView, Status, chain
+from vllm_specrollout.step import Speculation, unite_naively
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    Decision,
+    DraftTree,
+    Ending,
+    Feedback,
+    RequestView,
+    Status,
+    chain,
+)
 
 
 class _Says:
@@ -48,6 +57,22 @@ def test_branches_of_several_drafters_become_one_tree() -> None:
     step = Speculation([_Says("a", [1, 2]), _Says("b", [1, 3])], FixedBudget(8, 8))
     tree = step.prepare(_views(1))[0]
     assert sorted(tree.token_ids.tolist()) == [1, 2, 3]
+
+
+def test_only_requests_with_several_proposals_are_united_and_all_of_them_at_once() -> None:
+    class Some(_Says):
+        def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+            return [tree if i % 2 else EMPTY_TREE for i, tree in enumerate(super().propose(views, decisions))]
+
+    calls = []
+
+    def unite(groups: Sequence[Sequence[DraftTree]], max_nodes: Sequence[int]) -> list[DraftTree]:
+        calls.append(([[tree.token_ids.tolist() for tree in group] for group in groups], list(max_nodes)))
+        return unite_naively(groups, max_nodes)
+
+    trees = Speculation([_Says("a", [1, 2]), Some("b", [3])], FixedBudget(8, 8), unite).prepare(_views(4))
+    assert calls == [([[[1, 2], [3]], [[1, 2], [3]]], [8, 8])]
+    assert [sorted(tree.token_ids.tolist()) for tree in trees] == [[1, 2], [1, 2, 3]] * 2
 
 
 def test_a_drafter_that_dies_costs_its_drafts_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

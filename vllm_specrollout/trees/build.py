@@ -18,6 +18,10 @@ from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, IntArray
 LEAST_PROBABILITY = 1e-9
 """Stands in for a probability of 0, so that log_q is finite."""
 
+_STRAIGHT_NODES = 64
+# a chain's parents, as bytes: comparing with it takes a tenth of what making them anew takes
+_STRAIGHT = np.arange(ROOT, _STRAIGHT_NODES - 1, dtype=np.int32).tobytes()
+
 
 def cumulative_log_q(tree: DraftTree) -> list[float]:
     """[N] natural log of the probability that the target walks all the way from the root to the node."""
@@ -122,6 +126,20 @@ def select(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
         tree.log_q[chosen],
         tree.source[chosen],
     )
+
+
+def first_nodes(tree: DraftTree, count: int) -> DraftTree:
+    """The tree's first `count` nodes, which are the best ones if it is in order; the tree itself if it has no more."""
+    if tree.size <= count:
+        return tree
+    return DraftTree(tree.token_ids[:count], tree.parents[:count], tree.log_q[:count], tree.source[:count])
+
+
+def is_chain(tree: DraftTree) -> bool:
+    """Whether every node hangs on the one before it."""
+    n = tree.size
+    straight = _STRAIGHT if n <= _STRAIGHT_NODES else np.arange(ROOT, n - 1, dtype=np.int32).tobytes()
+    return straight.startswith(tree.parents.tobytes())
 
 
 def check(tree: DraftTree) -> None:

@@ -49,6 +49,29 @@ def by_path(tree: DraftTree) -> dict[tuple[int, ...], tuple[float, int]]:
     }
 
 
+@given(trees(), st.integers(0, 14))
+def test_the_first_nodes_are_a_tree_of_their_own(tree: DraftTree, count: int) -> None:
+    first = build.first_nodes(tree, count)
+    build.check(first)
+    assert first.token_ids.tolist() == tree.token_ids.tolist()[:count]
+    assert first.parents.tolist() == tree.parents.tolist()[:count]
+
+
+@given(trees())
+def test_a_chain_is_a_tree_with_one_path_at_most(tree: DraftTree) -> None:
+    assert build.is_chain(tree) == (build.num_paths(tree.parents) <= 1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 64, 65, 200])
+def test_chains_of_every_length_are_told_from_trees(size: int) -> None:
+    line = chain(list(range(size)))
+    assert build.is_chain(line)
+    if size > 1:
+        parents = line.parents.copy()
+        parents[-1] -= 1
+        assert not build.is_chain(DraftTree(line.token_ids, parents, line.log_q, line.source))
+
+
 def best_gain(tree: DraftTree, size: int) -> float:
     """The largest expected number of accepted tokens of any subtree of this size, by trying all."""
     gain = [math.exp(value) for value in build.cumulative_log_q(tree)]

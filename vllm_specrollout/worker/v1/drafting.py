@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
@@ -13,8 +12,18 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_specrollout import _core
 from vllm_specrollout.step import Speculation
+from vllm_specrollout.trees.build import first_nodes, is_chain
 from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import ROOT, Decision, DraftTree, IntArray, RequestView, Shape, StepTiming
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    Decision,
+    DraftTree,
+    IntArray,
+    RequestView,
+    Shape,
+    StepTiming,
+    chain,
+)
 from vllm_specrollout.worker.stats import feedback_of
 
 
@@ -31,13 +40,13 @@ class Pending:
 class StepDrafts:
     """The drafts that the scheduler put into the step in progress, in batch order."""
 
+    # [R] EMPTY_TREE where there is no draft
+    trees: list[DraftTree]
     # [R + 1] first node of each request
     node_start: IntArray
-    # [nodes]
+    # [nodes] of all trees behind one another
     parents: IntArray
     token_ids: IntArray
-    log_q: Any
-    source: IntArray
     has_branches: bool
 
 
@@ -63,26 +72,26 @@ class Drafting:
 
     def scheduled(self, request_ids: Sequence[str], scheduled: dict[str, list[int]]) -> StepDrafts:
         """The trees behind the scheduled draft tokens. Tokens we know no tree for are a chain: lossless anyway."""
+        trees = [EMPTY_TREE] * len(request_ids)
         counts = np.zeros(len(request_ids) + 1, dtype=np.int32)
-        parts: list[tuple[IntArray, Any, IntArray]] = []
-        tokens: list[int] = []
         has_branches = False
         for i, request_id in enumerate(request_ids):
             own = scheduled.get(request_id)
             if not own:
                 continue
             n = counts[i + 1] = len(own)
-            tokens += own
             pending = self._pending.get(request_id)
             if pending is not None and pending.token_ids[:n] == own:
-                tree = pending.tree
-                parts.append((tree.parents[:n], tree.log_q[:n], tree.source[:n]))
+                trees[i] = first_nodes(pending.tree, n)
                 has_branches = has_branches or not pending.is_chain
             else:
-                parts.append((np.arange(-1, n - 1, dtype=np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)))
-        parents, log_q, source = (np.concatenate(column) for column in zip(*parts, strict=True))
+                trees[i] = chain(own)
         return StepDrafts(
-            np.cumsum(counts, dtype=np.int32), parents, np.asarray(tokens, dtype=np.int32), log_q, source, has_branches
+            trees,
+            np.cumsum(counts, dtype=np.int32),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([tree.token_ids for tree in trees]),
+            has_branches,
         )
 
     def settle(
@@ -97,11 +106,7 @@ class Drafting:
         verified: list[tuple[str, DraftTree, IntArray]] = []
         if drafts is not None and num_accepted is not None and accepted is not None:
             at = 0
-            for i, request_id in enumerate(request_ids):
-                nodes, count = slice(drafts.node_start[i], drafts.node_start[i + 1]), int(num_accepted[i])
-                tree = DraftTree(
-                    drafts.token_ids[nodes], drafts.parents[nodes], drafts.log_q[nodes], drafts.source[nodes]
-                )
+            for request_id, tree, count in zip(request_ids, drafts.trees, num_accepted.tolist(), strict=True):
                 verified.append((request_id, tree, accepted[at : at + count]))
                 at += count
         self.speculation.settle(feedback_of(verified, len(request_ids)), timing)
@@ -133,10 +138,7 @@ class Drafting:
         if self.max_nodes is None or sum(tree.size for tree in trees) <= self.max_nodes:
             return trees
         share = self.max_nodes // sum(tree.size > 0 for tree in trees)
-        return [
-            DraftTree(tree.token_ids[:share], tree.parents[:share], tree.log_q[:share], tree.source[:share])
-            for tree in trees
-        ]
+        return [first_nodes(tree, share) for tree in trees]
 
     def _within_scratch(self, views: Sequence[RequestView], trees: list[DraftTree]) -> list[DraftTree]:
         """Cuts trees to their best path where the scratch blocks would not suffice."""
@@ -150,8 +152,3 @@ class Drafting:
             else:
                 free -= needed
         return trees
-
-
-def is_chain(tree: DraftTree) -> bool:
-    """True if every node hangs on the one before it."""
-    return bool((tree.parents == np.arange(ROOT, tree.size - 1)).all())

@@ -15,10 +15,10 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specrollout.step import Speculation
+from vllm_specrollout.trees.build import first_nodes, is_chain
 from vllm_specrollout.trees.prune import prune
 from vllm_specrollout.types import (
     EMPTY_TREE,
-    ROOT,
     Decision,
     DraftTree,
     Ending,
@@ -257,13 +257,9 @@ def _fitted(tree: DraftTree, view: RequestView, may_branch: bool) -> DraftTree:
     if not tree.size:
         return EMPTY_TREE
     shape = view.shape if may_branch else Shape.CHAIN
-    is_line = bool((tree.parents == np.arange(ROOT, tree.size - 1)).all())
-    if shape is Shape.CHAIN and not is_line:
+    if shape is Shape.CHAIN and not is_chain(tree):
         tree = prune(tree, Decision(tree.size, tree.size, Shape.CHAIN))
-    n = min(tree.size, view.max_draft_tokens)
-    if n == tree.size:
-        return tree
-    return DraftTree(tree.token_ids[:n], tree.parents[:n], tree.log_q[:n], tree.source[:n])
+    return first_nodes(tree, view.max_draft_tokens)
 
 
 def _timing(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
