@@ -21,7 +21,8 @@ MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
 
 DRAFTERS = ("history", "ngram", "oracle")
-BUDGETS = ("auto", "fixed", "histospec", "das")
+BUDGETS = ("auto", "fixed", "off", "histospec", "das", "fastgrpo", "tlt", "specactor")
+PROFILES = ("auto", "off")
 SHAPES = ("tree", "chain")
 
 
@@ -38,14 +39,20 @@ class SpecRolloutConfig:
     shape: str = "tree"
     """`tree`, or `chain` for drafts without branches."""
     budget: str = "auto"
-    """`auto` drafts only what pays at the present batch; `fixed` always drafts up to `max_draft_tokens`; `histospec`
-    grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS)."""
+    """`auto` drafts what ends the rollout sooner; `fixed` always drafts up to `max_draft_tokens`; `off` never drafts;
+    `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
+    fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
+    (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor)."""
+    profile: str = "auto"
+    """`auto` starts from what `specrollout profile` measured of this model on this host, if it did; `off` does not."""
     max_graphs: int = 64
     """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
     scratch_blocks: int | None = None
     """KV cache blocks set aside for branches beyond the first; unset: chosen from the KV cache's size."""
     block_size: int | None = None
     """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap."""
+    record: str | None = None
+    """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
@@ -63,12 +70,15 @@ class SpecRolloutConfig:
         check_range("max_graphs", self.max_graphs, 0, 4096)
         check_choice("shape", self.shape, SHAPES)
         check_choice("budget", self.budget, BUDGETS)
+        check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:
             check_range("scratch_blocks", self.scratch_blocks, 0, 1 << 20)
         if self.block_size is not None:
             check_range("block_size", self.block_size, 32, 1024)
             if self.block_size % 32:
                 raise ConfigError(f"`block_size` is {self.block_size}, not a multiple of 32", "use 32, 64 or 128")
+        if self.record is not None and not os.path.basename(self.record):
+            raise ConfigError(f"`record` is {self.record!r}, which names no file", 'name one, as in "trace.jsonl.zst"')
         if "oracle" in self.drafters and not self.oracle.path:
             raise ConfigError(
                 "the `oracle` drafter has no recorded continuations",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 SPEC_ROLLOUT = "VLLM_SPEC_ROLLOUT"
 CPU_ATTN_SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
+CACHE_HOME = "XDG_CACHE_HOME"
 USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -27,6 +29,7 @@ TABLE = (
         "must not be `1` with speculation on CPU, which runs the V1 model runner; `0` on CUDA: chains only",
         False,
     ),
+    Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
 )
@@ -41,3 +44,9 @@ def wants_spec_rollout() -> bool:
     """Whether the environment alone asks for speculation."""
     value = spec_rollout()
     return value is not None and value.lower() not in ("0", "false", "off", "no")
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of this project; it need not exist."""
+    home = os.environ.get(CACHE_HOME, "").strip()
+    return (Path(home) if home else Path.home() / ".cache") / "vllm-specrollout"

@@ -32,6 +32,7 @@ REFUSED_CONFIGS = {
     "a drafter outside a list": {"drafters": "ngram"},
     "an unknown shape": {"shape": "bush"},
     "an unknown budget": {"budget": "always"},
+    "an unknown profile": {"profile": "always"},
     "scratch blocks below zero": {"scratch_blocks": -1},
     "a block size that is too small": {"block_size": 16},
     "a block size that is no multiple of 32": {"block_size": 48},

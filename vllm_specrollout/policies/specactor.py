@@ -52,8 +52,8 @@ def tokens_per_step(p: float, w: int) -> float:
 class SpecActorBudget:
     """Chains of the window w that maximises TGS = b * tau_w / (w * D + V).
 
-    V is the cost model's time of a step with b * (w + 1) rows, affine in b for each w as in the paper, and includes what
-    host drafters take per step. p is the batch's acceptance per token, measured. Windows are planned at the first step
+    V is the cost model's time of a step with b * (w + 1) rows (in the paper affine in b for each w), what host drafters
+    take per step included. p is the batch's acceptance per token, measured. Windows are planned at the first step
     and again after every 1000 generated tokens (`replan`): one for the batch; and for each request whose acceptance is
     below the batch's, the one that is best for its own p and b = 1. As in the paper a window is 1 at least.
 
