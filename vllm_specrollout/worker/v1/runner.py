@@ -29,6 +29,7 @@ from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_firs
 from vllm_specrollout.worker.endings import endings_of, waiting_of
 from vllm_specrollout.worker.picking import CORE
 from vllm_specrollout.worker.policy_version import PolicyVersion
+from vllm_specrollout.worker.profiling import profiled
 from vllm_specrollout.worker.recording import recorded
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.unite import unite
@@ -52,7 +53,7 @@ class SpecRolloutV1(_Base):
         config = config_of(vllm_config)
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
-        policy = recorded(make_policy(config, kernels=CORE), config, vllm_config, "v1")
+        policy = recorded(profiled(make_policy(config, kernels=CORE), vllm_config), config, vllm_config, "v1")
         self.speculation = Speculation(drafters.build(config) if is_first_rank() else [], policy, unite)
         self.policy_version = PolicyVersion()
         self.stats = Stats()

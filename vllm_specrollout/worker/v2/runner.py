@@ -35,6 +35,7 @@ from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, confi
 from vllm_specrollout.worker.endings import endings_of, waiting_of
 from vllm_specrollout.worker.picking import CORE
 from vllm_specrollout.worker.policy_version import PolicyVersion
+from vllm_specrollout.worker.profiling import profiled
 from vllm_specrollout.worker.recording import recorded
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.unite import unite
@@ -65,7 +66,8 @@ class SpecRolloutV2(_Base):
         self.req_states.draft_tokens = torch.zeros(
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
-        policy = recorded(make_policy(self.spec_config, kernels=CORE), self.spec_config, vllm_config, "v2")
+        policy = profiled(make_policy(self.spec_config, kernels=CORE), vllm_config)
+        policy = recorded(policy, self.spec_config, vllm_config, "v2")
         self.host = Host(
             Speculation(drafters.build(self.spec_config) if is_first_rank() else [], policy, unite),
             self.max_model_len,

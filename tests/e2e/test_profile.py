@@ -1,0 +1,61 @@
+"""A profile is measured by the command, and the next engine of that model starts from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+START = """
+import sys
+from vllm import LLM
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, spec_rollout={"profile": sys.argv[2]})
+    policy = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculation.policy
+    print("fixed", policy.cost.fixed)
+    llm.llm_engine.engine_core.shutdown()
+"""
+
+
+def _run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(cache),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    return subprocess.run(
+        list(command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+
+
+def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:
+    from bench.policy.random_model import make_random_model
+
+    model = str(make_random_model(tmp_path / "tiny", size="1M", hidden=64, num_layers=2, dtype="float32"))
+    flags = ["--dtype", "float32", "--batches", "1,3", "--steps", "4", "--json"]
+    done = _run(tmp_path, str(Path(sys.executable).with_name("specrollout")), "profile", model, *flags)
+    report = json.loads(done.stdout[done.stdout.index("{\n") :])
+    kept = json.loads(Path(report["file"]).read_text())
+    assert Path(report["file"]).is_relative_to(tmp_path)
+    batch, nodes, branches = (kept["columns"].index(name) for name in ("batch", "nodes", "branches"))
+    assert {1, 3} <= {row[batch] for row in kept["rows"]}
+    assert {0, 1, 2, 4, 8, 16} <= {row[nodes] for row in kept["rows"] if row[batch] == 1}
+    assert {0, 3} <= {row[branches] for row in kept["rows"] if row[batch] == 1}
+
+    script = tmp_path / "start.py"
+    script.write_text(START)
+    seeded, plain = (_run(tmp_path, sys.executable, str(script), model, setting) for setting in ("auto", "off"))
+    assert "step costs start from the profile" in seeded.stdout + seeded.stderr
+    assert "step costs start from the profile" not in plain.stdout + plain.stderr
+    assert "fixed 1.0\n" in plain.stdout
+    assert "fixed 1.0\n" not in seeded.stdout

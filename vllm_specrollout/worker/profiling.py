@@ -1,0 +1,133 @@
+"""What is particular to vLLM about profiles: what an engine's profile is of, and how one is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from vllm_specrollout import profile
+from vllm_specrollout.policies.budget import Policy
+from vllm_specrollout.policies.presets import seed_with
+from vllm_specrollout.profile import Profile, ProfileKey, shape_hash
+from vllm_specrollout.profile_sweep import Draft, RandomDrafter, Sweep, shuffled, undisturbed
+from vllm_specrollout.worker.common import config_of
+
+logger = init_logger(__name__)
+
+_PROMPT = 16
+_WARM_UP = 2  # times through all kinds of step before times count
+
+
+def profiled(policy: Policy, vllm_config: VllmConfig) -> Policy:
+    """The policy, told what a saved profile of such an engine says; as it was where there is none.
+
+    Called while an engine starts: whatever is wrong with a profile, the engine goes on without it.
+    """
+    if config_of(vllm_config).profile == "off":
+        return policy
+    key = key_of(vllm_config)
+    found = profile.load(key)
+    if found is not None and seed_with(policy, shuffled(found.timings)):
+        logger.info("Spec rollout: step costs start from the profile %s (%d steps)", key.path, len(found.timings))
+    return policy
+
+
+def key_of(vllm_config: VllmConfig) -> ProfileKey:
+    """What a profile of this engine is of."""
+    model = vllm_config.model_config
+    shape = {**model.hf_config.to_dict(), "quantization": model.quantization}
+    return ProfileKey(
+        model=shape_hash(shape),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=_device(),
+        vllm=vllm.__version__,
+        tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = "unknown"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as handle:
+            name = next((line.partition(":")[2].strip() for line in handle if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def measure(
+    model: str,
+    dtype: str,
+    batches: Sequence[int],
+    kinds: Sequence[Draft],
+    steps: int,
+    on_batch: Callable[[int, int], None],
+) -> Profile:
+    """Start an engine in this process and time its decode steps.
+
+    Args:
+        model, dtype: as `vllm.LLM` takes them.
+        batches: numbers of requests.
+        kinds: drafts that every request makes, in turn.
+        steps: times each kind is run at each batch.
+        on_batch: told (batches done, batches in all).
+    """
+    rounds = steps + _WARM_UP
+    # a draft that happens to be right yields more tokens than its step needs
+    max_tokens = 2 * rounds * len(kinds)
+    largest = max(kind.nodes for kind in kinds)
+    llm = vllm.LLM(
+        model,
+        dtype=dtype,
+        max_model_len=_PROMPT + max_tokens,
+        max_num_seqs=max(batches),
+        enable_prefix_caching=False,
+        spec_rollout={
+            "drafters": ["ngram"],
+            "budget": "fixed",
+            "profile": "off",
+            "max_draft_tokens": largest,
+            "max_depth": largest,
+        },
+    )
+    engine = llm.llm_engine
+    try:
+        runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        vocab_size = engine.vllm_config.model_config.get_vocab_size()
+        timings = []
+        for i, batch in enumerate(batches):
+            on_batch(i, len(batches))
+            sweep = Sweep(kinds)
+            runner.speculation.policy = sweep
+            runner.speculation.drafters = [RandomDrafter(vocab_size, sweep)]
+            _run(llm, batch, vocab_size, sweep, rounds * len(kinds))
+            timings += undisturbed(sweep.timings)
+        on_batch(len(batches), len(batches))
+        return Profile(key_of(engine.vllm_config), model, tuple(timings))
+    finally:
+        engine.engine_core.shutdown()
+
+
+def _run(llm: Any, batch: int, vocab_size: int, sweep: Sweep, steps: int) -> None:
+    """`steps` decode steps of so many requests, the first rounds of them not recorded."""
+    engine = llm.llm_engine
+    names = [f"profile-{batch}-{i}" for i in range(batch)]
+    for i, name in enumerate(names):
+        prompt = [(7 * i + 3 * j) % vocab_size for j in range(_PROMPT)]
+        params = vllm.SamplingParams(temperature=1.0, seed=i, max_tokens=2 * steps, ignore_eos=True, detokenize=False)
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    for step in range(steps + 1):
+        sweep.is_recording = step > _WARM_UP * len(sweep.kinds)
+        engine.step()
+    sweep.is_recording = False
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
