@@ -66,7 +66,8 @@ def _fields(cls: type, prefix: str) -> Iterator[tuple[str, ...]]:
         if dataclasses.is_dataclass(field.default_factory):
             yield f"`{prefix}{field.name}`", "object", "`{}`", f"see [`{field.name}`](#{field.name})"
             continue
-        yield f"`{prefix}{field.name}`", f"`{field.type}`", f"`{_shown(field.default)}`", meanings[field.name]
+        meaning = " ".join(meanings[field.name].split())  # a table's row is one line
+        yield f"`{prefix}{field.name}`", f"`{field.type}`", f"`{_shown(field.default)}`", meaning
 
 
 def _shown(default: Any) -> str:

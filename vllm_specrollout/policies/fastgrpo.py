@@ -26,7 +26,7 @@ from vllm_specrollout.types import (
 )
 
 _PER_ROWS = 16  # times remembered of each row count
-_REFIT_EVERY = 64  # steps
+_REFIT_EVERY = 64  # steps at first; once there are 1024, four times as many
 _GROWTH = 1.25  # where no knee was found, this much beyond what was measured is tried
 
 
@@ -94,7 +94,7 @@ class FastGrpoBudget:
         if timing is None:
             return
         self.cost.observe(timing)
-        if self._note(timing) and self._seen % _REFIT_EVERY == 0:
+        if self._note(timing) and self._seen % (_REFIT_EVERY if self._seen <= 1024 else 4 * _REFIT_EVERY) == 0:
             self._measure()
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
@@ -114,7 +114,7 @@ class FastGrpoBudget:
         drafting_ms = with_drafts - self.cost.predict(rows, batch=batch) if nodes else 0.0
         # an estimate must not eat the measurement
         ms = max(timing.step_ms - max(drafting_ms, 0.0), 0.5 * timing.step_ms)
-        self._ms.setdefault(rows, deque(maxlen=_PER_ROWS)).append(ms)
+        self._ms.setdefault(_rounded(rows), deque(maxlen=_PER_ROWS)).append(ms)
         self._seen += 1
         return True
 
@@ -126,3 +126,9 @@ class FastGrpoBudget:
         elif len(self._ms) >= 3:
             # time is level so far; less than what was tried before is no news
             self.c_peak = max(self.c_peak, _GROWTH * max(self._ms))
+
+
+def _rounded(rows: int) -> int:
+    """Row counts in eight steps per power of two, so that there are few of them to fit."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return (rows + step // 2) // step * step

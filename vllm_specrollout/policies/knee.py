@@ -96,13 +96,14 @@ def _line(x: Array, y: Array, weight: Array) -> tuple[tuple[float, float], float
 def _best_corner(x: Array, y: Array, weight: Array) -> tuple[float, float, float, float, float] | None:
     """(rows, slope before, slope after, ms, squared error) of the best two lines that meet; None with too few points.
 
-    Corners are tried at every row count but the outermost, and at three places between each two.
+    Corners are tried at every row count but the outermost, and where those are few, at three places between each two.
     """
     if len(x) < 4:
         return None
     best = None
     edges = zip(x[1:-2], x[2:-1], strict=True) if len(x) > 4 else [(x[1], x[2])]
-    corners = np.unique(np.concatenate([np.linspace(a, b, 5) for a, b in edges]))
+    places = 5 if len(x) <= 16 else 2
+    corners = np.unique(np.concatenate([np.linspace(a, b, places) for a, b in edges]))
     root = np.sqrt(weight)
     for corner in corners.tolist():
         columns = np.stack([np.ones_like(x), np.minimum(x - corner, 0.0), np.maximum(x - corner, 0.0)], axis=1)
