@@ -20,6 +20,7 @@ def check_identity(
     dtype: str,
     requests: Sequence[Case],
     rounds: int = 1,
+    num_drafters: int = 1,
     stock: dict[str, Any] | None = None,
     inspect: Callable[[Engine], None] | None = None,
     **kwargs: Any,
@@ -29,6 +30,7 @@ def check_identity(
     Args:
         path: model folder.
         rounds: how often all requests run with fresh fuzzed drafts.
+        num_drafters: how many draft for the same requests; their trees are united.
         stock: engine arguments of stock where they differ from ours.
         inspect: looks at our engine after the last round.
         kwargs: engine arguments of both.
@@ -43,7 +45,10 @@ def check_identity(
         plain = run(ours.llm, requests, enabled=False)
         for number in range(rounds):
             quality = QUALITIES[number % len(QUALITIES)]
-            ours.runner.speculation.drafters = [FuzzDrafter(answers, VOCAB, seed=number, quality=quality)]
+            ours.runner.speculation.drafters = [
+                FuzzDrafter(answers, VOCAB, seed=number + 1000 * other, quality=quality)
+                for other in range(num_drafters)
+            ]
             before = ours.runner.stats.drafted
             drafted.append(run(ours.llm, requests))
             assert ours.runner.stats.drafted > before

@@ -29,6 +29,11 @@ def test_chosen_logprobs_are_stocks_whatever_is_drafted(models: Path) -> None:
     check_identity(model(models, "qwen3", "float32"), "float32", requests, rounds=1)
 
 
+def test_the_united_trees_of_several_drafters_yield_stocks_tokens(models: Path) -> None:
+    requests = cases(16, VOCAB, seed=5, max_tokens=30)
+    check_identity(model(models, "qwen3", "float32"), "float32", requests, num_drafters=2)
+
+
 @pytest.mark.identity
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral"])
