@@ -1,4 +1,4 @@
-"""`specrollout doctor | patches | bench | plan | history`. Heavy imports happen inside the commands."""
+"""`specrollout doctor | patches | bench | plan | profile | history | replay`; heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 import typer.core
 import typer.main
 
-from vllm_specrollout import history_cli, patches
+from vllm_specrollout import history_cli, patches, profile_cli, replay_cli
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 
@@ -147,6 +147,8 @@ def plan_graphs(
 
 app.add_typer(plan, name="plan")
 app.add_typer(history_cli.app, name="history")
+app.command("replay")(replay_cli.replay_command)
+app.command("profile")(profile_cli.profile)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.worker.policy_version import WatchesPolicy
+from vllm_specrollout.worker.recording import end_recording
 
 _COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
 
@@ -51,4 +52,6 @@ class ServesTrainers(WatchesPolicy):
             for ending in runner.unfinished():
                 history.finish(ending)
             history.close()
+        if runner is not None:
+            end_recording(runner.speculation.policy)
         super().shutdown()

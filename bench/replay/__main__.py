@@ -1,0 +1,62 @@
+"""`python -m vllm_specrollout.bench.replay agreement | traces`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.replay_cli import strategies
+
+from ..common import flags
+from .agreement import RECORDED, compare
+from .make_traces import TRACES, make
+from .rollouts import Rollout
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.command()
+def traces(
+    folder: Path, only: Annotated[str, typer.Option(help="Traces, with commas between them.")] = ",".join(TRACES)
+) -> None:
+    """Make the traces of tests/traces again."""
+    names = flags.names(only, "--only", tuple(TRACES))
+    folder.mkdir(parents=True, exist_ok=True)
+    make(folder, names, print)
+
+
+@app.command()
+def agreement(
+    strategy: Annotated[str, typer.Option(help="Budgets, with commas between them, or `all`.")] = "all",
+    prompts: Annotated[int, typer.Option(help="Problems.")] = 16,
+    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 4,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Timed passes; the medians count.")] = 3,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
+) -> None:
+    """Replay every budget on one recorded rollout, run every budget for real, and compare the makespans."""
+    rollout = Rollout(prompts=prompts, samples=samples, batch=batch)
+    rows = compare(strategies(strategy), rollout, rounds, lambda text: print(text, file=sys.stderr, flush=True))
+    print(f"{prompts} problems x {samples} answers, {batch} at once, recorded with {RECORDED}")
+    print(f"{'budget':<12}{'predicted s':>12}{'measured s':>12}{'error':>8}   rounds")
+    for row in rows:
+        times = " ".join(f"{value:.3f}" for value in row.rounds_s)
+        print(f"{row.name:<12}{row.predicted_s:>12.3f}{row.measured_s:>12.3f}{row.error:>+8.1%}   {times}")
+    if json is not None:
+        values = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
+        json.write_text(json_module.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+# the engines' processes import this file again under another name
+if __name__ == "__main__":
+    try:
+        app()
+    except SpecRolloutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,145 @@
+"""`specrollout replay`: traces in; a table of budgets and JSON out. Needs neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specrollout.checks import check_choice
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.policies import presets
+from vllm_specrollout.replay.cost import cost_of
+from vllm_specrollout.replay.files import read_trace
+from vllm_specrollout.replay.records import Trace
+from vllm_specrollout.replay.simulate import Result, replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRow:
+    """One budget on one trace."""
+
+    name: str
+    trace: str
+    makespan_s: float
+    # tokens of a running request per decode step
+    tokens_per_step: float
+    # draft nodes verified in vain
+    wasted_nodes: int
+    steps: int
+    # steps that verified no draft
+    steps_off: int
+
+
+def replay_command(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Recorded rollouts.", show_default=False)],
+    strategy: Annotated[str, typer.Option(help="Budgets to run, with commas between them, or `all`.")] = "all",
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the budgets that draw lots.")] = 0,
+) -> None:
+    """Run budgets on recorded rollouts again, without an engine: who would have been done first?"""
+    names = strategies(strategy)
+    if json is not None and not json.resolve().parent.is_dir():
+        raise ConfigError(f"`--json` is `{json}`, in a folder that does not exist", "make the folder first")
+    out = Console()
+    rows: list[ReplayRow] = []
+    for path in traces:
+        trace = read_trace(path)
+        found = run_all(trace, names, seed)
+        own = [_row(name, path.name, found[name]) for name in names]
+        _print(path, trace, own, found, out)
+        rows += own
+    if json is not None:
+        json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        out.print(f"wrote {json}", markup=False)
+
+
+def strategies(text: str) -> tuple[str, ...]:
+    """`auto,das` -> ("auto", "das"); `all` -> every budget there is.
+
+    Raises:
+        ConfigError: a name that no budget has.
+    """
+    if text.strip() == "all":
+        return presets.names()
+    chosen = tuple(part.strip() for part in text.split(","))
+    for name in chosen:
+        check_choice("--strategy", name, presets.names())
+    return tuple(dict.fromkeys(chosen))
+
+
+def run_all(trace: Trace, names: Sequence[str], seed: int = 0) -> dict[str, Result]:
+    """Each budget, fresh, on one trace; and `off`, which the others are compared with.
+
+    Raises:
+        TraceError: the trace cannot be replayed.
+    """
+    header, cost = trace.header, cost_of(trace)
+    results = {}
+    for name in dict.fromkeys((*names, "off")):
+        config = SpecRolloutConfig(
+            budget=name, max_draft_tokens=header.max_draft_tokens, max_depth=header.max_depth, shape=header.shape
+        )
+        results[name] = replay(trace, presets.make_policy(config, seed=seed), cost)
+    return results
+
+
+def _row(name: str, trace: str, result: Result) -> ReplayRow:
+    return ReplayRow(
+        name=name,
+        trace=trace,
+        makespan_s=round(result.makespan_ms / 1e3, 6),
+        tokens_per_step=round(result.tokens_per_step, 4),
+        wasted_nodes=result.wasted_nodes,
+        steps=result.steps,
+        steps_off=result.steps_off,
+    )
+
+
+def _print(path: Path, trace: Trace, rows: Sequence[ReplayRow], results: dict[str, Result], out: Console) -> None:
+    header = trace.header
+    answers = [trace.ends[a.request] for a in trace.arrivals if a.request in trace.ends]
+    tokens = sum(len(end.token_ids) for end in answers)
+    out.print(
+        f"{path.name}: {len(answers)} answers, {tokens} tokens, {header.max_num_seqs} at once,"
+        f" recorded with {header.budget}, at most {header.max_draft_tokens} nodes",
+        markup=False,
+        highlight=False,
+    )
+    lost = len(trace.arrivals) - len(answers)
+    if trace.is_cut or lost:
+        cut = "the file stops in the middle; " if trace.is_cut else ""
+        out.print(f"warning: {cut}{lost} answers have no end and are left out", markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("budget", "makespan s", "tokens/step", "wasted nodes", "steps", "steps off", "vs off"):
+        table.add_column(title, justify="left" if title == "budget" else "right")
+    plain = results["off"].makespan_ms
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.makespan_s:.3f}",
+            f"{row.tokens_per_step:.2f}",
+            str(row.wasted_nodes),
+            str(row.steps),
+            str(row.steps_off),
+            f"{plain / results[row.name].makespan_ms:.2f}x",
+        )
+    out.print(table)
+    recorded = results.get(header.budget)
+    measured = trace.measured_ms()
+    if recorded is not None and measured > 0.0:
+        error = recorded.makespan_ms / measured - 1.0
+        out.print(
+            f"{header.budget}: predicted {recorded.makespan_ms / 1e3:.3f} s,"
+            f" measured {measured / 1e3:.3f} s ({error:+.1%})",
+            markup=False,
+            highlight=False,
+        )
+    out.print()
