@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import sys
+import vllm_specrollout
 from vllm import LLM
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, spec_rollout={"profile": sys.argv[2]})
@@ -33,9 +34,9 @@ def _run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    return subprocess.run(
-        list(command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
-    )
+    done = subprocess.run(list(command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_specrollout import profile
 from vllm_specrollout.policies.budget import Policy
@@ -18,7 +18,7 @@ from vllm_specrollout.profile import Profile, ProfileKey, shape_hash
 from vllm_specrollout.profile_sweep import Draft, RandomDrafter, Sweep, shuffled, undisturbed
 from vllm_specrollout.worker.common import config_of
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 _PROMPT = 16
 _WARM_UP = 2  # times through all kinds of step before times count
