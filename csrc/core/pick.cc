@@ -51,10 +51,11 @@ void Picker::Run(const std::vector<TreeView>& trees, const PickRequest& request,
     Settle(trees, request, out);
     out->net = out->gain - out->cost;
   }
-  if (out->net <= request.least_net || !count) {
+  // a branch was ranked as if a likelier sibling were there: where it is not, the reckoning may come out below zero
+  if (out->net <= std::max(request.least_net, 0.0) || !count) {
     keep_.assign(n, 0);
     Probe(static_cast<size_t>(std::max(request.probes, 0)));
-    const double found = out->net;
+    const double found = std::max(out->net, 0.0);
     Settle(trees, request, out);
     out->net = found;
   }

@@ -81,7 +81,9 @@ def test_the_same_nodes_count_as_reached(batch: list[DraftTree], seed: int) -> N
 
 
 def test_bad_input_is_refused() -> None:
-    tree = DraftTree(np.zeros(2, np.int32), np.asarray([-1, 1], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32))
+    tree = DraftTree(
+        np.zeros(2, np.int32), np.asarray([-1, 1], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32)
+    )
     request = PickRequest(
         np.ones((SOURCES, BUCKETS)),
         np.ones((SOURCES, len(DEPTHS))),

@@ -25,7 +25,7 @@ from vllm_specrollout.types import Feedback, RequestView
 
 Array = npt.NDArray[np.float64]
 
-_TABLE_PRIOR = 20.0  # observations that the word before it counts for
+_BUCKET_PRIOR, _DEPTH_PRIOR = 20.0, 60.0  # observations that the word before it counts for
 _REQUEST_PRIOR = 6.0
 _PER_OBSERVATION = 0.9995  # weight left to an observation after each further one of the same cell
 _PER_STEP = 0.9995  # and after each step, whatever it observed
@@ -65,8 +65,8 @@ class Acceptance:
 
     def __init__(self, reached: Callable[[Sequence[Feedback]], Reached] = reached) -> None:
         self._reached = reached
-        self._buckets = _Rates((SOURCES, BUCKETS), _TABLE_PRIOR)
-        self._depths = _Rates((SOURCES, len(DEPTHS)), _TABLE_PRIOR)
+        self._buckets = _Rates((SOURCES, BUCKETS), _BUCKET_PRIOR)
+        self._depths = _Rates((SOURCES, len(DEPTHS)), _DEPTH_PRIOR)
         # request -> [accepted, expected]; problem -> the same, left by its answers
         self._requests: dict[str, list[float]] = {}
         self._problems: OrderedDict[str, list[float]] = OrderedDict()
@@ -118,10 +118,11 @@ class Acceptance:
         if not feedback:
             return
         nodes = self._reached(feedback)
-        by_bucket = np.minimum(nodes.q * self._buckets.factor().ravel()[nodes.bucket], CERTAIN)
-        by_depth = np.minimum(by_bucket * self._depths.factor().ravel()[nodes.depth], CERTAIN)
         self._buckets.observe(nodes.bucket, nodes.accepted, nodes.q)
+        # what a table explains already is no news to the next one
+        by_bucket = np.minimum(nodes.q * self._buckets.factor().ravel()[nodes.bucket], CERTAIN)
         self._depths.observe(nodes.depth, nodes.accepted, by_bucket)
+        by_depth = np.minimum(by_bucket * self._depths.factor().ravel()[nodes.depth], CERTAIN)
         count = len(feedback)
         sums = (
             np.bincount(nodes.owner, nodes.accepted, count).tolist(),

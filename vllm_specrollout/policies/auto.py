@@ -32,6 +32,7 @@ from vllm_specrollout.types import (
 )
 
 _CASES = 8  # equally likely lengths that each answer is given
+_KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths count
 _WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.9  # weight left to a request's tokens per step after each further step
 _MARGIN_ON = 0.03  # share of a plain step that drafts must be expected to save before they are switched on again
@@ -163,14 +164,15 @@ class AutoBudget:
             return np.zeros(0)
         paces = [self._pace[name] for name in names]
         rate = np.asarray([pace.tokens_per_step for pace in paces])
+        nodes = np.asarray([pace.nodes for pace in paces])
         row = self.cost.row_at(len(views))
-        request_ms = self.cost.request + row * (1.0 + np.asarray([pace.nodes for pace in paces]))
-        if not self.length_weight:
-            return token_worth(np.ones((len(views), 1)), rate, self.cost.fixed, request_ms, by_length=False)
+        prices = self.cost.fixed, self.cost.request + row, row
+        if not self.length_weight or self.lengths.num_known < _KNOWN_LENGTHS:
+            return token_worth(np.ones((len(views), 1)), rate, nodes, *prices, by_length=False)
         steps = np.stack([self._steps_left(view) for view in views]) / rate[:, None]
         mean_steps = (self.lengths.mean() or float(steps.mean())) / float(rate.mean())
         steps = level_with_waiting(steps, self._waiting * mean_steps)
-        return token_worth(steps, rate, self.cost.fixed, request_ms)
+        return token_worth(steps, rate, nodes, *prices)
 
     def _steps_left(self, view: RequestView) -> npt.NDArray[np.float64]:
         generated = len(view.token_ids) - view.num_prompt_tokens

@@ -110,6 +110,11 @@ class Lengths:
         spread = np.interp(places, np.arange(len(values)), values)
         return np.clip(spread, 1.0, max(max_total - generated, 1))
 
+    @property
+    def num_known(self) -> int:
+        """Recent answers whose length is remembered."""
+        return len(self._overall.sorted)
+
     def mean(self) -> float:
         """Mean length of recent answers in tokens; 0.0 before the first."""
         lengths = self._overall.sorted

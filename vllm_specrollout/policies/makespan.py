@@ -6,11 +6,12 @@ The step ends with its last answer. If answer i still takes S_i steps, the rest 
 
     T = fixed * max_i S_i + sum_i request_ms_i * S_i
 
-One more token of answer i saves 1 / a_i of a step of it, with a_i tokens per step. So it is worth
+A token of answer i is worth what it would cost otherwise: a plain step for itself, or its share of a step with drafts,
+a_i tokens for the rows of its n_i nodes besides, whichever is less:
 
-    w_i = (fixed * P(i ends last) + request_ms_i) / a_i        milliseconds
+    w_i = min(fixed * P_i + request_ms,  (fixed * P_i + request_ms + row_ms * n_i) / a_i)        milliseconds
 
-S_i is not known, its distribution is guessed (policies/length.py), hence the probability. Where all answers
+with P_i the probability that i ends last. S_i is not known, its distribution is guessed (policies/length.py), hence the probability. Where all answers
 are alike, P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more tokens
 per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those of the
 others only the rows they free. Requests that wait for a place make the answers end alike: places that come free early
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-_GRID = 48  # moments at which the answers' chances of having ended are compared
+_GRID = 64  # spans of time in which the answers' chances of ending are compared
 _DOUBT = 0.1  # share of P that is spread evenly: lengths are guesses
 
 
@@ -40,15 +41,16 @@ def chances_of_ending_last(steps: Array) -> Array:
     if num == 1 or high <= low:
         at_end = (steps >= low).mean(axis=1) + 1e-9
         return at_end / at_end.sum()
-    grid = np.linspace(low, high, _GRID)
-    at = np.minimum(np.searchsorted(grid, steps.ravel()), _GRID - 1)
+    # the first span holds all that ends too early, the others share what is left
+    at = np.ceil((steps.ravel() - low) * ((_GRID - 2) / (high - low))).astype(np.int64) + 1
+    at = np.clip(at, 0, _GRID - 1)
     rows = np.repeat(np.arange(num), k)
     ends = np.bincount(rows * _GRID + at, minlength=num * _GRID).reshape(num, _GRID) / k
     # of two that end within the same span, either may be the later one
     ended = np.cumsum(ends, axis=1) - 0.5 * ends
     log_ended = np.log(np.maximum(ended, 1e-6))
     all_ended = log_ended.sum(axis=0)
-    last = (ends * np.exp(all_ended - log_ended)).sum(axis=1) + 1e-12
+    last = (ends * np.exp(all_ended - log_ended))[:, 1:].sum(axis=1) + 1e-12
     return last / last.sum()
 
 
@@ -70,18 +72,28 @@ def level_with_waiting(steps: Array, waiting_steps: float) -> Array:
 
 
 def token_worth(
-    steps: Array, tokens_per_step: Array, fixed_ms: float, request_ms: Array, *, by_length: bool = True
+    steps: Array,
+    tokens_per_step: Array,
+    nodes_per_step: Array,
+    fixed_ms: float,
+    request_ms: float,
+    row_ms: float,
+    *,
+    by_length: bool = True,
 ) -> Array:
     """[R] milliseconds of makespan that one more token of each request saves.
 
     Args:
         steps: [R, K] equally likely values of how many steps each place is still busy.
         tokens_per_step: [R] recent tokens per step of each request.
+        nodes_per_step: [R] recent draft nodes per step of each request.
         fixed_ms: what a step costs whatever is in it.
-        request_ms: [R] what each request adds to a step.
+        request_ms: what a request adds to a plain step.
+        row_ms: what a draft node adds.
         by_length: False: all answers are taken to be alike.
     """
     num = len(tokens_per_step)
     even = np.full(num, 1.0 / num)
     last = (1.0 - _DOUBT) * chances_of_ending_last(steps) + _DOUBT * even if by_length else even
-    return (fixed_ms * last + request_ms) / tokens_per_step
+    plain = fixed_ms * last + request_ms
+    return np.minimum(plain, (plain + row_ms * nodes_per_step) / tokens_per_step)

@@ -142,10 +142,11 @@ def pick(trees: Sequence[DraftTree], request: PickRequest) -> Pick:
         ranked = sorted((n for n in nodes if n.gain > cheapest), key=lambda n: -np.float32(n.value))
     kept = ranked[: _best_prefix(ranked, request.prices)]
     found = _settle(trees, kept, request.prices)
-    if kept and found.net > request.least_net:
+    # a branch was ranked as if a likelier sibling were there: where it is not, the reckoning may come out below zero
+    if kept and found.net > max(request.least_net, 0.0):
         return found
     probed = _settle(trees, _likeliest(nodes, request.probes), request.prices)
-    return Pick(probed.trees, probed.tokens, probed.gain, probed.cost, found.net)
+    return Pick(probed.trees, probed.tokens, probed.gain, probed.cost, max(found.net, 0.0))
 
 
 def _nodes(trees: Sequence[DraftTree], request: PickRequest) -> list[_Node]:

@@ -1,0 +1,150 @@
+"""The default budget as a whole: what it switches, whom it favours, what it says."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_specrollout.policies.auto import AutoBudget
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    Choice,
+    DraftTree,
+    Ending,
+    Feedback,
+    RequestView,
+    Shape,
+    Status,
+    StepTiming,
+    chain,
+)
+
+
+class Engine:
+    """A budget and a made-up engine around it: R answers, each draft a chain whose nodes are right with `accuracy`."""
+
+    def __init__(self, requests: int, *, fixed: float = 10.0, row: float = 0.2, seed: int = 0) -> None:
+        self.budget = AutoBudget(16, 16)
+        self.rng = np.random.default_rng(seed)
+        self.fixed, self.row = fixed, row
+        self.lengths = {f"r{i}": 10 for i in range(requests)}
+        self.said: list[Choice] = []
+        self.sizes: list[int] = []
+
+    def step(self, accuracy: float, claimed: float = 0.8) -> None:
+        names = list(self.lengths)
+        views = [RequestView(name, np.zeros(self.lengths[name], np.int32), 4, 10_000) for name in names]
+        decisions = self.budget.decide(views)
+        trees = [chain(range(d.max_depth), probability=claimed) if d.max_nodes else EMPTY_TREE for d in decisions]
+        if any(d.max_nodes for d in decisions):
+            trees = self.budget.choose(trees, decisions)
+        said = self.budget.explain()
+        assert said is not None
+        self.said.append(said)
+        self.sizes.append(sum(tree.size for tree in trees))
+        self.settle(names, trees, accuracy)
+
+    def settle(self, names: list[str], trees: list[DraftTree], accuracy: float) -> None:
+        feedback, tokens = [], 0
+        for name, tree in zip(names, trees, strict=True):
+            misses = np.flatnonzero(self.rng.random(tree.size) >= accuracy)
+            accepted = int(misses[0]) if len(misses) else tree.size
+            self.lengths[name] += accepted + 1
+            tokens += accepted + 1
+            if tree.size:
+                nodes = np.arange(accepted, dtype=np.int32)
+                feedback.append(
+                    Feedback(name, tree.size, accepted, tree.parents, tree.source, tree.log_q, nodes, len(names))
+                )
+        nodes = sum(tree.size for tree in trees)
+        ms = (self.fixed + self.row * (len(names) + nodes)) * float(self.rng.normal(1.0, 0.02))
+        self.budget.observe(feedback, StepTiming(len(names), len(names) + nodes, nodes, 0, tokens, ms, True))
+
+
+def switches(said: list[Choice]) -> int:
+    return sum(one.is_on != other.is_on for one, other in zip(said, said[1:], strict=False))
+
+
+def test_a_good_drafter_is_used_to_the_full_where_rows_are_cheap() -> None:
+    engine = Engine(2, row=0.02)
+    for _ in range(60):
+        engine.step(accuracy=0.95)
+    assert engine.sizes[-1] >= 24
+    assert switches(engine.said) == 0
+
+
+def test_a_drafter_that_turns_bad_is_switched_off_once_and_tried_ever_more_rarely() -> None:
+    engine = Engine(8, row=0.4)
+    for _ in range(100):
+        engine.step(accuracy=0.85)
+    assert engine.said[-1].is_on
+    for _ in range(400):
+        engine.step(accuracy=0.0)
+    assert not engine.said[-1].is_on
+    assert switches(engine.said) == 1
+    assert sum(engine.sizes[-128:]) <= 8
+
+
+def test_a_drafter_that_turns_good_is_switched_on_again() -> None:
+    engine = Engine(4, row=0.2)
+    for _ in range(200):
+        engine.step(accuracy=0.0)
+    assert not engine.said[-1].is_on
+    for _ in range(1500):
+        engine.step(accuracy=0.95)
+    assert engine.said[-1].is_on
+    assert switches(engine.said) <= 2
+
+
+def test_an_engine_whose_rows_cost_a_step_each_is_left_alone() -> None:
+    engine = Engine(32, fixed=0.5, row=1.0)
+    for _ in range(200):
+        engine.step(accuracy=0.6)
+    assert not engine.said[-1].is_on
+    assert engine.said[-1].reason == "drafts do not pay"
+
+
+def test_a_long_answer_gets_what_the_short_ones_do_not() -> None:
+    """Three problems answered before, one of them at length: their next answers are told apart."""
+    budget = AutoBudget(16, 16)
+    for length, problem in ((30, "a"), (32, "b"), (900, "long")):
+        for sample in range(6):
+            answer = np.zeros(length + sample, np.int32)
+            budget.finish(Ending(f"{problem}{sample}", problem, np.zeros(4, np.int32), answer, Status.FINISHED))
+    for rows in [4, 20, 40, 60] * 20:
+        budget.observe([], StepTiming(4, rows, rows - 4, 0, 4, 10.0 + 0.5 * rows, True))
+    views = [RequestView(p, np.zeros(24, np.int32), 4, 2000, problem_id=p) for p in ("a", "b", "long")]
+    chosen = budget.choose([chain(range(16), probability=0.75)] * 3, budget.decide(views))
+    sizes = [tree.size for tree in chosen]
+    assert sizes[2] > 2 * max(sizes[:2])
+
+
+def test_a_pause_asks_no_drafter() -> None:
+    engine = Engine(8, fixed=0.5, row=1.0)
+    for _ in range(60):
+        engine.step(accuracy=0.1)
+    views = [RequestView("r0", np.zeros(9, np.int32), 4, 100)]
+    engine.budget.switch.left = 5
+    assert [d.shape for d in engine.budget.decide(views)] == [Shape.OFF]
+    said = engine.budget.explain()
+    assert said is not None
+    assert (said.is_on, said.reason, said.nodes) == (False, "drafts do not pay", 0)
+    assert said.expected_ms == said.plain_ms > 0.0
+
+
+def test_nothing_is_kept_of_a_request_that_is_over() -> None:
+    engine = Engine(3)
+    for _ in range(5):
+        engine.step(accuracy=0.8)
+    for name in list(engine.lengths):
+        engine.budget.finish(Ending(name, "", np.zeros(4, np.int32), np.zeros(9, np.int32), Status.FINISHED))
+    assert engine.budget._pace == {}
+    assert engine.budget.acceptance._requests == {}
+
+
+def test_the_same_steps_give_the_same_choices() -> None:
+    one, other = Engine(4, seed=3), Engine(4, seed=3)
+    for engine in (one, other):
+        for _ in range(80):
+            engine.step(accuracy=0.7)
+    assert one.sizes == other.sizes
+    assert one.said == other.said

@@ -1,0 +1,59 @@
+"""What a token is worth: nearly a step to the answer that ends the rollout, little to one that ends early."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specrollout.policies.makespan import chances_of_ending_last, level_with_waiting, token_worth
+
+
+def test_the_longest_answer_ends_last() -> None:
+    steps = np.asarray([[10.0, 12.0], [11.0, 13.0], [200.0, 220.0]])
+    assert chances_of_ending_last(steps)[2] == pytest.approx(1.0, abs=0.01)
+
+
+def test_answers_alike_are_equally_likely_to_end_last() -> None:
+    assert chances_of_ending_last(np.tile([5.0, 50.0, 500.0], (4, 1))) == pytest.approx(np.full(4, 0.25))
+    assert chances_of_ending_last(np.full((3, 2), 7.0)) == pytest.approx(np.full(3, 1 / 3))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32))
+def test_chances_agree_with_drawing_lengths_many_times(num: int, cases: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    # all differ by a sixtieth of the whole, at the least
+    steps = np.sort(1.0 + rng.permutation(60)[: num * cases].reshape(num, cases), axis=1)
+    drawn = np.take_along_axis(steps, rng.integers(0, cases, (num, 4000)), axis=1)
+    won = np.bincount(drawn.argmax(axis=0), minlength=num) / 4000
+    assert np.abs(chances_of_ending_last(steps) - won).max() < 0.08
+
+
+def test_waiting_requests_level_what_would_end_early() -> None:
+    steps = np.asarray([[10.0], [20.0], [100.0]])
+    assert level_with_waiting(steps, 0.0).ravel().tolist() == [10.0, 20.0, 100.0]
+    assert level_with_waiting(steps, 10.0).ravel().tolist() == [20.0, 20.0, 100.0]
+    assert level_with_waiting(steps, 30.0).ravel().tolist() == [30.0, 30.0, 100.0]
+    assert level_with_waiting(steps, 1170.0).ravel() == pytest.approx([1300 / 3] * 3)
+
+
+def _worth(steps: np.ndarray, rate: float, nodes: float, request_ms: float, **kwargs: bool) -> np.ndarray:
+    n = len(steps)
+    return token_worth(steps, np.full(n, rate), np.full(n, nodes), 12.0, request_ms, 0.2, **kwargs)
+
+
+def test_where_all_are_alike_a_token_is_worth_what_throughput_says() -> None:
+    """8 requests, each 1.5 tokens and 2 nodes a step: 12 tokens in 12 + 8 * (1 + 0.4) ms."""
+    assert _worth(np.full((8, 4), 50.0), 1.5, 2.0, 1.0) == pytest.approx(np.full(8, 23.2 / 12.0))
+
+
+def test_drafts_that_do_not_pay_make_no_token_dearer_than_a_plain_one() -> None:
+    assert _worth(np.full((8, 4), 50.0), 1.1, 20.0, 1.0) == pytest.approx(np.full(8, 2.5))
+
+
+def test_the_long_answers_tokens_are_worth_most_unless_lengths_do_not_count() -> None:
+    steps = np.asarray([[10.0, 20.0]] * 7 + [[300.0, 400.0]])
+    worth = _worth(steps, 1.0, 0.0, 0.3)
+    assert worth[7] > 10.0 > 1.0 > worth[:7].max()
+    assert _worth(steps, 1.0, 0.0, 0.3, by_length=False) == pytest.approx(np.full(8, 1.8))
