@@ -1,0 +1,90 @@
+"""Small traces and policies that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_specrollout.replay.cost import CostLine
+from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
+from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, Shape, StepTiming
+
+LINE = CostLine(fixed=10.0, request=1.0, draft=2.0, node=0.5, branch=0.25, ask=0.1, prompt_row=0.01)
+
+
+def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5) -> DraftTree:
+    n = len(tokens)
+    return DraftTree(
+        np.asarray(tokens, dtype=np.int32),
+        np.asarray(parents, dtype=np.int32),
+        np.full(n, np.log(probability), dtype=np.float32),
+        np.zeros(n, dtype=np.int32),
+    )
+
+
+def header(batch: int = 2, cost: CostLine | None = LINE, **values: object) -> Header:
+    facts = {"max_num_seqs": batch, "max_draft_tokens": 8, "max_depth": 4, **values}
+    return Header(**facts, cost=cost.as_dict() if cost is not None else {})  # type: ignore[arg-type]
+
+
+def trace_of(
+    answers: Sequence[Sequence[int]], candidates: Sequence[Candidates] = (), batch: int = 2, prompt: int = 10
+) -> Trace:
+    """Answers that were all there at once, in this order."""
+    arrivals = tuple(
+        Arrival(request=i, step=0, num_prompt_tokens=prompt, max_tokens=100, problem_id=f"p{i}")
+        for i in range(len(answers))
+    )
+    ends = {
+        i: End(request=i, status="finished", token_ids=np.asarray(answer, dtype=np.int32))
+        for i, answer in enumerate(answers)
+    }
+    return Trace(header(batch), arrivals, (Step(at_ms=0.0, candidates=tuple(candidates)),), ends)
+
+
+class ListSink:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.is_closed = False
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Scripted:
+    """A policy that allows so many nodes, verifies all of them, and remembers every call."""
+
+    def __init__(self, max_nodes: int = 2, max_depth: int = 2) -> None:
+        self.bounds = (max_nodes, max_depth)
+        self.calls: list[tuple[str, object]] = []
+        self.timings: list[StepTiming | None] = []
+        self.feedback: list[Sequence[Feedback]] = []
+        self.endings: list[Ending] = []
+
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        self.calls.append(("decide", [(v.request_id, v.token_ids.tolist(), v.max_new_tokens) for v in views]))
+        nodes, depth = self.bounds
+        shape = Shape.TREE if nodes else Shape.OFF
+        return [Decision(nodes, depth, shape, reason="scripted") for _ in views]
+
+    def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
+        self.calls.append(("choose", ([t.token_ids.tolist() for t in trees], list(decisions))))
+        return list(trees)
+
+    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
+        self.calls.append(("observe", (len(feedback), timing)))
+        self.timings.append(timing)
+        self.feedback.append(feedback)
+
+    def finish(self, ending: Ending) -> None:
+        self.calls.append(("finish", ending.request_id))
+        self.endings.append(ending)
+
+    def explain(self) -> Choice | None:
+        return Choice(True, "scripted", 3)

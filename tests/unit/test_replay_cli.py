@@ -1,0 +1,53 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_specrollout.cli import app
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.policies import presets
+from vllm_specrollout.replay.files import read_trace
+
+TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst"))
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["replay", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_three_traces_of_real_rollouts_ship() -> None:
+    assert [path.name.partition(".")[0] for path in TRACES] == ["early_epoch", "late_epoch", "long_tail"]
+    for path in TRACES:
+        trace = read_trace(path)
+        assert path.stat().st_size < 300_000 and not trace.is_cut
+        assert trace.header.budget == "fixed" and len(trace.ends) == len(trace.arrivals)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.partition(".")[0])
+def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_as_long_as_it_did(path, tmp_path) -> None:
+    out = tmp_path / "rows.json"
+    text = run(path, "--strategy", "all", "--json", out)
+    rows = {row["name"]: row for row in json.loads(out.read_text())}
+    assert tuple(rows) == presets.names()
+    columns = {"name", "trace", "makespan_s", "tokens_per_step", "wasted_nodes", "steps", "steps_off"}
+    assert all(set(row) == columns for row in rows.values())
+    assert rows["off"]["steps_off"] == rows["off"]["steps"] and rows["off"]["tokens_per_step"] == 1.0
+    trace = read_trace(path)
+    # the proposals are all there for the budget that was recorded, so it takes the very steps that it took
+    assert abs(rows["fixed"]["steps"] - len(trace.steps)) <= 0.02 * len(trace.steps)
+    assert rows["fixed"]["makespan_s"] * 1e3 == pytest.approx(trace.measured_ms(), rel=0.1)
+    assert "fixed: predicted" in text
+
+
+def test_only_the_named_budgets_run_in_the_named_order(tmp_path) -> None:
+    out = tmp_path / "rows.json"
+    run(TRACES[0], "--strategy", "das,fixed", "--json", out, "--seed", "3")
+    assert [row["name"] for row in json.loads(out.read_text())] == ["das", "fixed"]
+
+
+def test_a_budget_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`--strategy` names 'dass', which does not exist"):
+        run(TRACES[0], "--strategy", "dass")
