@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_specrollout.policies.pick import BUCKETS, DEPTHS, NAIVE, SOURCES, PickRequest, Prices
@@ -49,6 +49,7 @@ def problems(draw: st.DrawFn) -> tuple[list[DraftTree], PickRequest]:
     )
 
 
+@settings(deadline=None)
 @given(problems())
 def test_the_same_nodes_are_picked_as_by_the_specification(problem: tuple[list[DraftTree], PickRequest]) -> None:
     batch, request = problem
@@ -61,6 +62,7 @@ def test_the_same_nodes_are_picked_as_by_the_specification(problem: tuple[list[D
             assert getattr(one, column).dtype == getattr(other, column).dtype
 
 
+@settings(deadline=None)
 @given(st.lists(trees(), max_size=8), st.integers(0, 2**32))
 def test_the_same_nodes_count_as_reached(batch: list[DraftTree], seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -11,11 +11,11 @@ a_i tokens for the rows of its n_i nodes besides, whichever is less:
 
     w_i = min(fixed * P_i + request_ms,  (fixed * P_i + request_ms + row_ms * n_i) / a_i)        milliseconds
 
-with P_i the probability that i ends last. S_i is not known, its distribution is guessed (policies/length.py), hence the probability. Where all answers
-are alike, P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more tokens
-per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those of the
-others only the rows they free. Requests that wait for a place make the answers end alike: places that come free early
-are filled again.
+with P_i the probability that i ends last: S_i is not known, its distribution is guessed (policies/length.py). Where all
+answers are alike, P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more
+tokens per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those
+of the others only the rows they free. Requests that wait for a place make the answers end alike: places that come free
+early are filled again.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_specrollout.policies.pick import BUCKETS, DEPTHS, NAIVE, SOURCES, PickRequest, Prices, cost_of, pick
@@ -84,6 +84,7 @@ def best_by_trying(trees: list[DraftTree], request: PickRequest) -> float:
     return max(net_of(trees, list(keep), request) for keep in itertools.product(*map(subtrees, trees)))
 
 
+@settings(deadline=None)
 @given(small_problems(max_nodes=4))
 def test_where_only_rows_cost_no_other_choice_is_better(problem: tuple[list[DraftTree], PickRequest]) -> None:
     trees, request = problem
@@ -93,6 +94,7 @@ def test_where_only_rows_cost_no_other_choice_is_better(problem: tuple[list[Draf
     assert found.net == pytest.approx(max(best_by_trying(trees, bare), 0.0), abs=1e-5)
 
 
+@settings(deadline=None)
 @given(small_problems(max_nodes=4))
 def test_never_worse_than_none_than_uniform_sizes_than_one_request_at_a_time(
     problem: tuple[list[DraftTree], PickRequest],
@@ -105,6 +107,7 @@ def test_never_worse_than_none_than_uniform_sizes_than_one_request_at_a_time(
     assert pick(trees, bare).net >= max(net_of(trees, keep, bare) for keep in prefixes) - 1e-5
 
 
+@settings(deadline=None)
 @given(small_problems())
 def test_what_is_kept_is_a_tree_and_its_figures_are_those_of_what_is_kept(
     problem: tuple[list[DraftTree], PickRequest],
