@@ -33,6 +33,8 @@ REFUSED_CONFIGS = {
     "an unknown shape": {"shape": "bush"},
     "an unknown budget": {"budget": "always"},
     "an unknown profile": {"profile": "always"},
+    "a recording into a folder": {"record": "traces/"},
+    "a recording that is a number": {"record": 3},
     "scratch blocks below zero": {"scratch_blocks": -1},
     "a block size that is too small": {"block_size": 16},
     "a block size that is no multiple of 32": {"block_size": 48},

@@ -27,7 +27,7 @@ def test_three_traces_of_real_rollouts_ship() -> None:
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.partition(".")[0])
-def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_as_long_as_it_did(path, tmp_path) -> None:
+def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_the_steps_it_took(path, tmp_path) -> None:
     out = tmp_path / "rows.json"
     text = run(path, "--strategy", "all", "--json", out)
     rows = {row["name"]: row for row in json.loads(out.read_text())}
@@ -38,7 +38,6 @@ def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_as_
     trace = read_trace(path)
     # the proposals are all there for the budget that was recorded, so it takes the very steps that it took
     assert abs(rows["fixed"]["steps"] - len(trace.steps)) <= 0.02 * len(trace.steps)
-    assert rows["fixed"]["makespan_s"] * 1e3 == pytest.approx(trace.measured_ms(), rel=0.1)
     assert "fixed: predicted" in text
 
 

@@ -1,0 +1,42 @@
+"""A recorded run yields the tokens of an unrecorded one, and can be replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from tests.e2e.identity.engines import engine, model
+from vllm_specrollout.policies.budget import FixedBudget
+from vllm_specrollout.replay.files import read_trace
+from vllm_specrollout.replay.simulate import replay
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_a_recorded_run_yields_the_same_tokens_and_replays_in_as_many_steps(tmp_path: Path) -> None:
+    path = model(tmp_path, "qwen3", "bfloat16")
+    record = tmp_path / "trace.jsonl.gz"
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7, 6, 7, 5 + i, 6]} for i in range(6)]
+    params = [
+        SamplingParams(temperature=0.0 if i % 2 else 0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(6)
+    ]
+    answers = []
+    for extra in ({}, {"record": str(record)}):
+        with engine(path, "bfloat16", is_ours=True, spec_rollout=extra, max_num_seqs=3) as ours:
+            outputs = ours.llm.generate(prompts, params, use_tqdm=False)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+            assert ours.runner.stats.accepted > 0
+            steps = ours.runner.stats.steps
+    assert answers[0] == answers[1]
+    trace = read_trace(record)
+    assert not trace.is_cut and len(trace.steps) == steps and trace.header.max_num_seqs == 3
+    recorded = [trace.ends[request].token_ids.tolist() for request in range(6)]
+    assert sorted(answer[:30] for answer in recorded) == sorted(answers[0])
+    result = replay(trace, FixedBudget(trace.header.max_draft_tokens, trace.header.max_depth))
+    assert result.steps == pytest.approx(steps, abs=2)
+    assert result.accepted > 0
