@@ -215,7 +215,9 @@ class StepCost:
             predicted *= float(np.exp(shift))
         off = abs(step_ms - predicted) / predicted
         usual = _HUBER * self._noise
-        self._noise = max(_NOISE, float(np.sqrt(0.98 * self._noise**2 + 0.02 * min(off, 2.0 * usual) ** 2)))
+        # what all recent steps are off by is not noise: it is on its way to be taken for a change
+        apart = abs(float(np.log(step_ms / predicted)) - (median(self._shifts) if self._shifts else 0.0))
+        self._noise = max(_NOISE, float(np.sqrt(0.98 * self._noise**2 + 0.02 * min(apart, 2.0 * usual) ** 2)))
         return min(1.0, usual / max(off, 1e-9)) / predicted**2
 
     def _shift(self) -> float:

@@ -59,3 +59,76 @@ def test_before_anything_is_seen_the_proportions_are_the_prior() -> None:
     assert cost.predict(9, 8, 2) == pytest.approx(
         1.0 + 9 * PRIOR[1] + cost.request + cost.draft + cost.tree + 2 * cost.branch
     )
+
+
+def _bent(rng: np.random.Generator, batch: int, factor: float = 1.0) -> StepTiming:
+    """A step of an engine that is bound by memory up to 16 rows and by arithmetic beyond."""
+    nodes = int(rng.integers(0, 4)) * batch
+    rows = batch + nodes
+    ms = 12.0 + 0.1 * min(rows, 16) + 0.6 * max(rows - 16, 0) + 0.3 * (nodes > 0)
+    return _step(rows, nodes, 0, factor * ms * float(np.exp(rng.normal(0.0, 0.03))))
+
+
+def _errors(cost: StepCost, timings: list[StepTiming]) -> list[float]:
+    """Relative errors of predictions, each made before its step is learned."""
+    found = []
+    for timing in timings:
+        trees = timing.batch if timing.nodes else 0
+        predicted = cost.predict(timing.rows, timing.nodes, batch=timing.batch, trees=trees)
+        found.append(abs(predicted - timing.step_ms) / timing.step_ms)
+        cost.observe(timing)
+    return found
+
+
+def test_a_bent_line_is_known_after_two_hundred_steps_of_a_shrinking_batch() -> None:
+    rng, cost = np.random.default_rng(1), StepCost()
+    errors = _errors(cost, [_bent(rng, max(1, 48 - step // 4)) for step in range(300)])
+    assert np.median(errors[200:]) < 0.08
+    assert cost.error < 0.08
+    assert cost.row_at(60) > 3.0 * cost.row_at(4)
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.3, 3.0])
+def test_an_engine_that_changes_is_known_again_within_fifty_steps(factor: float) -> None:
+    rng, cost = np.random.default_rng(2), StepCost()
+    for step in range(200):
+        cost.observe(_bent(rng, 1 + step % 24))
+    errors = _errors(cost, [_bent(rng, 1 + step % 24, factor) for step in range(100)])
+    assert np.median(errors[50:]) < 0.15
+    assert np.median(errors[:50]) < 0.15
+
+
+def test_more_work_never_costs_less() -> None:
+    rng, cost = np.random.default_rng(3), StepCost()
+    for _ in range(300):
+        rows = int(rng.integers(1, 300))
+        cost.observe(_step(rows, int(rng.integers(0, rows)), 0, float(rng.uniform(1.0, 50.0))))
+    assert (np.diff(cost.added_rows(1, 4000)) > 0.0).all()
+
+
+def test_added_rows_are_differences_of_predictions() -> None:
+    rng, cost = np.random.default_rng(4), StepCost()
+    for step in range(200):
+        cost.observe(_bent(rng, 1 + step % 24))
+    whole = [cost.predict(rows, batch=3) - cost.predict(3, batch=3) for rows in (3, 4, 20, 700, 5000)]
+    assert cost.added_rows(3, 4997)[[0, 1, 17, 697, 4997]] == pytest.approx(whole)
+
+
+def test_a_profile_is_where_learning_starts() -> None:
+    rng, cost = np.random.default_rng(5), StepCost()
+    cost.seed([_bent(rng, 1 + step % 40) for step in range(200)])
+    errors = _errors(cost, [_bent(rng, 30) for _ in range(10)])
+    assert np.median(errors) < 0.08
+    # what the profile knew of small batches stays known, whatever large ones teach
+    for _ in range(200):
+        cost.observe(_bent(rng, 40))
+    assert cost.predict(1) == pytest.approx(12.1, rel=0.15)
+
+
+def test_it_says_how_sure_it_is() -> None:
+    rng, cost = np.random.default_rng(6), StepCost()
+    for _ in range(256):
+        cost.observe(_bent(rng, 4))
+    near, far = cost.spread(8, 4) / cost.predict(8, 4), cost.spread(512) / cost.predict(512)
+    assert 0.0 < near < 0.12
+    assert far > 2.0 * near
