@@ -19,7 +19,8 @@ import sys
 import vllm_specrollout
 from vllm import LLM
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, spec_rollout={"profile": sys.argv[2]})
+    settings = {"profile": sys.argv[2]}
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, spec_rollout=settings)
     policy = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.speculation.policy
     print("fixed", policy.cost.fixed)
     llm.llm_engine.engine_core.shutdown()
