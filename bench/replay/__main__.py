@@ -37,7 +37,7 @@ def agreement(
     prompts: Annotated[int, typer.Option(help="Problems.")] = 16,
     samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 4,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Timed passes; the medians count.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Timed passes; the medians count.")] = 2,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
 ) -> None:
     """Replay every budget on one recorded rollout, run every budget for real, and compare the makespans."""
