@@ -125,6 +125,64 @@ class Engine:
                     return function(self.llm, *arguments)
         return None
 
+    def rpc(self, method: str, **arguments: Any) -> Any:
+        """What the (first) worker answers to a method of its, called by name."""
+        return self.llm.collective_rpc(method, kwargs=arguments)[0]
+
+    def generate_in_waves(
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        arrives_after: list[int],
+        reload_after: int | None = None,
+        folder: str = "",
+        stats: bool = False,
+    ) -> dict[str, Any]:
+        """As `generate`, with requests that arrive once so many others have finished.
+
+        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: only then does the engine stand still between two steps, so that an
+        arrival meets the same step in every run.
+
+        Args:
+            arrives_after: per request, ascending: how many must have finished.
+            reload_after: once so many have finished, the weights are loaded anew from `folder`; the clock stands still.
+        """
+        self._forget_prefixes()
+        if stats:
+            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        finish_s, step_s = [0.0] * len(prompts), []
+        added = finished = 0
+        begin = time.perf_counter()
+        while finished < len(prompts):
+            while added < len(prompts) and arrives_after[added] <= finished:
+                self._add(str(added), prompts[added], params[added])
+                added += 1
+            outputs = self.core.step()
+            now = time.perf_counter() - begin
+            step_s.append(now)
+            for output in outputs:
+                if output.finished:
+                    i, finished = int(output.request_id), finished + 1
+                    token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
+            if reload_after is not None and finished >= reload_after:
+                reload_after, paused = None, time.perf_counter()
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+                begin += time.perf_counter() - paused
+        result = {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
+        if stats:
+            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+        # an empty step, which tells the worker of the last endings before anybody changes its policy
+        self.core.step()
+        return result
+
+    def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.core.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
     def shape(self) -> dict[str, Any]:
         """What may be drafted for this model, and why not more; only for our engine."""
         stats = self.llm.collective_rpc("spec_rollout_stats")[0]

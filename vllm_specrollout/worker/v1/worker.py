@@ -8,12 +8,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.history_calls import ServesTrainers
+from vllm_specrollout.worker.tuning import Tunable
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.reporting import ReportsV1
 
 
-class SpecRolloutCPUWorker(ReportsV1, ServesTrainers, CPUWorker):
+class SpecRolloutCPUWorker(ReportsV1, Tunable, ServesTrainers, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner
