@@ -22,6 +22,7 @@ def plot(rows: Sequence[SweepRow], title: str, path: Path) -> None:
     )
     for axes, accuracy in zip(grid[0], accuracies, strict=True):
         own = [row for row in rows if row.accuracy == accuracy and row.speedup is not None]
+        axes.set_prop_cycle(color=["#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b"])
         for name, draft in sorted({(row.name, row.draft) for row in own}):
             line = sorted((row.batch, row.speedup) for row in own if (row.name, row.draft) == (name, draft))
             is_auto = name == AUTO.name
