@@ -16,18 +16,16 @@ import numpy as np
 from vllm_specrollout.policies.budget import Policy
 from vllm_specrollout.replay.candidates import RecordedTrees, cut
 from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of
-from vllm_specrollout.replay.records import OPEN, Arrival, End, Header, Trace, TraceError
+from vllm_specrollout.replay.records import Trace, TraceError
+from vllm_specrollout.replay.requests import Request, requests_of, take_rows
 from vllm_specrollout.trees.build import num_paths
 from vllm_specrollout.types import (
     EMPTY_TREE,
     ROOT,
     DraftTree,
-    Ending,
     Feedback,
     IntArray,
-    RequestView,
     Shape,
-    Status,
     StepTiming,
 )
 
@@ -75,56 +73,6 @@ def replay(trace: Trace, policy: Policy, cost: Cost | None = None) -> Result:
     return _Replay(trace, policy, cost or cost_of(trace)).run()
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One request on its way."""
-
-    arrival: Arrival
-    end: End
-    name: str
-    # [prompt + answer] zeros stand for the prompt: no policy reads what it says
-    token_ids: IntArray
-    # prompt rows still to be computed
-    prompt_left: int
-    # tokens generated
-    position: int = 0
-    # to be verified in the next step
-    tree: DraftTree = EMPTY_TREE
-
-    @property
-    def is_over(self) -> bool:
-        return self.position >= len(self.end.token_ids)
-
-    def view(self, header: Header) -> RequestView:
-        arrival = self.arrival
-        length = arrival.num_prompt_tokens + self.position
-        return RequestView(
-            self.name,
-            self.token_ids[:length],
-            arrival.num_prompt_tokens,
-            min(arrival.max_tokens - self.position, header.max_model_len - length),
-            arrival.shape,
-            arrival.max_draft_tokens,
-            arrival.problem_id,
-            arrival.weights_version,
-            self.name,
-        )
-
-    def ending(self) -> Ending:
-        prompt = self.arrival.num_prompt_tokens
-        # an answer that the recording lost sight of is taken to end where it was last seen
-        status = Status.FINISHED if self.end.status == OPEN else Status(self.end.status)
-        return Ending(
-            self.name,
-            self.arrival.problem_id,
-            self.token_ids[:prompt],
-            self.token_ids[prompt:],
-            status,
-            self.end.weights_version,
-            self.name,
-        )
-
-
 def accepted_nodes(tree: DraftTree, truth: IntArray) -> list[int]:
     """The nodes that a walk along the truth passes, from the root down."""
     path: list[int] = []
@@ -151,11 +99,11 @@ class _Replay:
         self._cost = cost
         self._trees = RecordedTrees(trace)
         share = cost.prompt_share if isinstance(cost, CostLine) else 1.0
-        self._queue = deque(_requests(trace, share))
+        self._queue = deque(requests_of(trace, share))
         if not self._queue:
             raise TraceError("no request of the trace has an end", "record until at least one answer is over")
-        self._running: list[_Request] = []
-        self._over: list[_Request] = []
+        self._running: list[Request] = []
+        self._over: list[Request] = []
         self._now_ms = 0.0
         self._late: StepTiming | None = None
         self._asked = self._before = 0
@@ -196,7 +144,7 @@ class _Replay:
         room = header.max_num_batched_tokens - sum(1 + r.tree.size for r in self._running if not r.prompt_left)
         rows: dict[str, int] = {}
         for request in self._running:
-            room = _take(request, room, rows)
+            room = take_rows(request, room, rows)
         while (
             self._queue
             and room > 0
@@ -205,7 +153,7 @@ class _Replay:
         ):
             request = self._queue.popleft()
             self._running.append(request)
-            room = _take(request, room, rows)
+            room = take_rows(request, room, rows)
         return rows
 
     def _step(self, prompt_rows: dict[str, int]) -> None:
@@ -240,7 +188,7 @@ class _Replay:
             self._policy.observe(feedback, self._late)
             self._asked = self._draft(self._running)
 
-    def _load(self, batch: Sequence[_Request], prompt_rows: dict[str, int]) -> StepTiming:
+    def _load(self, batch: Sequence[Request], prompt_rows: dict[str, int]) -> StepTiming:
         """What the forward pass has to do; tokens and time come later."""
         self._before = sum(request.position for request in batch)
         trees = [request.tree for request in batch if request.tree.size]
@@ -258,7 +206,7 @@ class _Replay:
             waiting=sum(request.arrival.ready_ms <= self._now_ms for request in self._queue),
         )
 
-    def _walk(self, batch: Sequence[_Request], prompt_rows: dict[str, int]) -> list[Feedback]:
+    def _walk(self, batch: Sequence[Request], prompt_rows: dict[str, int]) -> list[Feedback]:
         """Every request goes as far as its draft holds true, and one token further."""
         feedback = []
         for request in batch:
@@ -281,7 +229,7 @@ class _Replay:
                 self._accepted += len(accepted)
         return feedback
 
-    def _draft(self, batch: Sequence[_Request]) -> int:
+    def _draft(self, batch: Sequence[Request]) -> int:
         """The next step's drafts, as `step.Speculation.prepare` makes them; returns how many requests were asked for.
 
         Without a request to draft for, the policy is not asked either.
@@ -299,26 +247,3 @@ class _Replay:
         for request, tree in zip(requests, self._policy.choose(proposals, decisions), strict=True):
             request.tree = tree
         return len(requests)
-
-
-def _requests(trace: Trace, prompt_share: float) -> list[_Request]:
-    """The trace's requests in order of admission; those without an end are left out."""
-    requests = []
-    for arrival in trace.arrivals:
-        end = trace.ends.get(arrival.request)
-        if end is None or not len(end.token_ids):
-            continue
-        prompt: IntArray = np.zeros(arrival.num_prompt_tokens, dtype=np.int32)
-        token_ids = np.concatenate([prompt, end.token_ids])
-        rows = max(1, round(prompt_share * arrival.num_prompt_tokens))
-        requests.append(_Request(arrival, end, f"r{arrival.request}", token_ids, rows))
-    return requests
-
-
-def _take(request: _Request, room: int, rows: dict[str, int]) -> int:
-    """Give a request's prompt as many rows as there are; returns the room that is left."""
-    taken = min(request.prompt_left, room)
-    if taken > 0:
-        rows[request.name] = taken
-        request.prompt_left -= taken
-    return room - max(taken, 0)

@@ -1,0 +1,86 @@
+"""The requests of a replay, on their way from admission to their ends.
+
+May enter: the records and the carriers. May not: the order of a step, which is simulate.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specrollout.replay.records import OPEN, Arrival, End, Header, Trace
+from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, RequestView, Status
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on its way."""
+
+    arrival: Arrival
+    end: End
+    name: str
+    # [prompt + answer] zeros stand for the prompt: no policy reads what it says
+    token_ids: IntArray
+    # prompt rows still to be computed
+    prompt_left: int
+    # tokens generated
+    position: int = 0
+    # to be verified in the next step
+    tree: DraftTree = EMPTY_TREE
+
+    @property
+    def is_over(self) -> bool:
+        return self.position >= len(self.end.token_ids)
+
+    def view(self, header: Header) -> RequestView:
+        arrival = self.arrival
+        length = arrival.num_prompt_tokens + self.position
+        return RequestView(
+            self.name,
+            self.token_ids[:length],
+            arrival.num_prompt_tokens,
+            min(arrival.max_tokens - self.position, header.max_model_len - length),
+            arrival.shape,
+            arrival.max_draft_tokens,
+            arrival.problem_id,
+            arrival.weights_version,
+            self.name,
+        )
+
+    def ending(self) -> Ending:
+        prompt = self.arrival.num_prompt_tokens
+        # an answer that the recording lost sight of is taken to end where it was last seen
+        status = Status.FINISHED if self.end.status == OPEN else Status(self.end.status)
+        return Ending(
+            self.name,
+            self.arrival.problem_id,
+            self.token_ids[:prompt],
+            self.token_ids[prompt:],
+            status,
+            self.end.weights_version,
+            self.name,
+        )
+
+
+def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
+    """The trace's requests in order of admission; those without an end are left out."""
+    requests = []
+    for arrival in trace.arrivals:
+        end = trace.ends.get(arrival.request)
+        if end is None or not len(end.token_ids):
+            continue
+        prompt: IntArray = np.zeros(arrival.num_prompt_tokens, dtype=np.int32)
+        token_ids = np.concatenate([prompt, end.token_ids])
+        rows = max(1, round(prompt_share * arrival.num_prompt_tokens))
+        requests.append(Request(arrival, end, f"r{arrival.request}", token_ids, rows))
+    return requests
+
+
+def take_rows(request: Request, room: int, rows: dict[str, int]) -> int:
+    """Give a request's prompt as many rows as there are; returns the room that is left."""
+    taken = min(request.prompt_left, room)
+    if taken > 0:
+        rows[request.name] = taken
+        request.prompt_left -= taken
+    return room - max(taken, 0)
