@@ -63,10 +63,16 @@ class SpecRolloutOutput(ModelRunnerOutput):
     # V1 runner: the next step's drafts
     drafts: DraftTokenIds | None = None
     report: DraftReport | None = None
+    # what the worker counted since its last output: see vllm_specrollout.metrics
+    counts: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def carrying(
-        cls, output: ModelRunnerOutput, drafts: DraftTokenIds | None = None, report: DraftReport | None = None
+        cls,
+        output: ModelRunnerOutput,
+        drafts: DraftTokenIds | None = None,
+        report: DraftReport | None = None,
+        counts: dict[str, int] | None = None,
     ) -> SpecRolloutOutput:
         values: dict[str, Any] = {f.name: getattr(output, f.name) for f in fields(output)}
-        return cls(**{**values, "drafts": drafts, "report": report})
+        return cls(**{**values, "drafts": drafts, "report": report, "counts": counts or {}})

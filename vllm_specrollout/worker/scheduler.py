@@ -12,10 +12,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, with_speculation
+from vllm_specrollout.worker.counts import PassesCounts
 from vllm_specrollout.worker.endings import TellsEndings
 
 
-class SpecRolloutScheduler(TellsEndings, Scheduler):
+class SpecRolloutScheduler(PassesCounts, TellsEndings, Scheduler):
     """Adds draft tokens to the requests they were made for; all else is stock.
 
     Stock code schedules whatever draft tokens a request carries, so it need not be told that drafts exist. It must not:

@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout import drafters
+from vllm_specrollout.metrics import Meter, MeteredSpeculation
 from vllm_specrollout.policies.presets import make_policy
-from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status, StepTiming
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank
 from vllm_specrollout.worker.endings import endings_of, waiting_of
@@ -54,7 +54,9 @@ class SpecRolloutV1(_Base):
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
         policy = recorded(profiled(make_policy(config, kernels=CORE), vllm_config), config, vllm_config, "v1")
-        self.speculation = Speculation(drafters.build(config) if is_first_rank() else [], policy, unite)
+        # a step's time is known when the one after it has begun
+        meter = Meter(config.drafters, timing_lag=1)
+        self.speculation = MeteredSpeculation(drafters.build(config) if is_first_rank() else [], policy, unite, meter)
         self.policy_version = PolicyVersion()
         self.stats = Stats()
         self.book = RequestBook(Shape.OFF, self.noise.tape)
@@ -210,11 +212,11 @@ class SpecRolloutV1(_Base):
                 sampled.accepted if sampled else None,
                 self._timing,
             )
-            views = self._views(output)
+            views, tokens = self._views(output), None
             if views:
                 tokens, draft_ms = self.drafting.prepare(views, self.parallel_config.tensor_parallel_size)
-                if tokens.req_ids:
-                    output = SpecRolloutOutput.carrying(output, tokens)
+            if (counts := self.speculation.meter.take()) or (tokens and tokens.req_ids):
+                output = SpecRolloutOutput.carrying(output, tokens, counts=counts)
         self._timing = self._account(output, draft_ms)
         return output
 

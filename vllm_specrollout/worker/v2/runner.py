@@ -26,9 +26,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout import drafters
+from vllm_specrollout.metrics import Meter, MeteredSpeculation
 from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.policies.room import Pause
-from vllm_specrollout.step import Speculation
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, is_first_rank
@@ -68,10 +68,9 @@ class SpecRolloutV2(_Base):
         )
         policy = profiled(make_policy(self.spec_config, kernels=CORE), vllm_config)
         policy = recorded(policy, self.spec_config, vllm_config, "v2")
-        self.host = Host(
-            Speculation(drafters.build(self.spec_config) if is_first_rank() else [], policy, unite),
-            self.max_model_len,
-        )
+        meter = Meter(self.spec_config.drafters, timing_lag=0)  # a step's tokens and time come home together
+        proposers = drafters.build(self.spec_config) if is_first_rank() else []
+        self.host = Host(MeteredSpeculation(proposers, policy, unite, meter), self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()
@@ -87,7 +86,7 @@ class SpecRolloutV2(_Base):
         self._num_logits = np.zeros(0, dtype=np.int32)
 
     @property
-    def speculation(self) -> Speculation:
+    def speculation(self) -> MeteredSpeculation:
         return self.host.speculation
 
     @property
@@ -98,9 +97,9 @@ class SpecRolloutV2(_Base):
         return self.host.unfinished()
 
     @property
-    def drafter(self) -> Speculation:
+    def drafter(self) -> MeteredSpeculation:
         """The name under which trainers look for it."""
-        return self.host.speculation
+        return self.speculation
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -242,7 +241,8 @@ class SpecRolloutV2(_Base):
             return output
         self.tokens_ready.record(self.output_copy_stream)
         self._remember(output, batch)
-        output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, report=self._report())
+        news = (None, self._report(), self.speculation.meter.take())
+        output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, *news)
         return output
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
