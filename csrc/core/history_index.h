@@ -85,6 +85,10 @@ class HistoryIndex {
     size_t num_distinct = 0;
   };
 
+  // A context's mark in its table.
+  static uint32_t Tag(uint64_t hash) { return static_cast<uint32_t>(hash >> 24); }
+  static bool IsTooFull(size_t used, size_t capacity) { return used * 4 > capacity * 3; }
+
   void AppendTo(int32_t slot, const int32_t* token_ids, size_t count);
   // Appends one token, before which `known` tokens stand that end at `recent_end`.
   void AppendOne(int32_t slot, int32_t token, const int32_t* recent_end, int known);

@@ -256,7 +256,7 @@ def test_bad_calls_are_refused() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_index_is_clean_under_the_sanitizers(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    parts = ("history_text", "history_index", "history_draft", "history_lookup", "ngram_trie")
+    parts = ("history_text", "history_index", "history_check", "history_draft", "history_lookup", "ngram_trie")
     sources = ["csrc/tests/test_history_index.cc", *(f"csrc/core/{part}.cc" for part in parts)]
     program = tmp_path / "test_history_index"
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-Icsrc"]
