@@ -6,6 +6,7 @@ anyway. Counting must cost a step microseconds: it sees arrays of all requests a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,13 +103,17 @@ class Meter:
 
     def settled(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
         """What became of a step's drafts, and what a step cost."""
-        accepted = 0
+        accepted = sum(item.accepted for item in feedback)
         if feedback:
-            self._by_source("verified_nodes", [f.source for f in feedback])
-            self._by_source("accepted_nodes", [f.source[f.accepted_nodes] for f in feedback if f.accepted])
-            for f in feedback:
-                accepted += f.accepted
-                self._add(f"tree_nodes/{f.drafted}", 1)
+            sizes = [item.drafted for item in feedback]
+            if len(self._sources) == 1:
+                self._add(f"verified_nodes/{self._sources[0]}", sum(sizes))
+                if accepted:
+                    self._add(f"accepted_nodes/{self._sources[0]}", accepted)
+            else:
+                self._verified(feedback, sizes)
+            for size, count in Counter(sizes).items():
+                self._add(f"tree_nodes/{size}", count)
         if (own := self._choices[0]) is not None and own[0].expected_tokens > 0:
             self._add("expected_tokens", round(own[0].expected_tokens * FINE))
             self._add("gained_tokens", accepted)
@@ -128,10 +133,23 @@ class Meter:
             error = abs(choice.expected_ms - timing.step_ms) / timing.step_ms
             self._add(f"cost_error/{round(error * FINE)}", 1)
 
+    def _verified(self, feedback: Sequence[Feedback], sizes: list[int]) -> None:
+        """Verified and accepted nodes by source, all requests in one go."""
+        source = np.concatenate([item.source for item in feedback])
+        start = np.cumsum(sizes) - sizes
+        nodes = np.concatenate([item.accepted_nodes for item in feedback])
+        nodes = nodes + np.repeat(start, [item.accepted for item in feedback])
+        self._by_source("verified_nodes", [source])
+        self._by_source("accepted_nodes", [source[nodes]])
+
     def _by_source(self, metric: str, sources: list[Any]) -> None:
         if not sources:
             return
-        for source, count in enumerate(np.bincount(np.concatenate(sources)).tolist()):
+        if len(self._sources) == 1:
+            self._add(f"{metric}/{self._sources[0]}", sum(map(len, sources)))
+            return
+        joined = sources[0] if len(sources) == 1 else np.concatenate(sources)
+        for source, count in enumerate(np.bincount(joined).tolist()):
             if count:
                 name = self._sources[source] if source < len(self._sources) else "unknown"
                 self._add(f"{metric}/{name}", count)

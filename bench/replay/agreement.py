@@ -13,7 +13,7 @@ from vllm_specrollout.replay_cli import run_all
 
 from .rollouts import Rollout, run, start, warm_up, without_first
 
-RECORDED = "fixed"
+RECORDED = "auto"  # its steps have drafts of all sizes, and none: what each costs is seen, not extrapolated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

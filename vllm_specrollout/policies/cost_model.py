@@ -77,12 +77,13 @@ def features(rows: int, batch: int, nodes: int, trees: int, branches: int, conte
 class StepCost:
     """The fitted line. No term is ever negative, so no step gets cheaper by doing more."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: float = _MEMORY) -> None:
+        """memory: weight left to a step after each further one."""
+        self._memory = memory
         self._prior = PRIOR.copy()
         self._terms = PRIOR.copy()
         self._moments = np.zeros((_NUM, _NUM))
         self._products = np.zeros(_NUM)
-        self._weight = 0.0
         self._noise = _NOISE
         self._seen = 0
         self._scale = 1.0
@@ -121,6 +122,11 @@ class StepCost:
     def branch(self) -> float:
         """Milliseconds of one more root-to-leaf path."""
         return float(self._terms[_BRANCH])
+
+    @property
+    def context(self) -> float:
+        """Milliseconds of 1,024 tokens of context."""
+        return float(self._terms[_CONTEXT])
 
     def row_at(self, rows: int) -> float:
         """Milliseconds of one more row in a step of so many."""
@@ -191,11 +197,10 @@ class StepCost:
         trees = timing.trees or min(timing.nodes, timing.batch)
         x = features(timing.rows, timing.batch, timing.nodes, trees, timing.branches, timing.context)
         weight = self._judge(x, timing.step_ms)
-        self._moments *= _MEMORY
+        self._moments *= self._memory
         self._moments += np.outer(weight * x, x)
-        self._products *= _MEMORY
+        self._products *= self._memory
         self._products += (weight * timing.step_ms) * x
-        self._weight = _MEMORY * self._weight + 1.0
         self._seen += 1
         if self._seen <= _FIRST_FITS or self._seen % _REFIT_EVERY == 0:
             self._fit()
@@ -240,7 +245,6 @@ class StepCost:
     def _keep(self, share: float) -> None:
         self._moments *= share
         self._products *= share
-        self._weight *= share
 
     def _fit(self) -> None:
         prior = self._prior

@@ -3,20 +3,24 @@
 `policies.cost_model` learns while it runs, so it forgets; a replay knows the whole run, so it does not. Drafting is
 taken out of the steps first and fitted on its own, since a policy that asks no drafter does not pay for it:
 
-    step_ms = fixed + request * requests + draft * [any nodes] + node * nodes + branch * branches
+    step_ms = fixed + request * requests + draft * [any nodes] + tree * trees + node * nodes + branch * branches
               + context * tokens attended to + ask + ask_request * requests asked for        (if drafters were asked)
               + prompt + prompt_row * rows                                                   (if prompts were computed)
+
+Where the cost model's broken line in the rows fits the steps better than a straight one, it is taken instead: a batch
+of one and a batch with two hundred nodes do not lie on one line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specrollout.policies.cost_model import KNOTS, StepCost
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.types import StepTiming
 
@@ -27,6 +31,7 @@ _PRIOR = np.asarray([1.0, 0.03, 0.05, 0.03, 0.02, 0.0])
 _PULL = np.asarray([0.01, 1.0, 1.0, 10.0, 10.0, 1000.0])
 _ROUNDS = 8
 _LEAST_STEPS = 8
+_WORTH_BENDING = 0.005  # median relative error that a broken line must save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,8 @@ class Load:
     batch: int
     nodes: int = 0
     branches: int = 0
+    # requests with drafts
+    trees: int = 0
     # tokens in the KV cache, all requests together
     context: int = 0
     # rows of prompts
@@ -58,6 +65,7 @@ class CostLine:
     fixed: float
     request: float = 0.0
     draft: float = 0.0
+    tree: float = 0.0
     node: float = 0.0
     branch: float = 0.0
     context: float = 0.0
@@ -67,16 +75,20 @@ class CostLine:
     prompt_row: float = 0.0
     # rows computed per token of a prompt: below 1 where samples share their prompts' blocks
     prompt_share: float = 1.0
+    # per row, between each two of `cost_model.KNOTS` and beyond the last; empty: rows are in `request` and `node`
+    rows: tuple[float, ...] = ()
 
     def step_ms(self, load: Load) -> float:
         ms = self.fixed + self.request * load.batch + self.context * load.context
+        if self.rows:
+            ms += _along(self.rows, load.batch + load.nodes)
         if load.nodes:
-            ms += self.draft + self.node * load.nodes + self.branch * load.branches
+            ms += self.draft + self.tree * load.trees + self.node * load.nodes + self.branch * load.branches
         if load.prompt_rows:
             ms += self.prompt + self.prompt_row * load.prompt_rows
         return ms + (self.ask + self.ask_request * load.asked if load.asked else 0.0)
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -87,7 +99,8 @@ def cost_of(trace: Trace) -> CostLine:
         TraceError: too few decode steps with a time to fit anything.
     """
     if trace.header.cost:
-        return CostLine(**trace.header.cost)
+        given = dict(trace.header.cost)
+        return CostLine(**{**given, "rows": tuple(given.get("rows", ()))})
     steps = [step for i in range(len(trace.steps)) if (step := _timed(trace, i)) is not None]
     decode = [(timing, ask, asked) for timing, ask, asked, prompts in steps if timing.is_decode_only and not prompts]
     if len(decode) < _LEAST_STEPS:
@@ -95,7 +108,8 @@ def cost_of(trace: Trace) -> CostLine:
         raise TraceError(cause, "record a longer run")
     x = np.asarray([_features(timing) for timing, _, _ in decode])
     y = np.asarray([max(timing.step_ms - ask, 0.0) for timing, ask, _ in decode])
-    fixed, request, draft, node, branch, context = _fit(x, y, _PRIOR, _PULL).tolist()
+    terms = _fit(x, y, _PRIOR, _PULL)
+    fixed, request, draft, node, branch, context = terms.tolist()
     ask, ask_request = _fit_ask([(ask, asked) for _, ask, asked, _ in steps if asked])
     line = CostLine(
         fixed=fixed,
@@ -107,7 +121,53 @@ def cost_of(trace: Trace) -> CostLine:
         ask=ask,
         ask_request=ask_request,
     )
+    bent = _bent([replace(timing, step_ms=ms) for (timing, _, _), ms in zip(decode, y.tolist(), strict=True)], line)
+    if _error(bent, decode, y) < _error(line, decode, y) - _WORTH_BENDING:
+        line = bent
     return _with_prompts(line, trace, steps)
+
+
+def _bent(timings: Sequence[StepTiming], line: CostLine) -> CostLine:
+    """The cost model's line through all steps alike, with the drafting of `line`."""
+    cost = StepCost(memory=1.0)
+    for timing in (*timings, *timings):  # the second time with sound weights from the start
+        if timing.step_ms > 0.0:
+            cost.observe(timing)
+    return replace(
+        line,
+        fixed=cost.fixed,
+        request=cost.request,
+        draft=cost.draft,
+        tree=cost.tree,
+        node=0.0,
+        branch=cost.branch,
+        context=cost.context / 1024.0,
+        rows=tuple(cost.row_at(int(start)) for start in KNOTS),
+    )
+
+
+def _error(line: CostLine, decode: Sequence[tuple[StepTiming, float, int]], measured: _Floats) -> float:
+    """Median relative error."""
+    found = np.asarray([line.step_ms(_load(timing)) for timing, _, _ in decode])
+    return float(np.median(np.abs(found - measured) / np.maximum(measured, 1e-9)))
+
+
+def _load(timing: StepTiming) -> Load:
+    return Load(
+        batch=timing.batch,
+        nodes=timing.nodes,
+        branches=timing.branches,
+        trees=timing.trees or min(timing.nodes, timing.batch),
+        context=timing.context,
+    )
+
+
+def _along(slopes: Sequence[float], rows: int) -> float:
+    """The broken line with these slopes, from 0 rows on."""
+    ends = [*KNOTS[1:].tolist(), float("inf")]
+    starts = KNOTS.tolist()
+    spans = (max(min(rows, end) - start, 0.0) for start, end in zip(starts, ends, strict=True))
+    return sum(slope * span for slope, span in zip(slopes, spans, strict=True))
 
 
 _Timed = tuple[StepTiming, float, int, list[int]]
@@ -174,18 +234,14 @@ def _with_prompts(line: CostLine, trace: Trace, steps: Sequence[_Timed]) -> Cost
         computed = timing.rows - timing.nodes - (timing.batch - len(prompts))
         if timing.is_decode_only or computed <= 0:
             continue
-        decoding = Load(batch=timing.batch, nodes=timing.nodes, branches=timing.branches, context=timing.context)
         rows.append(computed)
-        extra.append(max(timing.step_ms - ask - line.step_ms(decoding), 0.0))
-    terms: dict[str, Any] = line.as_dict()
+        extra.append(max(timing.step_ms - ask - line.step_ms(_load(timing)), 0.0))
     if not rows or not nominal:
-        terms["prompt_row"] = max(line.node, line.request)
-        return CostLine(**terms)
-    terms["prompt_share"] = min(1.0, sum(rows) / nominal)
+        return replace(line, prompt_row=max(line.node, line.request, *line.rows))
+    share = min(1.0, sum(rows) / nominal)
     if len(rows) == 1:
-        terms["prompt_row"] = extra[0] / rows[0]
-        return CostLine(**terms)
+        return replace(line, prompt_row=extra[0] / rows[0], prompt_share=share)
     x = np.asarray([[1.0, count] for count in rows], dtype=np.float64)
     fitted = _fit(x, np.asarray(extra), np.asarray([1.0, 0.1]), np.asarray([0.01, 0.01]))
-    terms["prompt"], terms["prompt_row"] = fitted.tolist()
-    return CostLine(**terms)
+    prompt, prompt_row = fitted.tolist()
+    return replace(line, prompt=prompt, prompt_row=prompt_row, prompt_share=share)

@@ -6,6 +6,7 @@ May enter: the carriers. May not: files, clocks. How a record becomes text is in
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.types import DraftTree, IntArray, Shape, StepTiming
@@ -38,7 +39,7 @@ class Header:
     max_depth: int
     shape: str = "tree"
     # terms of `cost.CostLine`, for traces made without an engine; empty: fitted to the recorded steps
-    cost: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, Any] = field(default_factory=dict)
 
     @property
     def lag(self) -> int:

@@ -171,6 +171,7 @@ class _Replay:
             batch=timing.batch,
             nodes=timing.nodes,
             branches=timing.branches,
+            trees=timing.trees,
             context=timing.context,
             prompt_rows=sum(prompt_rows.values()),
             asked=self._asked,
