@@ -89,7 +89,8 @@ class CostLine:
         return ms + (self.ask + self.ask_request * load.asked if load.asked else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain JSON types."""
+        return {**asdict(self), "rows": list(self.rows)}
 
 
 def cost_of(trace: Trace) -> CostLine:
