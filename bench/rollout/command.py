@@ -15,6 +15,7 @@ from ..common import flags
 from ..common.display import Display
 from ..common.models import CACHE, CHECKPOINT, check_length, check_model, inflated_policy
 from ..common.report import check_writable, make_report, print_rows
+from .explain import print_explained
 from .measure import NUM_FIXED_UNITS, Outcome, Sample, roll_out
 from .plan import DRAFTERS, Plan
 from .plot import check_matplotlib, plot
@@ -44,6 +45,10 @@ def bench_rollout(
     plot_to: Annotated[
         Path | None, typer.Option("--plot", help="Draw the running requests over time into this file.")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Tell what was decided for the slowest requests, when and why.")
+    ] = False,
+    explain_requests: Annotated[int, typer.Option(help="How many requests --explain tells of.")] = 3,
     show_samples: Annotated[int, typer.Option(help="Answers to print.")] = 3,
     kv_gib: Annotated[int, typer.Option(help="GiB of KV cache of each engine.")] = 1,
     cache: Annotated[Path, typer.Option(help="Where inflated policies are kept.", show_default=False)] = CACHE,
@@ -61,6 +66,7 @@ def bench_rollout(
         max_draft_tokens=max_draft_tokens,
         budget=budget,
         dtype=dtype,
+        explain=flags.in_range(explain_requests, "--explain-requests", 1, 1000) if explain else 0,
     )
     flags.in_range(show_samples, "--show-samples", 0, plan.num_requests)
     check_writable(json, "--json")
@@ -77,6 +83,8 @@ def bench_rollout(
     name += f", inflated to {size}" if size else ""
     title = f"{name}: {prompts} problems x {samples} answers, {dtype}"
     _print(plan, outcome, title, show_samples, display.out)
+    if outcome.row.identical:
+        print_explained(outcome.explained, display.out)
     if plot_to is not None and outcome.row.identical:
         plot(outcome.pair, batch, title, plot_to)
         display.out.print(f"wrote {plot_to}", markup=False)
@@ -86,6 +94,8 @@ def bench_rollout(
             "stock_ms_by_rows": outcome.stock_ms_by_rows,
             "samples": [_sample(s) for s in _shown(plan, outcome, show_samples)],
         }
+        if explain:
+            extra["explained"] = [one.as_dict() for one in outcome.explained]
         report = make_report("rollout", {"model": name, **plan.as_dict()}, [outcome.row], extra)
         json.write_text(report.as_json(), encoding="utf-8")
         display.out.print(f"wrote {json}", markup=False)

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..common.engine_process import EngineProcess, EngineSpec, wait_until_quiet
 from ..common.rows import Pair, Row, make_row
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
+from .explain import Explained, slowest
 from .ideal import extend_sizes, ideal_rollout_speedup, row_times
 from .plan import PROMPT_LEN, Plan, request_params
 
 Report = Callable[[str, int], None]
+Told = list[dict[str, Any]]
+"""What our engine's worker wrote down in a round."""
 NUM_FIXED_UNITS = 5
 """Progress units besides the rounds: two engine starts, two warm-ups, the step times."""
 _WARM_UP_TOKENS = 16
@@ -46,6 +50,8 @@ class Outcome:
     pair: Pair
     # rows -> milliseconds of a stock step; None where there is no speed to tell
     stock_ms_by_rows: dict[str, float] | None
+    # of that same round; empty unless asked for, or where there is no speed to tell
+    explained: tuple[Explained, ...] = ()
 
     @property
     def mean_reward(self) -> float:
@@ -71,12 +77,21 @@ def roll_out(plan: Plan, model: Path, report: Report, *, kv_gib: int, is_verbose
         encoded = [ids[:PROMPT_LEN] for ids in stock.ask("encode", texts=texts)]
         prompts = [ids for ids in encoded for _ in range(plan.samples)]
         _warm_up(plan, chosen, prompts, engines, report)
-        pairs = [_round(number, plan, chosen, prompts, stock, ours, report) for number in range(plan.rounds)]
+        rounds = [_round(number, plan, chosen, prompts, stock, ours, report) for number in range(plan.rounds)]
+        pairs = [pair for pair, _ in rounds]
         times = _price_list(plan, pairs, prompts, stock, ours, report)
         row = _make_row(plan, pairs, times)
         samples = _samples(plan, chosen, pairs[-1], stock)
-    prices = {str(rows): ms for rows, ms in times.items()} if row.identical else None
-    return Outcome(row=row, samples=samples, pair=_median_pair(pairs), stock_ms_by_rows=prices)
+    if not row.identical:
+        return Outcome(row=row, samples=samples, pair=_median_round(rounds)[0], stock_ms_by_rows=None)
+    pair, told = _median_round(rounds)
+    return Outcome(
+        row=row,
+        samples=samples,
+        pair=pair,
+        stock_ms_by_rows={str(rows): ms for rows, ms in times.items()},
+        explained=tuple(slowest(pair.ours, told, chosen, plan.samples, plan.explain)),
+    )
 
 
 def _warm_up(
@@ -99,16 +114,23 @@ def _round(
     stock: EngineProcess,
     ours: EngineProcess,
     report: Report,
-) -> Pair:
+) -> tuple[Pair, Told]:
     """One run of each, in an order that changes from round to round, so that drift favours nobody."""
+    told: Told = []
     order = (stock, ours) if number % 2 == 0 else (ours, stock)
     runs = {}
     for engine in order:
         report(f"round {number + 1} of {plan.rounds}: {engine.spec.name}", 0)
         wait_until_quiet([stock, ours], engine)
+        is_explained = engine is ours and plan.explain > 0
+        if is_explained:
+            # a whole batch may end in the last step, and any of them be among the slowest
+            engine.ask("rpc", method="spec_rollout_explain", keep=plan.explain + plan.batch)
         runs[engine] = engine.generate(prompts, request_params(plan, chosen, is_ours=engine is ours))
+        if is_explained:
+            told = engine.ask("rpc", method="spec_rollout_explained")
         report("", 1)
-    return Pair(stock=runs[stock], ours=runs[ours])
+    return Pair(stock=runs[stock], ours=runs[ours]), told
 
 
 def _price_list(
@@ -159,6 +181,6 @@ def _samples(plan: Plan, chosen: list[Problem], pair: Pair, stock: EngineProcess
     )
 
 
-def _median_pair(pairs: list[Pair]) -> Pair:
-    by_speedup = sorted(pairs, key=lambda pair: pair.stock.wall_s / pair.ours.wall_s)
+def _median_round(rounds: list[tuple[Pair, Told]]) -> tuple[Pair, Told]:
+    by_speedup = sorted(rounds, key=lambda one: one[0].stock.wall_s / one[0].ours.wall_s)
     return by_speedup[(len(by_speedup) - 1) // 2]

@@ -39,6 +39,8 @@ class Plan:
     max_draft_tokens: int = _DEFAULT.max_draft_tokens
     budget: str = _DEFAULT.budget
     dtype: str = "bfloat16"
+    explain: int = 0
+    """Slowest requests whose decisions are written down and told; 0 writes nothing down."""
 
     def __post_init__(self) -> None:
         flags.in_range(self.prompts, "--prompts", 1, 10_000)
@@ -47,6 +49,7 @@ class Plan:
         flags.in_range(self.max_tokens, "--max-tokens", 2, 1 << 16)
         flags.in_range(self.rounds, "--rounds", 1, 1000)
         flags.in_range(self.max_draft_tokens, "--max-draft-tokens", 1, MAX_NODES)
+        flags.in_range(self.explain, "--explain-requests", 0, 1000)
         flags.choice(self.budget, "--budget", BUDGETS)
         flags.choice(self.dtype, "--dtype", DTYPES)
 

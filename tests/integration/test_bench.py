@@ -58,9 +58,10 @@ def test_off_path_nothing_is_drafted_and_both_plugin_states_are_identical_to_sto
         assert (row["ideal"], row["nodes_per_step"]) == (1.0, 0.0)
 
 
-def test_a_rollout_is_identical_to_stock_and_is_drawn(model, tmp_path):
+def test_a_rollout_is_identical_to_stock_is_drawn_and_explains_its_slowest_requests(model, tmp_path):
     report, picture = tmp_path / "report.json", tmp_path / "picture.png"
     flags = ["--model", model, "--dtype", "float32", "--prompts", 3, "--samples", 2, "--batch", 4, "--max-tokens", 48]
+    flags += ["--budget", "fixed", "--max-draft-tokens", 4, "--rounds", 1, "--explain", "--explain-requests", 6]
     result = run(bench_rollout, *flags, "--json", report, "--plot", picture, "--show-samples", 2)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -70,6 +71,25 @@ def test_a_rollout_is_identical_to_stock_and_is_drawn(model, tmp_path):
     assert row["num_requests"] == 6
     assert 0.0 <= body["mean_reward"] <= 1.0
     assert len(body["samples"]) == 2
+    check_explained(body["explained"], row, result.output)
+
+
+def check_explained(explained, row, output):
+    """Six requests of six: all that was drafted and yielded is told, and nothing else."""
+    assert sum(one["num_tokens"] for one in explained) == row["output_tokens"]
+    steps = nodes = 0
+    for one in explained:
+        stretches = one["stretches"]
+        assert (stretches[0]["first"], stretches[-1]["end"]) == (1, one["num_tokens"])
+        assert all(a["end"] == b["first"] for a, b in zip(stretches, stretches[1:], strict=False))
+        assert 0.0 < stretches[0]["begin_s"] < stretches[-1]["end_s"] <= one["finish_s"] + 1.0
+        assert {"fixed", "nothing proposed", "nothing to draft"} >= {name for s in stretches for name in s["reasons"]}
+        steps += sum(sum(s["reasons"].values()) for s in stretches)
+        nodes += sum(s["nodes"] for s in stretches)
+    assert nodes / steps == pytest.approx(row["nodes_per_step"])
+    finished = [one["finish_s"] for one in explained]
+    assert finished == sorted(finished, reverse=True)
+    assert "slowest 1: " in output and "slowest 6: " in output
 
 
 def test_an_engine_that_cannot_start_says_why(model):

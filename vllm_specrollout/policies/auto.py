@@ -17,7 +17,7 @@ from vllm_specrollout.policies.acceptance import Acceptance
 from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.policies.length import Lengths
-from vllm_specrollout.policies.makespan import level_with_waiting, token_worth
+from vllm_specrollout.policies.makespan import token_worth
 from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
 from vllm_specrollout.types import (
     Choice,
@@ -33,6 +33,7 @@ from vllm_specrollout.types import (
 
 _CASES = 8  # equally likely lengths that each answer is given
 _KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths count
+_MOST_TRUST = 0.5  # in guesses at lengths: where they are wrong, half of the weight is right all the same
 _WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.9  # weight left to a request's tokens per step after each further step
 _MARGIN_ON = 0.03  # share of a plain step that drafts must be expected to save before they are switched on again
@@ -167,12 +168,17 @@ class AutoBudget:
         nodes = np.asarray([pace.nodes for pace in paces])
         row = self.cost.row_at(len(views))
         prices = self.cost.fixed, self.cost.request + row, row
-        if not self.length_weight or self.lengths.num_known < _KNOWN_LENGTHS:
-            return token_worth(np.ones((len(views), 1)), rate, nodes, *prices, by_length=False)
+        trust = self._trust(views)
+        if trust <= 0.0:
+            return token_worth(np.ones((len(views), 1)), rate, nodes, *prices, trust=0.0)
         steps = np.stack([self._steps_left(view) for view in views]) / rate[:, None]
-        mean_steps = (self.lengths.mean() or float(steps.mean())) / float(rate.mean())
-        steps = level_with_waiting(steps, self._waiting * mean_steps)
-        return token_worth(steps, rate, nodes, *prices)
+        return token_worth(steps, rate, nodes, *prices, trust=trust)
+
+    def _trust(self, views: Sequence[RequestView]) -> float:
+        """How far the guesses at lengths may be trusted: as far as the problems are known."""
+        if not self.length_weight or self._waiting or self.lengths.num_known < _KNOWN_LENGTHS:
+            return 0.0
+        return _MOST_TRUST * sum(self.lengths.knows(view.problem_id) for view in views) / len(views)
 
     def _steps_left(self, view: RequestView) -> npt.NDArray[np.float64]:
         generated = len(view.token_ids) - view.num_prompt_tokens

@@ -115,10 +115,10 @@ class Lengths:
         """Recent answers whose length is remembered."""
         return len(self._overall.sorted)
 
-    def mean(self) -> float:
-        """Mean length of recent answers in tokens; 0.0 before the first."""
-        lengths = self._overall.sorted
-        return sum(lengths) / len(lengths) if lengths else 0.0
+    def knows(self, problem_id: str) -> bool:
+        """Whether enough of the problem's own answers have ended for a guess."""
+        own = self._problems.get(problem_id)
+        return own is not None and len(own.sorted) >= _ENOUGH
 
     def classify(self, problem_id: str, generated: int, max_total: int) -> LengthClass:
         """The answer's class as it stands; Long before anything is known, so that nothing long starts without help."""

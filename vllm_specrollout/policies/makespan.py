@@ -14,8 +14,8 @@ a_i tokens for the rows of its n_i nodes besides, whichever is less:
 with P_i the probability that i ends last: S_i is not known, its distribution is guessed (policies/length.py). Where all
 answers are alike, P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more
 tokens per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those
-of the others only the rows they free. Requests that wait for a place make the answers end alike: places that come free
-early are filled again.
+of the others only the rows they free. While requests wait for a place, places that come free early are filled again,
+and none of those running is known to be the last: all are taken to be alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 _GRID = 64  # spans of time in which the answers' chances of ending are compared
-_DOUBT = 0.1  # share of P that is spread evenly: lengths are guesses
 
 
 def chances_of_ending_last(steps: Array) -> Array:
@@ -54,23 +53,6 @@ def chances_of_ending_last(steps: Array) -> Array:
     return last / last.sum()
 
 
-def level_with_waiting(steps: Array, waiting_steps: float) -> Array:
-    """[R, K] the steps until each place is empty for good, when waiting requests fill whatever comes free.
-
-    Args:
-        steps: [R, K] as above.
-        waiting_steps: steps that the waiting requests take, all together.
-    """
-    if waiting_steps <= 0.0:
-        return steps
-    # pour the waiting steps onto the shortest answers until all stand at one level
-    typical = np.sort(np.median(steps, axis=1))
-    room = np.arange(1, len(typical) + 1) * np.append(typical[1:], np.inf) - np.cumsum(typical)
-    filled = int(np.searchsorted(room, waiting_steps)) + 1
-    level = (waiting_steps + typical[:filled].sum()) / filled
-    return np.maximum(steps, level)
-
-
 def token_worth(
     steps: Array,
     tokens_per_step: Array,
@@ -79,7 +61,7 @@ def token_worth(
     request_ms: float,
     row_ms: float,
     *,
-    by_length: bool = True,
+    trust: float = 1.0,
 ) -> Array:
     """[R] milliseconds of makespan that one more token of each request saves.
 
@@ -90,10 +72,10 @@ def token_worth(
         fixed_ms: what a step costs whatever is in it.
         request_ms: what a request adds to a plain step.
         row_ms: what a draft node adds.
-        by_length: False: all answers are taken to be alike.
+        trust: in the guesses at lengths, from 0 (all answers are taken to be alike) to 1.
     """
     num = len(tokens_per_step)
     even = np.full(num, 1.0 / num)
-    last = (1.0 - _DOUBT) * chances_of_ending_last(steps) + _DOUBT * even if by_length else even
+    last = trust * chances_of_ending_last(steps) + (1.0 - trust) * even if trust > 0.0 else even
     plain = fixed_ms * last + request_ms
     return np.minimum(plain, (plain + row_ms * nodes_per_step) / tokens_per_step)

@@ -79,6 +79,11 @@ def test_outputs_that_differ_end_with_status_1_and_no_speed(model, tmp_path, ben
         (rollout.bench_rollout, ["--model", "x"], "`--model` is `x`, which holds no config.json"),
         (rollout.bench_rollout, ["--drafters", "oracle"], "`--drafters` is 'oracle', which does not exist"),
         (rollout.bench_rollout, ["--plot", "a.gif"], "`--plot` is `a.gif`, of a kind that cannot be drawn"),
+        (
+            rollout.bench_rollout,
+            ["--explain", "--explain-requests", "0"],
+            "`--explain-requests` is 0, outside 1 to 1000",
+        ),
         (rollout.bench_rollout, ["--show-samples", "65"], "`--show-samples` is 65, outside 0 to 64"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.makespan import chances_of_ending_last, level_with_waiting, token_worth
+from vllm_specrollout.policies.makespan import chances_of_ending_last, token_worth
 
 
 def test_the_longest_answer_ends_last() -> None:
@@ -31,15 +31,7 @@ def test_chances_agree_with_drawing_lengths_many_times(num: int, cases: int, see
     assert np.abs(chances_of_ending_last(steps) - won).max() < 0.08
 
 
-def test_waiting_requests_level_what_would_end_early() -> None:
-    steps = np.asarray([[10.0], [20.0], [100.0]])
-    assert level_with_waiting(steps, 0.0).ravel().tolist() == [10.0, 20.0, 100.0]
-    assert level_with_waiting(steps, 10.0).ravel().tolist() == [20.0, 20.0, 100.0]
-    assert level_with_waiting(steps, 30.0).ravel().tolist() == [30.0, 30.0, 100.0]
-    assert level_with_waiting(steps, 1170.0).ravel() == pytest.approx([1300 / 3] * 3)
-
-
-def _worth(steps: np.ndarray, rate: float, nodes: float, request_ms: float, **kwargs: bool) -> np.ndarray:
+def _worth(steps: np.ndarray, rate: float, nodes: float, request_ms: float, **kwargs: float) -> np.ndarray:
     n = len(steps)
     return token_worth(steps, np.full(n, rate), np.full(n, nodes), 12.0, request_ms, 0.2, **kwargs)
 
@@ -57,4 +49,4 @@ def test_the_long_answers_tokens_are_worth_most_unless_lengths_do_not_count() ->
     steps = np.asarray([[10.0, 20.0]] * 7 + [[300.0, 400.0]])
     worth = _worth(steps, 1.0, 0.0, 0.3)
     assert worth[7] > 10.0 > 1.0 > worth[:7].max()
-    assert _worth(steps, 1.0, 0.0, 0.3, by_length=False) == pytest.approx(np.full(8, 1.8))
+    assert _worth(steps, 1.0, 0.0, 0.3, trust=0.0) == pytest.approx(np.full(8, 1.8))

@@ -7,6 +7,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.explaining import Explains
 from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.tuning import Tunable
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
@@ -14,7 +15,7 @@ from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.reporting import ReportsV1
 
 
-class SpecRolloutCPUWorker(ReportsV1, Tunable, ServesTrainers, CPUWorker):
+class SpecRolloutCPUWorker(ReportsV1, Tunable, Explains, ServesTrainers, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner

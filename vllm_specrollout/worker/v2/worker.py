@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.explaining import Explains
 from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.stats import Stats
 
@@ -39,7 +40,7 @@ def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(ServesTrainers, _Base):
+class SpeculatingWorker(Explains, ServesTrainers, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2
@@ -64,3 +65,7 @@ class SpeculatingWorker(ServesTrainers, _Base):
         if reset:
             runner.stats = Stats()
         return stats
+
+    def spec_rollout_explained(self) -> list[dict[str, Any]]:
+        self.model_runner.settle_all()
+        return super().spec_rollout_explained()
