@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from pathlib import Path
+
 import numpy as np
 import pytest
-from vllm_specrollout.bench.index.data import Problem, recorded
+from vllm_specrollout.bench.grpo.trace import read_rollouts
+from vllm_specrollout.bench.index.data import Epoch, Problem, recorded
 
 from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
@@ -14,6 +18,8 @@ from vllm_specrollout.history.weights import weight_of
 HELD_OUT = recorded(past=2).problems[32:]
 PRESENT = 2
 LEAST = 500
+# rollouts of six epochs of GRPO on the policy in bench/policy, stock vLLM's answers: `specrollout bench grpo --trace`
+GRPO = Path(__file__).parents[1] / "traces" / "grpo"
 
 
 def build(problem: Problem, c: HistoryConfig) -> _core.HistoryIndex:
@@ -68,6 +74,11 @@ def replay(problem: Problem, config: HistoryConfig, nodes: int, is_chain: bool) 
 def test_predicted_and_observed_acceptance_agree_in_every_tenth_on_held_out_problems(nodes, min_match) -> None:
     config = HistoryConfig(min_match=min_match)
     judged = np.asarray([pair for problem in HELD_OUT for pair in replay(problem, config, nodes, False)[0]])
+    assert tenths_that_agree(judged) == 10
+
+
+def tenths_that_agree(judged: np.ndarray) -> int:
+    """judged: [N, 2] predicted probability, 1.0 if accepted. How many tenths have enough nodes; all those agree."""
     tenth = np.minimum((judged[:, 0] * 10).astype(int), 9)
     checked = 0
     for number in range(10):
@@ -75,7 +86,25 @@ def test_predicted_and_observed_acceptance_agree_in_every_tenth_on_held_out_prob
         if len(predicted) > LEAST:
             checked += 1
             assert abs(predicted.mean() - observed.mean()) < 0.07, number
-    assert checked == 10
+    return checked
+
+
+def test_predictions_hold_from_epoch_to_epoch_while_a_policy_is_trained() -> None:
+    """From the third epoch on, each epoch's answers are predicted from the two before it, whose weights were others."""
+    answers: dict[str, dict[int, list]] = defaultdict(lambda: defaultdict(list))
+    for one in read_rollouts(GRPO):
+        answers[one["problem_id"]][one["epoch"]].append(one)
+    judged = []
+    for of_problem in answers.values():
+        epochs = [
+            Epoch(tuple(np.asarray(one["token_ids"], np.int32) for one in own), tuple(one["reward"] for one in own))
+            for _, own in sorted(of_problem.items())
+        ]
+        prompt = np.asarray(of_problem[0][0]["prompt_token_ids"], np.int32)
+        for now in range(PRESENT, len(epochs)):
+            problem = Problem(prompt, tuple(epochs[now - PRESENT : now + 1]))
+            judged += replay(problem, HistoryConfig(), 32, False)[0]
+    assert tenths_that_agree(np.asarray(judged)) == 10
 
 
 def test_a_tree_yields_more_tokens_per_step_than_a_chain_of_as_many_nodes() -> None:
