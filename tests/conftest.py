@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-# Triton decides whether to interpret when a kernel is decorated, so whatever imports a kernel first decides for all.
+from tests import own_processes
+
 # Collected only when nothing else is asked for (`pytest tests/v2`); tests/e2e/test_own_processes.py does so.
-OWN_PROCESS = [Path(__file__).parent / folder for folder in ("kernels", "v2")]
+OWN_PROCESS = [Path(__file__).parent / folder for folder in own_processes.FOLDERS]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -16,6 +17,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         if collection_path.is_relative_to(folder) and not all(path.is_relative_to(folder) for path in asked):
             return True
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that wait for other processes wait last."""
+    items.sort(key=lambda item: item.path.name == own_processes.STARTED_BY)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    is_asked = any(item.path.name == own_processes.STARTED_BY for item in session.items)
+    if is_asked and not session.config.option.collectonly:
+        session.config.own_processes = own_processes.Beside()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    beside = getattr(config, "own_processes", None)
+    if beside is not None:
+        beside.stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
