@@ -7,7 +7,7 @@ import pytest
 
 from tests import own_processes
 
-# Collected only when nothing else is asked for (`pytest tests/v2`); tests/e2e/test_own_processes.py does so.
+# Collected only when nothing else is asked for (`pytest tests/v2`); tests/e2e/test_own_processes.py has them run.
 OWN_PROCESS = [Path(__file__).parent / folder for folder in own_processes.FOLDERS]
 
 

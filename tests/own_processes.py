@@ -1,6 +1,7 @@
-"""Folders of tests that need a process of their own, run beside all other tests rather than before or after them.
+"""Tests that run in processes of their own, beside all others rather than before or after them.
 
-Triton decides whether to interpret when a kernel is decorated, so whatever imports a kernel first decides for all.
+Kernels and the V2 runner have to: Triton decides whether to interpret when a kernel is decorated, so whatever imports a
+kernel first decides for all. The benchmarks' tests only start engines and wait for them, so others may run meanwhile.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("kernels", "v2")
+FOLDERS = ("kernels", "v2", "integration/test_bench.py", "integration/test_bench_budgets.py")
 STARTED_BY = "test_own_processes.py"
 
 
 class Beside:
-    """Runs the folders one after the other, in a thread."""
+    """Runs them one after the other, in a thread."""
 
     def __init__(self) -> None:
         self._done: dict[str, subprocess.CompletedProcess[str]] = {}
@@ -28,7 +29,7 @@ class Beside:
         self._thread.start()
 
     def result(self, folder: str) -> subprocess.CompletedProcess[str]:
-        """What became of a folder's tests; waits for them."""
+        """What became of these tests; waits for them."""
         self._ended[folder].wait()
         return self._done[folder]
 

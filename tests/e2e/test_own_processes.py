@@ -1,4 +1,4 @@
-"""The tests whose imports must see a Triton that interprets; they run beside all others, and these wait for them."""
+"""The tests that run in processes of their own, beside all others; these here wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_passes_its_tests_under_tritons_interpreter(folder: str, pytestconfig: pytest.Config) -> None:
+def test_what_runs_in_a_process_of_its_own_passes(folder: str, pytestconfig: pytest.Config) -> None:
     done = pytestconfig.own_processes.result(folder)
     print(done.stdout[-3000:])
     assert done.returncode == 0, done.stdout[-8000:]
