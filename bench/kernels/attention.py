@@ -63,7 +63,7 @@ def check(kernel: Any, device: str = "cuda") -> str | None:
             cache = Cache(model, 3 * BLOCK_SIZE + 5, 2)
             inputs = make_attention(Attention(cache, nodes, kind), make_cache(cache, device))
             found, wanted = inputs.call(kernel).double(), reference.attention(inputs)
-            worst = float((found - wanted).abs().max())
+            worst = reference.excess(found, wanted)
             if not worst <= reference.TOLERANCE:
                 return f"{model.name}, {kind} of {nodes}: off by {worst:.3g}, more than {reference.TOLERANCE:g}"
     return None

@@ -10,7 +10,16 @@ from vllm_specrollout.kernels.tree_verify.naive import sample_rows, walk
 from .inputs import AttentionInputs
 
 TOLERANCE = 2e-2
-"""Most a bf16 output of unit-variance values may differ from exact arithmetic."""
+"""Most a bf16 output of unit-variance values may differ from exact arithmetic; of a value beyond 1, its share.
+
+Weights and output are each rounded to bf16, and Triton's interpreter rounds towards zero: up to 0.8 % of the value, all
+in one direction. 0.9 % is the worst of 672 random cases.
+"""
+
+
+def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far off the worst value is, as `TOLERANCE` counts it; NaN if any value is."""
+    return float(((found - wanted).abs() / wanted.abs().clamp(min=1)).max())
 
 
 def attention(inputs: AttentionInputs) -> torch.Tensor:
