@@ -11,6 +11,7 @@ namespace {
 
 // nodes below one that opens a path whose gain may help to pay for it
 constexpr int kHelpers = 3;
+constexpr double kFreeRow = 1e-9;
 
 // Larger numbers first: the bits of a positive float, turned around.
 uint32_t DescendingKey(double value) {
@@ -41,7 +42,8 @@ void Picker::Run(const std::vector<TreeView>& trees, const PickRequest& request,
   size_t count = 0;
   double net = 0.0;
   if (n) {
-    Help(request.rows[1] - request.rows[0]);
+    // Not what the next row costs: where that is nothing, every node would be worth infinitely much, and all alike.
+    Help(std::max((request.rows[n] - request.rows[0]) / static_cast<double>(n), kFreeRow));
     Rank(cheapest);
     count = BestPrefix(request, &net);
   }

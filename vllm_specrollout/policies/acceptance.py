@@ -26,10 +26,12 @@ from vllm_specrollout.types import Feedback, RequestView
 Array = npt.NDArray[np.float64]
 
 _BUCKET_PRIOR, _DEPTH_PRIOR = 20.0, 60.0  # observations that the word before it counts for
-_REQUEST_PRIOR = 6.0
+_LEAST_PRIOR, _MOST_PRIOR = 5.0, 200.0  # the same of a request: the less its kind differ, the more
+_USUAL_SPREAD, _SPREAD_PRIOR = 1 / 40, 400.0  # variance of requests' factors before any are known, and its weight
+_SPREAD_MEMORY = 0.9995  # weight left to what a request tells of that spread after each further draft
 _PER_OBSERVATION = 0.9995  # weight left to an observation after each further one of the same cell
 _PER_STEP = 0.9995  # and after each step, whatever it observed
-_REQUEST_MEMORY = 0.93  # weight left to a request's observations after each further draft of it
+_REQUEST_MEMORY = 0.95  # weight left to a request's observations after each further draft of it
 _NEW_WEIGHTS = 0.5  # weight left to everything when the policy's weights change
 _LOWEST, _HIGHEST = 0.05, 2.0  # of a request's factor
 _PROBLEMS = 65_536  # problems remembered; those seen least recently go first
@@ -70,6 +72,8 @@ class Acceptance:
         # request -> [accepted, expected]; problem -> the same, left by its answers
         self._requests: dict[str, list[float]] = {}
         self._problems: OrderedDict[str, list[float]] = OrderedDict()
+        # how far requests were off the same way twice, and how far they would be if their factors had variance 1
+        self._repeated, self._possible = _USUAL_SPREAD * _SPREAD_PRIOR, _SPREAD_PRIOR
         self._version = 0
 
     def tables(self) -> tuple[Array, Array]:
@@ -81,7 +85,18 @@ class Acceptance:
         counts = self._requests.get(request_id)
         if counts is None:
             return 1.0
-        return min(max((counts[0] + _REQUEST_PRIOR) / (counts[1] + _REQUEST_PRIOR), _LOWEST), _HIGHEST)
+        prior = self.request_prior
+        return min(max((counts[0] + prior) / (counts[1] + prior), _LOWEST), _HIGHEST)
+
+    @property
+    def request_prior(self) -> float:
+        """Observations that a request's batch counts for against its own: 1 / the variance of requests' factors.
+
+        A request that differs from its batch is off the same way again and again; luck is not. So with A - E what it
+        has been off by and a - e what its next draft is, the mean of (A - E)(a - e) is that variance times E e.
+        """
+        spread = self._repeated / self._possible
+        return 1.0 / min(max(spread, 1.0 / _MOST_PRIOR), 1.0 / _LEAST_PRIOR)
 
     def meet(self, view: RequestView) -> None:
         """A running request: at first sight it takes over what its problem's answers left."""
@@ -132,5 +147,7 @@ class Acceptance:
             counts = self._requests.get(item.request_id)
             if counts is None:
                 continue  # over since
+            self._repeated = _SPREAD_MEMORY * self._repeated + (counts[0] - counts[1]) * (taken - expected)
+            self._possible = _SPREAD_MEMORY * self._possible + counts[1] * expected
             counts[0] = _REQUEST_MEMORY * counts[0] + taken
             counts[1] = _REQUEST_MEMORY * counts[1] + expected

@@ -36,6 +36,7 @@ _KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths cou
 _MOST_TRUST = 0.5  # in guesses at lengths: where they are wrong, half of the weight is right all the same
 _WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.9  # weight left to a request's tokens per step after each further step
+_PACE_PRIOR = 2.0  # steps that what a request starts from counts for
 _MARGIN_ON = 0.03  # share of a plain step that drafts must be expected to save before they are switched on again
 _PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
@@ -51,6 +52,15 @@ class _Pace:
     tokens_per_step: float = 1.0
     # draft nodes verified per step
     nodes: float = 0.0
+    # steps seen of it
+    seen: int = 0
+
+    def approach(self, tokens_per_step: float, nodes: float) -> None:
+        """Take in a step, or another's pace: the first ones by mean, later ones with fading memory."""
+        self.seen += 1
+        share = max(1.0 - _RATE_MEMORY, 1.0 / (self.seen + _PACE_PRIOR))
+        self.tokens_per_step += share * (tokens_per_step - self.tokens_per_step)
+        self.nodes += share * (nodes - self.nodes)
 
 
 @dataclass(slots=True)
@@ -118,6 +128,10 @@ class AutoBudget:
         self.lengths = Lengths()
         self.switch = _Switch()
         self._pace: dict[str, _Pace] = {}
+        # what an answer starts from: the pace of those that ended
+        self._usual = _Pace(0)
+        # request -> nodes that its last step verified
+        self._nodes: dict[str, int] = {}
         self._step = _Step()
         self._weighed_for: list[str] = []
         self._weighed = 0
@@ -145,11 +159,12 @@ class AutoBudget:
             pace = paces.get(view.request_id)
             if pace is None:
                 self.acceptance.meet(view)
-                paces[view.request_id] = _Pace(length)
+                paces[view.request_id] = _Pace(length, self._usual.tokens_per_step, self._usual.nodes)
                 continue
             if length > pace.length:
-                pace.tokens_per_step += (1.0 - _RATE_MEMORY) * (length - pace.length - pace.tokens_per_step)
+                pace.approach(length - pace.length, self._nodes.get(view.request_id, 0))
             pace.length = length
+        self._nodes = {}
         if views:
             self.acceptance.weights_are(views[0].weights_version)
         return context
@@ -166,13 +181,23 @@ class AutoBudget:
         paces = [self._pace[name] for name in names]
         rate = np.asarray([pace.tokens_per_step for pace in paces])
         nodes = np.asarray([pace.nodes for pace in paces])
-        row = self.cost.row_at(len(views))
-        prices = self.cost.fixed, self.cost.request + row, row
+        prices = self._prices(len(views), float(nodes.sum()))
         trust = self._trust(views)
         if trust <= 0.0:
             return token_worth(np.ones((len(views), 1)), rate, nodes, *prices, trust=0.0)
         steps = np.stack([self._steps_left(view) for view in views]) / rate[:, None]
         return token_worth(steps, rate, nodes, *prices, trust=trust)
+
+    def _prices(self, batch: int, nodes: float) -> tuple[float, float, float]:
+        """Milliseconds of a step whatever is in it, of a request and of a node: a straight line through what steps cost.
+
+        It meets the bent one at a plain step and at one of so many nodes, so that a token is worth its share of those.
+        """
+        plain_ms = self._plain_ms(batch)
+        request_ms = min(self.cost.request + self.cost.row_at(batch - 1), plain_ms / batch)
+        more = max(round(nodes), 1)
+        row_ms = (float(self.cost.added_rows(batch, more)[-1]) + self.cost.draft + self.cost.tree * batch) / more
+        return plain_ms - batch * request_ms, request_ms, row_ms
 
     def _trust(self, views: Sequence[RequestView]) -> float:
         """How far the guesses at lengths may be trusted: as far as the problems are known."""
@@ -196,9 +221,7 @@ class AutoBudget:
         was_on = self.switch.is_on
         picked = self.kernels.pick(trees, self._request(decisions, num_nodes, plain_ms))
         self.switch.judge(picked.net / plain_ms)
-        for view, tree in zip(self._step.views, picked.trees, strict=True):
-            pace = self._pace[view.request_id]
-            pace.nodes += (1.0 - _RATE_MEMORY) * (tree.size - pace.nodes)
+        self._nodes = {view.request_id: tree.size for view, tree in zip(self._step.views, picked.trees, strict=True)}
         nodes = sum(tree.size for tree in picked.trees)
         names = ("pays", "nothing pays") if was_on else ("pays again", "probe")
         reason = names[0] if (nodes if was_on else self.switch.is_on) else names[1]
@@ -234,7 +257,9 @@ class AutoBudget:
 
     def finish(self, ending: Ending) -> None:
         self.acceptance.finish(ending.request_id, ending.problem_id)
-        self._pace.pop(ending.request_id, None)
+        pace = self._pace.pop(ending.request_id, None)
+        if pace is not None:
+            self._usual.approach(pace.tokens_per_step, pace.nodes)
         if ending.status is not Status.ABORTED:  # its length says nothing of where it was going
             self.lengths.observe(ending.problem_id, len(ending.token_ids))
 

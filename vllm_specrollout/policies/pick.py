@@ -32,6 +32,7 @@ DEPTHS = (0, 1, 2, 3, 4, 5, 7, 10, 16)
 """Where ranges of depth begin."""
 UNLIKELY, CERTAIN = 1e-6, 0.995
 """No node is believed less, or more, likely to be accepted than this."""
+_FREE_ROW = 1e-9  # milliseconds that a row is taken to cost at the least where nodes are ranked
 _HELPERS = 3  # nodes below one that opens a path whose gain may help to pay for it
 
 
@@ -136,7 +137,8 @@ def pick(trees: Sequence[DraftTree], request: PickRequest) -> Pick:
     rows = request.prices.rows
     ranked: list[_Node] = []
     if nodes:
-        _value(nodes, float(rows[1] - rows[0]))
+        # not what the next row costs: where that is nothing, every node would be worth infinitely much, and all alike
+        _value(nodes, max(float(rows[len(nodes)] - rows[0]) / len(nodes), _FREE_ROW))
         cheapest = float(np.diff(rows[: len(nodes) + 1]).min())
         # single precision, as the twin sorts; of equals the earlier node comes first, and so parents before children
         ranked = sorted((n for n in nodes if n.gain > cheapest), key=lambda n: -np.float32(n.value))

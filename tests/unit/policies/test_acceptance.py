@@ -78,6 +78,21 @@ def test_nodes_the_target_never_reached_say_nothing() -> None:
     assert by_bucket[0, probability_bucket(0.9)] == pytest.approx(1.0)
 
 
+def test_where_requests_are_alike_luck_counts_less_than_where_they_differ() -> None:
+    rng = np.random.default_rng(0)
+
+    def prior(accuracies: list[float]) -> float:
+        acceptance = Acceptance()
+        for i in range(len(accuracies)):
+            acceptance.meet(_view(f"r{i}", f"p{i}"))
+        for _ in range(150):
+            runs = [min(int(rng.geometric(1.0 - accuracy)) - 1, 4) for accuracy in accuracies]
+            acceptance.observe([_chain_feedback(0.7, 4, run, f"r{i}") for i, run in enumerate(runs)])
+        return acceptance.request_prior
+
+    assert prior([0.4, 0.9] * 4) < 15.0 < 40.0 < prior([0.7] * 8)
+
+
 def test_a_hard_request_is_told_from_its_batch_and_leaves_a_note_for_its_problem() -> None:
     acceptance = Acceptance()
     for name, problem in (("easy", "p"), ("hard", "q")):

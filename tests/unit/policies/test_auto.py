@@ -138,6 +138,33 @@ def test_while_requests_wait_all_answers_count_alike() -> None:
         assert (len(sizes) == 1) == is_even
 
 
+def test_a_new_answer_is_taken_to_go_as_fast_as_those_before() -> None:
+    """Else its tokens are worth a plain step's share at first, and it drafts more than pays."""
+    engine = Engine(4, row=0.5)
+    for _ in range(60):
+        engine.step(0.8)
+    usual = np.mean(engine.sizes[-20:])
+    for name in list(engine.lengths):
+        answer = np.zeros(engine.lengths.pop(name), np.int32)
+        engine.budget.finish(Ending(name, "", np.zeros(4, np.int32), answer, Status.FINISHED))
+    engine.lengths = {f"new{i}": 10 for i in range(4)}
+    engine.step(0.8)
+    assert engine.sizes[-1] <= 1.35 * usual
+
+
+def test_a_token_is_worth_its_share_of_the_step_where_rows_get_dearer() -> None:
+    """Rows are nearly free up to 16 and dear from there; a batch of 16 pays 13 ms for 16 tokens, 0.8 ms each."""
+    budget = AutoBudget(16, 16)
+    for rows in [8, 16, 24, 48] * 40:
+        ms = 12.0 + 0.06 * min(rows, 16) + 0.7 * max(rows - 16, 0)
+        budget.observe([], StepTiming(min(rows, 16), rows, max(rows - 16, 0), 0, 16, ms, True))
+    views = [RequestView(f"r{i}", np.zeros(24, np.int32), 4, 2000) for i in range(16)]
+    hard, easy = chain(range(8), probability=0.7), chain(range(8), probability=0.98)
+    for tree, does_pay in ((hard, False), (easy, True)):
+        chosen = budget.choose([tree] * 16, budget.decide(views))
+        assert any(own.size for own in chosen) == does_pay
+
+
 def test_a_pause_asks_no_drafter() -> None:
     engine = Engine(8, fixed=0.5, row=1.0)
     for _ in range(60):

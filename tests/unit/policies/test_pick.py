@@ -143,6 +143,20 @@ def test_the_request_whose_tokens_are_worth_more_gets_the_rows() -> None:
     assert sizes == [0, 3]
 
 
+def test_where_rows_are_nearly_free_at_first_no_request_goes_without() -> None:
+    """The likeliest of the second request come before the unlikeliest of the first."""
+    chain = make_tree([-1, 0, 1, 2, 3, 4], [0.7] * 6)
+    rows = np.asarray([0.0, 0.0, 0.0, 0.2, 0.7, 1.4, 2.1, 2.8, 3.5, 4.2, 4.9, 5.6, 6.3])
+    sizes = [tree.size for tree in pick([chain, chain], make_request([3.0, 3.0], rows, tree=0.06)).trees]
+    assert sizes == [4, 4]
+
+
+def test_rows_that_cost_nothing_at_all_are_all_used() -> None:
+    chain = make_tree([-1, 0, 1], [0.7] * 3)
+    sizes = [tree.size for tree in pick([chain, chain], make_request([1.0, 2.0], np.zeros(7))).trees]
+    assert sizes == [3, 3]
+
+
 def test_a_chain_request_gets_no_branches() -> None:
     tree = make_tree([-1, 0, -1, 2], [0.5, 0.5, 0.49, 0.99])
     request = make_request([5.0], np.arange(5) * 0.01)
