@@ -189,7 +189,7 @@ class AutoBudget:
         return token_worth(steps, rate, nodes, *prices, trust=trust)
 
     def _prices(self, batch: int, nodes: float) -> tuple[float, float, float]:
-        """Milliseconds of a step whatever is in it, of a request and of a node: a straight line through what steps cost.
+        """Milliseconds of a step whatever is in it, of a request, of a node: a straight line through what steps cost.
 
         It meets the bent one at a plain step and at one of so many nodes, so that a token is worth its share of those.
         """
