@@ -5,7 +5,7 @@ What belongs here: from what a step did to how long it takes, with how sure that
     step_ms = fixed + request * requests + rows(rows) + draft * [any nodes] + tree * trees + branch * branches
               + context * context tokens / 1024
 
-`rows` is a broken line that never falls, bent at powers of two: nearly flat while a step is bound by memory, steeper
+`rows` is a broken line that never falls, bent in a few places: nearly flat while a step is bound by memory, steeper
 once it is bound by arithmetic (FastGRPO, section 4.1 and appendix B, measures the same curve and calls its knee
 C_peak). The terms are fitted by least squares over recent decode steps, in relative error, with a pull towards
 proportions typical of such engines and towards neighbouring pieces of the line, so that what no recent step informs
@@ -26,8 +26,8 @@ from vllm_specrollout.types import StepTiming
 
 Array = npt.NDArray[np.float64]
 
-KNOTS = np.asarray([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048], dtype=np.float64)
-"""Rows at which the line may bend; the last piece has no end."""
+KNOTS = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], dtype=np.float64)
+"""Rows at which the line may bend; the last piece has no end. Closest where steps of few rows jump: kernels work in tiles."""
 _PIECES = len(KNOTS)
 _FIXED, _ROWS, _REQUEST, _DRAFT, _TREE, _BRANCH, _CONTEXT = (
     0,
