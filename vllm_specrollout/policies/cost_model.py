@@ -27,7 +27,7 @@ from vllm_specrollout.types import StepTiming
 Array = npt.NDArray[np.float64]
 
 KNOTS = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], dtype=np.float64)
-"""Rows at which the line may bend; the last piece has no end. Dense where few rows make steps jump, by kernels' tiles."""
+"""Rows at which the line may bend; the last piece has no end. Dense where kernels' tiles make few rows jump."""
 _PIECES = len(KNOTS)
 _FIXED, _ROWS, _REQUEST, _DRAFT, _TREE, _BRANCH, _CONTEXT = (
     0,
