@@ -20,6 +20,7 @@ from vllm_specrollout.policies.length import Lengths
 from vllm_specrollout.policies.makespan import token_worth
 from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
 from vllm_specrollout.types import (
+    EMPTY_TREE,
     Choice,
     Decision,
     DraftTree,
@@ -40,6 +41,9 @@ _PACE_PRIOR = 2.0  # steps that what a request starts from counts for
 _MARGIN_ON = 0.03  # share of a plain step that drafts must be expected to save before they are switched on again
 _PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
+_FIRST_PLAIN, _LAST_PLAIN = 16, 64  # steps with drafts after which one goes without, at first and later
+_SURE = 0.5  # share of a plain step that drafts save from which on it does not matter what exactly that costs
+PLAIN_PROBE = "plain, to know its cost"
 _PROBES = 2  # nodes verified, at most, where nothing pays: how else would it be noticed that it does again?
 
 
@@ -99,6 +103,26 @@ class _Switch:
 
 
 @dataclass(slots=True)
+class _PlainSteps:
+    """When a step goes without drafts for the sake of its time: a line fitted to drafted steps alone is a guess there."""
+
+    every: int = _FIRST_PLAIN
+    # steps with drafts since the last one without
+    drafted: int = 0
+
+    def is_due(self, nodes: int, share: float) -> bool:
+        """Called once per step with what would be drafted, and which share of a plain step that is said to save."""
+        if not nodes:
+            self.drafted = 0
+            return False
+        self.drafted += 1
+        if self.drafted <= self.every or share > _SURE:
+            return False
+        self.drafted, self.every = 0, min(2 * self.every, _LAST_PLAIN)
+        return True
+
+
+@dataclass(slots=True)
 class _Step:
     """What `decide` saw, for `choose`."""
 
@@ -127,6 +151,7 @@ class AutoBudget:
         self.acceptance = Acceptance(kernels.reached)
         self.lengths = Lengths()
         self.switch = _Switch()
+        self._plain = _PlainSteps()
         self._pace: dict[str, _Pace] = {}
         # what an answer starts from: the pace of those that ended
         self._usual = _Pace(0)
@@ -220,7 +245,11 @@ class AutoBudget:
             return list(trees)
         was_on = self.switch.is_on
         picked = self.kernels.pick(trees, self._request(decisions, num_nodes, plain_ms))
-        self.switch.judge(picked.net / plain_ms)
+        share = picked.net / plain_ms
+        self.switch.judge(share)
+        if was_on and self._plain.is_due(sum(tree.size for tree in picked.trees), share):
+            self._choice = Choice(True, PLAIN_PROBE, 0, 0.0, plain_ms, plain_ms)
+            return [EMPTY_TREE] * batch
         self._nodes = {view.request_id: tree.size for view, tree in zip(self._step.views, picked.trees, strict=True)}
         nodes = sum(tree.size for tree in picked.trees)
         names = ("pays", "nothing pays") if was_on else ("pays again", "probe")

@@ -43,7 +43,7 @@ _NUM = 6 + _PIECES
 # 2-core CPU, 150 M parameters, bf16: fixed, a row, a request, any drafts, a tree, a branch, 1024 tokens of context
 _TYPICAL = (1.0, 0.027, 0.003, 0.02, 0.003, 0.015, 0.002)
 # how far an engine may be from that, as a standard deviation in the same unit
-_SPREAD = (0.5, 0.03, 0.01, 0.3, 0.01, 0.02, 0.01)
+_SPREAD = (0.5, 0.05, 0.01, 0.3, 0.01, 0.02, 0.01)
 
 PRIOR: Array = np.concatenate([_TYPICAL[:1], [_TYPICAL[1]] * _PIECES, _TYPICAL[2:]])
 """Terms before anything is seen, as shares of `fixed`."""

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.policies.auto import PLAIN_PROBE
 from vllm_specrollout.policies.budget import Policy, may_draft
 from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
@@ -49,6 +50,8 @@ class WatchedPolicy:
 
     def _count(self, nodes: int) -> None:
         choice = self.policy.explain()
+        if choice is not None and choice.reason == PLAIN_PROBE:
+            return
         is_on = choice is None or choice.is_on
         is_drafting = is_on and nodes > 0
         self.counts["steps_on" if is_drafting else "steps_off"] += 1
@@ -154,7 +157,7 @@ class Tunable:
         """Of the policy set last, since the last call: steps_on, steps_off, switches, mind_changes.
 
         A step is off when nothing was drafted although something was proposed, or drafters were not asked although
-        requests could have been drafted for; probes of a policy that is off do not count. `switches` counts changes
+        requests could have been drafted for; single steps to try drafts, or their absence, do not count. `switches` counts changes
         between such steps, `mind_changes` those of the policy's own `explain().is_on`.
         """
         policy = self.model_runner.speculation.policy

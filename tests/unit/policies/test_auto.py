@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from vllm_specrollout.policies.auto import AutoBudget
+from vllm_specrollout.policies.auto import PLAIN_PROBE, AutoBudget
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Choice,
@@ -22,10 +23,12 @@ from vllm_specrollout.types import (
 class Engine:
     """A budget and a made-up engine around it: R answers, each draft a chain whose nodes are right with `accuracy`."""
 
-    def __init__(self, requests: int, *, fixed: float = 10.0, row: float = 0.2, seed: int = 0) -> None:
+    def __init__(
+        self, requests: int, *, fixed: float = 10.0, row: float = 0.2, jump: float = 0.0, seed: int = 0
+    ) -> None:
         self.budget = AutoBudget(16, 16)
         self.rng = np.random.default_rng(seed)
-        self.fixed, self.row = fixed, row
+        self.fixed, self.row, self.jump = fixed, row, jump
         self.lengths = {f"r{i}": 10 for i in range(requests)}
         self.said: list[Choice] = []
         self.sizes: list[int] = []
@@ -56,7 +59,9 @@ class Engine:
                     Feedback(name, tree.size, accepted, tree.parents, tree.source, tree.log_q, nodes, len(names))
                 )
         nodes = sum(tree.size for tree in trees)
-        ms = (self.fixed + self.row * (len(names) + nodes)) * float(self.rng.normal(1.0, 0.02))
+        ms = (self.fixed + self.row * (len(names) + nodes) + self.jump * (nodes > 0)) * float(
+            self.rng.normal(1.0, 0.02)
+        )
         self.budget.observe(feedback, StepTiming(len(names), len(names) + nodes, nodes, 0, tokens, ms, True))
 
 
@@ -163,6 +168,24 @@ def test_a_token_is_worth_its_share_of_the_step_where_rows_get_dearer() -> None:
     for tree, does_pay in ((hard, False), (easy, True)):
         chosen = budget.choose([tree] * 16, budget.decide(views))
         assert any(own.size for own in chosen) == does_pay
+
+
+def test_single_steps_without_drafts_tell_what_those_cost() -> None:
+    """Any draft costs 2 ms besides its row; steps with drafts alone could not say so."""
+    engine = Engine(8, row=0.2, jump=2.0)
+    for _ in range(200):
+        engine.step(0.5, claimed=0.5)
+    plain = [said for said in engine.said if said.reason == PLAIN_PROBE]
+    assert engine.budget.switch.is_on
+    assert 2 <= len(plain) <= 8
+    assert engine.said[-1].plain_ms == pytest.approx(11.6, rel=0.05)
+
+
+def test_drafts_that_save_most_of_a_step_are_not_interrupted() -> None:
+    engine = Engine(2, row=0.05)
+    for _ in range(200):
+        engine.step(0.9, claimed=0.9)
+    assert not any(said.reason == PLAIN_PROBE for said in engine.said[20:])
 
 
 def test_a_pause_asks_no_drafter() -> None:
