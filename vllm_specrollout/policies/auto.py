@@ -104,7 +104,7 @@ class _Switch:
 
 @dataclass(slots=True)
 class _PlainSteps:
-    """When a step goes without drafts for the sake of its time: a line fitted to drafted steps alone is a guess there."""
+    """When a step goes without drafts for the sake of its time, which drafted steps alone leave to guessing."""
 
     every: int = _FIRST_PLAIN
     # steps with drafts since the last one without

@@ -157,8 +157,8 @@ class Tunable:
         """Of the policy set last, since the last call: steps_on, steps_off, switches, mind_changes.
 
         A step is off when nothing was drafted although something was proposed, or drafters were not asked although
-        requests could have been drafted for; single steps to try drafts, or their absence, do not count. `switches` counts changes
-        between such steps, `mind_changes` those of the policy's own `explain().is_on`.
+        requests could have been drafted for; single steps to try drafts, or their absence, do not count. `switches`
+        counts changes between such steps, `mind_changes` those of the policy's own `explain().is_on`.
         """
         policy = self.model_runner.speculation.policy
         return policy.start_over() if isinstance(policy, WatchedPolicy) else {}
