@@ -171,7 +171,7 @@ def test_a_token_is_worth_its_share_of_the_step_where_rows_get_dearer() -> None:
 
 
 def test_single_steps_without_drafts_tell_what_those_cost() -> None:
-    """Any draft costs 2 ms besides its row; steps with drafts alone could not say so."""
+    """Any draft costs 2 ms besides its row: plain steps are rare, and what they cost is known all the same."""
     engine = Engine(8, row=0.2, jump=2.0)
     for _ in range(200):
         engine.step(0.5, claimed=0.5)
