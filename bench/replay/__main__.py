@@ -14,6 +14,9 @@ from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay_cli import strategies
 
 from ..common import flags
+from ..common.display import Display
+from ..common.models import CACHE
+from ..sweep.command import find_model
 from .agreement import RECORDED, compare
 from .make_traces import TRACES, make
 from .rollouts import Rollout
@@ -37,17 +40,21 @@ def agreement(
     prompts: Annotated[int, typer.Option(help="Problems.")] = 16,
     samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 4,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Timed passes; the medians count.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Timed passes; the median errors count.")] = 3,
+    size: Annotated[str | None, typer.Option(help="Inflate the policy to this size.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
 ) -> None:
     """Replay every budget on one recorded rollout, run every budget for real, and compare the makespans."""
-    rollout = Rollout(prompts=prompts, samples=samples, batch=batch)
+    with Display() as display:
+        model, title = find_model(None, size, "bfloat16", CACHE, display, is_policy=True)
+    rollout = Rollout(prompts=prompts, samples=samples, batch=batch, model=model)
     rows = compare(strategies(strategy), rollout, rounds, lambda text: print(text, file=sys.stderr, flush=True))
-    print(f"{prompts} problems x {samples} answers, {batch} at once, recorded with {RECORDED}")
-    print(f"{'budget':<12}{'predicted s':>12}{'measured s':>12}{'error':>8}   rounds")
+    print(f"{title}: {prompts} problems x {samples} answers, {batch} at once, recorded with {RECORDED}")
+    print(f"{'budget':<12}{'error':>8}   predicted / measured s, per round")
     for row in rows:
-        times = " ".join(f"{value:.3f}" for value in row.rounds_s)
-        print(f"{row.name:<12}{row.predicted_s:>12.3f}{row.measured_s:>12.3f}{row.error:>+8.1%}   {times}")
+        rounds_s = zip(row.predicted_s, row.measured_s, strict=True)
+        times = "  ".join(f"{predicted:.2f}/{measured:.2f}" for predicted, measured in rounds_s)
+        print(f"{row.name:<12}{row.error:>+8.1%}   {times}")
     if json is not None:
         values = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
         json.write_text(json_module.dumps(values, indent=1) + "\n", encoding="utf-8")

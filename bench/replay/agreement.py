@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay_cli import run_all
 
-from .rollouts import Rollout, run, start, warm_up, without_first
+from .rollouts import Rollout, at_once, run, start, warm_up
 
 RECORDED = "auto"  # its steps have drafts of all sizes, and none: what each costs is seen, not extrapolated
 
@@ -21,35 +21,45 @@ class Agreement:
     """One budget, foretold and measured."""
 
     name: str
-    predicted_s: float
-    # median over the rounds
-    measured_s: float
-    # per round
-    rounds_s: tuple[float, ...]
+    # per round: what the replay of that round's recording says, and the engine's makespan
+    predicted_s: tuple[float, ...]
+    measured_s: tuple[float, ...]
 
     @property
     def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1.0
+        """Median over the rounds."""
+        pairs = zip(self.predicted_s, self.measured_s, strict=True)
+        return statistics.median(predicted / measured for predicted, measured in pairs) - 1.0
 
 
 def compare(names: Sequence[str], rollout: Rollout, rounds: int, tell: Callable[[str], None]) -> list[Agreement]:
-    """Engines run one after the other, a few alive at once; the recording one is not timed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.jsonl.zst"
-        tell(f"recording with {RECORDED}")
-        with start(rollout, RECORDED, record=path) as engine:
-            count = warm_up(engine, rollout)
-            run(engine, rollout, rollout.noise[-1])
-        trace = without_first(read_trace(path), count)
-    results = run_all(trace, names)
-    found = []
-    for name in names:
-        tell(f"running {name}")
-        with start(rollout, name) as engine:
-            warm_up(engine, rollout)
-            seconds = tuple(run(engine, rollout, rollout.noise[-1]) for _ in range(rounds))
-        predicted = results[name].makespan_ms / 1e3
-        found.append(
-            Agreement(name=name, predicted_s=predicted, measured_s=statistics.median(seconds), rounds_s=seconds)
+    """One engine runs all budgets in turn; each pass with a fresh one, as replays have it, and one of them recorded.
+
+    A host's speed drifts, and two engines on it differ. So each round holds every budget once, the rounds go through
+    them both ways, and what a round measured is compared with what its own recording foretells.
+    """
+    arms = list(names) if RECORDED in names else [RECORDED, *names]
+    measured: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder, start(rollout, RECORDED) as engine:
+        paths = [Path(folder) / f"{number}.jsonl.zst" for number in range(rounds)]
+        warm_up(engine, rollout)
+        for number, path in enumerate(paths):
+            seconds: dict[str, float] = {}
+            for name in arms if number % 2 == 0 else reversed(arms):
+                tell(f"round {number + 1} of {rounds}: {name}")
+                record = str(path) if name == RECORDED else None
+                engine.ask("rpc", method="spec_rollout_set_budget", name=name, is_profiled=False, record=record)
+                seconds[name] = run(engine, rollout, rollout.noise[-1])
+            measured.append(seconds)
+        # completes the last recording
+        engine.ask("rpc", method="spec_rollout_set_budget", name="off")
+        tell("replaying")
+        predicted = [run_all(at_once(read_trace(path)), names) for path in paths]
+    return [
+        Agreement(
+            name=name,
+            predicted_s=tuple(one[name].makespan_ms / 1e3 for one in predicted),
+            measured_s=tuple(one[name] for one in measured),
         )
-    return found
+        for name in names
+    ]

@@ -1,4 +1,4 @@
-"""Engines that roll the small policy out with a budget, and record it if asked to."""
+"""Engines that roll the policy out with a budget, and record it if asked to."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Rollout:
     drafters: tuple[str, ...] = ("ngram",)
     # problems with very many terms, the others then having few; None: as they come
     long: int | None = None
+    model: Path = CHECKPOINT
 
 
 def chosen_problems(rollout: Rollout) -> list[Problem]:
@@ -64,7 +65,7 @@ def start(rollout: Rollout, budget: str, history: Path | None = None, record: Pa
     if record is not None:
         settings["record"] = str(record)
     arguments = {
-        "model": str(CHECKPOINT),
+        "model": str(rollout.model),
         "dtype": "bfloat16",
         "seed": 0,
         "enforce_eager": True,
@@ -116,6 +117,11 @@ def without_first(trace: Trace, count: int) -> Trace:
     if trace.header.lag:
         steps[0] = replace(steps[0], timing=None)
     ends = {n - count: replace(end, request=n - count) for n, end in trace.ends.items() if n >= count}
-    if all(arrival.ready_ms < _AT_ONCE_MS for arrival in arrivals):
-        arrivals = [replace(arrival, ready_ms=0.0) for arrival in arrivals]
-    return Trace(trace.header, tuple(arrivals), tuple(steps), ends, trace.is_cut)
+    return at_once(Trace(trace.header, tuple(arrivals), tuple(steps), ends, trace.is_cut))
+
+
+def at_once(trace: Trace) -> Trace:
+    """The trace of a rollout whose requests were all handed over together: they take some time to reach the engine."""
+    if not all(arrival.ready_ms < _AT_ONCE_MS for arrival in trace.arrivals):
+        return trace
+    return replace(trace, arrivals=tuple(replace(arrival, ready_ms=0.0) for arrival in trace.arrivals))

@@ -44,22 +44,22 @@ class _Rates:
         self.accepted = np.zeros(shape)
         self.expected = np.zeros(shape)
         self.prior = prior
-
-    def factor(self) -> Array:
-        """1 where nothing has been seen."""
-        return (self.accepted + self.prior) / (self.expected + self.prior)
+        # what they come to: 1 where nothing has been seen
+        self.factor = np.ones(shape)
 
     def observe(self, cells: npt.NDArray[np.int64], accepted: Array, expected: Array) -> None:
         """cells [N] flat indices, accepted [N] 0 or 1, expected [N] probabilities."""
         size, shape = self.accepted.size, self.accepted.shape
-        fade = _PER_STEP * _PER_OBSERVATION ** np.bincount(cells, minlength=size).reshape(shape)
+        fade = (_PER_STEP * _PER_OBSERVATION ** np.bincount(cells, minlength=size)).reshape(shape)
         self.accepted = self.accepted * fade + np.bincount(cells, accepted, size).reshape(shape)
         self.expected = self.expected * fade + np.bincount(cells, expected, size).reshape(shape)
+        self.factor = (self.accepted + self.prior) / (self.expected + self.prior)
 
     def scale(self, share: float) -> None:
         """Every observation counts for `share` of what it did."""
         self.accepted *= share
         self.expected *= share
+        self.factor = (self.accepted + self.prior) / (self.expected + self.prior)
 
 
 class Acceptance:
@@ -78,7 +78,7 @@ class Acceptance:
 
     def tables(self) -> tuple[Array, Array]:
         """Factors [SOURCES, BUCKETS] by source and probability, [SOURCES, len(DEPTHS)] by source and depth."""
-        return self._buckets.factor(), self._depths.factor()
+        return self._buckets.factor, self._depths.factor
 
     def factor(self, request_id: str) -> float:
         """How much easier than its batch the request is to draft for; 1.0: just as easy, or not known."""
@@ -135,9 +135,9 @@ class Acceptance:
         nodes = self._reached(feedback)
         self._buckets.observe(nodes.bucket, nodes.accepted, nodes.q)
         # what a table explains already is no news to the next one
-        by_bucket = np.minimum(nodes.q * self._buckets.factor().ravel()[nodes.bucket], CERTAIN)
+        by_bucket = np.minimum(nodes.q * self._buckets.factor.ravel()[nodes.bucket], CERTAIN)
         self._depths.observe(nodes.depth, nodes.accepted, by_bucket)
-        by_depth = np.minimum(by_bucket * self._depths.factor().ravel()[nodes.depth], CERTAIN)
+        by_depth = np.minimum(by_bucket * self._depths.factor.ravel()[nodes.depth], CERTAIN)
         count = len(feedback)
         sums = (
             np.bincount(nodes.owner, nodes.accepted, count).tolist(),

@@ -15,6 +15,7 @@ the engine itself has changed, and the line is scaled and learned anew.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -29,6 +30,7 @@ Array = npt.NDArray[np.float64]
 KNOTS = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], dtype=np.float64)
 """Rows at which the line may bend; the last piece has no end. Dense where kernels' tiles make few rows jump."""
 _PIECES = len(KNOTS)
+_WIDTHS, _NOTHING = np.diff(KNOTS), np.zeros(1)
 _FIXED, _ROWS, _REQUEST, _DRAFT, _TREE, _BRANCH, _CONTEXT = (
     0,
     slice(1, 1 + _PIECES),
@@ -69,7 +71,7 @@ def features(rows: int, batch: int, nodes: int, trees: int, branches: int, conte
     pieces = x[_ROWS]
     np.subtract(float(rows), KNOTS, out=pieces)
     np.maximum(pieces, 0.0, out=pieces)
-    pieces[:-1] = np.minimum(pieces[:-1], KNOTS[1:] - KNOTS[:-1])
+    np.minimum(pieces[:-1], _WIDTHS, out=pieces[:-1])
     x[_REQUEST:] = (batch, float(nodes > 0), trees, branches, context / 1024.0)
     return x
 
@@ -135,7 +137,7 @@ class StepCost:
     def added_rows(self, rows: int, more: int) -> Array:
         """[more + 1] milliseconds that 0, 1, 2, ... `more` rows add to a step of `rows`."""
         at = np.arange(rows, rows + more + 1, dtype=np.float64)
-        starts = np.concatenate([[0.0], np.cumsum(self._terms[_ROWS][:-1] * np.diff(KNOTS))])
+        starts = np.concatenate([_NOTHING, np.cumsum(self._terms[_ROWS][:-1] * _WIDTHS)])
         piece = np.searchsorted(KNOTS, at, side="right") - 1
         total = starts[piece] + self._terms[_ROWS][piece] * (at - KNOTS[piece])
         return total - total[0]
@@ -213,16 +215,16 @@ class StepCost:
         self._errors.append(abs(predicted - step_ms) / step_ms)
         if self._seen < 4:
             return 1.0 / step_ms**2
-        self._shifts.append(float(np.log(step_ms / predicted)))
+        self._shifts.append(math.log(step_ms / predicted))
         shift = self._shift()
         if shift:
-            self._rescale(float(np.exp(shift)))
-            predicted *= float(np.exp(shift))
+            self._rescale(math.exp(shift))
+            predicted *= math.exp(shift)
         off = abs(step_ms - predicted) / predicted
         usual = _HUBER * self._noise
         # what all recent steps are off by is not noise: it is on its way to be taken for a change
-        apart = abs(float(np.log(step_ms / predicted)) - (median(self._shifts) if self._shifts else 0.0))
-        self._noise = max(_NOISE, float(np.sqrt(0.98 * self._noise**2 + 0.02 * min(apart, 2.0 * usual) ** 2)))
+        apart = abs(math.log(step_ms / predicted) - (median(self._shifts) if self._shifts else 0.0))
+        self._noise = max(_NOISE, math.sqrt(0.98 * self._noise**2 + 0.02 * min(apart, 2.0 * usual) ** 2))
         return min(1.0, usual / max(off, 1e-9)) / predicted**2
 
     def _shift(self) -> float:

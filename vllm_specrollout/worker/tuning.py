@@ -20,7 +20,7 @@ from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.picking import CORE
 from vllm_specrollout.worker.profiling import profiled
-from vllm_specrollout.worker.recording import end_recording
+from vllm_specrollout.worker.recording import end_recording, recorded
 
 
 class WatchedPolicy:
@@ -115,6 +115,7 @@ class Tunable:
         length_weight: bool = True,
         is_profiled: bool = True,
         is_fresh: bool = True,
+        record: str | None = None,
     ) -> None:
         """A fresh policy in the place of the present one: nothing that was learned is carried over.
 
@@ -124,9 +125,11 @@ class Tunable:
             length_weight: False: `auto` without the weight of an answer's expected length.
             is_profiled: it starts from the saved profile of such an engine, if there is one and the engine uses it.
             is_fresh: False: take the policy back that was last made with these arguments, and what it has learned.
+            record: file that the policy's steps are recorded into, until there is another policy.
 
         Raises:
             ConfigError: an unknown name, or more than the engine allows.
+            TraceError: the file cannot be made.
         """
         kept = self.__dict__.setdefault("_spec_rollout_policies", {})
         key = (name, max_draft_tokens, max_depth, length_weight, is_profiled)
@@ -151,6 +154,9 @@ class Tunable:
         if not length_weight:
             policy.length_weight = False
         end_recording(self.model_runner.speculation.policy)
+        if record is not None:
+            runner = "v2" if self.vllm_config.use_v2_model_runner else "v1"
+            policy = recorded(policy, dataclasses.replace(wanted, record=record), self.vllm_config, runner)
         self.model_runner.speculation.policy = kept[key] = WatchedPolicy(policy)
 
     def spec_rollout_switches(self) -> dict[str, int]:
