@@ -24,6 +24,7 @@ DRAFTERS = ("history", "ngram", "oracle")
 BUDGETS = ("auto", "fixed", "off", "histospec", "das", "fastgrpo", "tlt", "specactor")
 PROFILES = ("auto", "off")
 SHAPES = ("tree", "chain")
+QUEUE_ORDERS = ("longest_first", "arrival")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class SpecRolloutConfig:
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
     (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor)."""
+    queue_order: str = "longest_first"
+    """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
+    same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
     profile: str = "auto"
     """`auto` starts from what `specrollout profile` measured of this model on this host, if it did; `off` does not."""
     max_graphs: int = 64
@@ -70,6 +74,7 @@ class SpecRolloutConfig:
         check_range("max_graphs", self.max_graphs, 0, 4096)
         check_choice("shape", self.shape, SHAPES)
         check_choice("budget", self.budget, BUDGETS)
+        check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:
             check_range("scratch_blocks", self.scratch_blocks, 0, 1 << 20)

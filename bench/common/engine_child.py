@@ -176,6 +176,13 @@ class Engine:
         self.core.step()
         return result
 
+    def order_queue(self, longest_first: bool) -> None:
+        """Switch the order of waiting requests, in our engine; it remembers lengths either way.
+
+        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: the scheduler is in this process.
+        """
+        self.core.engine_core.engine_core.scheduler.is_reordering = longest_first
+
     def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

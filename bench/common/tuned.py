@@ -30,11 +30,17 @@ class Budget:
     # None: the engine's
     max_draft_tokens: int | None = None
     length_weight: bool = True
+    # whether waiting requests get their places longest first
+    longest_first: bool = True
 
     @property
     def title(self) -> str:
         draft = "" if self.max_draft_tokens is None else f" {self.max_draft_tokens}"
-        return self.name + draft + ("" if self.length_weight else " without length weight")
+        without = [
+            *([] if self.length_weight else ["length weight"]),
+            *([] if self.longest_first else ["longest first"]),
+        ]
+        return self.name + draft + (f" without {', '.join(without)}" if without else "")
 
 
 AUTO = Budget(name="auto")
@@ -74,6 +80,7 @@ class Engines:
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh policy, which has learned nothing yet; or this budget's last one, which goes on learning."""
         limit = budget.max_draft_tokens
+        self.ours.ask("order_queue", longest_first=budget.longest_first)
         self.ours.ask(
             "rpc",
             method="spec_rollout_set_budget",

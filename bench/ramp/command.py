@@ -42,6 +42,7 @@ def bench_ramp(
     accuracy: Annotated[str, typer.Option(help="Probability that a draft token is right.")] = str(_DEFAULT.accuracy),
     max_draft_tokens: Annotated[int, typer.Option(help="Most draft tokens per step.")] = _DEFAULT.max_draft_tokens,
     rounds: Annotated[int, typer.Option(help="Timed rounds; the medians are reported.")] = _DEFAULT.rounds,
+    batch: Annotated[int, typer.Option(help="Requests at once, with --tail.")] = _DEFAULT.places,
     seed: Annotated[int, typer.Option(help="Of the requests' noise, and of the tail's problems.")] = _DEFAULT.seed,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = _DEFAULT.dtype,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
@@ -63,6 +64,7 @@ def bench_ramp(
         seed=seed,
         dtype=dtype,
         is_tail=tail,
+        places=batch,
     )
     check_writable(json, "--json")
     with Display() as display, tempfile.TemporaryDirectory() as scratch:
@@ -71,7 +73,7 @@ def bench_ramp(
         advance = display.steps(len(plan.patterns))
         advance("starting the engines", 0)
         config = plan.spec_rollout(DRAFTERS if tail else ("oracle",))
-        arguments = plan.engine_arguments(folder, plan.requests)
+        arguments = plan.engine_arguments(folder, plan.places if tail else plan.requests)
         with Engines(arguments, config, Path(scratch), kv_gib=kv_gib, is_verbose=verbose) as engines:
             rows = run_ramps(plan, engines, advance, lambda own: _print_pattern(own, display.out))
     report = make_report("ramp", {"model": title, **plan.as_dict()}, rows, {"summary": summary(rows)})
@@ -83,14 +85,15 @@ def bench_ramp(
 def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:
     auto = rows[0]
     out.print(
-        f"{auto.pattern}: {auto.batch} requests, seed {auto.seed}, p75/max {auto.length_ratio:.2f}",
+        f"{auto.pattern}: {auto.num_requests} requests, {auto.batch} at once, seed {auto.seed}, "
+        f"p75/max {auto.length_ratio:.2f}",
         markup=False,
         highlight=False,
     )
     for row in rows:
         time = "not comparable" if row.speedup is None else f"{row.makespan_s:7.2f} s  {row.speedup:.2f}x stock"
         counts = f"on {row.steps_on}, off {row.steps_off} steps, {row.switches} switches ({row.mind_changes} by choice)"
-        out.print(f"  {row.name:28s} {time}  {counts}", markup=False, highlight=False)
+        out.print(f"  {row.name:44s} {time}  {counts}", markup=False, highlight=False)
         if not row.identical:
             out.print(f"    {row.difference}", markup=False, highlight=False)
     if auto.auto_to_best is not None:

@@ -18,6 +18,8 @@ Report = Callable[[str, int], None]
 NUM_SHORT, NUM_LONG = 36, 4
 """Answers of the long tail: many short ones, few long ones."""
 _POOL = 400
+_EPOCHS = 4
+"""Passes over a tail's problems, with other noise, before anything is timed: what lengths are learned from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,19 @@ def _rows(plan: Plan, engines: Engines, load: Load, seed: int, report: Report) -
         for arm in arms:
             report(f"{load.pattern.name}: {when}, {arm.title}", 0)
             engines.set_budget(arm, is_fresh=number < 0)
+            if load.is_real and number < 0 and arm.length_weight:
+                _learn_lengths(engines, load, seed)
             engines.switches()
             ours = _run(engines, load, seed, is_ours=True)
             switches[arm] = engines.switches()
             pairs[arm].append(Pair(stock=stock, ours=ours, is_timed=number >= 0))
-    return _sum_up(load, seed, pairs, switches)
+    return _sum_up(plan, load, seed, pairs, switches)
+
+
+def _learn_lengths(engines: Engines, load: Load, seed: int) -> None:
+    """Earlier epochs: other answers to the same problems."""
+    for epoch in range(1, _EPOCHS + 1):
+        _run(engines, load, seed + epoch * len(load.prompts), is_ours=True)
 
 
 def _run(engines: Engines, load: Load, seed: int, *, is_ours: bool) -> Run:
@@ -101,9 +111,10 @@ def _run(engines: Engines, load: Load, seed: int, *, is_ours: bool) -> Run:
 
 
 def _sum_up(
-    load: Load, seed: int, pairs: dict[Budget, list[Pair]], switches: dict[Budget, dict[str, int]]
+    plan: Plan, load: Load, seed: int, pairs: dict[Budget, list[Pair]], switches: dict[Budget, dict[str, int]]
 ) -> list[RampRow]:
-    rows = {arm: make_row(arm.title, len(load.prompts), 0, own) for arm, own in pairs.items()}
+    batch = plan.places if plan.is_tail else plan.requests
+    rows = {arm: make_row(arm.title, min(len(load.prompts), batch), 0, own) for arm, own in pairs.items()}
     is_comparable = all(row.identical for row in rows.values())
     best = min((arm for arm in pairs if arm != AUTO), key=lambda arm: _wall_s(pairs[arm]), default=None)
     found = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,13 @@ class Plan:
     dtype: str = "bfloat16"
     seed: int = 0
     is_tail: bool = False
+    # of a tail: requests at once
+    places: int = 8
 
     def __post_init__(self) -> None:
         flags.in_range(self.requests, "--requests", 8, 256)
         flags.in_range(self.tokens, "--tokens", 8, 1 << 14)
+        flags.in_range(self.places, "--batch", 1, 256)
         flags.in_range(self.max_draft_tokens, "--max-draft-tokens", 1, 64)
         flags.in_range(self.rounds, "--rounds", 1, 1000)
         flags.in_range(self.seed, "--seed", 0, 1 << 20)
@@ -66,7 +69,8 @@ class Plan:
     def arms(self) -> list[Budget]:
         """`auto` first."""
         if self.is_tail:
-            return [AUTO, Budget(name="auto", length_weight=False)]
+            unweighted = Budget(name="auto", length_weight=False)
+            return [AUTO, unweighted, replace(unweighted, longest_first=False)]
         return [AUTO, *(Budget(name=name) for name in self.budgets if name != AUTO.name)]
 
     def spec_rollout(self, drafters: Sequence[str]) -> dict[str, Any]:
@@ -74,7 +78,11 @@ class Plan:
         return {"drafters": list(drafters), "max_draft_tokens": most, "max_depth": most}
 
     def engine_arguments(self, model: Path, max_num_seqs: int) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM`, the same for stock and ours."""
+        """Keyword arguments of `vllm.LLM`, the same for stock and ours.
+
+        Args:
+            max_num_seqs: requests at once.
+        """
         return {
             "model": str(model),
             "dtype": self.dtype,

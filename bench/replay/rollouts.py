@@ -60,6 +60,8 @@ def start(rollout: Rollout, budget: str, history: Path | None = None, record: Pa
         record: file that the rollout is recorded into.
     """
     settings: dict[str, Any] = {"drafters": list(rollout.drafters), "budget": budget, "profile": "off"}
+    # some passes repeat each other, and all of them are to be admitted alike
+    settings["queue_order"] = "arrival"
     if history is not None:
         settings["history"] = {"dir": str(history)}
     if record is not None:

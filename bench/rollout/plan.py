@@ -63,6 +63,8 @@ class Plan:
             "drafters": list(self.drafters),
             "max_draft_tokens": self.max_draft_tokens,
             "budget": self.budget,
+            # rounds repeat each other here too: every length would be known
+            "queue_order": "arrival",
         }
 
     def max_model_len(self) -> int:

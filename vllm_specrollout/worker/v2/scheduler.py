@@ -24,12 +24,13 @@ from vllm_specrollout.policies.room import room_per_request
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, with_speculation
 from vllm_specrollout.worker.counts import PassesCounts
 from vllm_specrollout.worker.endings import TellsEndings
+from vllm_specrollout.worker.queueing import OrdersQueue
 from vllm_specrollout.worker.v2.grammar import drafted_schedule
 
 _Base = Scheduler if TYPE_CHECKING else object
 
 
-class LeavesRoom(PassesCounts, TellsEndings, _Base):
+class LeavesRoom(PassesCounts, TellsEndings, OrdersQueue, _Base):
     """Mixed into vLLM's schedulers."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
