@@ -116,7 +116,11 @@ def _sum_up(
     batch = plan.places if plan.is_tail else plan.requests
     rows = {arm: make_row(arm.title, min(len(load.prompts), batch), 0, own) for arm, own in pairs.items()}
     is_comparable = all(row.identical for row in rows.values())
-    best = min((arm for arm in pairs if arm != AUTO), key=lambda arm: _wall_s(pairs[arm]), default=None)
+    others = [arm for arm in pairs if arm != AUTO]
+    if plan.is_tail:
+        # what all of the length weight is worth, not a part of it
+        others = others[-1:]
+    best = min(others, key=lambda arm: _wall_s(pairs[arm]), default=None)
     found = []
     for arm, row in rows.items():
         values = {field.name: getattr(row, field.name) for field in fields(row)}

@@ -22,6 +22,8 @@ PROMPT_LEN = 64
 PATTERNS = ("drain", "fill", "bursts", "bad-drafter", "new-weights")
 WITHIN = 0.95
 """`auto` may take 5 % longer than the best preset."""
+TAIL_GAIN = 1.15
+"""What expected lengths are to be worth in a long-tail rollout, in drafts and in the queue's order together."""
 MOST_SWITCHES = 2
 
 
@@ -180,11 +182,12 @@ def summary(rows: Sequence[RampRow]) -> dict[str, Any]:
     found = {}
     for row in rows:
         if row.name == AUTO.title:
+            least = TAIL_GAIN if row.pattern == "tail" else WITHIN
             found[row.pattern] = {
                 "auto_to_best": row.auto_to_best,
                 "best": row.best,
                 "switches": row.switches,
-                "is_met": None if row.auto_to_best is None else row.auto_to_best >= WITHIN,
+                "is_met": None if row.auto_to_best is None else row.auto_to_best >= least,
                 "is_steady": row.switches <= MOST_SWITCHES,
             }
     return found

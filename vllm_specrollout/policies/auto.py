@@ -17,7 +17,7 @@ from vllm_specrollout.policies.acceptance import Acceptance
 from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.policies.length import Lengths
-from vllm_specrollout.policies.makespan import token_worth
+from vllm_specrollout.policies.makespan import level, token_worth
 from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
 from vllm_specrollout.types import (
     EMPTY_TREE,
@@ -211,6 +211,8 @@ class AutoBudget:
         if trust <= 0.0:
             return token_worth(np.ones((len(views), 1)), rate, nodes, *prices, trust=0.0)
         steps = np.stack([self._steps_left(view) for view in views]) / rate[:, None]
+        if self._waiting:
+            steps = np.maximum(steps, level(steps.mean(axis=1), self._waiting * self.lengths.mean / rate.mean()))
         return token_worth(steps, rate, nodes, *prices, trust=trust)
 
     def _prices(self, batch: int, nodes: float) -> tuple[float, float, float]:
@@ -226,7 +228,7 @@ class AutoBudget:
 
     def _trust(self, views: Sequence[RequestView]) -> float:
         """How far the guesses at lengths may be trusted: as far as the problems are known."""
-        if not self.length_weight or self._waiting or self.lengths.num_known < _KNOWN_LENGTHS:
+        if not self.length_weight or self.lengths.num_known < _KNOWN_LENGTHS:
             return 0.0
         return _MOST_TRUST * sum(self.lengths.knows(view.problem_id) for view in views) / len(views)
 

@@ -115,6 +115,12 @@ class Lengths:
         """Recent answers whose length is remembered."""
         return len(self._overall.sorted)
 
+    @property
+    def mean(self) -> float:
+        """Mean of recent answers' lengths in tokens; 1.0 before any is known."""
+        known = self._overall.sorted
+        return sum(known) / len(known) if known else 1.0
+
     def knows(self, problem_id: str) -> bool:
         """Whether enough of the problem's own answers have ended for a guess."""
         own = self._problems.get(problem_id)

@@ -14,8 +14,8 @@ a_i tokens for the rows of its n_i nodes besides, whichever is less:
 with P_i the probability that i ends last: S_i is not known, its distribution is guessed (policies/length.py). Where all
 answers are alike, P is 1 / R, and "worth more than it costs" is the rule of throughput: a node pays if it yields more
 tokens per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those
-of the others only the rows they free. While requests wait for a place, places that come free early are filled again,
-and none of those running is known to be the last: all are taken to be alike.
+of the others only the rows they free. While requests wait, a place that comes free is filled again: it is busy for S_i
+steps, or up to the level that what waits fills the places to, whichever is more.
 """
 
 from __future__ import annotations
@@ -51,6 +51,21 @@ def chances_of_ending_last(steps: Array) -> Array:
     all_ended = log_ended.sum(axis=0)
     last = (ends * np.exp(all_ended - log_ended))[:, 1:].sum(axis=1) + 1e-12
     return last / last.sum()
+
+
+def level(steps: Array, waiting: float) -> float:
+    """Steps after which the places are free of what runs and of what waits, whichever place takes it.
+
+    What waits fills up the places that come free first, like water; a place that is busy for longer stands out of it.
+
+    Args:
+        steps: [R] steps that each running answer still takes.
+        waiting: the same of all that wait, summed.
+    """
+    ordered = np.sort(steps)
+    # levels at which the first 1, 2, ... R places hold all that waits
+    levels = (np.cumsum(ordered) + waiting) / np.arange(1, len(ordered) + 1)
+    return float(levels.min())
 
 
 def token_worth(

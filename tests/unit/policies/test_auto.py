@@ -126,14 +126,14 @@ def test_a_long_answer_gets_what_the_short_ones_do_not() -> None:
     assert len({tree.size for tree in even.choose([chain(range(16), probability=0.75)] * 3, even.decide(views))}) == 1
 
 
-def test_while_requests_wait_all_answers_count_alike() -> None:
+def test_a_long_answer_counts_more_only_if_it_outlasts_what_waits() -> None:
     budget = AutoBudget(16, 16)
     for sample in range(12):
         problem, length = ("long", 900) if sample % 2 else ("short", 30)
         answer = np.zeros(length + sample, np.int32)
         budget.finish(Ending(f"e{sample}", problem, np.zeros(4, np.int32), answer, Status.FINISHED))
     views = [RequestView(p, np.zeros(24, np.int32), 4, 2000, problem_id=p) for p in ("short", "long")]
-    for waiting, is_even in ((3, True), (0, False)):
+    for waiting, is_even in ((100, True), (1, False), (0, False)):
         for rows in (4, 20, 40, 60) * 20:
             timing = StepTiming(4, rows, rows - 4, 0, 4, 10.0 + 0.5 * rows, True, waiting=waiting)
             budget.observe([], timing)

@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.makespan import chances_of_ending_last, token_worth
+from vllm_specrollout.policies.makespan import chances_of_ending_last, level, token_worth
 
 
 def test_the_longest_answer_ends_last() -> None:
     steps = np.asarray([[10.0, 12.0], [11.0, 13.0], [200.0, 220.0]])
     assert chances_of_ending_last(steps)[2] == pytest.approx(1.0, abs=0.01)
+
+
+@given(st.lists(st.floats(1.0, 500.0), min_size=1, max_size=12), st.floats(0.0, 5000.0))
+def test_what_waits_fills_the_places_like_water(steps: list[float], waiting: float) -> None:
+    found = level(np.asarray(steps), waiting)
+    assert sum(max(0.0, found - busy) for busy in steps) == pytest.approx(waiting, abs=1e-6)
+    assert found >= min(steps) - 1e-9
 
 
 def test_answers_alike_are_equally_likely_to_end_last() -> None:
