@@ -53,6 +53,8 @@ METRICS = (
     Metric("decisions", "counter", "Steps the budget decided on, by what it chose and why.", ("choice", "reason")),
     Metric("switches", "counter", "Times that drafting was switched, by what to and why.", ("to", "reason")),
     Metric("is_on", "gauge", "Whether the budget drafts at present: 1 or 0."),
+    Metric("windows", "counter", "Requests that drafters were asked for, summed over steps."),
+    Metric("window_tokens", "counter", "How many tokens ahead those requests could be drafted for, summed likewise."),
     Metric("budget_nodes", "gauge", "Draft nodes chosen for the next step, all requests together."),
     Metric(
         "cost_error",
@@ -82,6 +84,13 @@ class Meter:
         self._choices: list[tuple[Choice, int] | None] = [None, None]
         self._was_on: bool | None = None
         self._reasons: set[str] = set()
+
+    def allowed(self, decisions: Sequence[Decision]) -> None:
+        """How far ahead each request may be drafted for in the next step."""
+        windows = [min(decision.max_depth, decision.max_nodes) for decision in decisions if decision.max_nodes]
+        if windows:
+            self._add("windows", len(windows))
+            self._add("window_tokens", sum(windows))
 
     def drafted(self, trees: Sequence[DraftTree]) -> None:
         """What drafters proposed for the next step."""
@@ -187,6 +196,7 @@ class MeteredSpeculation(Speculation):
 
     def _united(self, proposals: Sequence[Sequence[DraftTree]], decisions: Sequence[Decision]) -> list[DraftTree]:
         trees = super()._united(proposals, decisions)
+        self.meter.allowed(decisions)
         self.meter.drafted(trees)
         return trees
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,18 +19,20 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import json, sys
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
 def main():
     model, spec_rollout = sys.argv[1], json.loads(sys.argv[2])
     llm = LLM(model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=256, max_num_seqs=8,
-              additional_config={"spec_rollout": spec_rollout})
+              disable_log_stats=False, additional_config={"spec_rollout": spec_rollout})
     prompts = [{"prompt_token_ids": [9 + i, 40, 41, 42, 9 + i, 40, 41, 42, 9 + i]} for i in range(8)]
     params = [SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8, seed=i, max_tokens=50, ignore_eos=True,
                              logprobs=1) for i in range(8)]
     out = llm.generate(prompts, params, use_tqdm=False)
     stats = llm.collective_rpc("spec_rollout_stats") if spec_rollout else [{}]
-    print("RESULT" + json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in out],
+    counted = {s.name: s.value for m in REGISTRY.collect() for s in m.samples if s.name.endswith("_nodes_total")}
+    print("RESULT" + json.dumps({"counted": counted, "tokens": [list(o.outputs[0].token_ids) for o in out],
                                  "drafted": [s.get("drafted", 0) for s in stats],
                                  "accepted": [s.get("accepted", 0) for s in stats]}))
 
@@ -38,7 +41,7 @@ if __name__ == "__main__":
 """
 
 
-def _run(model: str, spec_rollout: object, folder: Path) -> dict[str, list[list[int]]]:
+def _run(model: str, spec_rollout: object, folder: Path) -> dict[str, Any]:
     script = folder / "run.py"
     script.write_text(SCRIPT)
     environment = {
@@ -67,3 +70,7 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path)
     assert ours["tokens"] == stock["tokens"]
     assert len(ours["drafted"]) == 2 and ours["drafted"][0] == ours["drafted"][1] > 0
     assert ours["accepted"][0] == ours["accepted"][1]
+    # once, not once per rank
+    assert ours["counted"]["vllm:spec_rollout_verified_nodes_total"] == ours["drafted"][0]
+    assert ours["counted"]["vllm:spec_rollout_accepted_nodes_total"] == ours["accepted"][0]
+    assert not stock["counted"]

@@ -7,7 +7,7 @@ import pytest
 from vllm_specrollout.metrics import METRICS, PREFIX, Meter, MeteredSpeculation, marked, take_marked
 from vllm_specrollout.policies.budget import FixedBudget
 from vllm_specrollout.step import unite_naively
-from vllm_specrollout.types import Choice, DraftTree, Feedback, RequestView, StepTiming, chain
+from vllm_specrollout.types import Choice, Decision, DraftTree, Feedback, RequestView, Shape, StepTiming, chain
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "metrics.md"
 
@@ -123,3 +123,11 @@ def test_every_metric_is_in_the_guide_with_its_labels(metric):
     name = f"{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}"
     rows = [line for line in GUIDE.read_text().splitlines() if line.startswith(f"| `{name}` | {metric.kind}")]
     assert len(rows) == 1 and all(f"`{label}`" in rows[0] for label in metric.labels)
+
+
+def test_windows_count_only_requests_that_may_be_drafted_for():
+    meter = Meter(("ngram",), 1)
+    meter.allowed([Decision(8, 4, Shape.TREE), Decision(0, 0, Shape.OFF), Decision(3, 16, Shape.CHAIN)])
+    assert meter.take() == {"windows": 2, "window_tokens": 4 + 3}
+    meter.allowed([Decision(0, 0, Shape.OFF)])
+    assert meter.take() == {}

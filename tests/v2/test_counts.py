@@ -1,0 +1,35 @@
+"""The V2 runner's metrics against its worker's own totals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+
+from tests.e2e.identity.cases import Case
+from tests.e2e.identity.compare import run
+from tests.e2e.identity.engines import engine
+from tests.v2.models import small_model
+
+
+def _total(name: str) -> float:
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    return sum(sample.value for sample in samples if sample.name == f"vllm:spec_rollout_{name}")
+
+
+def test_metrics_agree_with_the_worker(tmp_path: Path) -> None:
+    cases = [Case("one", str(i), [5 + i, 6, 7, 5 + i, 6, 7, 5 + i, 6], {"max_tokens": 24, "seed": i}) for i in range(3)]
+    path = small_model(tmp_path, "qwen3", "float32")
+    settings = {"ngram": {"min_match": 1}}
+    with engine(path, "float32", is_ours=True, spec_rollout=settings, max_num_seqs=4, disable_log_stats=False) as ours:
+        run(ours.llm, cases)
+        stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
+        assert stats["drafted"] > 0
+        assert _total("verified_nodes_total") == _total("tree_nodes_sum") == stats["drafted"]
+        assert _total("accepted_nodes_total") == stats["accepted"]
+        assert _total("drafted_nodes_total") >= stats["drafted"]
+        assert _total("window_tokens_total") >= _total("windows_total") > 0
