@@ -189,6 +189,8 @@ class StepTiming:
     context: int = 0
     # requests that wait for a place in the batch
     waiting: int = 0
+    # milliseconds of `step_ms` that went into drafts: asking drafters and choosing among what they proposed
+    ask_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
 """The budget that is on by default: all candidate nodes of all requests compete for what the next step can bear.
 
-What belongs here: the order of the questions, and when drafting is switched off and on. The answers are in
-`cost_model` (what it costs), `acceptance` (whether it is accepted), `length` and `makespan` (what that is worth) and
-`pick` (which nodes, then). See docs/concepts/budget.md.
+What belongs here: the order of the questions. The answers are in `cost_model` (what it costs), `acceptance` (whether it
+is accepted), `length` and `makespan` (what that is worth), `pick` (which nodes, then) and `switch` (whether at all). See docs/concepts/budget.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.policies.length import Lengths
 from vllm_specrollout.policies.makespan import level, token_worth
 from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
+from vllm_specrollout.policies.switch import MARGIN_ON, PLAIN_PROBE, Asking, PlainSteps, Switch
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Choice,
@@ -38,12 +38,6 @@ _MOST_TRUST = 0.5  # in guesses at lengths: where they are wrong, half of the we
 _WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.9  # weight left to a request's tokens per step after each further step
 _PACE_PRIOR = 2.0  # steps that what a request starts from counts for
-_MARGIN_ON = 0.03  # share of a plain step that drafts must be expected to save before they are switched on again
-_PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
-_FIRST_PLAIN, _LAST_PLAIN = 16, 64  # steps with drafts after which one goes without, at first and later
-_SURE = 0.5  # share of a plain step that drafts save from which on it does not matter what exactly that costs
-PLAIN_PROBE = "plain, to know its cost"
 _PROBES = 2  # nodes verified, at most, where nothing pays: how else would it be noticed that it does again?
 
 
@@ -65,61 +59,6 @@ class _Pace:
         share = max(1.0 - _RATE_MEMORY, 1.0 / (self.seen + _PACE_PRIOR))
         self.tokens_per_step += share * (tokens_per_step - self.tokens_per_step)
         self.nodes += share * (nodes - self.nodes)
-
-
-@dataclass(slots=True)
-class _Switch:
-    """Whether drafters are asked at all. Slow on purpose: a single step decides nothing."""
-
-    is_on: bool = True
-    # steps in a row in which something was proposed and nothing paid
-    losses: int = 0
-    pause: int = _FIRST_PAUSE
-    # steps until the next try
-    left: int = 0
-
-    def asks(self) -> bool:
-        """Called once per step."""
-        if self.is_on:
-            return True
-        self.left -= 1
-        return self.left < 0
-
-    def judge(self, share: float) -> None:
-        """share: what the drafts proposed were expected to save, of a plain step; 0.0 if nothing pays."""
-        if not self.is_on:
-            if share > _MARGIN_ON:
-                self.is_on, self.losses, self.pause = True, 0, _FIRST_PAUSE
-                return
-            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
-            self.left = self.pause
-            return
-        if share > 0.0:
-            self.losses = 0
-        else:
-            self.losses += 1
-            if self.losses >= _PATIENCE:
-                self.is_on, self.left = False, self.pause
-
-
-@dataclass(slots=True)
-class _PlainSteps:
-    """When a step goes without drafts for the sake of its time, which drafted steps alone leave to guessing."""
-
-    every: int = _FIRST_PLAIN
-    # steps with drafts since the last one without
-    drafted: int = 0
-
-    def is_due(self, nodes: int, share: float) -> bool:
-        """Called once per step with what would be drafted, and which share of a plain step that is said to save."""
-        if not nodes:
-            self.drafted = 0
-            return False
-        self.drafted += 1
-        if self.drafted <= self.every or share > _SURE:
-            return False
-        self.drafted, self.every = 0, min(2 * self.every, _LAST_PLAIN)
-        return True
 
 
 @dataclass(slots=True)
@@ -150,8 +89,9 @@ class AutoBudget:
         self.kernels = kernels
         self.acceptance = Acceptance(kernels.reached)
         self.lengths = Lengths()
-        self.switch = _Switch()
-        self._plain = _PlainSteps()
+        self.switch = Switch()
+        self._asking = Asking()
+        self._plain = PlainSteps()
         self._pace: dict[str, _Pace] = {}
         # what an answer starts from: the pace of those that ended
         self._usual = _Pace(0)
@@ -247,8 +187,10 @@ class AutoBudget:
             return list(trees)
         was_on = self.switch.is_on
         picked = self.kernels.pick(trees, self._request(decisions, num_nodes, plain_ms))
+        # the drafters have been asked already, so what pays is verified; but it may not be worth asking again
+        ask_ms = self._asking.predict(batch)
         share = picked.net / plain_ms
-        self.switch.judge(share)
+        self.switch.judge((picked.net - ask_ms) / plain_ms if picked.net > 0.0 else 0.0)
         if was_on and self._plain.is_due(sum(tree.size for tree in picked.trees), share):
             self._choice = Choice(True, PLAIN_PROBE, 0, 0.0, plain_ms, plain_ms)
             return [EMPTY_TREE] * batch
@@ -256,7 +198,8 @@ class AutoBudget:
         nodes = sum(tree.size for tree in picked.trees)
         names = ("pays", "nothing pays") if was_on else ("pays again", "probe")
         reason = names[0] if (nodes if was_on else self.switch.is_on) else names[1]
-        self._choice = Choice(self.switch.is_on, reason, nodes, picked.tokens, plain_ms + picked.cost, plain_ms)
+        expected_ms = plain_ms + picked.cost + ask_ms
+        self._choice = Choice(self.switch.is_on, reason, nodes, picked.tokens, expected_ms, plain_ms)
         return picked.trees
 
     def _request(self, decisions: Sequence[Decision], num_nodes: int, plain_ms: float) -> PickRequest:
@@ -271,7 +214,7 @@ class AutoBudget:
             np.asarray([decision.max_nodes for decision in decisions], np.int64),
             np.asarray([decision.max_depth for decision in decisions], np.int64),
             Prices(self.cost.added_rows(len(views), num_nodes), self.cost.draft, self.cost.tree, self.cost.branch),
-            least_net=0.0 if is_on else _MARGIN_ON * plain_ms,
+            least_net=0.0 if is_on else MARGIN_ON * plain_ms + self._asking.predict(len(views)),
             probes=0 if is_on else _PROBES,
         )
 
@@ -284,7 +227,9 @@ class AutoBudget:
         self.acceptance.observe(feedback)
         if timing is not None:
             self._waiting = timing.waiting
-            self.cost.observe(timing)
+            if self.switch.is_on:
+                self._asking.observe(timing.batch, timing.ask_ms)
+            self.cost.observe(replace(timing, step_ms=timing.step_ms - timing.ask_ms))
 
     def finish(self, ending: Ending) -> None:
         self.acceptance.finish(ending.request_id, ending.problem_id)

@@ -176,7 +176,9 @@ class _Replay:
             prompt_rows=sum(prompt_rows.values()),
             asked=self._asked,
         )
-        self._late = replace(timing, step_ms=self._cost.step_ms(load))
+        step_ms = self._cost.step_ms(load)
+        ask_ms = step_ms - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
+        self._late = replace(timing, step_ms=step_ms, ask_ms=ask_ms)
         self._now_ms += self._late.step_ms
         self._step_ms.append(self._late.step_ms)
         self._nodes.append(timing.nodes)

@@ -13,9 +13,9 @@ from typing import Any
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies.auto import PLAIN_PROBE
 from vllm_specrollout.policies.budget import Policy, may_draft
 from vllm_specrollout.policies.presets import make_policy
+from vllm_specrollout.policies.switch import PLAIN_PROBE
 from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.picking import CORE

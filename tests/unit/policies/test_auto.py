@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vllm_specrollout.policies.auto import PLAIN_PROBE, AutoBudget
+from vllm_specrollout.policies.auto import AutoBudget
+from vllm_specrollout.policies.switch import PLAIN_PROBE
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Choice,
@@ -24,11 +25,18 @@ class Engine:
     """A budget and a made-up engine around it: R answers, each draft a chain whose nodes are right with `accuracy`."""
 
     def __init__(
-        self, requests: int, *, fixed: float = 10.0, row: float = 0.2, jump: float = 0.0, seed: int = 0
+        self,
+        requests: int,
+        *,
+        fixed: float = 10.0,
+        row: float = 0.2,
+        jump: float = 0.0,
+        ask: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.budget = AutoBudget(16, 16)
         self.rng = np.random.default_rng(seed)
-        self.fixed, self.row, self.jump = fixed, row, jump
+        self.fixed, self.row, self.jump, self.ask = fixed, row, jump, ask
         self.lengths = {f"r{i}": 10 for i in range(requests)}
         self.said: list[Choice] = []
         self.sizes: list[int] = []
@@ -44,9 +52,9 @@ class Engine:
         assert said is not None
         self.said.append(said)
         self.sizes.append(sum(tree.size for tree in trees))
-        self.settle(names, trees, accuracy)
+        self.settle(names, trees, accuracy, self.ask if any(d.max_nodes for d in decisions) else 0.0)
 
-    def settle(self, names: list[str], trees: list[DraftTree], accuracy: float) -> None:
+    def settle(self, names: list[str], trees: list[DraftTree], accuracy: float, ask_ms: float) -> None:
         feedback, tokens = [], 0
         for name, tree in zip(names, trees, strict=True):
             misses = np.flatnonzero(self.rng.random(tree.size) >= accuracy)
@@ -62,7 +70,8 @@ class Engine:
         ms = (self.fixed + self.row * (len(names) + nodes) + self.jump * (nodes > 0)) * float(
             self.rng.normal(1.0, 0.02)
         )
-        self.budget.observe(feedback, StepTiming(len(names), len(names) + nodes, nodes, 0, tokens, ms, True))
+        timing = StepTiming(len(names), len(names) + nodes, nodes, 0, tokens, ms + ask_ms, True, ask_ms=ask_ms)
+        self.budget.observe(feedback, timing)
 
 
 def switches(said: list[Choice]) -> int:
@@ -106,6 +115,19 @@ def test_an_engine_whose_rows_cost_a_step_each_is_left_alone() -> None:
         engine.step(accuracy=0.6)
     assert not engine.said[-1].is_on
     assert engine.said[-1].reason == "drafts do not pay"
+
+
+def test_drafters_that_cost_more_to_ask_than_their_drafts_save_are_left_alone() -> None:
+    """Drafts that save about a sixth of a step, asked for free, and at the price of a third of one."""
+    shares = {}
+    for ask in (0.0, 4.0):
+        engine = Engine(16, fixed=10.0, row=0.25, ask=ask)
+        for _ in range(300):
+            engine.step(accuracy=0.5, claimed=0.5)
+        shares[ask] = sum(one.is_on for one in engine.said[-100:]) / 100
+        # what asking takes is not taken for a step's own time
+        assert engine.budget.cost.predict(16) == pytest.approx(14.0, rel=0.1)
+    assert shares[0.0] > 0.9 and shares[4.0] < 0.1
 
 
 def test_a_long_answer_gets_what_the_short_ones_do_not() -> None:

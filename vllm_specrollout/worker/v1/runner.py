@@ -264,4 +264,5 @@ class SpecRolloutV1(_Base):
             trees=int(np.count_nonzero(np.diff(drafts.node_start))) if drafts is not None else 0,
             context=int(self.input_batch.num_computed_tokens_cpu[:batch].sum()),
             waiting=self._waiting,
+            ask_ms=draft_ms,
         )

@@ -114,6 +114,8 @@ class InFlight:
     is_decode_only: bool
     # requests that had no place in the batch when the step was scheduled
     waiting: int = 0
+    # milliseconds that its drafts took to be made
+    ask_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -275,4 +277,5 @@ def _timing(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
         trees=sum(tree.size > 0 for tree in step.trees),
         context=sum(request.length for request in step.requests if request is not None),
         waiting=step.waiting,
+        ask_ms=step.ask_ms,
     )

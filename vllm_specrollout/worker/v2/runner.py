@@ -81,7 +81,7 @@ class SpecRolloutV2(_Base):
         self.draft_graphs: DraftGraphs | None = None
         self.pause = Pause()
         self._num_rows = 0
-        self._waiting = 0
+        self._waiting, self._ask_ms = 0, 0.0
         # [R] logits rows of each request of the step
         self._num_logits = np.zeros(0, dtype=np.int32)
 
@@ -153,7 +153,7 @@ class SpecRolloutV2(_Base):
         dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
         self._trees = {}
         self.inputs.clear()
-        self._waiting = waiting_of(scheduler_output)
+        self._waiting, self._ask_ms = waiting_of(scheduler_output), 0.0
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
         if not dummy_run and scheduler_output.scheduled_spec_decode_tokens:
@@ -172,14 +172,14 @@ class SpecRolloutV2(_Base):
 
     def _with_drafts(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
-        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        for request_id in gone:
+        for request_id in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
             self.host.forget(request_id)
         self._settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         begin = time.perf_counter()
         self._trees = self.host.draft(room, self.shape[0] is Shape.TREE, self.parallel_config.tensor_parallel_size)
-        self.stats.draft_ms += (time.perf_counter() - begin) * 1e3
+        self._ask_ms = (time.perf_counter() - begin) * 1e3
+        self.stats.draft_ms += self._ask_ms
         self.pause.tried(self.stats.steps, bool(self._trees))
         return filled(scheduler_output, self._trees)
 
@@ -261,6 +261,7 @@ class SpecRolloutV2(_Base):
                 self._num_rows,
                 self._num_rows - nodes == len(trees),
                 self._waiting,
+                self._ask_ms,
             )
         )
         self.tokens_ready = torch.cuda.Event()

@@ -1,0 +1,59 @@
+"""When drafting stops and starts again, and what asking for drafts costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_specrollout.policies.switch import Asking, Switch
+
+
+def test_a_single_step_that_does_not_pay_decides_nothing() -> None:
+    switch = Switch()
+    for _ in range(10):
+        for _ in range(15):
+            switch.judge(-0.1)
+        assert switch.is_on
+        switch.judge(0.01)
+    for _ in range(16):
+        switch.judge(-0.1)
+    assert not switch.is_on
+
+
+def test_pauses_grow_longer_as_long_as_nothing_pays() -> None:
+    switch = Switch()
+    for _ in range(16):
+        switch.judge(0.0)
+    pauses = []
+    for _ in range(5):
+        steps = 0
+        while not switch.asks():
+            steps += 1
+        pauses.append(steps)
+        switch.judge(0.0)
+    assert pauses == [8, 16, 32, 64, 64]
+
+
+def test_what_saves_next_to_nothing_does_not_start_it_again() -> None:
+    switch = Switch(is_on=False)
+    switch.judge(0.02)
+    assert not switch.is_on
+    switch.judge(0.04)
+    assert switch.is_on
+
+
+def test_asking_costs_what_it_took_lately_in_proportion_to_the_requests() -> None:
+    asking = Asking()
+    assert asking.predict(8) == 0.0
+    asking.observe(4, 2.0)
+    assert asking.predict(8) == pytest.approx(4.0)
+    for _ in range(100):
+        asking.observe(2, 0.2)
+    assert asking.predict(8) == pytest.approx(0.8, rel=0.01)
+
+
+def test_steps_in_which_nobody_was_asked_say_nothing_of_it() -> None:
+    asking = Asking()
+    asking.observe(4, 2.0)
+    asking.observe(4, 0.0)
+    asking.observe(0, 1.0)
+    assert asking.predict(4) == pytest.approx(2.0)

@@ -1,0 +1,90 @@
+"""When drafting is switched off and on, what asking drafters costs, and which steps go without to learn. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MARGIN_ON = 0.03
+"""Share of a plain step that drafts must be expected to save before they are switched on again."""
+PLAIN_PROBE = "plain, to know its cost"
+"""The reason of a step without drafts that is to be measured."""
+_PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
+_FIRST_PLAIN, _LAST_PLAIN = 16, 64  # steps with drafts after which one goes without, at first and later
+_SURE = 0.5  # share of a plain step that drafts save from which on it does not matter what exactly that costs
+_ASK_MEMORY = 0.9  # weight left to what asking has cost after each further step
+
+
+@dataclass(slots=True)
+class Asking:
+    """What it costs to ask drafters and to choose among what they propose, whatever is verified of it."""
+
+    # milliseconds per request
+    ms: float = 0.0
+    seen: int = 0
+
+    def observe(self, batch: int, ask_ms: float) -> None:
+        """A step of so many requests spent so much on it."""
+        if ask_ms <= 0.0 or batch <= 0:
+            return
+        self.seen += 1
+        self.ms += max(1.0 - _ASK_MEMORY, 1.0 / self.seen) * (ask_ms / batch - self.ms)
+
+    def predict(self, batch: int) -> float:
+        """Milliseconds for so many requests; 0.0 before any was measured."""
+        return self.ms * batch
+
+
+@dataclass(slots=True)
+class Switch:
+    """Whether drafters are asked at all. Slow on purpose: a single step decides nothing."""
+
+    is_on: bool = True
+    # steps in a row in which something was proposed and nothing paid
+    losses: int = 0
+    pause: int = _FIRST_PAUSE
+    # steps until the next try
+    left: int = 0
+
+    def asks(self) -> bool:
+        """Called once per step."""
+        if self.is_on:
+            return True
+        self.left -= 1
+        return self.left < 0
+
+    def judge(self, share: float) -> None:
+        """share: what asking for drafts and verifying them was expected to save, of a plain step; 0.0: nothing pays."""
+        if not self.is_on:
+            if share > MARGIN_ON:
+                self.is_on, self.losses, self.pause = True, 0, _FIRST_PAUSE
+                return
+            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+            self.left = self.pause
+            return
+        if share > 0.0:
+            self.losses = 0
+        else:
+            self.losses += 1
+            if self.losses >= _PATIENCE:
+                self.is_on, self.left = False, self.pause
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """When a step goes without drafts for the sake of its time, which drafted steps alone leave to guessing."""
+
+    every: int = _FIRST_PLAIN
+    # steps with drafts since the last one without
+    drafted: int = 0
+
+    def is_due(self, nodes: int, share: float) -> bool:
+        """Called once per step with what would be drafted, and which share of a plain step that is said to save."""
+        if not nodes:
+            self.drafted = 0
+            return False
+        self.drafted += 1
+        if self.drafted <= self.every or share > _SURE:
+            return False
+        self.drafted, self.every = 0, min(2 * self.every, _LAST_PLAIN)
+        return True
