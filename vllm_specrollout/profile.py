@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from vllm_specrollout.types import StepTiming
 logger = logging.getLogger("vllm.specrollout")
 
 _FORMAT = 1
-_COLUMNS = tuple(field.name for field in fields(StepTiming))
+# what a profile keeps of a step; its time is kept without what asking drafters took
+_COLUMNS = tuple(field.name for field in fields(StepTiming) if field.name != "ask_ms")
 # of a model's configuration, what says nothing of its speed
 _NOT_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -73,7 +74,8 @@ def save(profile: Profile) -> Path:
     """
     path = profile.key.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [[getattr(timing, name) for name in _COLUMNS] for timing in profile.timings]
+    bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms) for timing in profile.timings]
+    rows = [[getattr(timing, name) for name in _COLUMNS] for timing in bare]
     body = {"format": _FORMAT, "key": asdict(profile.key), "name": profile.name, "columns": _COLUMNS, "rows": rows}
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

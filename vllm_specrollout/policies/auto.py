@@ -1,7 +1,8 @@
 """The budget that is on by default: all candidate nodes of all requests compete for what the next step can bear.
 
 What belongs here: the order of the questions. The answers are in `cost_model` (what it costs), `acceptance` (whether it
-is accepted), `length` and `makespan` (what that is worth), `pick` (which nodes, then) and `switch` (whether at all). See docs/concepts/budget.md.
+is accepted), `length` and `makespan` (what that is worth), `pick` (which nodes, then) and `switch` (whether at all).
+See docs/concepts/budget.md.
 """
 
 from __future__ import annotations

@@ -118,9 +118,8 @@ def test_columns_that_a_later_release_adds_to_timings_are_passed_over(tmp_path: 
     write_trace(path, trace_of([[1]]))
     first = json.loads(path.read_text().splitlines()[0])
     first["timing"], first["news"] = [*first["timing"], "moon_phase"], 1
-    step = (
-        '{"kind":"step","at_ms":1,"ask_ms":0,"views":0,"timing":[1,1,0,0,1,2.5,true,0,0,0,7],"verified":[],"drafts":[]}'
-    )
+    timing = "[1,1,0,0,1,2.5,true,0,0,0,0.5,7]"
+    step = f'{{"kind":"step","at_ms":1,"ask_ms":0,"views":0,"timing":{timing},"verified":[],"drafts":[]}}'
     path.write_text(json.dumps(first) + "\n" + step + "\n")
     assert read_trace(path).steps[0].timing.step_ms == 2.5
 
