@@ -1,0 +1,41 @@
+"""The comparison of logprob lists: ties at their end are told from anything else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.identity.cases import Case
+from tests.e2e.identity.compare import Report, _compare_logprobs
+
+_CASE = Case("made up", "0", [1, 2], {})
+
+
+def _failures(x: dict[int, float], y: dict[int, float]) -> list[str]:
+    report = Report()
+    sides: list[Any] = [{token: SimpleNamespace(logprob=value) for token, value in side.items()} for side in (x, y)]
+    _compare_logprobs(_CASE, [sides[0]], [sides[1]], "float32", report)
+    return report.failures
+
+
+def test_tokens_level_with_the_last_one_may_stand_in_for_each_other() -> None:
+    assert not _failures({1: -0.5, 2: -2.0, 3: -2.0}, {1: -0.5, 2: -2.0, 4: -2.0})
+
+
+def test_a_sampled_token_level_with_the_last_one_may_be_listed_besides() -> None:
+    # top 2 and the sampled token 3, which is level with the second: listed as that, or besides
+    assert not _failures({1: -0.5, 2: -2.0, 3: -2.0}, {1: -0.5, 3: -2.0})
+
+
+def test_a_list_without_one_of_the_likeliest_tokens_fails() -> None:
+    assert _failures({1: -0.5, 2: -1.0, 3: -2.0}, {1: -0.5, 3: -2.0})
+    assert _failures({1: -0.5, 2: -1.0, 3: -2.0}, {1: -0.5, 4: -1.5, 3: -2.0})
+    assert _failures({1: -0.5, 2: -2.0, 3: -2.0, 4: -2.0}, {1: -0.5, 2: -2.0})
+
+
+def test_another_logprob_of_the_same_token_fails() -> None:
+    assert _failures({1: -0.5, 2: -2.0}, {1: -0.5, 2: -2.1})
