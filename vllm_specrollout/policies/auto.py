@@ -19,7 +19,7 @@ from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.policies.length import Lengths
 from vllm_specrollout.policies.makespan import level, token_worth
 from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
-from vllm_specrollout.policies.switch import MARGIN_ON, PLAIN_PROBE, Asking, PlainSteps, Switch
+from vllm_specrollout.policies.switch import MARGIN_ON, PLAIN_PROBE, STAY, Asking, PlainSteps, Switch
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Choice,
@@ -191,12 +191,13 @@ class AutoBudget:
         # the drafters have been asked already, so what pays is verified; but it may not be worth asking again
         ask_ms = self._asking.predict(batch)
         share = picked.net / plain_ms
-        self.switch.judge((picked.net - ask_ms) / plain_ms if picked.net > 0.0 else 0.0)
-        if was_on and self._plain.is_due(sum(tree.size for tree in picked.trees), share):
+        does_pay = picked.net > (STAY * plain_ms if was_on else 0.0)
+        self.switch.judge((picked.net - ask_ms) / plain_ms if does_pay else 0.0)
+        if was_on and self._plain.is_due(picked.num_nodes, share):
             self._choice = Choice(True, PLAIN_PROBE, 0, 0.0, plain_ms, plain_ms)
             return [EMPTY_TREE] * batch
         self._nodes = {view.request_id: tree.size for view, tree in zip(self._step.views, picked.trees, strict=True)}
-        nodes = sum(tree.size for tree in picked.trees)
+        nodes = picked.num_nodes
         names = ("pays", "nothing pays") if was_on else ("pays again", "probe")
         reason = names[0] if (nodes if was_on else self.switch.is_on) else names[1]
         expected_ms = plain_ms + picked.cost + ask_ms
@@ -215,7 +216,7 @@ class AutoBudget:
             np.asarray([decision.max_nodes for decision in decisions], np.int64),
             np.asarray([decision.max_depth for decision in decisions], np.int64),
             Prices(self.cost.added_rows(len(views), num_nodes), self.cost.draft, self.cost.tree, self.cost.branch),
-            least_net=0.0 if is_on else MARGIN_ON * plain_ms + self._asking.predict(len(views)),
+            least_net=STAY * plain_ms if is_on else MARGIN_ON * plain_ms + self._asking.predict(len(views)),
             probes=0 if is_on else _PROBES,
         )
 

@@ -86,6 +86,11 @@ class Pick:
     # milliseconds that the best choice saves, whether or not it was taken; 0.0: nothing pays
     net: float
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all requests."""
+        return sum(tree.size for tree in self.trees)
+
 
 @dataclass(frozen=True, slots=True)
 class Reached:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MARGIN_ON = 0.03
+MARGIN_ON = 0.05
 """Share of a plain step that drafts must be expected to save before they are switched on again."""
 PLAIN_PROBE = "plain, to know its cost"
 """The reason of a step without drafts that is to be measured."""
+STAY = 0.03
+"""Share of a plain step that drafts must be expected to save for any to be verified: less is within what is not known."""
 _PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
 _FIRST_PLAIN, _LAST_PLAIN = 16, 64  # steps with drafts after which one goes without, at first and later

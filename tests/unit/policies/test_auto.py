@@ -117,6 +117,17 @@ def test_an_engine_whose_rows_cost_a_step_each_is_left_alone() -> None:
     assert engine.said[-1].reason == "drafts do not pay"
 
 
+def test_drafts_that_would_save_next_to_nothing_are_not_verified() -> None:
+    """Rows at which a node of probability one half saves a sixth of a step, and a fiftieth."""
+    shares = {}
+    for row in (0.25, 0.55):
+        engine = Engine(16, fixed=10.0, row=row)
+        for _ in range(300):
+            engine.step(accuracy=0.5, claimed=0.5)
+        shares[row] = sum(size > 0 for size in engine.sizes[-100:]) / 100
+    assert shares[0.25] > 0.8 and shares[0.55] < 0.2
+
+
 def test_drafters_that_cost_more_to_ask_than_their_drafts_save_are_left_alone() -> None:
     """Drafts that save about a sixth of a step, asked for free, and at the price of a third of one."""
     shares = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specrollout.policies.switch import Asking, Switch
+from vllm_specrollout.policies.switch import MARGIN_ON, Asking, Switch
 
 
 def test_a_single_step_that_does_not_pay_decides_nothing() -> None:
@@ -35,9 +35,9 @@ def test_pauses_grow_longer_as_long_as_nothing_pays() -> None:
 
 def test_what_saves_next_to_nothing_does_not_start_it_again() -> None:
     switch = Switch(is_on=False)
-    switch.judge(0.02)
+    switch.judge(MARGIN_ON - 0.01)
     assert not switch.is_on
-    switch.judge(0.04)
+    switch.judge(MARGIN_ON + 0.01)
     assert switch.is_on
 
 
