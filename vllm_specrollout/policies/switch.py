@@ -9,7 +9,7 @@ MARGIN_ON = 0.05
 PLAIN_PROBE = "plain, to know its cost"
 """The reason of a step without drafts that is to be measured."""
 STAY = 0.03
-"""Share of a plain step that drafts must be expected to save: less is within what is not known, and none is verified."""
+"""Share of a plain step that drafts must be expected to save; less is within what is not known: none is verified."""
 _PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
 _FIRST_PLAIN, _LAST_PLAIN = 16, 64  # steps with drafts after which one goes without, at first and later
