@@ -44,7 +44,7 @@ def agreement(
     size: Annotated[str | None, typer.Option(help="Inflate the policy to this size.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
 ) -> None:
-    """Replay every budget on one recorded rollout, run every budget for real, and compare the makespans."""
+    """Run every budget in rounds on one engine, replay each on its round's recording, and compare the makespans."""
     with Display() as display:
         model, title = find_model(None, size, "bfloat16", CACHE, display, is_policy=True)
     rollout = Rollout(prompts=prompts, samples=samples, batch=batch, model=model)

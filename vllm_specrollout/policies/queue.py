@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from vllm_specrollout.policies.length import Lengths
 
 WINDOW = 16_384
-"""Requests that came within so many of each other may overtake each other; earlier ones go first, so none starves."""
+"""Arrivals are cut into windows of so many: who came in an earlier one goes first, so none starves."""
 _OFTEN, _SELDOM = 64, 16  # places given between two orderings: a share of the queue, but at least so many
 
 
