@@ -163,6 +163,10 @@ class JournaledPolicy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def rests(self, batch: int) -> bool:
+        """Never: every request is written down in every step."""
+        return False
+
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         now = self._now()
         for view in views:

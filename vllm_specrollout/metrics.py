@@ -185,6 +185,12 @@ class MeteredSpeculation(Speculation):
         self.meter.settled(feedback, timing)
         super().settle(feedback, timing)
 
+    def rests(self, batch: int) -> bool:
+        is_resting = super().rests(batch)
+        if is_resting:
+            self.meter.chose(self.policy.explain(), 0)
+        return is_resting
+
     def prepare(self, views: Sequence[RequestView]) -> list[DraftTree]:
         trees = super().prepare(views)
         nodes = sum(tree.size for tree in trees)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from vllm_specrollout.drafters.base import Drafter
-from vllm_specrollout.policies.budget import Policy
+from vllm_specrollout.policies.budget import Policy, rests
 from vllm_specrollout.trees.build import union
 from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
 
@@ -42,6 +42,10 @@ class Speculation:
                     drafter.observe(feedback)
                 except Exception:
                     self._drop(drafter)
+
+    def rests(self, batch: int) -> bool:
+        """Whether the next step is known to go without drafts; if so, it need not be prepared. Asked once per step."""
+        return rests(self.policy, batch)
 
     def prepare(self, views: Sequence[RequestView]) -> list[DraftTree]:
         """Draft trees for the next step, one per view, in order."""

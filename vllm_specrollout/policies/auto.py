@@ -35,10 +35,10 @@ from vllm_specrollout.types import (
 
 _CASES = 8  # equally likely lengths that each answer is given
 _KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths count
-_MOST_TRUST = 0.5  # in guesses at lengths: where they are wrong, half of the weight is right all the same
 _WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.9  # weight left to a request's tokens per step after each further step
 _PACE_PRIOR = 2.0  # steps that what a request starts from counts for
+_LEARN_EVERY = 8  # steps of a pause that are learned from in one go: one by one, each would cost as much again
 _PROBES = 2  # nodes verified, at most, where nothing pays: how else would it be noticed that it does again?
 
 
@@ -102,23 +102,38 @@ class AutoBudget:
         self._weighed_for: list[str] = []
         self._weighed = 0
         self._waiting = 0
+        # steps since requests were last looked at, and those of them that are yet to be learned from
+        self._rested = 0
+        self._timings: list[StepTiming] = []
         self._choice: Choice | None = None
 
     # --- before drafting ---------------------------------------------------------------------------------------------
 
+    def rests(self, batch: int) -> bool:
+        if not self.switch.is_resting:
+            return False
+        self.switch.asks()
+        self._rested += 1
+        self._nothing_pays(batch)
+        return True
+
+    def _nothing_pays(self, batch: int) -> None:
+        plain_ms = self._plain_ms(batch)
+        self._choice = Choice(False, "drafts do not pay", 0, 0.0, plain_ms, plain_ms)
+
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+        self._learn()
         context = self._follow(views)
         is_asking = self.switch.asks()
         self._step = _Step(views, is_asking, context, self._worth(views))
         if not is_asking:
-            plain_ms = self._plain_ms(len(views))
-            self._choice = Choice(False, "drafts do not pay", 0, 0.0, plain_ms, plain_ms)
+            self._nothing_pays(len(views))
             return [Decision(0, 0, Shape.OFF, reason="drafts do not pay")] * len(views)
         return [may_draft(view, self.max_nodes, self.max_depth, "auto budget") for view in views]
 
     def _follow(self, views: Sequence[RequestView]) -> int:
         """Take in how far each request has come; returns the tokens of all."""
-        paces, context = self._pace, 0
+        paces, context, steps = self._pace, 0, 1 + self._rested
         for view in views:
             length = len(view.token_ids)
             context += length
@@ -128,9 +143,9 @@ class AutoBudget:
                 paces[view.request_id] = _Pace(length, self._usual.tokens_per_step, self._usual.nodes)
                 continue
             if length > pace.length:
-                pace.approach(length - pace.length, self._nodes.get(view.request_id, 0))
+                pace.approach((length - pace.length) / steps, self._nodes.get(view.request_id, 0))
             pace.length = length
-        self._nodes = {}
+        self._nodes, self._rested = {}, 0
         if views:
             self.acceptance.weights_are(views[0].weights_version)
         return context
@@ -171,7 +186,7 @@ class AutoBudget:
         """How far the guesses at lengths may be trusted: as far as the problems are known."""
         if not self.length_weight or self.lengths.num_known < _KNOWN_LENGTHS:
             return 0.0
-        return _MOST_TRUST * sum(self.lengths.knows(view.problem_id) for view in views) / len(views)
+        return sum(self.lengths.trust(view.problem_id) for view in views) / len(views)
 
     def _steps_left(self, view: RequestView) -> npt.NDArray[np.float64]:
         generated = len(view.token_ids) - view.num_prompt_tokens
@@ -231,7 +246,15 @@ class AutoBudget:
             self._waiting = timing.waiting
             if self.switch.is_on:
                 self._asking.observe(timing.batch, timing.ask_ms)
-            self.cost.observe(replace(timing, step_ms=timing.step_ms - timing.ask_ms))
+            self._timings.append(timing)
+            if not self.switch.is_resting or len(self._timings) >= _LEARN_EVERY:
+                self._learn()
+
+    def _learn(self) -> None:
+        for timing in self._timings:
+            plain = replace(timing, step_ms=timing.step_ms - timing.ask_ms) if timing.ask_ms else timing
+            self.cost.observe(plain)
+        self._timings.clear()
 
     def finish(self, ending: Ending) -> None:
         self.acceptance.finish(ending.request_id, ending.problem_id)

@@ -23,7 +23,10 @@ from vllm_specrollout.types import (
 
 
 class Policy(Protocol):
-    """Decides how much to draft. Pure: numbers in, numbers out."""
+    """Decides how much to draft. Pure: numbers in, numbers out.
+
+    A policy may also have `rests(batch) -> bool`, see `rests` below.
+    """
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         """One decision per view, in order."""
@@ -44,6 +47,16 @@ class Policy(Protocol):
     def explain(self) -> Choice | None:
         """What the last `choose` (or a `decide` that forbade all drafts) came to; None before the first."""
         ...
+
+
+def rests(policy: Policy, batch: int) -> bool:
+    """Whether the next step goes without drafts, whichever requests are in it.
+
+    Asked once per step, before its requests are looked at; if so, the policy's `decide` is not called for that step.
+    What costs nothing here is free: with large batches, looking at all requests takes a noticeable part of a step.
+    """
+    own = getattr(policy, "rests", None)
+    return own is not None and bool(own(batch))
 
 
 def may_draft(view: RequestView, max_nodes: int, max_depth: int, reason: str = "") -> Decision:

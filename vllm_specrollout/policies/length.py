@@ -16,6 +16,8 @@ _PER_PROBLEM = 64  # recent answers remembered of each problem
 _PROBLEMS = 65_536  # problems remembered; those seen least recently go first
 _OVERALL = 2048  # recent answers of all problems
 _ENOUGH = 4  # of the problem's own earlier answers that got as far; with fewer, other problems' help out
+_LEAST_TRUST = 0.5  # in the answers of a known problem: where they mislead, half of the weight is right all the same
+_OFF_WEIGHT = 0.05  # of one answer in how far guesses are off
 _BEYOND = (0.15, 0.4, 0.85, 2.0)  # what an answer longer than all known ones still needs, as shares of its length
 
 
@@ -51,6 +53,17 @@ class _Recent:
         return sum(longer) / len(longer) if longer else None
 
 
+class _Off:
+    """How far an answer's length is from the mean of those before it, as a share of the longer of both."""
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+    def approach(self, length: int, known: list[int]) -> None:
+        expected = sum(known) / len(known)
+        self.mean += _OFF_WEIGHT * (abs(length - expected) / max(length, expected, 1.0) - self.mean)
+
+
 class Lengths:
     """Remembers how long answers became, and expects the like.
 
@@ -62,6 +75,7 @@ class Lengths:
         self._medium, self._long = medium, long
         self._problems: OrderedDict[str, _Recent] = OrderedDict()
         self._overall = _Recent(_OVERALL)
+        self._own_off, self._overall_off = _Off(0.25), _Off(0.5)
 
     def observe(self, problem_id: str, length: int) -> None:
         """An answer ended after `length` tokens."""
@@ -71,6 +85,10 @@ class Lengths:
             if len(self._problems) > _PROBLEMS:
                 self._problems.popitem(last=False)
         self._problems.move_to_end(problem_id)
+        if len(recent.sorted) >= _ENOUGH:
+            self._own_off.approach(length, recent.sorted)
+        if self._overall.sorted:
+            self._overall_off.approach(length, self._overall.sorted)
         recent.add(length)
         self._overall.add(length)
 
@@ -109,6 +127,15 @@ class Lengths:
         places = (np.arange(n) + 0.5) / n * len(values) - 0.5
         spread = np.interp(places, np.arange(len(values)), values)
         return np.clip(spread, 1.0, max(max_total - generated, 1))
+
+    def trust(self, problem_id: str) -> float:
+        """How far guesses at the problem's answers may be trusted, from 0 to 1 (all have been equally long so far).
+
+        At least 0.5 where enough of the problem's own answers are known; where not, what all answers have in common.
+        """
+        if self.knows(problem_id):
+            return max(_LEAST_TRUST, 1.0 - 2.0 * self._own_off.mean)
+        return max(0.0, 1.0 - 2.0 * self._overall_off.mean)
 
     @property
     def num_known(self) -> int:

@@ -16,15 +16,28 @@ answers are alike, P is 1 / R, and "worth more than it costs" is the rule of thr
 tokens per millisecond than the batch does. Where one answer is long, its tokens are worth nearly a step each, and those
 of the others only the rows they free. While requests wait, a place that comes free is filled again: it is busy for S_i
 steps, or up to the level that what waits fills the places to, whichever is more.
+
+The last of many answers is also one that its drafts have helped least. If each of an answer's L tokens brings g more on
+average, the steps saved scatter by chance: as many tokens as L * g are gained, give or take its root. The unluckiest of
+R answers alike gains z(R) standard deviations less, z(R) being the mean of the largest of R normal variates. Where its
+length L is itself known to +- s only, long ones end last rather than unlucky ones, and chance counts for less:
+
+    luck = 1 - z(R) / sqrt(L * g + s^2)        the share of a mean gain that is a gain of the makespan
+
+so that the first term of w_i becomes fixed * P_i * luck_i.
 """
 
 from __future__ import annotations
+
+import functools
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
+_LEAST_GAIN = 0.5  # tokens that drafts bring per token, to go by where they bring less: it is what they might bring
 _GRID = 64  # spans of time in which the answers' chances of ending are compared
 
 
@@ -68,6 +81,29 @@ def level(steps: Array, waiting: float) -> float:
     return float(levels.min())
 
 
+@functools.lru_cache(maxsize=1024)
+def _largest_of(num: int) -> float:
+    """Mean of the largest of so many standard normal variates (Blom's approximation; 0 for one)."""
+    return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
+
+
+def luck(steps: Array, tokens_per_step: Array, last: Array) -> Array:
+    """[R] share of what drafts gain on average that is a gain of the last answer to end; 1.0 where it is known which.
+
+    Args:
+        steps: [R, K] equally likely values of how many steps each answer still takes.
+        tokens_per_step: [R] recent tokens per step of each request.
+        last: [R] probability of each to end last.
+    """
+    rivals = round(float(1.0 / (last * last).sum()))
+    if rivals <= 1:
+        return np.ones(len(last))
+    tokens = steps * tokens_per_step[:, None]
+    gain = np.maximum(tokens_per_step - 1.0, _LEAST_GAIN)
+    spread = np.sqrt(tokens.mean(axis=1) * gain + tokens.var(axis=1))
+    return np.clip(1.0 - _largest_of(rivals) / spread, 0.0, 1.0)
+
+
 def token_worth(
     steps: Array,
     tokens_per_step: Array,
@@ -91,6 +127,8 @@ def token_worth(
     """
     num = len(tokens_per_step)
     even = np.full(num, 1.0 / num)
-    last = trust * chances_of_ending_last(steps) + (1.0 - trust) * even if trust > 0.0 else even
-    plain = fixed_ms * last + request_ms
+    if trust > 0.0:
+        last = chances_of_ending_last(steps)
+        even = (1.0 - trust) * even + trust * last * luck(steps, tokens_per_step, last)
+    plain = fixed_ms * even + request_ms
     return np.minimum(plain, (plain + row_ms * nodes_per_step) / tokens_per_step)

@@ -23,6 +23,10 @@ class OffBudget:
     def __init__(self) -> None:
         self._choice: Choice | None = None
 
+    def rests(self, batch: int) -> bool:
+        self._choice = Choice(False, "off", 0)
+        return True
+
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         self._choice = Choice(False, "off", 0)
         return [Decision(0, 0, Shape.OFF, reason="off")] * len(views)

@@ -48,6 +48,11 @@ class Switch:
     # steps until the next try
     left: int = 0
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step belongs to a pause, so that `asks` will say no."""
+        return not self.is_on and self.left > 0
+
     def asks(self) -> bool:
         """Called once per step."""
         if self.is_on:

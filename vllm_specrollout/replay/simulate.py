@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_specrollout.policies.budget import Policy
+from vllm_specrollout.policies.budget import Policy, rests
 from vllm_specrollout.replay.candidates import RecordedTrees, cut
 from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of
 from vllm_specrollout.replay.records import Trace, TraceError
@@ -238,7 +238,7 @@ class _Replay:
         Without a request to draft for, the policy is not asked either.
         """
         requests = [r for r in batch if r.position and r.arrival.shape is not Shape.OFF]
-        if not requests:
+        if not requests or rests(self._policy, len(requests)):
             return 0
         decisions = self._policy.decide([request.view(self._header) for request in requests])
         if not any(decision.max_nodes for decision in decisions):

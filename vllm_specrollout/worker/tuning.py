@@ -13,7 +13,7 @@ from typing import Any
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies.budget import Policy, may_draft
+from vllm_specrollout.policies.budget import Policy, may_draft, rests
 from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.policies.switch import PLAIN_PROBE
 from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
@@ -34,6 +34,12 @@ class WatchedPolicy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
+
+    def rests(self, batch: int) -> bool:
+        is_resting = rests(self.policy, batch)
+        if is_resting:
+            self._count(0)
+        return is_resting
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         decisions = self.policy.decide(views)

@@ -221,7 +221,9 @@ class SpecRolloutV1(_Base):
         return output
 
     def _views(self, output: ModelRunnerOutput) -> list[RequestView]:
-        """The requests that may be drafted for, as they stand after this step."""
+        """The requests that may be drafted for, as they stand after this step; none if the budget rests."""
+        if self.parallel_config.tensor_parallel_size == 1 and self.speculation.rests(len(output.req_ids)):
+            return []  # of several ranks only the first one's budget is asked, so all prepare what it may decide
         batch, views = self.input_batch, []
         version = self.policy_version.current()
         for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.types import Shape
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.explaining import Explains
 from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.tuning import Tunable
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
+from vllm_specrollout.worker.v1.warm_up import warm_up
 from vllm_specrollout.worker.v1.reporting import ReportsV1
 
 
@@ -41,3 +45,10 @@ class SpecRolloutCPUWorker(ReportsV1, Tunable, Explains, ServesTrainers, CPUWork
             )
         self.model_runner.num_scratch = count
         return available - taken
+
+    def compile_or_warm_up_model(self) -> Any:
+        scheduler, runner = self.vllm_config.scheduler_config, self.model_runner
+        if runner.shape[0] is not Shape.OFF:
+            most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
+            warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
+        return super().compile_or_warm_up_model()
