@@ -17,9 +17,10 @@ from vllm_specrollout.policies.acceptance import Acceptance
 from vllm_specrollout.policies.budget import may_draft
 from vllm_specrollout.policies.cost_model import StepCost
 from vllm_specrollout.policies.length import Lengths
-from vllm_specrollout.policies.makespan import level, token_worth
+from vllm_specrollout.policies.makespan import level, token_worth, weights
 from vllm_specrollout.policies.pick import NAIVE, Kernels, PickRequest, Prices
 from vllm_specrollout.policies.switch import MARGIN_ON, PLAIN_PROBE, STAY, Asking, PlainSteps, Switch
+from vllm_specrollout.policies.truth import Truth
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Choice,
@@ -38,7 +39,8 @@ _KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths cou
 _WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.9  # weight left to a request's tokens per step after each further step
 _PACE_PRIOR = 2.0  # steps that what a request starts from counts for
-_LEARN_EVERY = 8  # steps of a pause that are learned from in one go: one by one, each would cost as much again
+_LEARN_EVERY = 8  # steps whose times are learned from in one go: one by one, they take three times as long
+_JUDGE_EVERY, _JUDGE_MANY = 4, 16  # steps, and drafts, whose verdicts are learned from in one go, for the same reason
 _PROBES = 2  # nodes verified, at most, where nothing pays: how else would it be noticed that it does again?
 
 
@@ -101,10 +103,14 @@ class AutoBudget:
         self._step = _Step()
         self._weighed_for: list[str] = []
         self._weighed = 0
+        self._truth = Truth()
         self._waiting = 0
-        # steps since requests were last looked at, and those of them that are yet to be learned from
+        # steps since requests were last looked at
         self._rested = 0
+        # what is yet to be learned from, and how many steps the verdicts are of
         self._timings: list[StepTiming] = []
+        self._verdicts: list[Feedback] = []
+        self._judged = 0
         self._choice: Choice | None = None
 
     # --- before drafting ---------------------------------------------------------------------------------------------
@@ -122,18 +128,18 @@ class AutoBudget:
         self._choice = Choice(False, "drafts do not pay", 0, 0.0, plain_ms, plain_ms)
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        self._learn()
-        context = self._follow(views)
+        steps, self._rested = 1 + self._rested, 0
+        context = self._follow(views, steps)
         is_asking = self.switch.asks()
-        self._step = _Step(views, is_asking, context, self._worth(views))
+        self._step = _Step(views, is_asking, context, self._worth(views, steps))
         if not is_asking:
             self._nothing_pays(len(views))
             return [Decision(0, 0, Shape.OFF, reason="drafts do not pay")] * len(views)
         return [may_draft(view, self.max_nodes, self.max_depth, "auto budget") for view in views]
 
-    def _follow(self, views: Sequence[RequestView]) -> int:
-        """Take in how far each request has come; returns the tokens of all."""
-        paces, context, steps = self._pace, 0, 1 + self._rested
+    def _follow(self, views: Sequence[RequestView], steps: int) -> int:
+        """Take in how far each request has come in so many steps; returns the tokens of all."""
+        paces, context = self._pace, 0
         for view in views:
             length = len(view.token_ids)
             context += length
@@ -145,17 +151,19 @@ class AutoBudget:
             if length > pace.length:
                 pace.approach((length - pace.length) / steps, self._nodes.get(view.request_id, 0))
             pace.length = length
-        self._nodes, self._rested = {}, 0
+        self._nodes = {}
         if views:
             self.acceptance.weights_are(views[0].weights_version)
         return context
 
-    def _worth(self, views: Sequence[RequestView]) -> npt.NDArray[np.float64]:
+    def _worth(self, views: Sequence[RequestView], steps: int) -> npt.NDArray[np.float64]:
         """[R] milliseconds; kept for some steps, since lengths are guesses and do not change from step to step."""
         names = [view.request_id for view in views]
-        if names == self._weighed_for and self._weighed < _WEIGH_EVERY:
-            self._weighed += 1
+        self._weighed += steps
+        if names == self._weighed_for and self._weighed <= _WEIGH_EVERY:
             return self._step.worth
+        lengths = {view.request_id: len(view.token_ids) for view in views}
+        self._truth.close(lengths, self._weighed)
         self._weighed_for, self._weighed = names, 0
         if not views:
             return np.zeros(0)
@@ -164,12 +172,24 @@ class AutoBudget:
         nodes = np.asarray([pace.nodes for pace in paces])
         prices = self._prices(len(views), float(nodes.sum()))
         trust = self._trust(views)
-        if trust <= 0.0:
-            return token_worth(np.ones((len(views), 1)), rate, nodes, *prices, trust=0.0)
-        steps = np.stack([self._steps_left(view) for view in views]) / rate[:, None]
+        # all alike, as far as lengths are not known
+        weight = np.full(len(views), (1.0 - trust) / len(views))
+        if trust > 0.0:
+            weight += trust * self._weights(views, lengths, rate)
+        return token_worth(weight, rate, nodes, *prices)
+
+    def _weights(
+        self, views: Sequence[RequestView], lengths: dict[str, int], rate: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """[R] steps that one more token of each saves, as far as such promises came true."""
+        needs = np.stack([self._tokens_left(view) for view in views])
+        busy = needs / rate[:, None]
         if self._waiting:
-            steps = np.maximum(steps, level(steps.mean(axis=1), self._waiting * self.lengths.mean / rate.mean()))
-        return token_worth(steps, rate, nodes, *prices, trust=trust)
+            busy = np.maximum(busy, level(busy.mean(axis=1), self._waiting * self.lengths.mean / rate.mean()))
+        own = weights(busy, rate)
+        if not self._waiting:
+            self._truth.promise(lengths, needs, own)
+        return own * self._truth.share(len(views))
 
     def _prices(self, batch: int, nodes: float) -> tuple[float, float, float]:
         """Milliseconds of a step whatever is in it, of a request, of a node: a straight line through what steps cost.
@@ -188,7 +208,7 @@ class AutoBudget:
             return 0.0
         return sum(self.lengths.trust(view.problem_id) for view in views) / len(views)
 
-    def _steps_left(self, view: RequestView) -> npt.NDArray[np.float64]:
+    def _tokens_left(self, view: RequestView) -> npt.NDArray[np.float64]:
         generated = len(view.token_ids) - view.num_prompt_tokens
         return self.lengths.remaining(view.problem_id, generated, generated + view.max_new_tokens, _CASES)
 
@@ -241,22 +261,33 @@ class AutoBudget:
     # --- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
-        self.acceptance.observe(feedback)
+        if feedback:
+            self._verdicts += feedback
+            self._judged += 1
+            if self._judged >= _JUDGE_EVERY or len(self._verdicts) >= _JUDGE_MANY or not self.cost.is_settled:
+                self._judge()
         if timing is not None:
             self._waiting = timing.waiting
             if self.switch.is_on:
                 self._asking.observe(timing.batch, timing.ask_ms)
             self._timings.append(timing)
-            if not self.switch.is_resting or len(self._timings) >= _LEARN_EVERY:
+            if len(self._timings) >= _LEARN_EVERY or not self.cost.is_settled:
                 self._learn()
 
+    def _judge(self) -> None:
+        self.acceptance.observe(self._verdicts)
+        self._verdicts, self._judged = [], 0
+
     def _learn(self) -> None:
+        """Take in what steps cost. The line changes every so many steps only, so they lose nothing by waiting."""
         for timing in self._timings:
             plain = replace(timing, step_ms=timing.step_ms - timing.ask_ms) if timing.ask_ms else timing
             self.cost.observe(plain)
         self._timings.clear()
 
     def finish(self, ending: Ending) -> None:
+        if self._verdicts:
+            self._judge()
         self.acceptance.finish(ending.request_id, ending.problem_id)
         pace = self._pace.pop(ending.request_id, None)
         if pace is not None:

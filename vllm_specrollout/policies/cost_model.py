@@ -92,6 +92,13 @@ class StepCost:
         self._shifts: deque[float] = deque(maxlen=_WATCHED)
         self._errors: deque[float] = deque(maxlen=_ERRORS)
         self._inverse: Array | None = None
+        self._set(self._terms)
+
+    def _set(self, terms: Array) -> None:
+        self._terms = terms
+        # all but those of the rows, as numbers: they are asked for in every step
+        self._others = (float(terms[_FIXED]), *map(float, terms[_REQUEST:]))
+        self._line = _NOTHING
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -99,6 +106,11 @@ class StepCost:
     def is_fitted(self) -> bool:
         """False until some steps have been seen: until then only the proportions of the terms mean anything."""
         return self._seen >= 4
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the line is no longer fitted after every step."""
+        return self._seen > _FIRST_FITS
 
     @property
     def fixed(self) -> float:
@@ -136,11 +148,17 @@ class StepCost:
 
     def added_rows(self, rows: int, more: int) -> Array:
         """[more + 1] milliseconds that 0, 1, 2, ... `more` rows add to a step of `rows`."""
-        at = np.arange(rows, rows + more + 1, dtype=np.float64)
-        starts = np.concatenate([_NOTHING, np.cumsum(self._terms[_ROWS][:-1] * _WIDTHS)])
-        piece = np.searchsorted(KNOTS, at, side="right") - 1
-        total = starts[piece] + self._terms[_ROWS][piece] * (at - KNOTS[piece])
-        return total - total[0]
+        line = self._line_to(rows + more)[rows : rows + more + 1]
+        return line - line[0]
+
+    def _line_to(self, rows: int) -> Array:
+        """[more than `rows`] milliseconds of 0, 1, 2, ... rows; kept until the line is another."""
+        if rows >= len(self._line):
+            at = np.arange(2 * rows + 64, dtype=np.float64)
+            starts = np.concatenate([_NOTHING, np.cumsum(self._terms[_ROWS][:-1] * _WIDTHS)])
+            piece = np.searchsorted(KNOTS, at, side="right") - 1
+            self._line = starts[piece] + self._terms[_ROWS][piece] * (at - KNOTS[piece])
+        return self._line
 
     def predict(
         self,
@@ -162,7 +180,10 @@ class StepCost:
         """
         batch = rows - nodes if batch is None else batch
         trees = (batch if nodes else 0) if trees is None else trees
-        return float(features(rows, batch, nodes, trees, branches, context) @ self._terms)
+        fixed, request, draft, tree, branch, tokens = self._others
+        any_nodes = draft if nodes else 0.0
+        rest = fixed + request * batch + any_nodes + tree * trees + branch * branches + tokens * context / 1024.0
+        return rest + float(self._line_to(rows)[rows])
 
     def spread(self, rows: int, nodes: int = 0, branches: int = 0, *, batch: int | None = None) -> float:
         """Standard deviation, in milliseconds, of what `predict` says of a step: its noise and our ignorance of it."""
@@ -237,7 +258,7 @@ class StepCost:
 
     def _rescale(self, factor: float) -> None:
         """Everything has become `factor` times as slow."""
-        self._terms *= factor
+        self._set(self._terms * factor)
         # in relative error a step's weight is 1 / ms^2, and its product holds one more ms
         self._moments /= factor**2
         self._products /= factor
@@ -267,7 +288,7 @@ class StepCost:
             np.maximum(terms, floor, out=terms)
         if self._seen % 64 == 0:
             self._inverse = np.asarray(np.linalg.inv(known) / self._noise**2)
-        self._terms = np.asarray(terms * scale)
+        self._set(np.asarray(terms * scale))
 
 
 def _pull() -> Array:

@@ -104,31 +104,29 @@ def luck(steps: Array, tokens_per_step: Array, last: Array) -> Array:
     return np.clip(1.0 - _largest_of(rivals) / spread, 0.0, 1.0)
 
 
+def weights(steps: Array, tokens_per_step: Array) -> Array:
+    """[R] steps that one more token of each request saves: its chance of ending last, times `luck`."""
+    last = chances_of_ending_last(steps)
+    return last * luck(steps, tokens_per_step, last)
+
+
 def token_worth(
-    steps: Array,
+    weight: Array,
     tokens_per_step: Array,
     nodes_per_step: Array,
     fixed_ms: float,
     request_ms: float,
     row_ms: float,
-    *,
-    trust: float = 1.0,
 ) -> Array:
     """[R] milliseconds of makespan that one more token of each request saves.
 
     Args:
-        steps: [R, K] equally likely values of how many steps each place is still busy.
+        weight: [R] steps that it saves.
         tokens_per_step: [R] recent tokens per step of each request.
         nodes_per_step: [R] recent draft nodes per step of each request.
         fixed_ms: what a step costs whatever is in it.
         request_ms: what a request adds to a plain step.
         row_ms: what a draft node adds.
-        trust: in the guesses at lengths, from 0 (all answers are taken to be alike) to 1.
     """
-    num = len(tokens_per_step)
-    even = np.full(num, 1.0 / num)
-    if trust > 0.0:
-        last = chances_of_ending_last(steps)
-        even = (1.0 - trust) * even + trust * last * luck(steps, tokens_per_step, last)
-    plain = fixed_ms * even + request_ms
+    plain = fixed_ms * weight + request_ms
     return np.minimum(plain, (plain + row_ms * nodes_per_step) / tokens_per_step)
