@@ -6,6 +6,7 @@ import pytest
 
 from vllm_specrollout.metrics import METRICS, PREFIX, Meter, MeteredSpeculation, marked, take_marked
 from vllm_specrollout.policies.budget import FixedBudget
+from vllm_specrollout.policies.off import OffBudget
 from vllm_specrollout.step import unite_naively
 from vllm_specrollout.types import Choice, Decision, DraftTree, Feedback, RequestView, Shape, StepTiming, chain
 
@@ -116,6 +117,18 @@ def test_a_budget_given_later_is_counted_too():
     speculation.policy = FixedBudget(2, 2)
     speculation.prepare([RequestView("r", np.arange(8, dtype=np.int32), 4, 100)])
     assert speculation.meter.take()["budget_nodes"] == 2
+
+
+def test_a_step_that_is_rested_through_is_counted_like_one_that_was_decided():
+    counts = []
+    for is_resting in (True, False):
+        speculation = MeteredSpeculation([Repeats()], OffBudget(), unite_naively, Meter(("repeats",), 1))
+        if is_resting:
+            assert speculation.rests(1)
+        else:
+            speculation.prepare([RequestView("r", np.arange(8, dtype=np.int32), 4, 100)])
+        counts.append(speculation.meter.take())
+    assert counts[0] == counts[1] == {"decisions/off/off": 1, "is_on": 0, "budget_nodes": 0}
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)

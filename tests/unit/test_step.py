@@ -9,6 +9,7 @@ import pytest
 
 from vllm_specrollout.policies.budget import FixedBudget
 from vllm_specrollout.policies.das import DasBudget
+from vllm_specrollout.policies.off import OffBudget
 from vllm_specrollout.step import Speculation, unite_naively
 from vllm_specrollout.types import (
     EMPTY_TREE,
@@ -121,3 +122,8 @@ def test_a_drafter_that_dies_of_an_ending_is_dropped() -> None:
     step = Speculation([Fragile("a", [1]), _Says("b", [2])], FixedBudget(8, 8))
     step.finish(Ending("r", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), Status.FINISHED))
     assert [drafter.name for drafter in step.drafters] == ["b"]
+
+
+def test_a_budget_that_rests_is_not_asked_and_one_that_cannot_never_rests() -> None:
+    assert Speculation([_Says("a", [1])], OffBudget()).rests(4)
+    assert not Speculation([_Says("a", [1])], FixedBudget(8, 8)).rests(4)

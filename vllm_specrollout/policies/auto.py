@@ -227,7 +227,7 @@ class AutoBudget:
         ask_ms = self._asking.predict(batch)
         share = picked.net / plain_ms
         does_pay = picked.net > (STAY * plain_ms if was_on else 0.0)
-        self.switch.judge((picked.net - ask_ms) / plain_ms if does_pay else 0.0)
+        self.switch.judge(((picked.net if does_pay else 0.0) - ask_ms) / plain_ms)
         if was_on and self._plain.is_due(picked.num_nodes, share):
             self._choice = Choice(True, PLAIN_PROBE, 0, 0.0, plain_ms, plain_ms)
             return [EMPTY_TREE] * batch

@@ -17,7 +17,7 @@ _PROBLEMS = 65_536  # problems remembered; those seen least recently go first
 _OVERALL = 2048  # recent answers of all problems
 _ENOUGH = 4  # of the problem's own earlier answers that got as far; with fewer, other problems' help out
 _LEAST_TRUST = 0.5  # in the answers of a known problem: where they mislead, half of the weight is right all the same
-_OFF_WEIGHT = 0.05  # of one answer in how far guesses are off
+_OFF_WEIGHT = 0.05  # of one answer in how far guesses are off, at the least
 _BEYOND = (0.15, 0.4, 0.85, 2.0)  # what an answer longer than all known ones still needs, as shares of its length
 
 
@@ -58,10 +58,14 @@ class _Off:
 
     def __init__(self, mean: float) -> None:
         self.mean = mean
+        self._seen = 2  # answers that what is guessed at first counts for
 
     def approach(self, length: int, known: list[int]) -> None:
         expected = sum(known) / len(known)
-        self.mean += _OFF_WEIGHT * (abs(length - expected) / max(length, expected, 1.0) - self.mean)
+        self._seen += 1
+        self.mean += max(_OFF_WEIGHT, 1.0 / self._seen) * (
+            abs(length - expected) / max(length, expected, 1.0) - self.mean
+        )
 
 
 class Lengths:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 MARGIN_ON = 0.05
 """Share of a plain step that drafts must be expected to save before they are switched on again."""
@@ -10,7 +11,7 @@ PLAIN_PROBE = "plain, to know its cost"
 """The reason of a step without drafts that is to be measured."""
 STAY = 0.03
 """Share of a plain step that drafts must be expected to save; less is within what is not known: none is verified."""
-_PATIENCE = 16  # steps in a row that drafts do not pay before they are switched off
+_PATIENCE = 16  # steps whose sum decides whether drafts pay, and that they are on for at the least
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # steps without asking drafters; each further one is twice as long
 _FIRST_PLAIN, _LAST_PLAIN = 16, 64  # steps with drafts after which one goes without, at first and later
 _SURE = 0.5  # share of a plain step that drafts save from which on it does not matter what exactly that costs
@@ -42,8 +43,8 @@ class Switch:
     """Whether drafters are asked at all. Slow on purpose: a single step decides nothing."""
 
     is_on: bool = True
-    # steps in a row in which something was proposed and nothing paid
-    losses: int = 0
+    # what the last steps were expected to save, of those since it was switched on in which something was proposed
+    shares: deque[float] = field(default_factory=lambda: deque(maxlen=_PATIENCE))
     pause: int = _FIRST_PAUSE
     # steps until the next try
     left: int = 0
@@ -61,20 +62,18 @@ class Switch:
         return self.left < 0
 
     def judge(self, share: float) -> None:
-        """share: what asking for drafts and verifying them was expected to save, of a plain step; 0.0: nothing pays."""
+        """share: what asking for drafts and verifying them was expected to save, of a plain step; less than 0: to cost."""
         if not self.is_on:
             if share > MARGIN_ON:
-                self.is_on, self.losses, self.pause = True, 0, _FIRST_PAUSE
+                self.is_on, self.pause = True, _FIRST_PAUSE
+                self.shares.clear()
                 return
             self.pause = min(2 * self.pause, _LONGEST_PAUSE)
             self.left = self.pause
             return
-        if share > 0.0:
-            self.losses = 0
-        else:
-            self.losses += 1
-            if self.losses >= _PATIENCE:
-                self.is_on, self.left = False, self.pause
+        self.shares.append(share)
+        if len(self.shares) == _PATIENCE and sum(self.shares) <= 0.0:
+            self.is_on, self.left = False, self.pause
 
 
 @dataclass(slots=True)

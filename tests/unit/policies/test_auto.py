@@ -251,3 +251,51 @@ def test_the_same_steps_give_the_same_choices() -> None:
             engine.step(accuracy=0.7)
     assert one.sizes == other.sizes
     assert one.said == other.said
+
+
+def test_a_budget_that_rests_pauses_for_as_long_as_one_that_is_asked() -> None:
+    asked, resting = Engine(8, fixed=0.5, row=1.0), Engine(8, fixed=0.5, row=1.0)
+    for _ in range(60):
+        asked.step(accuracy=0.1)
+        resting.step(accuracy=0.1)
+    left = asked.budget.switch.left
+    assert left == resting.budget.switch.left > 0 and not resting.budget.switch.is_on
+    timing = StepTiming(8, 8, 0, 0, 8, 8.5, True)
+    for _ in range(left):
+        assert resting.budget.rests(8)
+        said = resting.budget.explain()
+        assert said is not None and not said.is_on and said.expected_ms > 0.0
+        resting.budget.observe([], timing)
+    assert not resting.budget.rests(8)
+    views = [
+        RequestView(name, np.zeros(length + left, np.int32), 4, 10_000) for name, length in resting.lengths.items()
+    ]
+    assert all(d.max_nodes for d in resting.budget.decide(views))
+
+
+def test_after_a_pause_a_request_has_gone_as_fast_as_its_steps_were_many() -> None:
+    engine = Engine(2)
+    for _ in range(40):
+        engine.step(accuracy=0.0)
+    budget, names = engine.budget, list(engine.lengths)
+    budget.switch.is_on, budget.switch.left = False, 6
+    for _ in range(6):
+        assert budget.rests(2)
+    views = [RequestView(name, np.zeros(engine.lengths[name] + 7, np.int32), 4, 10_000) for name in names]
+    budget.decide(views)
+    assert all(budget._pace[name].tokens_per_step == pytest.approx(1.0, abs=0.05) for name in names)
+
+
+def test_answers_equally_long_are_drafted_for_less_than_answers_of_which_one_is_as_good_as_another() -> None:
+    """Where all need the same, the unluckiest ends the rollout: most of what the others gain is lost."""
+    worth = {}
+    for known in (True, False):
+        budget = AutoBudget(16, 16)
+        if known:
+            for i in range(64):
+                ended = np.zeros(32, np.int32)
+                budget.finish(Ending(f"old{i}", f"p{i % 16}", np.zeros(4, np.int32), ended, Status.TRUNCATED))
+        views = [RequestView(f"r{i}", np.zeros(8, np.int32), 4, 28, problem_id=f"p{i}") for i in range(16)]
+        budget.decide(views)
+        worth[known] = float(budget._step.worth.sum())
+    assert worth[True] < 0.7 * worth[False]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_specrollout.policies.cost_model import PRIOR, StepCost
+from vllm_specrollout.policies.cost_model import PRIOR, StepCost, features
 from vllm_specrollout.types import StepTiming
 
 
@@ -132,3 +134,18 @@ def test_it_says_how_sure_it_is() -> None:
     near, far = cost.spread(8, 4) / cost.predict(8, 4), cost.spread(512) / cost.predict(512)
     assert 0.0 < near < 0.12
     assert far > 2.0 * near
+
+
+@given(st.integers(1, 3000), st.integers(1, 64), st.integers(0, 40), st.integers(0, 8), st.integers(0, 9000))
+def test_a_step_is_predicted_by_its_terms(rows: int, batch: int, nodes: int, branches: int, context: int) -> None:
+    cost = StepCost()
+    for ms in (5.0, 5.2, 4.9, 5.1, 5.0):
+        cost.observe(StepTiming(4, 4, 0, 0, 4, ms, True))
+    trees = min(nodes, batch)
+    terms = features(rows, batch, nodes, trees, branches, context) @ cost._terms
+    told = cost.predict(rows, nodes, branches, batch=batch, trees=trees, context=context)
+    assert told == pytest.approx(float(terms))
+    added = cost.added_rows(batch, nodes)
+    assert added[-1] == pytest.approx(
+        cost.predict(batch + nodes, batch=batch) - cost.predict(batch, batch=batch), abs=1e-9
+    )

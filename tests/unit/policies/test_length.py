@@ -139,3 +139,22 @@ def test_what_is_left_rises_and_stays_within_what_may_be(known: list[int], gener
     assert left.shape == (n,)
     assert (np.diff(left) >= 0.0).all()
     assert 1.0 <= left[0] <= left[-1] <= room
+
+
+def test_a_known_problems_answers_are_trusted_by_half_and_by_more_the_more_they_are_alike() -> None:
+    alike, apart = Lengths(), Lengths()
+    for i in range(200):
+        alike.observe("a", 100)
+        apart.observe("a", (20, 180)[i % 2])
+    assert alike.trust("a") > 0.95 and apart.trust("a") == 0.5
+
+
+def test_of_an_unknown_problem_only_what_all_answers_have_in_common_is_trusted() -> None:
+    lengths = Lengths()
+    assert lengths.trust("new") == 0.0
+    for i in range(100):
+        lengths.observe(f"p{i}", 100)
+    assert lengths.trust("new") > 0.95
+    for i in range(100):
+        lengths.observe(f"q{i}", (10, 1000)[i % 2])
+    assert lengths.trust("new") == 0.0

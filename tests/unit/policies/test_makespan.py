@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.makespan import chances_of_ending_last, level, token_worth
+from vllm_specrollout.policies.makespan import chances_of_ending_last, level, luck, token_worth, weights
 
 
 def test_the_longest_answer_ends_last() -> None:
@@ -38,22 +38,46 @@ def test_chances_agree_with_drawing_lengths_many_times(num: int, cases: int, see
     assert np.abs(chances_of_ending_last(steps) - won).max() < 0.08
 
 
-def _worth(steps: np.ndarray, rate: float, nodes: float, request_ms: float, **kwargs: float) -> np.ndarray:
-    n = len(steps)
-    return token_worth(steps, np.full(n, rate), np.full(n, nodes), 12.0, request_ms, 0.2, **kwargs)
+def _worth(weight: np.ndarray, rate: float, nodes: float, request_ms: float) -> np.ndarray:
+    n = len(weight)
+    return token_worth(weight, np.full(n, rate), np.full(n, nodes), 12.0, request_ms, 0.2)
 
 
 def test_where_all_are_alike_a_token_is_worth_what_throughput_says() -> None:
     """8 requests, each 1.5 tokens and 2 nodes a step: 12 tokens in 12 + 8 * (1 + 0.4) ms."""
-    assert _worth(np.full((8, 4), 50.0), 1.5, 2.0, 1.0) == pytest.approx(np.full(8, 23.2 / 12.0))
+    assert _worth(np.full(8, 0.125), 1.5, 2.0, 1.0) == pytest.approx(np.full(8, 23.2 / 12.0))
 
 
 def test_drafts_that_do_not_pay_make_no_token_dearer_than_a_plain_one() -> None:
-    assert _worth(np.full((8, 4), 50.0), 1.1, 20.0, 1.0) == pytest.approx(np.full(8, 2.5))
+    assert _worth(np.full(8, 0.125), 1.1, 20.0, 1.0) == pytest.approx(np.full(8, 2.5))
 
 
-def test_the_long_answers_tokens_are_worth_most_unless_lengths_do_not_count() -> None:
+def test_the_long_answers_tokens_are_worth_most() -> None:
     steps = np.asarray([[10.0, 20.0]] * 7 + [[300.0, 400.0]])
-    worth = _worth(steps, 1.0, 0.0, 0.3)
+    worth = _worth(weights(steps, np.ones(8)), 1.0, 0.0, 0.3)
     assert worth[7] > 10.0 > 1.0 > worth[:7].max()
-    assert _worth(steps, 1.0, 0.0, 0.3, trust=0.0) == pytest.approx(np.full(8, 1.8))
+
+
+def test_a_lone_answers_luck_is_the_makespans_and_so_is_that_of_one_known_to_end_last() -> None:
+    one = np.asarray([[30.0, 30.0]])
+    assert luck(one, np.ones(1), np.ones(1)) == pytest.approx(1.0)
+    long = np.asarray([[10.0, 10.0]] * 7 + [[300.0, 300.0]])
+    assert luck(long, np.ones(8), chances_of_ending_last(long)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "gain"), [(2, 64, 1.0), (4, 200, 0.5), (16, 100, 1.0), (64, 400, 2.0)])
+def test_luck_foretells_what_the_unluckiest_of_many_answers_gains(batch: int, tokens: int, gain: float) -> None:
+    """Answers equally long, whose steps yield 1 + a geometric number of tokens: steps saved by the last, of the mean."""
+    rng = np.random.default_rng(0)
+    gained = rng.geometric(1.0 / (1.0 + gain), (200, batch, tokens))
+    steps = (np.cumsum(gained, axis=2) < tokens).sum(axis=2) + 1
+    true = (tokens - steps.max(axis=1)).mean() / (tokens - steps).mean()
+    rate = np.full(batch, 1.0 + gain)
+    told = luck(np.full((batch, 8), tokens) / rate[:, None], rate, np.full(batch, 1.0 / batch))
+    assert told == pytest.approx(np.full(batch, true), abs=0.06)
+
+
+def test_chance_counts_for_less_where_lengths_differ_anyway() -> None:
+    even = np.full(16, 1 / 16)
+    known, guessed = np.full((16, 8), 50.0), np.tile(np.linspace(5.0, 95.0, 8), (16, 1))
+    assert luck(known, np.ones(16), even)[0] < luck(guessed, np.ones(16), even)[0] < 1.0

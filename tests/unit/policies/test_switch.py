@@ -11,12 +11,34 @@ def test_a_single_step_that_does_not_pay_decides_nothing() -> None:
     switch = Switch()
     for _ in range(10):
         for _ in range(15):
-            switch.judge(-0.1)
+            switch.judge(-0.01)
         assert switch.is_on
-        switch.judge(0.01)
-    for _ in range(16):
-        switch.judge(-0.1)
+        switch.judge(0.2)
+    for _ in range(15):
+        switch.judge(-0.01)
+    assert switch.is_on
+    switch.judge(-0.01)
     assert not switch.is_on
+
+
+def test_asking_in_vain_most_of_the_time_is_not_made_good_by_a_little_now_and_then() -> None:
+    switch = Switch()
+    for _ in range(4):
+        for share in (-0.05, -0.05, -0.05, 0.1):
+            switch.judge(share)
+    assert not switch.is_on
+
+
+def test_only_the_steps_of_a_pause_can_be_rested_through() -> None:
+    switch = Switch()
+    assert not switch.is_resting
+    for _ in range(16):
+        switch.judge(0.0)
+    rested = 0
+    while switch.is_resting:
+        assert not switch.asks()
+        rested += 1
+    assert rested == 8 and switch.asks()
 
 
 def test_pauses_grow_longer_as_long_as_nothing_pays() -> None:

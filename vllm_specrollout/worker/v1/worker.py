@@ -15,8 +15,8 @@ from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.tuning import Tunable
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
-from vllm_specrollout.worker.v1.warm_up import warm_up
 from vllm_specrollout.worker.v1.reporting import ReportsV1
+from vllm_specrollout.worker.v1.warm_up import warm_up
 
 
 class SpecRolloutCPUWorker(ReportsV1, Tunable, Explains, ServesTrainers, CPUWorker):
