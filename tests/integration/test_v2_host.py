@@ -24,6 +24,9 @@ class Recorder:
     def __init__(self, tree=EMPTY_TREE):
         self.tree, self.settled, self.forgotten, self.views = tree, [], [], []
 
+    def rests(self, batch):
+        return False
+
     def prepare(self, views):
         self.views = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in views]
         return [self.tree] * len(views)

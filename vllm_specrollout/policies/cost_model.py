@@ -31,15 +31,8 @@ KNOTS = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 
 """Rows at which the line may bend; the last piece has no end. Dense where kernels' tiles make few rows jump."""
 _PIECES = len(KNOTS)
 _WIDTHS, _NOTHING = np.diff(KNOTS), np.zeros(1)
-_FIXED, _ROWS, _REQUEST, _DRAFT, _TREE, _BRANCH, _CONTEXT = (
-    0,
-    slice(1, 1 + _PIECES),
-    1 + _PIECES,
-    2 + _PIECES,
-    3 + _PIECES,
-    4 + _PIECES,
-    5 + _PIECES,
-)
+_FIXED, _ROWS = 0, slice(1, 1 + _PIECES)
+_REQUEST, _DRAFT, _TREE, _BRANCH, _CONTEXT = range(1 + _PIECES, 6 + _PIECES)
 _NUM = 6 + _PIECES
 
 # 2-core CPU, 150 M parameters, bf16: fixed, a row, a request, any drafts, a tree, a branch, 1024 tokens of context
@@ -181,9 +174,8 @@ class StepCost:
         batch = rows - nodes if batch is None else batch
         trees = (batch if nodes else 0) if trees is None else trees
         fixed, request, draft, tree, branch, tokens = self._others
-        any_nodes = draft if nodes else 0.0
-        rest = fixed + request * batch + any_nodes + tree * trees + branch * branches + tokens * context / 1024.0
-        return rest + float(self._line_to(rows)[rows])
+        drafts = (draft if nodes else 0.0) + tree * trees + branch * branches
+        return fixed + request * batch + float(self._line_to(rows)[rows]) + drafts + tokens * context / 1024.0
 
     def spread(self, rows: int, nodes: int = 0, branches: int = 0, *, batch: int | None = None) -> float:
         """Standard deviation, in milliseconds, of what `predict` says of a step: its noise and our ignorance of it."""

@@ -62,7 +62,7 @@ class Switch:
         return self.left < 0
 
     def judge(self, share: float) -> None:
-        """share: what asking for drafts and verifying them was expected to save, of a plain step; less than 0: to cost."""
+        """share: what asking drafters and verifying was expected to save, of a plain step; less than 0: to cost."""
         if not self.is_on:
             if share > MARGIN_ON:
                 self.is_on, self.pause = True, _FIRST_PAUSE

@@ -292,7 +292,7 @@ def test_answers_equally_long_are_drafted_for_less_than_answers_of_which_one_is_
     for known in (True, False):
         budget = AutoBudget(16, 16)
         if known:
-            for i in range(64):
+            for i in range(160):
                 ended = np.zeros(32, np.int32)
                 budget.finish(Ending(f"old{i}", f"p{i % 16}", np.zeros(4, np.int32), ended, Status.TRUNCATED))
         views = [RequestView(f"r{i}", np.zeros(8, np.int32), 4, 28, problem_id=f"p{i}") for i in range(16)]

@@ -67,7 +67,7 @@ def test_a_lone_answers_luck_is_the_makespans_and_so_is_that_of_one_known_to_end
 
 @pytest.mark.parametrize(("batch", "tokens", "gain"), [(2, 64, 1.0), (4, 200, 0.5), (16, 100, 1.0), (64, 400, 2.0)])
 def test_luck_foretells_what_the_unluckiest_of_many_answers_gains(batch: int, tokens: int, gain: float) -> None:
-    """Answers equally long, whose steps yield 1 + a geometric number of tokens: steps saved by the last, of the mean."""
+    """Equally long answers, whose steps yield a geometric number of tokens: steps that the last saves, of the mean."""
     rng = np.random.default_rng(0)
     gained = rng.geometric(1.0 / (1.0 + gain), (200, batch, tokens))
     steps = (np.cumsum(gained, axis=2) < tokens).sum(axis=2) + 1
