@@ -135,11 +135,11 @@ class Lengths:
     def trust(self, problem_id: str) -> float:
         """How far guesses at the problem's answers may be trusted, from 0 to 1 (all have been equally long so far).
 
-        At least 0.5 where enough of the problem's own answers are known; where not, what all answers have in common.
+        At least 0.5 where enough of the problem's own answers are known; where not, only if all answers are much alike.
         """
         if self.knows(problem_id):
             return max(_LEAST_TRUST, 1.0 - 2.0 * self._own_off.mean)
-        return max(0.0, 1.0 - 2.0 * self._overall_off.mean)
+        return max(0.0, 1.0 - 4.0 * self._overall_off.mean)
 
     @property
     def num_known(self) -> int:

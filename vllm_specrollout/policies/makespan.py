@@ -30,6 +30,7 @@ so that the first term of w_i becomes fixed * P_i * luck_i.
 from __future__ import annotations
 
 import functools
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -106,8 +107,24 @@ def luck(steps: Array, tokens_per_step: Array, last: Array) -> Array:
 
 def weights(steps: Array, tokens_per_step: Array) -> Array:
     """[R] steps that one more token of each request saves: its chance of ending last, times `luck`."""
-    last = chances_of_ending_last(steps)
+    last = chances_of_ending_last(scattered(steps, tokens_per_step))
     return last * luck(steps, tokens_per_step, last)
+
+
+def scattered(steps: Array, tokens_per_step: Array) -> Array:
+    """[R, K] the same values, each with as much luck as drafts bring to it: which answer ends last is not known yet."""
+    tokens = steps * tokens_per_step[:, None]
+    gain = np.maximum(tokens_per_step - 1.0, _LEAST_GAIN)
+    chance = _quantiles(steps.shape[1]) * np.sqrt(tokens * gain[:, None]) / tokens_per_step[:, None]
+    return np.maximum(steps + chance, 0.0)
+
+
+@functools.lru_cache(maxsize=16)
+def _quantiles(num: int) -> Array:
+    """[num] of the normal distribution, in an order that has nothing to do with the cases' rising one."""
+    step = next(step for step in (3, 5, 7, 1) if math.gcd(step, num) == 1)
+    order = [(step * k + num // 2) % num for k in range(num)]
+    return np.asarray([NormalDist().inv_cdf((k + 0.5) / num) for k in order])
 
 
 def token_worth(
