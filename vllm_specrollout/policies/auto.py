@@ -35,12 +35,11 @@ from vllm_specrollout.types import (
 
 _CASES = 8  # equally likely lengths that each answer is given
 _KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths count
-_WEIGH_EVERY = 8  # steps after which answers are weighed anew, also when none came or went
+_WEIGH_EVERY = 4  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.95  # weight left to a request's tokens per step after each further step
 _PACE_PRIOR = 2.0  # steps that what a request starts from counts for
 _LEARN_EVERY = 8  # steps whose times are learned from in one go: one by one, they take three times as long
 _JUDGE_EVERY, _JUDGE_MANY = 4, 16  # steps, and drafts, whose verdicts are learned from in one go, for the same reason
-_PROBLEMS = 65_536  # problems whose pace is remembered
 _PROBES = 2  # nodes verified, at most, where nothing pays: how else would it be noticed that it does again?
 
 
@@ -98,8 +97,6 @@ class AutoBudget:
         self._pace: dict[str, _Pace] = {}
         # what an answer starts from: the pace of those that ended
         self._usual = _Pace(0)
-        # the same of one problem, those seen least recently first
-        self._usual_of: dict[str, _Pace] = {}
         # request -> nodes that its last step verified
         self._nodes: dict[str, int] = {}
         self._step = _Step()
@@ -147,8 +144,7 @@ class AutoBudget:
             pace = paces.get(view.request_id)
             if pace is None:
                 self.acceptance.meet(view)
-                usual = self._usual_of.get(view.problem_id, self._usual)
-                paces[view.request_id] = _Pace(length, usual.tokens_per_step, usual.nodes)
+                paces[view.request_id] = _Pace(length, self._usual.tokens_per_step, self._usual.nodes)
                 continue
             if length > pace.length:
                 pace.approach((length - pace.length) / steps, self._nodes.get(view.request_id, 0))
@@ -175,14 +171,18 @@ class AutoBudget:
         # all alike, as far as lengths are not known
         weight = np.full(len(views), (1.0 - trust) / len(views))
         if trust > 0.0:
-            weight += trust * self._weights(views, rate)
+            weight += trust * self._weights(views, float(rate.mean()))
         return token_worth(weight, rate, nodes, *prices)
 
-    def _weights(self, views: Sequence[RequestView], rate: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """[R] steps that one more token of each saves, as far as lengths are known."""
-        busy = np.stack([self._tokens_left(view) for view in views]) / rate[:, None]
+    def _weights(self, views: Sequence[RequestView], rate: float) -> npt.NDArray[np.float64]:
+        """[R] steps that one more token of each saves, as far as lengths are known.
+
+        rate: tokens per step of all alike. Each one's own would say who was drafted for lately: who is ahead would then
+        get nothing, fall behind, and be found to have fallen behind when it is too late to be caught up with.
+        """
+        busy = np.stack([self._tokens_left(view) for view in views]) / rate
         if self._waiting:
-            busy = np.maximum(busy, level(busy.mean(axis=1), self._waiting * self.lengths.mean / rate.mean()))
+            busy = np.maximum(busy, level(busy.mean(axis=1), self._waiting * self.lengths.mean / rate))
         return weights(busy, rate)
 
     def _prices(self, batch: int, nodes: float) -> tuple[float, float, float]:
@@ -285,12 +285,7 @@ class AutoBudget:
         self.acceptance.finish(ending.request_id, ending.problem_id)
         pace = self._pace.pop(ending.request_id, None)
         if pace is not None:
-            own = self._usual_of.pop(ending.problem_id, None) or _Pace(0, pace.tokens_per_step, pace.nodes)
-            for usual in (self._usual, own):
-                usual.approach(pace.tokens_per_step, pace.nodes)
-            self._usual_of[ending.problem_id] = own
-            if len(self._usual_of) > _PROBLEMS:
-                del self._usual_of[next(iter(self._usual_of))]
+            self._usual.approach(pace.tokens_per_step, pace.nodes)
         if ending.status is not Status.ABORTED:  # its length says nothing of where it was going
             self.lengths.observe(ending.problem_id, len(ending.token_ids))
 

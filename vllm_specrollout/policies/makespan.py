@@ -88,35 +88,33 @@ def _largest_of(num: int) -> float:
     return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
 
 
-def luck(steps: Array, tokens_per_step: Array, last: Array) -> Array:
+def luck(steps: Array, tokens_per_step: float, last: Array) -> Array:
     """[R] share of what drafts gain on average that is a gain of the last answer to end; 1.0 where it is known which.
 
     Args:
         steps: [R, K] equally likely values of how many steps each answer still takes.
-        tokens_per_step: [R] recent tokens per step of each request.
+        tokens_per_step: recent tokens per step, of all requests alike.
         last: [R] probability of each to end last.
     """
     rivals = round(float(1.0 / (last * last).sum()))
     if rivals <= 1:
         return np.ones(len(last))
-    tokens = steps * tokens_per_step[:, None]
-    gain = np.maximum(tokens_per_step - 1.0, _LEAST_GAIN)
+    tokens = steps * tokens_per_step
+    gain = max(tokens_per_step - 1.0, _LEAST_GAIN)
     spread = np.sqrt(tokens.mean(axis=1) * gain + tokens.var(axis=1))
     return np.clip(1.0 - _largest_of(rivals) / spread, 0.0, 1.0)
 
 
-def weights(steps: Array, tokens_per_step: Array) -> Array:
+def weights(steps: Array, tokens_per_step: float) -> Array:
     """[R] steps that one more token of each request saves: its chance of ending last, times `luck`."""
     last = chances_of_ending_last(scattered(steps, tokens_per_step))
     return last * luck(steps, tokens_per_step, last)
 
 
-def scattered(steps: Array, tokens_per_step: Array) -> Array:
+def scattered(steps: Array, tokens_per_step: float) -> Array:
     """[R, K] the same values, each with as much luck as drafts bring to it: which answer ends last is not known yet."""
-    tokens = steps * tokens_per_step[:, None]
-    gain = np.maximum(tokens_per_step - 1.0, _LEAST_GAIN)
-    chance = _quantiles(steps.shape[1]) * np.sqrt(tokens * gain[:, None]) / tokens_per_step[:, None]
-    return np.maximum(steps + chance, 0.0)
+    gain = max(tokens_per_step - 1.0, _LEAST_GAIN)
+    return np.maximum(steps + _quantiles(steps.shape[1]) * np.sqrt(steps * (gain / tokens_per_step)), 0.0)
 
 
 @functools.lru_cache(maxsize=16)

@@ -54,15 +54,15 @@ def test_drafts_that_do_not_pay_make_no_token_dearer_than_a_plain_one() -> None:
 
 def test_the_long_answers_tokens_are_worth_most() -> None:
     steps = np.asarray([[10.0, 20.0]] * 7 + [[300.0, 400.0]])
-    worth = _worth(weights(steps, np.ones(8)), 1.0, 0.0, 0.3)
+    worth = _worth(weights(steps, 1.0), 1.0, 0.0, 0.3)
     assert worth[7] > 10.0 > 1.0 > worth[:7].max()
 
 
 def test_a_lone_answers_luck_is_the_makespans_and_so_is_that_of_one_known_to_end_last() -> None:
     one = np.asarray([[30.0, 30.0]])
-    assert luck(one, np.ones(1), np.ones(1)) == pytest.approx(1.0)
+    assert luck(one, 1.0, np.ones(1)) == pytest.approx(1.0)
     long = np.asarray([[10.0, 10.0]] * 7 + [[300.0, 300.0]])
-    assert luck(long, np.ones(8), chances_of_ending_last(long)) == pytest.approx(1.0)
+    assert luck(long, 1.0, chances_of_ending_last(long)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("batch", "tokens", "gain"), [(2, 64, 1.0), (4, 200, 0.5), (16, 100, 1.0), (64, 400, 2.0)])
@@ -72,12 +72,11 @@ def test_luck_foretells_what_the_unluckiest_of_many_answers_gains(batch: int, to
     gained = rng.geometric(1.0 / (1.0 + gain), (200, batch, tokens))
     steps = (np.cumsum(gained, axis=2) < tokens).sum(axis=2) + 1
     true = (tokens - steps.max(axis=1)).mean() / (tokens - steps).mean()
-    rate = np.full(batch, 1.0 + gain)
-    told = luck(np.full((batch, 8), tokens) / rate[:, None], rate, np.full(batch, 1.0 / batch))
+    told = luck(np.full((batch, 8), tokens / (1.0 + gain)), 1.0 + gain, np.full(batch, 1.0 / batch))
     assert told == pytest.approx(np.full(batch, true), abs=0.06)
 
 
 def test_chance_counts_for_less_where_lengths_differ_anyway() -> None:
     even = np.full(16, 1 / 16)
     known, guessed = np.full((16, 8), 50.0), np.tile(np.linspace(5.0, 95.0, 8), (16, 1))
-    assert luck(known, np.ones(16), even)[0] < luck(guessed, np.ones(16), even)[0] < 1.0
+    assert luck(known, 1.0, even)[0] < luck(guessed, 1.0, even)[0] < 1.0
