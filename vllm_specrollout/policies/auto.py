@@ -212,18 +212,18 @@ class AutoBudget:
         batch = len(trees)
         plain_ms = self._plain_ms(batch)
         num_nodes = sum(tree.size for tree in trees)
+        ask_ms = self._asking.predict(batch)
         if not num_nodes:
-            self._choice = Choice(True, "nothing proposed", 0, 0.0, plain_ms, plain_ms)
+            self._choice = Choice(True, "nothing proposed", 0, 0.0, plain_ms + ask_ms, plain_ms)
             return list(trees)
         was_on = self.switch.is_on
         picked = self.kernels.pick(trees, self._request(decisions, num_nodes, plain_ms))
         # the drafters have been asked already, so what pays is verified; but it may not be worth asking again
-        ask_ms = self._asking.predict(batch)
         share = picked.net / plain_ms
         does_pay = picked.net > (STAY * plain_ms if was_on else 0.0)
         self.switch.judge(((picked.net if does_pay else 0.0) - ask_ms) / plain_ms)
         if was_on and self._plain.is_due(picked.num_nodes, share):
-            self._choice = Choice(True, PLAIN_PROBE, 0, 0.0, plain_ms, plain_ms)
+            self._choice = Choice(True, PLAIN_PROBE, 0, 0.0, plain_ms + ask_ms, plain_ms)
             return [EMPTY_TREE] * batch
         self._nodes = {view.request_id: tree.size for view, tree in zip(self._step.views, picked.trees, strict=True)}
         nodes = picked.num_nodes
