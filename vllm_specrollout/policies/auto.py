@@ -38,7 +38,7 @@ _KNOWN_LENGTHS = 8  # answers that must have ended before guesses at lengths cou
 _WEIGH_EVERY = 4  # steps after which answers are weighed anew, also when none came or went
 _RATE_MEMORY = 0.95  # weight left to a request's tokens per step after each further step
 _PACE_PRIOR = 2.0  # steps that what a request starts from counts for
-_LEARN_EVERY = 8  # steps whose times are learned from in one go: one by one, they take three times as long
+_LEARN_EVERY = 8  # steps whose times are learned from in one go, which is cheaper than one by one
 _JUDGE_EVERY, _JUDGE_MANY = 4, 16  # steps, and drafts, whose verdicts are learned from in one go, for the same reason
 _PROBES = 2  # nodes verified, at most, where nothing pays: how else would it be noticed that it does again?
 

@@ -37,7 +37,7 @@ class WatchedPolicy:
 
     def rests(self, batch: int) -> bool:
         is_resting = rests(self.policy, batch)
-        if is_resting:
+        if is_resting:  # also where none could have been drafted for: nobody has looked
             self._count(0)
         return is_resting
 
