@@ -7,13 +7,17 @@ may import the standard library and vLLM, and nothing of ours but the package it
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import importlib.util
 import os
 import random
+import signal
 import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +27,7 @@ class Engine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.core = llm.llm_engine
+        self._calls = _beside("worker_calls")
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens added."""
@@ -72,10 +77,24 @@ class Engine:
         0: noise alone would choose the tokens, and outputs would agree whatever attention computes. Needs
         VLLM_ALLOW_INSECURE_SERIALIZATION=1, since the function travels to the worker.
         """
-        # as the method itself, since only that is pickled by value all the way: the worker does not know this file
-        checksum = self.llm.collective_rpc(lambda worker: _randomise(worker.get_model(), logit_std))[0]
+        checksum = self.llm.collective_rpc(self._calls.randomise, args=(logit_std,))[0]
         self._forget_prefixes()
         return checksum
+
+    def facts(self) -> dict[str, Any]:
+        """What this engine is made of, as its (first) worker sees it. Needs what `randomise` needs."""
+        return self.llm.collective_rpc(self._calls.facts)[0]
+
+    def profile(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
+        """As `generate(is_warm=True)`, with the device's busy time: where the time goes, not how much of it there is.
+
+        Returns:
+            steps; busy_ms, the union of all intervals in which the device worked; kernels, the costliest first:
+            [name, milliseconds, launches]. All over the whole run. Needs what `randomise` needs.
+        """
+        self.llm.collective_rpc(self._calls.start_profile)
+        steps = len(self._run(prompts, params)["step_s"])
+        return {"steps": steps, **self.llm.collective_rpc(self._calls.end_profile)[0]}
 
     def extend(
         self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int
@@ -234,24 +253,13 @@ class Engine:
         self.core.engine_core.shutdown()
 
 
-def _randomise(model: Any, logit_std: float) -> int:
-    """Fill each weight from a generator seeded with its name: embeddings of variance 1, products that keep it."""
-    import zlib
-
-    import torch
-
-    checksum = 0
-    for name, weight in model.named_parameters():
-        data = weight.data
-        generator = torch.Generator(device=data.device).manual_seed(zlib.crc32(name.encode()))
-        if data.ndim == 1:
-            data.fill_(1.0 if "norm" in name else 0.0)
-        else:
-            std = 1.0 if "embed" in name else data.shape[1] ** -0.5 * (logit_std if "lm_head" in name else 1.0)
-            data.normal_(0.0, std, generator=generator)
-        bits = data.view({2: torch.int16, 4: torch.int32}[data.element_size()])
-        checksum = (checksum * 31 + int(bits.sum(dtype=torch.int64))) % (1 << 61)
-    return checksum
+def _beside(name: str) -> Any:
+    """A module of this folder, by path, as all that is ours; workers get its functions by value, for want of a name."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def serve(connection: Connection) -> None:
@@ -278,7 +286,13 @@ def serve(connection: Connection) -> None:
     engine.close()
 
 
-# vLLM's workers are spawned, and import this file again under another name
+# vLLM's workers are spawned, and import this file again under another name; or they are forked, and keep what is set
+if __name__ in ("__main__", "__mp_main__"):
+    # whoever finds this process hanging can ask where
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    interpreter = _beside("interpreter")
+    if interpreter.is_asked_for():
+        interpreter.prepare()
 if __name__ == "__main__":
     descriptor = int(sys.argv[1])
     # no worker may hold the pipe open after this process is gone

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from vllm_specrollout import envs
 from vllm_specrollout.errors import SpecRolloutError
 
+from .leash import Leash
 from .runs import Run
 
 QUIET_S = 1.2
@@ -56,6 +57,8 @@ class EngineSpec:
     is_verbose: bool = False
     # variables of the process, above all others
     environment: Mapping[str, str] = field(default_factory=dict)
+    # file for vLLM's log, which outlives this process; None: one that does not
+    log: Path | None = None
 
 
 class EngineProcess:
@@ -67,7 +70,7 @@ class EngineProcess:
         # an answer is outstanding, or will never come
         self._is_busy = False
         # open as long as the process lives
-        self._log = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._log = _open_log(spec.log)
         self._pipe, child_end = Pipe()
         arguments = dict(spec.arguments)
         if spec.spec_rollout is not None:
@@ -85,6 +88,8 @@ class EngineProcess:
             start_new_session=True,
         )
         child_end.close()
+        # its own session outlives this process unless somebody sees to it
+        self._leash = Leash(self._process.pid)
         try:
             self._exchange({"is_ours": spec.spec_rollout is not None, "arguments": arguments})
         except BaseException:
@@ -144,6 +149,17 @@ class EngineProcess:
                 self._signal(number)
                 if self._ends_within(_END_S / 4):
                     break
+        self._let_go()
+
+    def kill(self) -> None:
+        """End the engine and its workers at once; what it holds on a device goes with it."""
+        self._signal(signal.SIGKILL)
+        self._pipe.close()
+        self._ends_within(_END_S / 4)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._leash.release()
         self._log.close()
 
     def _ends_within(self, seconds: float) -> bool:
@@ -185,6 +201,11 @@ class EngineProcess:
             lines += self._log.read().splitlines()
         tail = "\n".join(f"    {line}" for line in lines[-_LOG_LINES:])
         return EngineFailed(f"the {self.spec.name} engine failed: {cause}\n{tail}", "run again with `--verbose`")
+
+
+def _open_log(path: Path | None) -> IO[str]:
+    options: dict[str, Any] = {"mode": "w+", "encoding": "utf-8", "errors": "replace"}
+    return tempfile.TemporaryFile(**options) if path is None else path.open(**options)
 
 
 def wait_until_quiet(engines: list[EngineProcess], about_to_run: EngineProcess) -> None:

@@ -1,1 +1,1 @@
-"""Measurements on one CUDA GPU: kernels, engines, graph memory. `python -m vllm_specrollout.bench.gpu --help`."""
+"""Measurements on one CUDA GPU: kernels, identity, engines. `bench/gpu/first_hour.sh --help`."""

@@ -6,7 +6,7 @@ import typer
 
 from vllm_specrollout.errors import SpecRolloutError
 
-from .run import run
+from .command import run
 
 # the engines' processes import this file again under another name
 if __name__ == "__main__":

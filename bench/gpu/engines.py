@@ -1,198 +1,176 @@
-"""Runs an engine plan: stock vLLM and ours side by side, then each rival beside stock."""
+"""The engines of a part: started side by side, with equal random weights, and asked for its rows."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
 from ..common.engine_process import EngineProcess, EngineSpec
-from ..common.rows import Pair, Row, make_row
 from ..common.runs import Run
 from . import models
-from .identity import compare
-from .plan import DRAFTS, Cell, Plan, key_of, params, prompts, recording, rival
+from .plan import ARMS, RIVALS, STOCK, Cell, Scene, key_of, params, prompts, rival
+from .runner import NotMeasured
 
-LOGIT_STD = 1.0
-"""Standard deviation of a row of logits: the largest are near 5, where bf16 resolves 0.03."""
-_INSECURE = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-Report = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One cell of one arm."""
-
-    model: str
-    context: int
-    row: Row
-    # ours: tokens compared with stock's, and proven ties among them; rivals are not lossless and not compared
-    compared: int | None = None
-    ties: int | None = None
-    # ours: milliseconds and counts of the worker, per step
-    split: dict[str, float] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        row = asdict(self.row)
-        if self.compared is None:
-            # what was not compared is neither identical nor different, and only our worker counts drafts
-            row |= dict.fromkeys(("identical", "tokens_per_step", "nodes_per_step"))
-        return {**asdict(self), "row": row}
+LOGS = "logs"
+"""Folder of the engines' logs below that of the work; the parent reads them, for an engine may end with its process."""
+_LOG_LINES = 60
+_WORTH_KNOWING = (
+    "backend",
+    "graph",
+    "Model Runner",
+    "model runner",
+    "async",
+    "FlashAttention",
+    "compil",
+    "WARNING",
+    "ERROR",
+)
 
 
 class Engines:
-    """The engines of one plan; a context manager. `notes` says what was left out, and why."""
+    """Started engines by name; a context manager.
 
-    def __init__(self, plan: Plan, scratch: Path, report: Report, *, is_verbose: bool) -> None:
-        self.plan, self.notes, self.results = plan, list[str](), list[Result]()
-        self._scratch, self._report, self._is_verbose = scratch, report, is_verbose
-        self._vocab = models.CONFIGS[plan.model].vocab_size
-        self._folder = models.write(plan.model, scratch / plan.model)
-        self._draft = models.write("0.5B" if plan.model == "7B" else "tiny", scratch / "draft", self._vocab)
-        self._oracle = scratch / f"oracle-{plan.model}.json"
-        self._stack = ExitStack()
-        self._checksum: int | None = None
+    Args:
+        scene: what they have in common.
+        names: `stock`, and arms of ours or rivals.
+        work: folder for models and recordings; the same in every start, for caches may depend on it.
+    """
+
+    def __init__(self, scene: Scene, names: Sequence[str], work: Path, taus: Mapping[str, float] | None = None) -> None:
+        self.scene = scene
+        self.vocab = models.CONFIGS[scene.model].vocab_size
+        self._taus = taus or {}
+        self._folder = models.write(scene.model, work / "models" / scene.model)
+        self._draft = models.write("0.5B" if scene.model == "7B" else "tiny", work / "models" / "draft", self.vocab)
+        self._oracle = work / f"oracle-{scene.model}"
+        self._logs = work / LOGS
+        self._logs.mkdir(exist_ok=True)
+        self._engines: dict[str, EngineProcess] = {}
+        self._failed: dict[str, str] = {}
+        self._primed: dict[str, tuple[Cell, str]] = {}
+        self.start_s: dict[str, float] = {}
+        with ThreadPoolExecutor(max_workers=len(names)) as pool:
+            started = [(name, pool.submit(self._start, name)) for name in names]
+        for name, future in started:
+            error = future.exception()
+            if error is None:
+                self._engines[name], self.start_s[name] = future.result()
+            elif isinstance(error, SpecRolloutError):
+                self._failed[name] = str(error)
+            else:
+                self.close()
+                raise error
+        if STOCK in self._failed:
+            self.close()
+            raise RuntimeError(self._failed[STOCK])
+        self._check_weights()
 
     def __enter__(self) -> Engines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.close()
 
-    def run(self) -> None:
-        """Everything, in order; `results` grows as cells are done."""
-        stock = self._stack.enter_context(self._start("stock"))
-        answers: dict[str, list[int]] = {}
-        for cell in self.plan.cells:
-            self._report(f"{self.plan.model}: recording {cell.batch} x {cell.context}")
-            self._prime([stock], cell)
-            run = self._generate(stock, cell, None)[0]
-            for tau in self.plan.taus:
-                for i, answer in enumerate(run.token_ids):
-                    key = key_of(cell, tau, i)
-                    answers[key] = recording(answer, tau, key, self._vocab)
-        self._oracle.write_text(json.dumps(answers), encoding="utf-8")
-        with self._start("ours", spec_rollout=self.plan.spec_rollout(str(self._oracle))) as ours:
-            for cell in self.plan.cells:
-                self._prime([stock, ours], cell)
-                for tau in self.plan.taus:
-                    self._ours(stock, ours, cell, tau)
-        for name in self.plan.rivals:
-            self._rival(stock, name)
+    def close(self) -> None:
+        """End all at once: nothing of theirs is needed, and shutting down in order takes seconds each."""
+        for engine in self._engines.values():
+            engine.kill()
+        self._engines.clear()
 
-    def _start(self, name: str, spec_rollout: dict[str, Any] | None = None, **arguments: Any) -> EngineProcess:
-        """A started engine with the same random weights as all others.
-
-        Raises:
-            EngineFailed: it did not start.
-            SpecRolloutError: its weights are not those of the first engine.
+    def engine(self, name: str) -> EngineProcess:
         """
-        self._report(f"{self.plan.model}: starting {name}")
+        Raises:
+            NotMeasured: it did not start.
+        """
+        if name in self._failed:
+            raise NotMeasured(f"the {name} engine is not there: {self._failed[name]}")
+        return self._engines[name]
+
+    def facts(self) -> dict[str, Any]:
+        """Per engine: what it is made of, how long it took to start, and what its log says of that."""
+        found: dict[str, Any] = {name: {"failed": error} for name, error in self._failed.items()}
+        for name, engine in self._engines.items():
+            lines = [line for line in engine.log().splitlines() if any(word in line for word in _WORTH_KNOWING)]
+            told = [line[:240] for line in dict.fromkeys(lines)][:_LOG_LINES]
+            found[name] = {**engine.ask("facts"), "start_s": round(self.start_s[name], 1), "log": told}
+        return found
+
+    def prime(self, name: str, cell: Cell, arm: str = "") -> list[list[int]]:
+        """Have the cell's contexts in the engine's prefix cache; the prompts."""
+        made = prompts(cell, self.vocab, arm)
+        wanted = (cell, "ngram" if arm == "ngram" else "")
+        if self._primed.get(name) != wanted:
+            self.engine(name).ask("prime", prompts=made)
+            self._primed[name] = wanted
+        return made
+
+    def generate(self, name: str, cell: Cell, arm: str = "", nodes: int | None = None) -> tuple[Run, dict[str, Any]]:
+        """(the run, our worker's totals); the context comes from the prefix cache, so it is one step of one token."""
+        reply = self.engine(name).ask(
+            "generate",
+            prompts=self.prime(name, cell, arm),
+            params=params(self.scene, cell, arm, nodes),
+            stats=nodes is not None,
+            is_warm=True,
+        )
+        return Run.from_child(reply), reply.get("stats") or {}
+
+    def teach(self, name: str, run: Run, accuracy: Sequence[float]) -> None:
+        """Let our oracle draft this run's answers."""
+        path = self._oracle.with_name(f"{self._oracle.name}-{name}.json")
+        answers = {key_of(i): list(ids) for i, ids in enumerate(run.token_ids)}
+        path.write_text(json.dumps(answers), encoding="utf-8")
+        self.engine(name).ask("rpc", method="spec_rollout_set_oracle", path=str(path), accuracy=list(accuracy))
+
+    def _start(self, name: str) -> tuple[EngineProcess, float]:
+        begin = time.monotonic()
+        arguments, spec_rollout = self.scene.arguments(str(self._folder)), None
+        if name in ARMS:
+            path = self._oracle.with_name(f"{self._oracle.name}-{name}.json")
+            path.write_text("{}", encoding="utf-8")
+            spec_rollout = self.scene.spec_rollout(name, str(path))
+        elif name in RIVALS:
+            if name == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+                raise SpecRolloutError("`suffix` needs arctic_inference, which is not installed", "install it")
+            arguments["speculative_config"] = rival(name, self._taus[name], str(self._draft))
         engine = EngineProcess(
             EngineSpec(
                 name=name,
-                arguments={**self.plan.arguments(str(self._folder)), **arguments},
+                arguments=arguments,
                 has_plugin=spec_rollout is not None,
                 spec_rollout=spec_rollout,
-                is_verbose=self._is_verbose,
-                environment=_INSECURE,
+                environment=self.scene.environment(),
+                log=self._logs / f"{name}.log",
             )
         )
-        try:
-            checksum = engine.ask("randomise", logit_std=LOGIT_STD)
-            if self._checksum not in (None, checksum):
-                raise SpecRolloutError(
-                    f"the {name} engine's weights differ from stock's: checksum {checksum}, not {self._checksum}",
-                    "nothing can be compared; report this with the versions in use",
-                )
-        except BaseException:
-            engine.close()
-            raise
-        self._checksum = checksum
-        return engine
+        return engine, time.monotonic() - begin
 
-    def _prime(self, engines: list[EngineProcess], cell: Cell) -> None:
-        for engine in engines:
-            engine.ask("prime", prompts=prompts(cell, self._vocab))
+    def _check_weights(self) -> None:
+        """Make the weights, equal in all.
 
-    def _generate(self, engine: EngineProcess, cell: Cell, tau: float | None) -> tuple[Run, dict[str, Any] | None]:
-        """(the run, the worker's totals); the context comes from the prefix cache, so it is one step of one token."""
-        reply = engine.ask(
-            "generate",
-            prompts=prompts(cell, self._vocab),
-            params=params(self.plan, cell, tau),
-            stats=tau is not None,
-            is_warm=True,
-        )
-        return Run.from_child(reply), reply.get("stats")
-
-    def _ours(self, stock: EngineProcess, ours: EngineProcess, cell: Cell, tau: float) -> None:
-        """Warm-up and rounds, the order alternating; every run is compared, the warm-up's too."""
-        pairs, compared, ties, totals = [], 0, 0, None
-        for number in range(-1, self.plan.repeats):
-            self._report(f"{self.plan.model}: {cell.batch} x {cell.context}, {tau:g} tokens a step, round {number + 1}")
-            runs: dict[str, Run] = {}
-            for name in ("stock", "ours") if number % 2 == 0 else ("ours", "stock"):
-                if name == "stock":
-                    runs[name] = self._generate(stock, cell, None)[0]
-                else:
-                    runs[name], totals = self._generate(ours, cell, tau)
-            verdict = compare(
-                stock, prompts(cell, self._vocab), params(self.plan, cell, None), runs["stock"], runs["ours"]
-            )
-            compared, ties = compared + verdict.compared, ties + verdict.ties
-            pairs.append(Pair(stock=runs["stock"], ours=verdict.ours, is_timed=number >= 0))
-        row = make_row(f"ours, {tau:g} a step", cell.batch, DRAFTS[tau], pairs)
-        result = Result(
-            model=self.plan.model,
-            context=cell.context,
-            row=row,
-            compared=compared,
-            ties=ties,
-            split=split(totals or {}) if row.identical else None,
-        )
-        self.results.append(result)
-
-    def _rival(self, stock: EngineProcess, name: str) -> None:
-        """One method of vLLM's own, at the middle acceptance; left out with a reason if it does not start."""
-        if name == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-            self.notes.append(f"{self.plan.model}: suffix was left out: arctic_inference is not installed")
-            return
-        tau = self.plan.taus[len(self.plan.taus) // 2]
-        try:
-            engine = self._start(name, speculative_config=rival(name, tau, str(self._draft)))
-        except SpecRolloutError as error:
-            self.notes.append(f"{self.plan.model}: {name} was left out: {root_cause(error)}")
-            return
-        with engine:
-            for cell in self.plan.cells:
-                self._prime([stock, engine], cell)
-                pairs = []
-                for number in range(-1, self.plan.repeats):
-                    self._report(f"{self.plan.model}: {cell.batch} x {cell.context}, {name}, round {number + 1}")
-                    base, found = (self._generate(one, cell, None)[0] for one in (stock, engine))
-                    # its tokens are others by design: only its times are wanted, so it is not called different
-                    found = Run(token_ids=base.token_ids, finish_s=found.finish_s, step_s=found.step_s)
-                    pairs.append(Pair(stock=base, ours=found, is_timed=number >= 0))
-                row = make_row(f"vLLM {name}, synthetic {tau:g}", cell.batch, DRAFTS[tau], pairs)
-                self.results.append(Result(model=self.plan.model, context=cell.context, row=row))
+        Raises:
+            RuntimeError: they are not: nothing can be compared.
+        """
+        sums = {name: one.ask("randomise", logit_std=self.scene.logit_std) for name, one in self._engines.items()}
+        if len(set(sums.values())) != 1:
+            self.close()
+            raise RuntimeError(f"the engines' random weights differ: checksums {sums}")
 
 
-def root_cause(error: SpecRolloutError) -> str:
-    """The last exception named in an engine's log, or else the first line: vLLM's own says to look above."""
-    lines = [line.strip() for line in error.cause.splitlines()]
-    named = [line for line in lines[1:] if re.search(r"(Error|Exception): \S", line) and "See root cause" not in line]
-    return (named or lines)[-1 if named else 0][-300:]
+def as_if(stock: Run, ours: Run) -> Run:
+    """`ours` with stock's tokens, for the figures of a run whose differences are told apart from them."""
+    return replace(ours, token_ids=stock.token_ids)
 
 
-def split(totals: dict[str, Any]) -> dict[str, float]:
+def split(totals: Mapping[str, Any]) -> dict[str, float]:
     """The worker's totals per step: whatever it reports in milliseconds, and its counts."""
     steps = totals.get("steps") or 0
     if not steps:

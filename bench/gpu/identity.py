@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..common.engine_process import EngineProcess
@@ -11,53 +11,91 @@ from ..common.runs import Run
 
 TOLERANCE = 0.05
 """Most by which two level candidates' logits may be apart in bf16; the same as the identity tests allow."""
+LADDER = (TOLERANCE, 0.1, 0.2, 0.4, 0.8)
+"""Where a difference is no tie, how far from one it is: rounding that is worse than allowed, or another computation."""
+_SAMPLE = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first place at which one request's outputs differ; what comes after it has another prefix."""
+
+    request: int
+    # index into the output
+    position: int
+    # None: the output had already ended
+    stock: int | None
+    ours: int | None
+    # least of LADDER by which raising either candidate's logit makes stock take it; None: more, or not asked
+    gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """How one run compares with stock's."""
 
-    # ours, with every proven tie's output replaced by stock's: what is left differs for no good reason
-    ours: Run
-    ties: int
-    # tokens up to the first difference, over all requests: what was compared
+    # tokens up to the first difference, over all requests
     compared: int
+    partings: tuple[Parting, ...]
+    # partings for which stock was asked
+    asked: int = 0
+
+    @property
+    def ties(self) -> int:
+        return sum(parting.gap is not None and parting.gap <= TOLERANCE for parting in self.partings)
+
+    @property
+    def unproven(self) -> int:
+        return len(self.partings) - self.ties
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ties": self.ties, "unproven": self.unproven}
 
 
-def compare(
+def compare(wanted: Run, found: Run) -> Verdict:
+    """Token by token; nobody is asked."""
+    partings, compared = [], 0
+    for i, (one, other) in enumerate(zip(wanted.token_ids, found.token_ids, strict=True)):
+        at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        compared += at
+        if at < max(len(one), len(other)):
+            ends = [ids[at] if at < len(ids) else None for ids in (one, other)]
+            partings.append(Parting(request=i, position=at, stock=ends[0], ours=ends[1]))
+    return Verdict(compared=compared, partings=tuple(partings))
+
+
+def prove(
     stock: EngineProcess,
     prompts: Sequence[list[int]],
     params: Sequence[dict[str, Any]],
     wanted: Run,
-    found: Run,
+    verdict: Verdict,
+    sample: int = _SAMPLE,
 ) -> Verdict:
-    """Prove each request's first difference a tie, or leave it a difference.
+    """Ask stock about the first `sample` partings, all at once.
 
-    After a tie the two go on from different tokens, so nothing behind it is compared. The makespans still are: every
-    request runs to its full length in both.
+    A parting is a tie if stock itself, on the common prefix, takes either candidate once its logit is raised by the
+    tolerance. The V2 runner keys its noise on seed and position, and the prefix puts the token at the same position; so
+    with no bias this is the very choice that was made, and the engine itself is the judge of both candidates. (The V1
+    runner on a CPU draws its noise in order instead, so there nothing is ever proven.)
     """
-    outputs, ties, compared = list(found.token_ids), 0, 0
-    for i, (one, other) in enumerate(zip(wanted.token_ids, found.token_ids, strict=True)):
-        at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-        compared += len(one) if at is None else at
-        if at is None or len(one) != len(other):
-            continue
-        if is_tie(stock, [*prompts[i], *one[:at]], params[i], one[at], other[at]):
-            outputs[i] = one
-            ties += 1
-    return Verdict(ours=replace(found, token_ids=tuple(outputs)), ties=ties, compared=compared)
+    chosen = [p for p in verdict.partings if p.stock is not None and p.ours is not None][:sample]
+    gaps: dict[int, float] = {}
+    for bias in LADDER:
+        open_ = [parting for parting in chosen if parting.request not in gaps]
+        if not open_:
+            break
+        prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in open_]
+        took = []
+        for candidates in ([p.stock for p in open_], [p.ours for p in open_]):
+            biased = [_biased(params[p.request], token, bias) for p, token in zip(open_, candidates, strict=True)]
+            answer = Run.from_child(stock.ask("generate", prompts=prefixes, params=biased, is_warm=True))
+            took.append([ids[0] == token for ids, token in zip(answer.token_ids, candidates, strict=True)])
+        gaps |= {p.request: bias for p, one, other in zip(open_, *took, strict=True) if one and other}
+    partings = tuple(Parting(**{**asdict(parting), "gap": gaps.get(parting.request)}) for parting in verdict.partings)
+    return Verdict(compared=verdict.compared, partings=partings, asked=len(chosen))
 
 
-def is_tie(stock: EngineProcess, prefix: list[int], params: dict[str, Any], stock_token: int, our_token: int) -> bool:
-    """Whether stock itself, on the common prefix, takes either token when its logit is raised by the tolerance.
-
-    The noise is keyed on seed and position, and the prefix puts the token at the same position; so with no bias this is
-    the very choice that was made, and the engine itself is the judge of both candidates.
-    """
-    base = {**{k: v for k, v in params.items() if k != "extra_args"}, "max_tokens": 1}
-    for token in (stock_token, our_token):
-        biased = {**base, "logit_bias": {token: TOLERANCE}}
-        answer = Run.from_child(stock.ask("generate", prompts=[prefix], params=[biased], is_warm=True))
-        if answer.token_ids[0][0] != token:
-            return False
-    return True
+def _biased(params: dict[str, Any], token: int | None, bias: float) -> dict[str, Any]:
+    stock = {name: value for name, value in params.items() if name != "extra_args"}
+    return {**stock, "max_tokens": 1, "logit_bias": {token: bias}}

@@ -1,22 +1,29 @@
-"""Which engines run which cells, and what that is expected to take. Pure."""
+"""What the engines of a part have in common, and what their requests are. Pure."""
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm_specrollout.errors import ConfigError
+
+from ..common.interpreter import ENVIRONMENT as INTERPRETED
 from .models import CONFIGS
 
 BLOCK = 64
 """Contexts are multiples of it, so that the prefix cache holds them whole in any engine's blocks."""
 DRAFTS = {2.0: 3, 4.0: 7, 6.5: 15}
-"""Tokens a step to reach -> draft tokens given to reach it."""
+"""Tokens a step to reach -> draft nodes given to reach it."""
+STOCK = "stock"
+ARMS = ("chain", "tree")
 RIVALS = ("ngram", "suffix", "draft_model")
 _STEP_SLACK = 4  # a request may be given drafts beyond its last token
-_BANDWIDTH, _PREFILL_FLOPS = 4e12, 3e14  # for the estimates of a dry run only
-_START_S = {"7B": 75.0, "0.5B": 45.0, "tiny": 10.0}
+_PER_OCTAVE = 4  # captured sizes between n and 2 n
+_PATTERN = 32  # tokens that the prompts of the ngram arm repeat
+_ALLOWED = 12  # tokens that its answers are made of, or random weights would never repeat themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,137 +33,195 @@ class Cell:
     batch: int
     context: int
 
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """`8x1024` -> Cell(8, 1024).
+
+        Raises:
+            ConfigError: anything else.
+        """
+        batch, _, context = text.partition("x")
+        if not (batch.isdigit() and context.isdigit() and int(batch) and int(context)) or int(context) % BLOCK:
+            raise ConfigError(
+                f"`--cells` holds {text!r}",
+                f"give BATCHxCONTEXT, CONTEXT a multiple of {BLOCK}: `--cells 1x1024,32x1024`",
+            )
+        return cls(int(batch), int(context))
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The engine part for one model."""
+class Scene:
+    """All that stock's engine and ours share in one part."""
 
     model: str
-    cells: tuple[Cell, ...]
-    # tokens a step to reach with drafts
-    taus: tuple[float, ...]
-    rivals: tuple[str, ...]
+    # [batch, context] each
+    cells: tuple[tuple[int, int], ...]
+    # most draft nodes of a request
+    nodes: tuple[int, ...]
     # tokens generated per request
     tokens: int
-    # timed rounds
-    repeats: int
+    # of the random weights: 1 makes the model choose, 0.05 leaves it to the noise, and ties are rare
+    logit_std: float
+    drafters: tuple[str, ...] = ("oracle",)
     budget: str = "fixed"
+    seed: int = 0
+    is_eager: bool = False
+    is_batch_invariant: bool = False
+    # on a host without a GPU: small, and each engine in one process
+    is_dry: bool = False
+    # dry: on the V2 runner, its kernels interpreted
+    is_interpreted: bool = False
+
+    @classmethod
+    def of(cls, setup: Mapping[str, Any]) -> Scene:
+        """From what `as_setup` made, after JSON."""
+        values = {name: setup[name] for name in cls.__dataclass_fields__}
+        for name in ("nodes", "drafters"):
+            values[name] = tuple(values[name])
+        return cls(**{**values, "cells": tuple((batch, context) for batch, context in values["cells"])})
+
+    def as_setup(self) -> dict[str, Any]:
+        return asdict(self)
 
     @property
     def max_model_len(self) -> int:
-        return max(cell.context for cell in self.cells) + BLOCK + self.tokens + max(DRAFTS.values()) + _STEP_SLACK
+        return max(context for _, context in self.cells) + BLOCK + self.tokens + max(self.nodes) + _STEP_SLACK
 
     @property
     def kv_bytes(self) -> int:
         """KV cache that holds the largest cell to its end, with a block to spare per request."""
-        most = max(cell.batch * (cell.context + self.tokens + 2 * BLOCK) for cell in self.cells)
+        most = max(batch * (context + self.tokens + max(self.nodes) + 2 * BLOCK) for batch, context in self.cells)
         return max(most, 2 * self.max_model_len) * CONFIGS[self.model].kv_token_bytes
+
+    @property
+    def capture_sizes(self) -> list[int]:
+        """Rows of a step that CUDA graphs are captured for: every batch, without drafts and with all of them."""
+        batches = {batch for batch, _ in self.cells}
+        exact = {batch * (1 + n) for batch in batches for n in (0, *self.nodes)}
+        sizes, octave = {1, 2, 4}, 4
+        while octave < max(exact):
+            sizes |= {octave + octave * i // _PER_OCTAVE for i in range(1, _PER_OCTAVE + 1)}
+            octave *= 2
+        return sorted({size for size in sizes if size < max(exact)} | exact)
 
     def arguments(self, folder: str) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`, the same for every engine."""
+        sizes = self.capture_sizes
+        # both, so that nobody chooses the one that is not given
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": max(sizes)}
+        if self.is_dry:
+            # nothing is compiled on a CPU: it would take most of a dry walk's time
+            compilation["mode"] = 0
         return {
             "model": folder,
             "dtype": "bfloat16",
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "seed": 0,
-            "max_num_seqs": max(cell.batch for cell in self.cells),
+            "max_num_seqs": max(batch for batch, _ in self.cells),
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": 8192,
             "enable_prefix_caching": True,
+            "enforce_eager": self.is_eager,
             "kv_cache_memory_bytes": self.kv_bytes,
             # several engines share the device; the KV cache is set above, so this only has to be free
             "gpu_memory_utilization": 0.1,
+            "compilation_config": compilation,
         }
 
-    def spec_rollout(self, oracle: str) -> dict[str, Any]:
+    def spec_rollout(self, shape: str, oracle: str) -> dict[str, Any]:
         """Our engine's configuration; requests choose their own number of drafts."""
-        largest = max(DRAFTS[tau] for tau in self.taus)
         return {
-            "drafters": ["oracle"],
+            "drafters": list(self.drafters),
             "budget": self.budget,
-            "shape": "chain",
-            "max_draft_tokens": largest,
-            "max_depth": largest,
-            "oracle": {"path": oracle, "accuracy": [1.0]},
+            "shape": shape,
+            "max_draft_tokens": max(self.nodes),
+            "max_depth": max(self.nodes),
+            "oracle": {"path": oracle},
         }
 
-    def seconds(self, cell: Cell) -> float:
-        """A guess at one run's time: bytes read per step over the device's bandwidth."""
-        config = CONFIGS[self.model]
-        read = config.weight_bytes + cell.batch * cell.context * config.kv_token_bytes
-        return self.tokens * max(read / _BANDWIDTH, 2e-3)
-
-    def prime_seconds(self, cell: Cell) -> float:
-        return cell.batch * cell.context * CONFIGS[self.model].weight_bytes / _PREFILL_FLOPS
-
-    def total_seconds(self) -> float:
-        """A guess at all of it: starts, primings, runs."""
-        runs = (1 + self.repeats) * (1 + len(self.taus) + len(self.rivals) * len(self.taus[-1:]))
-        engines = 2 + len(self.rivals)
-        each = sum(runs * self.seconds(cell) + engines * self.prime_seconds(cell) for cell in self.cells)
-        return each + engines * _START_S[self.model]
+    def environment(self) -> dict[str, str]:
+        """Variables of every engine's process."""
+        # the log says what vLLM chose; functions are sent to workers to look, and to make weights
+        changed = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "INFO", "PYTHONFAULTHANDLER": "1"}
+        if self.is_batch_invariant and not self.is_dry:
+            changed["VLLM_BATCH_INVARIANT"] = "1"
+        if self.is_dry:
+            changed["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        return {**changed, **(INTERPRETED if self.is_interpreted else {})}
 
 
-def plans(models: Sequence[str], is_quick: bool, budget: str) -> list[Plan]:
-    """One plan per model."""
-    cells: tuple[tuple[int, int], ...] = ((1, 1), (32, 1), (8, 4))
-    taus: tuple[float, ...] = (4.0,)
-    rivals: tuple[str, ...] = ("ngram",)
-    tokens, repeats = 64, 1
-    if not is_quick:
-        cells = ((1, 1), (4, 1), (16, 1), (64, 1), (128, 1), (256, 1), (32, 4), (8, 16), (1, 32))
-        taus, rivals, tokens, repeats = tuple(DRAFTS), RIVALS, 128, 2
-    made = tuple(Cell(batch, context << 10) for batch, context in cells)
-    return [
-        Plan(model=name, cells=made, taus=taus, rivals=rivals, tokens=tokens, repeats=repeats, budget=budget)
-        for name in models
-    ]
+def engine_of(row: Mapping[str, Any]) -> str:
+    """The engine that a row is about, beside stock's."""
+    arm = row.get("arm", STOCK)
+    # drafts of the ngram arm grow beside the oracle's, in one engine; a rival of that name is vLLM's own
+    return "tree" if arm == "ngram" and row["kind"] == "identity" else arm
 
 
-def probability(tau: float, drafts: int) -> float:
-    """How often one draft must be right, each by itself, for a chain of `drafts` to yield `tau` tokens a step.
+def expected_tokens(accuracy: Sequence[float], nodes: int) -> float:
+    """Tokens a step yields on average when the oracle drafts its best tree of `nodes` nodes with this accuracy."""
+    total, reach = 1.0, [-share for share in accuracy]
+    heapq.heapify(reach)
+    for _ in range(nodes):
+        best = -heapq.heappop(reach)
+        total += best
+        for share in accuracy:
+            heapq.heappush(reach, -best * share)
+    return total
 
-    tau = 1 + p + p^2 + ... + p^drafts, solved by bisection.
+
+def accuracy_for(tau: float, nodes: int, arm: str) -> tuple[float, ...]:
+    """How often the oracle must be right, per rank, for `nodes` nodes to yield `tau` tokens a step.
+
+    A tree's second rank holds half of what the first one misses.
     """
     low, high = 0.0, 1.0
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
-        if sum(middle**i for i in range(drafts + 1)) < tau:
+        if expected_tokens(_ranks(middle, arm), nodes) < tau:
             low = middle
         else:
             high = middle
-    return (low + high) / 2
+    return tuple(round(share, 6) for share in _ranks(low, arm))
 
 
-def recording(answer: Sequence[int], tau: float, key: str, vocab: int) -> list[int]:
-    """The answer with as many tokens wrong as make drafts of it yield `tau` tokens a step.
-
-    The oracle drafter drafts what is recorded, as a chain; so one engine serves every accuracy.
-    """
-    rng, right = random.Random(key), probability(tau, DRAFTS[tau])
-    return [token if rng.random() < right else (token + 1) % vocab for token in answer]
+def _ranks(first: float, arm: str) -> tuple[float, ...]:
+    return (first,) if arm == "chain" else (first, (1 - first) / 2)
 
 
-def prompts(cell: Cell, vocab: int) -> list[list[int]]:
-    """Random tokens: the context, and one token for the first step to compute."""
-    rng = random.Random(f"{cell.batch}/{cell.context}")
-    return [rng.choices(range(vocab), k=cell.context + 1) for _ in range(cell.batch)]
+def prompts(cell: Cell, vocab: int, arm: str = "") -> list[list[int]]:
+    """Random tokens: the context, and one token for the first step to compute. For `ngram` they repeat themselves."""
+    rng = random.Random(f"{cell.batch}/{cell.context}/{arm == 'ngram'}")
+    made = []
+    for _ in range(cell.batch):
+        period = min(_PATTERN, cell.context // 2) if arm == "ngram" else cell.context + 1
+        pattern = rng.choices(range(vocab), k=period)
+        made.append([pattern[i % period] for i in range(cell.context + 1)])
+    return made
 
 
-def key_of(cell: Cell, tau: float, request: int) -> str:
+def key_of(request: int) -> str:
     """The oracle's key of one request."""
-    return f"{tau:g}/{cell.batch}/{cell.context}/{request}"
+    return f"request-{request}"
 
 
-def params(plan: Plan, cell: Cell, tau: float | None) -> list[dict[str, Any]]:
-    """`SamplingParams` of each request: without drafts (tau None), or with ours."""
+def params(scene: Scene, cell: Cell, arm: str = "", nodes: int | None = None) -> list[dict[str, Any]]:
+    """`SamplingParams` of each request: without drafts (nodes None), or with ours.
+
+    Requests name their recorded answer. Those of `ngram` have none; every second one is greedy.
+    """
     made: list[dict[str, Any]] = []
     for i in range(cell.batch):
-        values: dict[str, Any] = {"temperature": 1.0, "seed": i, "max_tokens": plan.tokens, "ignore_eos": True}
-        if tau is not None:
-            options = {"problem_id": key_of(cell, tau, i), "max_draft_tokens": DRAFTS[tau]}
-            values["extra_args"] = {"spec_rollout": options}
+        values: dict[str, Any] = {"temperature": 1.0, "seed": scene.seed + i, "max_tokens": scene.tokens}
+        values["ignore_eos"] = True
+        if arm == "ngram":
+            values |= {"temperature": float(i % 2), "allowed_token_ids": list(range(_ALLOWED))}
+        if nodes is not None:
+            problem = {} if arm == "ngram" else {"problem_id": key_of(i)}
+            values["extra_args"] = {"spec_rollout": {"max_draft_tokens": nodes, **problem}}
         made.append(values)
     return made
 

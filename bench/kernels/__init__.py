@@ -1,1 +1,1 @@
-"""Micro-benchmarks of the CUDA kernels; `python -m vllm_specrollout.bench.gpu` runs them."""
+"""Checks and times of the CUDA kernels; `bench/gpu/first_hour.sh` runs them."""

@@ -1,8 +1,7 @@
-"""What the kernels are measured at: shapes, trees, and the bytes that must move at least. Pure."""
+"""Shapes that kernels are measured at: models, caches, trees, and the bytes that must move at least. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +11,7 @@ from vllm_specrollout.types import IntArray
 
 BLOCK_SIZE = 16
 """Tokens of a KV cache block: vLLM's default on CUDA."""
-NODES = (0, 7, 15, 31, 63)
-CONTEXTS = (1 << 10, 4 << 10, 16 << 10, 32 << 10)
-BATCHES = (1, 8, 32, 128)
+MOST_NODES = 63
 _BF16 = 2
 
 
@@ -37,6 +34,18 @@ class Model:
 
 MODELS = (Model("7B", 28, 4, 128, 28, 152064), Model("0.5B", 14, 2, 64, 24, 151936))
 """Qwen2.5's."""
+ATTENTION_CHECKS = (
+    (53, 2, 0, "chain"),
+    (53, 2, 7, "tree"),
+    (53, 2, 63, "tree"),
+    (53, 2, 31, "chain"),
+    (1605, 3, 15, "tree"),
+)
+"""(context, batch, nodes, kind) at which tree attention is compared with its specification; the last spans several
+splits."""
+VERIFY_CHECKS = ((1, 0), (3, 7), (2, 31))
+COMMIT_CHECKS = ((1, 7), (3, 31))
+"""(batch, nodes) likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Cache:
 
     @property
     def blocks_per_request(self) -> int:
-        return -(-(self.context + max(NODES)) // BLOCK_SIZE)
+        return -(-(self.context + MOST_NODES) // BLOCK_SIZE)
 
     @property
     def num_bytes(self) -> int:
@@ -80,10 +89,6 @@ class Attention:
         model = self.cache.model
         per_row = 2 * model.heads * model.head_size * _BF16
         return self.cache.batch * (self.seq_len * model.token_bytes + self.rows * per_row)
-
-    @property
-    def title(self) -> str:
-        return f"{self.cache.model.name} batch {self.cache.batch} context {self.cache.context} {self.kind} {self.nodes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +125,5 @@ def ancestor_words(nodes: int, kind: str) -> list[int]:
     return [0, *ancestor_mask(tree(nodes, kind)).view(np.int64).tolist()]
 
 
-def caches(is_quick: bool) -> Iterator[Cache]:
-    models = MODELS[1:] if is_quick else MODELS
-    contexts, batches = (CONTEXTS[:2], BATCHES[:3]) if is_quick else (CONTEXTS, BATCHES)
-    for model in models:
-        for context in contexts:
-            for batch in batches:
-                yield Cache(model, context, batch)
-
-
-def attentions(cache: Cache, is_quick: bool) -> Iterator[Attention]:
-    for nodes in (0, 15, 63) if is_quick else NODES:
-        for kind in ("chain", "tree") if nodes else ("chain",):
-            yield Attention(cache, nodes, kind)
-
-
-def verdicts(is_quick: bool) -> Iterator[Verdict]:
-    for model in MODELS[1:] if is_quick else MODELS:
-        for batch, nodes in ((1, 7), (8, 15)) if is_quick else ((1, 7), (1, 63), (8, 15), (32, 15), (32, 63), (128, 7)):
-            yield Verdict(model, batch, nodes)
+def model_named(name: str) -> Model:
+    return next(model for model in MODELS if model.name == name)

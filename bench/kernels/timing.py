@@ -1,24 +1,26 @@
-"""Device time of a call, from CUDA events, with a cold cache."""
+"""Device time of calls, replayed from a CUDA graph with a cold cache; and the clock that stands in for it on a CPU."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-_FLUSH_BYTES = 1 << 30  # many times the L2 cache, and a quarter of a millisecond in which the host launches
+Call = Callable[[], Any]
+_FLUSH_BYTES = 1 << 30  # many times the L2 cache
 _COPY_BYTES = 4 << 30
 _REPEATS = 25
-_WARM_UP = 3
+_WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Microseconds on the device; quartiles, since few samples say nothing about tails."""
+    """Microseconds of one call; quartiles, since few samples say nothing about tails."""
 
     median_us: float
     low_us: float
@@ -31,33 +33,69 @@ class Time:
         return cls(median, low, high, len(samples_us))
 
 
-class Timer:
+class Timer(Protocol):
+    """Times calls that do the same work on different memory, as the layers of a model do."""
+
+    def time(self, calls: Sequence[Call]) -> Time: ...
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read and written, of a large copy: the roof of what is bound by memory."""
+        ...
+
+
+class GraphTimer:
     """Times calls on the current CUDA device.
 
-    Before each call a buffer larger than the L2 cache is overwritten, so keys and values come from memory, as they do
-    in an engine, where a whole model runs between two calls of one layer. The overwriting also keeps the device busy
-    while the host launches what is timed, so host time does not count.
+    All calls are captured into one graph, in order, and its replay is divided by their number: as in an engine, the
+    host launches once. Before each replay a buffer larger than the L2 cache is overwritten, and each call has keys and
+    values of its own, so they come from memory.
     """
 
     @cached_property
     def _flush(self) -> torch.Tensor:
         return torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
-    def time(self, call: Callable[[], Any], repeats: int = _REPEATS) -> Time:
+    def time(self, calls: Sequence[Call]) -> Time:
         for _ in range(_WARM_UP):
-            call()
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graph.replay()
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
         for begin, end in marks:
             self._flush.zero_()
             begin.record()
-            call()
+            graph.replay()
             end.record()
         torch.cuda.synchronize()
-        return Time.of([begin.elapsed_time(end) * 1e3 for begin, end in marks])
+        return Time.of([begin.elapsed_time(end) * 1e3 / len(calls) for begin, end in marks])
 
     def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written, of a large copy within the device: the roof of memory-bound kernels."""
         source = torch.empty(_COPY_BYTES, dtype=torch.int8, device="cuda")
         target = torch.empty_like(source)
-        time = self.time(lambda: target.copy_(source))
-        return 2 * _COPY_BYTES / (time.median_us * 1e-6)
+        return 2 * _COPY_BYTES / (self.time([lambda: target.copy_(source)]).median_us * 1e-6)
+
+
+class HostTimer:
+    """The host's clock, few repeats: to walk through the code on a CPU. Its figures mean nothing."""
+
+    def time(self, calls: Sequence[Call]) -> Time:
+        samples = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            for call in calls:
+                call()
+            samples.append((time.perf_counter() - begin) * 1e6 / len(calls))
+        return Time.of(samples)
+
+    def copy_bandwidth(self) -> float:
+        source = torch.ones(1 << 20, dtype=torch.int8)
+        return 2 * len(source) / (self.time([source.clone]).median_us * 1e-6)
+
+
+def timer_for(device: str) -> Timer:
+    return GraphTimer() if device == "cuda" else HostTimer()

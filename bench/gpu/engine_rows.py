@@ -1,0 +1,197 @@
+"""Rows of engines: what they are, whether ours yields stock's tokens, how fast, and how long the device idles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..common.rows import Pair, make_row
+from ..common.runs import Run
+from . import identity
+from .engines import Engines, as_if, split
+from .plan import RIVALS, STOCK, Cell, Scene, engine_of, params
+
+_PARTED_SHARE = 0.1
+"""Most of a batch's requests that may part from stock's, unproven, in a row that is about speed."""
+_LESSONS = 3
+"""Runs after which our answers are taken to be what they are; a tie may turn each one's into others."""
+
+
+class Rows:
+    """The rows of one part; see runner.py.
+
+    Args:
+        setup: a `Scene`, and `work`: the folder to work in.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        self.scene = Scene.of(setup)
+        taus = {row["arm"]: row["tau"] for row in rows if row.get("arm") in RIVALS and "tau" in row}
+        names = dict.fromkeys([STOCK, *(name for row in rows for name in row.get("engines", [engine_of(row)]))])
+        self.engines = Engines(self.scene, list(names), Path(setup["work"]), taus)
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engines.close()
+
+    def measure(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "engines": self._facts,
+            "stock": self._stock,
+            "identity": self._identity,
+            "speed": self._speed,
+            "rival": self._rival,
+            "profile": self._profile,
+        }[params["kind"]](params)
+
+    def _facts(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        return self.engines.facts()
+
+    def _stock(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The same requests twice: what stock itself does not repeat, nobody can be compared with."""
+        runs = [self.engines.generate(STOCK, _cell(row))[0] for _ in range(2)]
+        verdict = identity.compare(*runs)
+        return {
+            "is_right": not verdict.partings and verdict.compared == _cell(row).batch * self.scene.tokens,
+            "checked": "stock's second run against its first, token by token",
+            "tokens": list(runs[0].token_ids[0]),
+            "steps": len(runs[1].step_s),
+            "step_ms": _step_ms(runs[1]),
+            **verdict.as_dict(),
+        }
+
+    def _identity(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Stock, then ours with drafts; every difference is put to stock, in one batch."""
+        cell, arm, engine = _cell(row), row["arm"], engine_of(row)
+        stock, _ = self.engines.generate(STOCK, cell, arm)
+        if row["accuracy"] is not None:
+            self.engines.teach(engine, stock, row["accuracy"])
+        ours, totals = self.engines.generate(engine, cell, arm, row["nodes"])
+        if not totals.get("drafted"):
+            raise RuntimeError(f"nothing was drafted, so nothing was checked: {totals}")
+        verdict = identity.compare(stock, ours)
+        if verdict.partings:
+            asked = self.engines.prime(STOCK, cell, arm), params(self.scene, cell, arm)
+            verdict = identity.prove(self.engines.engine(STOCK), *asked, stock, verdict)
+        proof = "no tie allowed" if row["is_strict"] else "every difference must be a tie that stock itself proves"
+        branches, notes = totals.get("branches_committed", 0), []
+        if arm == "tree" and not branches:
+            notes.append("no branch but the first was accepted: the commit moved nothing")
+        if self.scene.is_batch_invariant and self.scene.is_dry:
+            notes.append("VLLM_BATCH_INVARIANT was left out: its kernels need a GPU")
+        return {
+            "is_right": not (verdict.partings if row["is_strict"] else verdict.unproven),
+            "checked": f"every token against stock's; {proof}",
+            "steps": len(ours.step_s),
+            "stock_steps": len(stock.step_s),
+            "drafted": totals["drafted"],
+            "accepted": totals["accepted"],
+            "branches_committed": branches,
+            "notes": notes,
+            "split": split(totals),
+            **verdict.as_dict(),
+        }
+
+    def _settled(self, row: Mapping[str, Any]) -> tuple[Run, int]:
+        """Let the oracle draft our own answers, so that it stays right behind a tie: (what it knows, runs it took)."""
+        cell, engine, lessons = _cell(row), engine_of(row), 0
+        taught = self.engines.generate(STOCK, cell)[0]
+        while True:
+            self.engines.teach(engine, taught, row["accuracy"])
+            run, lessons = self.engines.generate(engine, cell, nodes=row["nodes"])[0], lessons + 1
+            if lessons == _LESSONS or run.token_ids == taught.token_ids:
+                return taught, lessons
+            taught = run
+
+    def _speed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Warm-up, then rounds, the order alternating. Each run is compared with stock's of its round."""
+        cell, engine = _cell(row), engine_of(row)
+        taught, lessons = self._settled(row)
+        pairs, parted, stale, splits = [], set[int](), set[int](), []
+        for number in range(-1, row["rounds"]):
+            runs: dict[str, Run] = {}
+            for name in (STOCK, engine) if number % 2 == 0 else (engine, STOCK):
+                runs[name], totals = self.engines.generate(name, cell, nodes=None if name == STOCK else row["nodes"])
+                splits += [split(totals)] if totals and number >= 0 else []
+            parted |= {one.request for one in identity.compare(runs[STOCK], runs[engine]).partings}
+            stale |= {one.request for one in identity.compare(taught, runs[engine]).partings}
+            pairs.append(Pair(stock=runs[STOCK], ours=runs[engine], is_timed=number >= 0))
+        agreement = _agreement(cell, parted, len(pairs))
+        if agreement["is_right"]:
+            pairs = [Pair(stock=p.stock, ours=as_if(p.stock, p.ours), is_timed=p.is_timed) for p in pairs]
+        made = make_row(f"{row['arm']}, {row['tau']:g} a step", cell.batch, row["nodes"], pairs)
+        timed = [pair for pair in pairs if pair.is_timed] if made.identical else []
+        return {
+            **agreement,
+            # requests whose answers the oracle no longer knew
+            "stale": len(stale),
+            "lessons": lessons,
+            "row": asdict(made),
+            "step_ms": _median([_step_ms(pair.ours) for pair in timed]),
+            "stock_step_ms": _median([_step_ms(pair.stock) for pair in timed]),
+            "split": splits[-1] if made.identical else None,
+        }
+
+    def _rival(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """One of vLLM's own methods beside stock; it is not lossless, so its tokens are not compared."""
+        cell, pairs = _cell(row), []
+        for number in range(-1, row["rounds"]):
+            base, found = (self.engines.generate(name, cell)[0] for name in (STOCK, row["arm"]))
+            pairs.append(Pair(stock=base, ours=as_if(base, found), is_timed=number >= 0))
+        made = asdict(make_row(f"vLLM {row['arm']}, synthetic {row['tau']:g}", cell.batch, row["nodes"], pairs))
+        # what was not compared is neither identical nor different, and only our worker counts drafts
+        made |= dict.fromkeys(("identical", "tokens_per_step", "nodes_per_step"))
+        return {"checked": "not compared: other tokens than stock's by design", "row": made}
+
+    def _profile(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's wall clock from a plain run, and how much of it the device works from a profiled one."""
+        cell, arm = _cell(row), row["arm"]
+        engine, nodes = (STOCK, None) if arm == STOCK else (engine_of(row), row["nodes"])
+        if arm != STOCK:
+            self._settled(row)
+        stock, _ = self.engines.generate(STOCK, cell)
+        run, totals = self.engines.generate(engine, cell, nodes=nodes)
+        found = self.engines.engine(engine).ask(
+            "profile", prompts=self.engines.prime(engine, cell), params=params(self.scene, cell, nodes=nodes)
+        )
+        agreement = _agreement(cell, {one.request for one in identity.compare(stock, run).partings}, 1)
+        step_ms = _step_ms(run) if agreement["is_right"] else None
+        busy_ms = found["busy_ms"] / max(1, found["steps"])
+        return {
+            **agreement,
+            "step_ms": step_ms,
+            "busy_ms": busy_ms,
+            "idle_ms": None if step_ms is None else step_ms - busy_ms,
+            "steps": len(run.step_s),
+            "wait_ms": split(totals).get("wait_ms"),
+            "kernels": found["kernels"],
+        }
+
+
+def _cell(row: Mapping[str, Any]) -> Cell:
+    return Cell(*row["cell"])
+
+
+def _agreement(cell: Cell, parted: set[int], runs: int) -> dict[str, Any]:
+    """What a row about speed says of its outputs; `parted`: the requests that differ from stock's in any run."""
+    allowed = int(cell.batch * _PARTED_SHARE)
+    told = f"{cell.batch - len(parted)} of {cell.batch} requests equal to their ends, at most {allowed} may part"
+    return {
+        "is_right": len(parted) <= allowed,
+        "checked": f"every token of {runs} runs against stock's beside it: {told}; not asked whether by ties",
+        "parted": len(parted),
+    }
+
+
+def _step_ms(run: Run) -> float | None:
+    """Mean of all steps but the first, which also admits the requests."""
+    return run.decode_s * 1e3 / (len(run.step_s) - 1) if len(run.step_s) > 1 else None
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None

@@ -1,0 +1,94 @@
+"""The device by nvidia-smi, and what an earlier start left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bench.gpu import machine, source
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """An `nvidia-smi` that says what the test wants."""
+
+    def answer(gpu="", apps=""):
+        path = tmp_path / "bin" / "nvidia-smi"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\ncase $1 in *query-gpu*) printf '{gpu}' ;; *) printf '{apps}' ;; esac\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+
+    return answer
+
+
+def test_the_device_is_described_by_its_driver(smi):
+    smi(gpu="NVIDIA H200, 580.159.04, 143771, 5\\n", apps="77, python, 1024\\n")
+    assert machine.describe() == {
+        "gpu": "NVIDIA H200",
+        "driver": "580.159.04",
+        "gpu_memory_mib": 143771,
+        "gpu_memory_used_mib": 5,
+    }
+    assert machine.strangers() == ["process 77 (python) holds 1024 MiB of the GPU"]
+    assert machine.wait_until_free(0) is None
+
+
+def test_memory_that_is_not_given_back_is_told(smi, monkeypatch):
+    monkeypatch.setattr(machine, "_FREE_S", 0.0)
+    smi(gpu="NVIDIA H200, 580.159.04, 143771, 40000\\n", apps="")
+    assert machine.wait_until_free(39_500) is None
+    assert machine.wait_until_free(5).startswith("40000 MiB of the GPU are still held")
+
+
+def test_a_driver_that_says_nonsense_or_is_not_there_describes_no_device(smi, monkeypatch, tmp_path):
+    smi(gpu="No devices were found\\n")
+    assert machine.describe() == {"gpu": None}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.describe() == {"gpu": None} and machine.strangers() == []
+
+
+def sleeper(environment):
+    command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(1000)"]
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
+def test_only_processes_that_worked_in_this_folder_are_ended(tmp_path):
+    ours = sleeper(machine.marked(os.environ, tmp_path / "work"))
+    another = sleeper(machine.marked(os.environ, tmp_path / "other"))
+    unmarked = sleeper(os.environ)
+    try:
+        assert machine.end_orphans(tmp_path / "work") == [ours.pid]
+        assert ours.wait(5) == -signal.SIGKILL
+        assert another.poll() is None and unmarked.poll() is None
+    finally:
+        for process in (ours, another, unmarked):
+            process.kill()
+            process.wait()
+
+
+def test_this_process_does_not_end_itself(tmp_path):
+    code = (
+        f"from pathlib import Path; from bench.gpu import machine; print(machine.end_orphans(Path({str(tmp_path)!r})))"
+    )
+    environment = machine.marked(os.environ, tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_codes_digest_changes_with_the_code_and_with_nothing_else(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "kernel.py").write_text("x = 1")
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "core.cc").write_text("int x;")
+    before, compiled = source.digest(tmp_path), source.digest(tmp_path, source.COMPILED)
+    (tmp_path / "kernels" / "kernel.pyc").write_text("whatever")
+    (tmp_path / "README.md").write_text("words")
+    assert source.digest(tmp_path) == before
+    (tmp_path / "kernels" / "kernel.py").write_text("x = 2")
+    assert source.digest(tmp_path) != before
+    assert source.digest(tmp_path, source.COMPILED) == compiled
