@@ -22,7 +22,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
 # a new inner folder has to be mapped, and mapping happens at installation
 FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
-PURE := $(addprefix vllm_specrollout/,types.py config.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py step.py metrics.py journal.py trees policies replay replay_cli.py drafters history \
+PURE := $(addprefix vllm_specrollout/,types.py config.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py guard.py step.py metrics.py journal.py trees policies replay replay_cli.py drafters history \
 	patches commit/plan.py verify/rules.py)
 
 .PHONY: setup demo test lint serve bench identity docs
@@ -54,7 +54,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CORE)
-	$(BIN)/mypy $(PURE)
+	$(BIN)/mypy $(PURE) tests/conformance.py
 	$(BIN)/lint-imports --no-cache
 
 serve: setup

@@ -3,7 +3,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -113,7 +112,7 @@ py::tuple ReachedNodes(const py::list& parents, const py::list& log_q, const py:
       if (sources[i] < 0 || sources[i] >= kSources) throw std::invalid_argument("a source is not a drafter's index");
       depths[i] = parent[i] < 0 ? 1 : depths[parent[i]] + 1;
       if (parent[i] >= 0 && !is_accepted[parent[i]]) continue;
-      const double probability = std::exp(static_cast<double>(logs[i]));
+      const double probability = Probability(logs[i]);
       owner.push_back(static_cast<int64_t>(r));
       bucket.push_back(sources[i] * kProbabilityBuckets + ProbabilityBucket(probability));
       depth.push_back(sources[i] * kDepthRanges + DepthRange(depths[i]));

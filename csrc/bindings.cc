@@ -13,6 +13,7 @@
 namespace py = pybind11;
 using namespace specrollout;
 
+void bind_check(py::module_& m);
 void bind_history(py::module_& m);
 void bind_ngram(py::module_& m);
 void bind_pick(py::module_& m);
@@ -51,6 +52,7 @@ py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32
   Expect(row_start.size() == n + 1, "row_start must have one entry per request and one more");
   Expect(block_table.ndim() == 2 && block_table.shape(0) >= n, "block_table must have a row per request");
   Expect(block_table.strides(1) == sizeof(int32_t), "block_table rows must be contiguous");
+  Expect(block_size > 0, "block_size must be above 0");
   ExpectTree(node_start, parents, n);
   Batch batch{n,
               row_start.data(),
@@ -85,6 +87,9 @@ py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32
 }
 
 int scratch_needed(Array<int32_t> parents, int root, int block_size) {
+  Expect(root >= 0 && block_size > 0, "root must not be below 0, and block_size must be above it");
+  for (py::ssize_t i = 0; i < parents.size(); ++i)
+    Expect(parents.at(i) >= -1 && parents.at(i) < i, "parents must come before their children");
   return ScratchNeeded(parents.data(), static_cast<int>(parents.size()), root, block_size);
 }
 
@@ -117,6 +122,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("scratch_needed", &scratch_needed, py::arg("parents"), py::arg("root"), py::arg("block_size"));
   m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
+  bind_check(m);
   bind_history(m);
   bind_ngram(m);
   bind_pick(m);

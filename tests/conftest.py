@@ -1,11 +1,21 @@
 """Shared by all tests: readable snapshots of the messages a user can meet, folders that need their own process."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import own_processes
+from vllm_specrollout import envs
+
+# what of ours fails ends the test, in this process and in those it starts, rather than being switched off
+os.environ[envs.STRICT] = "1"
+
+# how long an example takes says something of the host, and nothing of the code
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Collected only when nothing else is asked for (`pytest tests/v2`); tests/e2e/test_own_processes.py has them run.
 OWN_PROCESS = [Path(__file__).parent / folder for folder in own_processes.FOLDERS]

@@ -13,7 +13,13 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("kernels", "v2", "integration/test_bench.py", "integration/test_bench_budgets.py")
+FOLDERS = (
+    "kernels",
+    "v2",
+    "integration/test_bench.py",
+    "integration/test_bench_budgets.py",
+    "integration/test_first_hour.py",
+)
 STARTED_BY = "test_own_processes.py"
 
 

@@ -52,9 +52,10 @@ class SpecRolloutConfig:
     max_graphs: int = 64
     """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
     scratch_blocks: int | None = None
-    """KV cache blocks set aside for branches beyond the first; unset: chosen from the KV cache's size."""
+    """Blocks beside the KV cache, for branches beyond the first; unset: a tenth of the KV cache's, at most 512."""
     block_size: int | None = None
-    """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap."""
+    """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap, or that of
+    vLLM where `--num-gpu-blocks-override` is given."""
     record: str | None = None
     """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)

@@ -9,6 +9,7 @@ from pathlib import Path
 SPEC_ROLLOUT = "VLLM_SPEC_ROLLOUT"
 CPU_ATTN_SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
 CACHE_HOME = "XDG_CACHE_HOME"
+STRICT = "SPECROLLOUT_STRICT"
 USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -29,6 +30,9 @@ TABLE = (
         "must not be `1` with speculation on CPU, which runs the V1 model runner; `0` on CUDA: chains only",
         False,
     ),
+    Variable(
+        STRICT, "`1`: a drafter or budget that fails ends the engine, as tests want it, and is not switched off", True
+    ),
     Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
@@ -44,6 +48,11 @@ def wants_spec_rollout() -> bool:
     """Whether the environment alone asks for speculation."""
     value = spec_rollout()
     return value is not None and value.lower() not in ("0", "false", "off", "no")
+
+
+def is_strict() -> bool:
+    """Whether failures of this plugin's own parts are raised rather than contained."""
+    return os.environ.get(STRICT, "").strip().lower() in ("1", "true", "on", "yes")
 
 
 def cache_dir() -> Path:

@@ -167,6 +167,9 @@ class JournaledPolicy:
         """Never: every request is written down in every step."""
         return False
 
+    def rest_left(self) -> int:
+        return 0
+
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         now = self._now()
         for view in views:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vllm_specrollout.drafters.base import Drafter
+from vllm_specrollout.guard import Guard
+from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.policies.budget import Policy
 from vllm_specrollout.step import Speculation, Unite
 from vllm_specrollout.types import Choice, Decision, DraftTree, Feedback, RequestView, StepTiming
@@ -66,6 +69,7 @@ METRICS = (
     ),
     Metric("expected_tokens", "counter", "Tokens that drafts were expected to add.", (), (), FINE),
     Metric("gained_tokens", "counter", "Tokens that drafts added in the steps of which some were expected."),
+    Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
 
@@ -99,8 +103,16 @@ class Meter:
     def chose(self, choice: Choice | None, nodes: int) -> None:
         """What the budget made of it; `nodes` of all requests together go to the target."""
         self._choices[0] = None if choice is None else (choice, nodes)
-        if choice is None:
-            return
+        if choice is not None:
+            self._decided(choice, nodes)
+
+    def rested(self, choice: Choice | None) -> None:
+        """The next step goes without drafts, and nobody was asked; a step with drafts may still be in flight."""
+        if choice is not None:
+            self._choices[0] = self._choices[0] or (choice, 0)
+            self._decided(choice, 0)
+
+    def _decided(self, choice: Choice, nodes: int) -> None:
         reason = self._reason(choice.reason)
         what = "on" if choice.is_on else "off"
         self._add(f"decisions/{what}/{reason}", 1)
@@ -130,6 +142,10 @@ class Meter:
         if timing is not None and timed is not None:
             self._compare(*timed, timing)
         self._choices = [None, self._choices[0]]
+
+    def failed(self, part: str) -> None:
+        """A part of ours failed, and was contained."""
+        self._add(f"failures/{part.replace('/', ' per ')}", 1)
 
     def take(self) -> dict[str, int]:
         """The counts so far, which are forgotten here."""
@@ -177,34 +193,51 @@ class Meter:
 class MeteredSpeculation(Speculation):
     """A speculation that is counted; whichever budget it is given later is counted too."""
 
-    def __init__(self, drafters: Sequence[Drafter], policy: Policy, unite: Unite, meter: Meter) -> None:
-        super().__init__(drafters, policy, unite)
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        policy: Policy,
+        unite: Unite,
+        meter: Meter,
+        *,
+        vocab_size: int = ANY_TOKEN,
+        guard: Guard | None = None,
+    ) -> None:
+        super().__init__(drafters, policy, unite, vocab_size=vocab_size, guard=guard)
         self.meter = meter
+        self.guard.listener = meter.failed
 
     def settle(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
-        self.meter.settled(feedback, timing)
+        with self._counting():
+            self.meter.settled(feedback, timing)
         super().settle(feedback, timing)
 
     def rests(self, batch: int) -> bool:
         is_resting = super().rests(batch)
         if is_resting:
-            self.meter.chose(self.policy.explain(), 0)
+            with self._counting():
+                self.meter.rested(self.policy.explain())
         return is_resting
 
     def prepare(self, views: Sequence[RequestView]) -> list[DraftTree]:
         trees = super().prepare(views)
-        nodes = sum(tree.size for tree in trees)
-        choice = self.policy.explain()
-        if choice is not None and choice.nodes and not nodes:
-            choice = None  # of an earlier step: nobody proposed anything, so the budget was not asked again
-        self.meter.chose(choice, nodes)
+        with self._counting():
+            nodes = sum(tree.size for tree in trees)
+            choice = self.policy.explain()
+            if choice is not None and choice.nodes and not nodes:
+                choice = None  # of an earlier step: nobody proposed anything, so the budget was not asked again
+            self.meter.chose(choice, nodes)
         return trees
 
     def _united(self, proposals: Sequence[Sequence[DraftTree]], decisions: Sequence[Decision]) -> list[DraftTree]:
         trees = super()._united(proposals, decisions)
-        self.meter.allowed(decisions)
-        self.meter.drafted(trees)
+        with self._counting():
+            self.meter.allowed(decisions)
+            self.meter.drafted(trees)
         return trees
+
+    def _counting(self) -> AbstractContextManager[None, bool]:
+        return self.guard.over("counting", "metrics lack a step")
 
 
 def marked(counts: Mapping[str, int]) -> dict[str, int]:

@@ -6,6 +6,7 @@ request. `naive` unites with `trees.build.union`, as the specification does; `co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_specrollout.guard import Guard
 from vllm_specrollout.step import Speculation, unite_naively
 from vllm_specrollout.trees.build import order
 from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, Shape, StepTiming
@@ -24,35 +26,35 @@ NODES, BLOCK = 24, 32
 BATCHES = [1, 4, 16, 64]
 
 
-class _Ready:
+class Ready:
     """A drafter whose trees are ready."""
 
     def __init__(self, name: str, trees: list[DraftTree]) -> None:
         self.name, self.trees = name, trees
 
-    def propose(self, views: list[RequestView], decisions: list[Decision]) -> list[DraftTree]:
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
         return self.trees
 
-    def observe(self, feedback: list[Feedback]) -> None: ...
+    def observe(self, feedback: Sequence[Feedback]) -> None: ...
 
     def finish(self, ending: Ending) -> None: ...
 
     def forget(self, request_id: str) -> None: ...
 
 
-class _TakesAll:
+class TakesAll:
     """A policy that costs nothing: verifies whatever is proposed."""
 
     def __init__(self, batch: int) -> None:
         self.decisions = [Decision(NODES, NODES, Shape.TREE)] * batch
 
-    def decide(self, views: list[RequestView]) -> list[Decision]:
+    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         return self.decisions
 
-    def choose(self, trees: list[DraftTree], decisions: list[Decision]) -> list[DraftTree]:
+    def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
         return trees
 
-    def observe(self, feedback: list[Feedback], timing: StepTiming | None) -> None: ...
+    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None: ...
 
     def finish(self, ending: Ending) -> None: ...
 
@@ -75,12 +77,12 @@ def _tree(rng: np.random.Generator, source: int) -> DraftTree:
 def _parts(batch: int, unite_with: Any) -> SimpleNamespace:
     """A step's calls, each ready to be repeated."""
     rng = np.random.default_rng(0)
-    drafters = [_Ready(str(source), [_tree(rng, source) for _ in range(batch)]) for source in range(2)]
-    speculation = Speculation(drafters, _TakesAll(batch), unite_with)
+    drafters = [Ready(str(source), [_tree(rng, source) for _ in range(batch)]) for source in range(2)]
+    speculation = Speculation(drafters, TakesAll(batch), unite_with, guard=Guard(is_strict=True))
     drafting = Drafting(speculation, batch * NODES * NODES, BLOCK)
     ids = [str(i) for i in range(batch)]
     views = [RequestView(i, np.zeros(int(rng.integers(40, 700)), np.int32), 8, 500) for i in ids]
-    tokens, _ = drafting.prepare(views, 1)
+    tokens, _ = drafting.prepare(lambda: views, 1)
     scheduled = dict(zip(tokens.req_ids, tokens.draft_token_ids, strict=True))
     drafts = drafting.scheduled(ids, scheduled)
     accepted = np.full(batch, 2, dtype=np.int32)
@@ -88,7 +90,7 @@ def _parts(batch: int, unite_with: Any) -> SimpleNamespace:
     timing = StepTiming(batch, batch * (NODES + 1), batch * NODES, 4, batch, 20.0, True)
     return SimpleNamespace(
         unite=lambda: speculation.prepare(views),
-        prepare=lambda: drafting.prepare(views, 1),
+        prepare=lambda: drafting.prepare(lambda: views, 1),
         scheduled=lambda: drafting.scheduled(ids, scheduled),
         settle=lambda: drafting.settle(ids, drafts, accepted, nodes, timing),
     )

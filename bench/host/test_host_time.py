@@ -4,6 +4,7 @@ attention and sampling kernels. Run: `pytest bench/host --benchmark-only`; divid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm_specrollout import _core
 from vllm_specrollout.commit.plan import plan as plan_commit
+from vllm_specrollout.guard import Guard
 from vllm_specrollout.policies.auto import AutoBudget
 from vllm_specrollout.policies.budget import FixedBudget
 from vllm_specrollout.step import Speculation
@@ -41,7 +43,7 @@ def _tree(rng: np.random.Generator) -> DraftTree:
     )
 
 
-class _Ready:
+class Ready:
     """A drafter whose trees are ready, so that only the way of the trees is timed."""
 
     name = "ready"
@@ -49,10 +51,10 @@ class _Ready:
     def __init__(self, tree: DraftTree) -> None:
         self.tree = tree
 
-    def propose(self, views: list[RequestView], decisions: list[Decision]) -> list[DraftTree]:
+    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
         return [self.tree] * len(views)
 
-    def observe(self, feedback: list[Feedback]) -> None: ...
+    def observe(self, feedback: Sequence[Feedback]) -> None: ...
 
     def finish(self, ending: Ending) -> None: ...
 
@@ -62,7 +64,7 @@ class _Ready:
 def _step(batch: int, policy: Any) -> Any:
     rng = np.random.default_rng(0)
     tree = _tree(rng)
-    drafting = Drafting(Speculation([_Ready(tree)], policy), 4096, BLOCK)
+    drafting = Drafting(Speculation([Ready(tree)], policy, guard=Guard(is_strict=True)), 4096, BLOCK)
     ids = [str(i) for i in range(batch)]
     base = rng.integers(40, 700, batch).astype(np.int32)
     views = [RequestView(i, np.zeros(b + 1, np.int32), 8, 500) for i, b in zip(ids, base, strict=True)]
@@ -75,7 +77,7 @@ def _step(batch: int, policy: Any) -> Any:
     timing = StepTiming(batch, batch * (NODES + 1), batch * NODES, 4, batch, 20.0, True)
 
     def run() -> None:
-        tokens, _ = drafting.prepare(views, 1)
+        tokens, _ = drafting.prepare(lambda: views, 1)
         drafts = drafting.scheduled(ids, dict(zip(tokens.req_ids, tokens.draft_token_ids, strict=True)))
         plan, _ = plan_paths(
             drafts.node_start + roots, base, drafts.node_start, drafts.parents, table, BLOCK, scratch, 0

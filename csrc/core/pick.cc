@@ -32,6 +32,11 @@ int DepthRange(int depth) {
 
 int ProbabilityBucket(double q) { return std::min(static_cast<int>(q * kProbabilityBuckets), kProbabilityBuckets - 1); }
 
+double Probability(float log_q) {
+  const double q = std::exp(static_cast<double>(log_q));
+  return q > 0.0 ? std::min(q, 1.0) : 0.0;
+}
+
 void Picker::Run(const std::vector<TreeView>& trees, const PickRequest& request, Pick* out) {
   Value(trees, request);
   const size_t n = parent_.size();
@@ -73,14 +78,12 @@ void Picker::Value(const std::vector<TreeView>& trees, const PickRequest& reques
   size_t at = 0;
   for (size_t r = 0; r < trees.size(); ++r) {
     const TreeView& tree = trees[r];
+    const Checked checked = CheckTree(tree, kAnyToken);
+    if (checked.fault != Fault::kNone) throw std::invalid_argument(Describe(tree, checked, kAnyToken));
     const int32_t start = static_cast<int32_t>(at);
     int32_t root_child = -1;
     for (size_t i = 0; i < tree.size; ++i, ++at) {
       const int32_t local = tree.parents[i], source = tree.source[i];
-      if (local < -1 || local >= static_cast<int32_t>(i)) {
-        throw std::invalid_argument("a parent does not come before its child");
-      }
-      if (source < 0 || source >= kSources) throw std::invalid_argument("a node's source is not a drafter's index");
       const int32_t parent = local < 0 ? -1 : start + local;
       int32_t& first = parent < 0 ? root_child : first_child_[parent];
       is_first_[at] = first < 0;
@@ -89,7 +92,7 @@ void Picker::Value(const std::vector<TreeView>& trees, const PickRequest& reques
       parent_[at] = parent;
       owner_[at] = static_cast<int32_t>(r);
       depth_[at] = parent < 0 ? 1 : depth_[parent] + 1;
-      const double q = std::exp(static_cast<double>(tree.log_q[i]));
+      const double q = Probability(tree.log_q[i]);
       double p = q * (request.by_bucket[source * kProbabilityBuckets + ProbabilityBucket(q)] *
                       request.by_depth[source * kDepthRanges + DepthRange(depth_[at])]);
       p = std::clamp(p * request.by_request[r], request.least, request.most);

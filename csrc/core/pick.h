@@ -8,17 +8,20 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/check.h"
 #include "core/unite.h"
 
 namespace specrollout {
 
 // Shapes of the tables that correct drafters' probabilities; policies/acceptance.py has the same.
-constexpr int kSources = 16;
 constexpr int kProbabilityBuckets = 10;
 constexpr int kDepthRanges = 9;
 
 int DepthRange(int depth);
+// Of a probability in [0, 1].
 int ProbabilityBucket(double q);
+// exp(log_q) within [0, 1]; 0 for what is not a number.
+double Probability(float log_q);
 
 // What is believed and what it costs. All pointers are borrowed.
 struct PickRequest {
@@ -49,7 +52,7 @@ struct Pick {
 // Working memory; reused so that picking does not allocate.
 class Picker {
  public:
-  // Throws std::invalid_argument for a parent that does not come before its child, an unknown source, or too few rows.
+  // Throws std::invalid_argument for what is not a tree (core/check.h), or too few rows.
   void Run(const std::vector<TreeView>& trees, const PickRequest& request, Pick* out);
 
  private:

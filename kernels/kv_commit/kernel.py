@@ -96,7 +96,7 @@ def _row(cache: torch.Tensor) -> list[int]:
     return [cache.data_ptr(), *(size * cache.stride(i) for i in range(3)), cache.shape[1], size * cache.shape[3]]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["path_stride", "width", "block_size"])
 def _move(
     layers_ptr,
     slots_ptr,

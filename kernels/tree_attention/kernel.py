@@ -8,47 +8,19 @@ bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
-
-SPLIT_SIZE = 512
-"""Keys of each of the first splits. Part of a row's arithmetic: another size rounds differently."""
-SPLITS_PER_SIZE = tl.constexpr(8)
-"""After so many splits of one size the next ones are twice as long: long contexts need few partial results."""
-MAX_WORKSPACE_BYTES = 256 << 20
-"""Partial results that would take more are folded in registers instead."""
-MAX_PROGRAMS = 8192
-"""Programs to aim at when splits are shared out. Many of them find no keys and leave; that is not free either."""
+from vllm_specrollout.kernels.tree_attention.launch import (
+    DTYPES,
+    SPLIT_SIZE,
+    SPLITS_PER_SIZE,
+    Tile,
+    default_tile,
+    plan_launch,
+)
 
 _LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Launch parameters. `block_n` is part of a row's arithmetic; the number of query rows must not be."""
-
-    block_n: int
-    """Keys a program holds at once."""
-    block_m: tuple[int, ...]
-    """Query rows times heads a program may hold, ascending."""
-    rows_per_warp: int
-    num_stages: int
-
-
-# Hopper, by padded head size. 64 is the least its warpgroup instructions compute: decoding reads memory while the idle
-# lanes compute nothing of use, and since every height is made of the same instructions, a row's bits do not tell which
-# it was in. Stages fit K, V and Q of two programs (one at 256) into 227 KiB of shared memory; at 256 a taller tile
-# would spill the two accumulators.
-_TILES = {
-    64: Tile(block_n=64, block_m=(64, 128), rows_per_warp=16, num_stages=4),
-    128: Tile(block_n=64, block_m=(64, 128), rows_per_warp=16, num_stages=3),
-    256: Tile(block_n=64, block_m=(64,), rows_per_warp=8, num_stages=2),
-}
-# float32 has no tensor cores: small tiles keep the unrolled products short
-_FLOAT32_TILE = Tile(block_n=32, block_m=(16,), rows_per_warp=4, num_stages=1)
 
 
 def tree_attention(
@@ -105,25 +77,15 @@ def tree_attention(
         return
     group = num_heads // kv_heads
     padded = max(16, triton.next_power_of_2(head_size))
-    tile = tile or _tile(query, padded)
+    tile = tile or default_tile(query.dtype, head_size)
     _check(query, key_cache, value_cache, out, scale, split_size, tile)
-    block_m = _block_m(tile, max_query_len * group, group)
-    rows_per_tile = block_m // group
-    tiles = triton.cdiv(max_query_len, rows_per_tile)
-    # with rows distributed unevenly, tiles are numbered through and each finds its request
-    tiles_of_all = num_rows // rows_per_tile + num_requests
-    search = tiles * num_requests > 2 * tiles_of_all
-    splits = _num_splits(max_seq_len, split_size)
-    if num_programs is None:
-        enough = max(1, MAX_PROGRAMS // (tiles * num_requests * kv_heads))
-        too_large = num_rows * num_heads * splits * (padded + 2) * 4 > MAX_WORKSPACE_BYTES
-        num_programs = 1 if search or too_large else enough
-    num_programs = min(num_programs, splits)
-    is_split = num_programs > 1
+    launch = plan_launch(
+        tile, num_rows, num_requests, kv_heads, group, padded, max_query_len, max_seq_len, split_size, num_programs
+    )
     parts, sums = out, out  # not read unless split
-    if is_split:
-        parts = torch.empty(num_rows, num_heads, splits, padded, dtype=torch.float32, device=query.device)
-        sums = torch.empty(num_rows, num_heads, splits, 2, dtype=torch.float32, device=query.device)
+    if launch.is_split:
+        parts = torch.empty(num_rows, num_heads, launch.splits, padded, dtype=torch.float32, device=query.device)
+        sums = torch.empty(num_rows, num_heads, launch.splits, 2, dtype=torch.float32, device=query.device)
     common = {
         "HEAD_SIZE": head_size,
         "PADDED": padded,
@@ -134,46 +96,26 @@ def tree_attention(
         "enable_fp_fusion": False,
     }
     softened = 2 * _LOG2E * scale * k_scale / softcap if softcap else 0.0
-    grid = (tiles_of_all, kv_heads * num_programs) if search else (tiles, kv_heads * num_programs, num_requests)
-    _attend[grid](
+    programs = (launch.tiles, kv_heads * launch.num_programs)
+    _attend[programs if launch.search else (*programs, num_requests)](
         query, key_cache, value_cache, out, parts, sums,
         query_start_loc, seq_lens, block_table, num_nodes, ancestors,
-        num_requests, kv_heads, num_programs, splits, sliding_window,
+        num_requests, kv_heads, launch.num_programs, launch.splits, sliding_window,
         softcap * _LOG2E if softcap else scale * k_scale * _LOG2E, softened, v_scale,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
-        BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_SIZE=key_cache.shape[2],
-        HAS_WINDOW=sliding_window > 0, HAS_SOFTCAP=softcap > 0, IS_SPLIT=is_split, SEARCH=search,
+        BLOCK_M=launch.block_m, BLOCK_N=tile.block_n, BLOCK_SIZE=key_cache.shape[2],
+        HAS_WINDOW=sliding_window > 0, HAS_SOFTCAP=softcap > 0, IS_SPLIT=launch.is_split, SEARCH=launch.search,
         IS_INTERPRETED=not isinstance(_attend, triton.JITFunction),
-        num_warps=block_m // tile.rows_per_warp, num_stages=tile.num_stages, **common,
+        num_warps=launch.block_m // tile.rows_per_warp, num_stages=tile.num_stages, **common,
     )  # fmt: skip
-    if is_split:
+    if launch.is_split:
         _merge[(max_query_len, num_requests, kv_heads)](
             parts, sums, out, query_start_loc, seq_lens, num_nodes,
-            splits, num_heads, v_scale, out.stride(0), out.stride(1),
+            launch.splits, num_heads, v_scale, out.stride(0), out.stride(1),
             GROUP_PADDED=triton.next_power_of_2(group), num_warps=4, **common,
         )  # fmt: skip
-
-
-def _tile(query: torch.Tensor, padded: int) -> Tile:
-    if padded > 256:
-        raise ValueError(f"a head size of {query.shape[-1]} is above 256")
-    return _FLOAT32_TILE if query.dtype == torch.float32 else _TILES[max(64, padded)]
-
-
-def _block_m(tile: Tile, rows: int, group: int) -> int:
-    """The least height that holds a request's rows and heads, or the greatest; a whole group at least."""
-    height = next((height for height in tile.block_m if height >= rows), tile.block_m[-1])
-    return max(height, triton.next_power_of_2(group))
-
-
-def _num_splits(num_keys: int, split_size: int) -> int:
-    begin, count = 0, 0
-    while begin < num_keys:
-        begin += split_size << (count // SPLITS_PER_SIZE.value)
-        count += 1
-    return max(1, count)
 
 
 def _check(
@@ -185,6 +127,12 @@ def _check(
     split_size: int,
     tile: Tile,
 ) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(f"queries of {query.dtype}: the kernel takes bfloat16, float16 and float32")
+    # keys and values become what queries are; float32 loses nothing of the others
+    known = (query.dtype, torch.float8_e4m3fn, *(DTYPES if query.dtype == torch.float32 else ()))
+    if key_cache.dtype not in known or value_cache.dtype != key_cache.dtype:
+        raise ValueError(f"keys of {key_cache.dtype} and values of {value_cache.dtype} beside queries of {query.dtype}")
     if query.shape[1] % key_cache.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads do not share {key_cache.shape[1]} key heads evenly")
     if any(tensor.stride(-1) != 1 for tensor in (query, key_cache, value_cache, out)):
@@ -320,7 +268,9 @@ def _attend_tiles(
     return top, total, acc
 
 
-@triton.jit
+# what changes from step to step is not compiled in: steps would wait for the compiler. Strides and sizes do not change,
+# and that they divide by 16 makes loads wide
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "num_splits"])
 def _attend(
     query, key_cache, value_cache, out, parts, sums,
     query_start_loc, seq_lens, block_table, num_nodes, ancestors,
@@ -419,7 +369,7 @@ def _attend(
         tl.store(o_ptrs, _normalized(whole_sum, whole_acc, v_scale).to(out.dtype.element_ty), mask=element)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge(
     parts, sums, out, query_start_loc, seq_lens, num_nodes, num_splits, num_heads, v_scale, stride_ot, stride_oh,
     HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, SPLIT_SIZE: tl.constexpr,

@@ -119,7 +119,7 @@ def _sample_blocks(
     tl.store(best_score_ptr + out, score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "width"])
 def _walk_trees(
     best_token_ptr,
     best_score_ptr,

@@ -96,7 +96,7 @@ def test_bad_input_is_refused() -> None:
         np.full(1, 64),
         Prices(np.arange(3.0)),
     )
-    with pytest.raises(ValueError, match="does not come before its child"):
+    with pytest.raises(ValueError, match="has parent 1, which does not come before it"):
         CORE.pick([tree], request)
     sound = dataclasses.replace(tree, parents=np.asarray([-1, 0], np.int32))
     with pytest.raises(ValueError, match="price for every node"):

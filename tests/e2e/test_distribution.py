@@ -16,15 +16,17 @@ from vllm import SamplingParams
 
 from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.trees.build import from_paths
-from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView
+from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView
 
 pytestmark = pytest.mark.vllm
 
 SAMPLES = 3000
+# accepted drafts per request, at the least
+ACCEPTED = {"right": 0.8, "wrong": 0.15, "mixed": 0.25}
 ALLOWED = list(range(40, 52))  # a small vocabulary, so that every cell is well filled
 
 
-class _Drafts:
+class Drafts:
     """Proposes the likeliest tokens (right), the least likely ones (wrong), or some of both, as branches two deep."""
 
     name = "fixed"
@@ -37,6 +39,8 @@ class _Drafts:
         return [from_paths(paths, decision.max_nodes, decision.max_depth) for decision in decisions]
 
     def observe(self, feedback: Sequence[Feedback]) -> None: ...
+
+    def finish(self, ending: Ending) -> None: ...
 
     def forget(self, request_id: str) -> None: ...
 
@@ -62,10 +66,15 @@ def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kin
     first = _softmax(ours, prompt)
     by_likelihood = [ALLOWED[i] for i in np.argsort(-first)]
     drafts = {"right": by_likelihood[:3], "wrong": by_likelihood[-3:], "mixed": by_likelihood[::4]}[kind]
-    ours.runner.speculation.drafters = [_Drafts(drafts)]
+    ours.runner.speculation.drafters = [Drafts(drafts)]
+    ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     params = SamplingParams(max_tokens=4, allowed_token_ids=ALLOWED, ignore_eos=True)
     requests = [{"prompt_token_ids": prompt}] * SAMPLES
     answers = [o.outputs[0].token_ids for o in ours.llm.generate(requests, [params] * SAMPLES, use_tqdm=False)]
+    (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+    # nearly all steps after the prompt verify a tree; how often one is right is known from the softmax
+    assert stats["drafted"] > 8 * SAMPLES
+    assert stats["accepted"] > SAMPLES * ACCEPTED[kind]
     # Token 0 comes from the prompt's row, tokens 1 to 3 from drafted rows: given its prefix, each follows the softmax.
     seconds: dict[int, list[int]] = {}
     for answer in answers:

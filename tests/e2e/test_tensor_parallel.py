@@ -23,6 +23,29 @@ from collections import Counter
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
+class Raises:
+    name = "raises"
+    steps = 0
+
+    def propose(self, views, decisions):
+        from vllm_specrollout.types import chain
+        self.steps += 1
+        if self.steps > 4:
+            raise RuntimeError("out of ideas")
+        return [chain([7, 8][:decision.max_depth]) for decision in decisions]
+
+    def observe(self, feedback): ...
+    def finish(self, ending): ...
+    def forget(self, request_id): ...
+
+def give_the_first_rank_a_bad_drafter(worker):
+    speculation = worker.model_runner.speculation
+    speculation.guard.is_strict = False
+    if speculation.drafters:
+        speculation.drafters = [Raises()]
+        return True
+    return False
+
 def main():
     model, spec_rollout = sys.argv[1], json.loads(sys.argv[2])
     llm = LLM(model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=256, max_num_seqs=8,
@@ -35,9 +58,14 @@ def main():
     counted = Counter()
     for sample in [sample for metric in REGISTRY.collect() for sample in metric.samples]:
         counted[sample.name] += sample.value if sample.name.endswith("_nodes_total") else 0
-    print("RESULT" + json.dumps({"counted": counted, "tokens": [list(o.outputs[0].token_ids) for o in out],
-                                 "drafted": [s.get("drafted", 0) for s in stats],
-                                 "accepted": [s.get("accepted", 0) for s in stats]}))
+    result = {"counted": counted, "tokens": [list(o.outputs[0].token_ids) for o in out],
+              "drafted": [s.get("drafted", 0) for s in stats], "accepted": [s.get("accepted", 0) for s in stats]}
+    if spec_rollout:
+        result["given"] = llm.collective_rpc(give_the_first_rank_a_bad_drafter)
+        out = llm.generate(prompts, params, use_tqdm=False)
+        result["tokens after"] = [list(o.outputs[0].token_ids) for o in out]
+        result["failures"] = [s["failures"] for s in llm.collective_rpc("spec_rollout_stats")]
+    print("RESULT" + json.dumps(result))
 
 if __name__ == "__main__":
     main()
@@ -53,6 +81,8 @@ def _run(model: str, spec_rollout: object, folder: Path) -> dict[str, Any]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        # a function is sent to the workers
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     done = subprocess.run(
         [sys.executable, str(script), model, json.dumps(spec_rollout)],
@@ -64,7 +94,9 @@ def _run(model: str, spec_rollout: object, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path) -> None:
+def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_drafter_raises(
+    tmp_path: Path,
+) -> None:
     from bench.policy.random_model import make_random_model
 
     model = str(make_random_model(tmp_path / "model", size="3M", dtype="float32"))
@@ -77,3 +109,7 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path)
     assert ours["counted"]["vllm:spec_rollout_verified_nodes_total"] == ours["drafted"][0]
     assert ours["counted"]["vllm:spec_rollout_accepted_nodes_total"] == ours["accepted"][0]
     assert not any("spec_rollout" in name for name in stock["counted"])
+    # a drafter that raises on the rank that drafts: the other one is told, and waits for nothing
+    assert ours["given"] == [True, False]
+    assert ours["tokens after"] == stock["tokens"]
+    assert ours["failures"] == [{"drafter raises": 1}, {}]

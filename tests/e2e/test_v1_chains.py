@@ -55,7 +55,7 @@ def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
         ours.runner.speculation.drafters = [FuzzDrafter(answers, VOCAB, seed=2)]
         drafted = run(ours.llm, requests)
         assert ours.runner.stats.accepted > 0 and not ours.runner.stats.branches_committed
-    report = compare(requests, truth, drafted, dtype, None)
+    report = compare(requests, truth, drafted, dtype)
     assert not report.failures, report.failures[:10]
 
 
@@ -73,4 +73,4 @@ def test_drafts_beyond_what_noise_may_take_are_cut_and_cost_no_token(
         drafted = run(ours.llm, requests)
         stats = ours.runner.stats
         assert 0 < stats.drafted <= 5 * stats.steps
-    assert not compare(requests, truth, drafted, "bfloat16", None).failures
+    assert not compare(requests, truth, drafted, "bfloat16").failures

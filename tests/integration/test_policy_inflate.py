@@ -57,8 +57,12 @@ def test_greedy_tokens_of_the_inflated_model_are_the_small_models(tmp_path):
     small = make_random_model(tmp_path / "small", seed=2, dtype="float32", **SMALL)
     grown = inflate(small, tmp_path / "grown", GROWN)
     ids = torch.tensor([[3, 87, 261, 308, 18, 4]])
-    want, got = (_load(f).generate(ids, max_new_tokens=40, do_sample=False) for f in (small, grown))
-    assert want.tolist() == got.tolist()
+    want, got = (_load(f).generate(ids, max_new_tokens=40, do_sample=False)[0].tolist() for f in (small, grown))
+    assert len(want) == len(got)
+    parts = next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), None)
+    if parts is not None:  # then only the sums' order decided
+        logits = _logits(small, [want[:parts]])[0, -1]
+        assert logits[want[parts]] - logits[got[parts]] <= 1e-4
 
 
 def test_new_weights_are_random_where_they_read_and_zero_where_they_write(pair):

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_specrollout.guard import Guard
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, Feedback, RequestView, StepTiming, chain
 from vllm_specrollout.worker.v1.drafting import Drafting
 
@@ -26,6 +27,7 @@ class _Speculation:
     def __init__(self, trees: list[DraftTree]) -> None:
         self.trees = trees
         self.heard: list[Feedback] = []
+        self.guard = Guard(is_strict=True)
 
     def prepare(self, views: Sequence[RequestView]) -> list[DraftTree]:
         return list(self.trees)
@@ -34,9 +36,13 @@ class _Speculation:
         self.heard = list(feedback)
 
 
+def _views(count: int) -> list[RequestView]:
+    return [RequestView(str(i), np.zeros(20, np.int32), 4, 50) for i in range(count)]
+
+
 def _drafted(trees: list[DraftTree], num_scratch: int = 100, max_nodes: int | None = None) -> Drafting:
     drafting = Drafting(_Speculation(trees), num_scratch, 16, max_nodes)  # type: ignore[arg-type]
-    drafting.prepare([RequestView(str(i), np.zeros(20, np.int32), 4, 50) for i in range(len(trees))], 1)
+    drafting.prepare(lambda: _views(len(trees)), 1)
     return drafting
 
 
@@ -84,6 +90,26 @@ def test_a_tree_without_scratch_blocks_left_drafts_its_best_path() -> None:
 
 def test_too_many_nodes_are_cut_to_equal_shares() -> None:
     drafting = _drafted([chain([1, 2, 3]), chain([4, 5, 6]), EMPTY_TREE], max_nodes=4)
-    tokens, _ = drafting.prepare([RequestView(str(i), np.zeros(20, np.int32), 4, 50) for i in range(3)], 1)
+    tokens, _ = drafting.prepare(lambda: _views(3), 1)
     assert tokens.req_ids == ["0", "1"]
     assert tokens.draft_token_ids == [[1, 2], [4, 5]]
+
+
+def test_a_mistake_while_drafting_costs_the_drafts_of_the_step() -> None:
+    drafting = _drafted([FORKED])
+    drafting.speculation.guard = Guard(is_strict=False)
+
+    def blind() -> list[RequestView]:
+        raise RuntimeError("no request can be seen")
+
+    tokens, spent_ms = drafting.prepare(blind, 1)
+    assert (tokens.req_ids, tokens.draft_token_ids, spent_ms) == ([], [], 0.0)
+    assert drafting.speculation.guard.failures == {"drafting": 1}
+
+
+def test_a_step_that_cannot_be_learned_from_goes_on() -> None:
+    drafting = _drafted([FORKED])
+    drafting.speculation.guard = Guard(is_strict=False)
+    drafts = drafting.scheduled(["0"], {"0": [5, 6]})
+    drafting.settle(["0", "of nobody"], drafts, np.asarray([1], np.int32), np.asarray([0], np.int32), None)
+    assert drafting.speculation.guard.failures == {"learning": 1}

@@ -1,80 +1,273 @@
-"""Which captured graph a step with drafts is given; the capture itself needs a GPU."""
+"""Which captured graph a step with drafts is given, and which are captured; the capture itself needs a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_specrollout.policies.graphs import plan_graphs
-from vllm_specrollout.worker.v2.graphs import DraftGraphs, draft_sizes, plan_for
+from vllm_specrollout.types import DraftTree, Shape, chain
+from vllm_specrollout.worker.v2 import graphs as module
+from vllm_specrollout.worker.v2.graphs import Buckets, DraftGraphs, draft_sizes, plans_for
+from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 pytestmark = pytest.mark.vllm
 
 PIECEWISE = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.PIECEWISE, num_tokens=512, num_reqs=None)
+# of the mode FULL: causal, for any batch
+MIXED = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=512, num_reqs=256)
 SIZES = [1, 2, 4, *range(8, 257, 8)]
+# a node with two children
+FORK = DraftTree(np.int32([5, 6, 7]), np.int32([-1, 0, 0]), np.zeros(3, np.float32), np.zeros(3, np.int32))
 
 
 class Stock:
     """Stands in for vLLM's own manager."""
 
+    def __init__(self, answer=PIECEWISE):
+        self.answer, self.replayed = answer, []
+
     def dispatch(self, *args, **kwargs):
-        return PIECEWISE
+        return self.answer
+
+    def run_fullgraph(self, desc):
+        self.replayed.append(desc)
 
 
-@pytest.fixture
-def graphs() -> DraftGraphs:
-    made = DraftGraphs.__new__(DraftGraphs)
-    made.plan = plan_graphs([24, 12, 6, 3], SIZES, 256, 256)
-    made.stock = Stock()
+def buckets(longest: int) -> Buckets:
+    made = Buckets.__new__(Buckets)
+    made.plan = plan_graphs(draft_sizes(longest), SIZES, 256, 256)
     made.lora_capture_cases = [0]
     made._candidates, made._capture_descs, made._graphs_captured = {}, {}, True
     made._lora_dispatch_map = {}
+    made.graphs = {}
     made._init_candidates()
     return made
 
 
-def dispatch(graphs, reqs, tokens, longest):
-    return graphs.dispatch(reqs, tokens, None, 0, max_query_len=longest)
+def graphs_over(stock: Stock, *, trees: bool = True, chains: bool = True) -> DraftGraphs:
+    made = DraftGraphs(SimpleNamespace(has_branches=False))
+    made.stock, made.chains, made.trees = stock, buckets(16) if chains else None, buckets(24) if trees else None
+    return made
 
 
-def test_a_step_gets_the_smallest_bucket_that_holds_it(graphs):
-    found = dispatch(graphs, 4, 4 * 13, 13)
+@pytest.fixture
+def graphs() -> DraftGraphs:
+    return graphs_over(Stock())
+
+
+def dispatch(graphs, reqs, tokens, longest, *, branches=False):
+    graphs.inputs.has_branches = branches
+    return graphs.dispatch(reqs, tokens, None, num_active_loras=0, max_query_len=longest)
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
+def test_a_step_gets_the_smallest_bucket_that_holds_it(graphs, branches):
+    found = dispatch(graphs, 4, 4 * 13, 13, branches=branches)
     assert found.cg_mode == CUDAGraphMode.FULL
-    fitting = [b for b in graphs.plan.target if b.holds(4, 52, 13)]
+    plan = (graphs.trees if branches else graphs.chains).plan
+    fitting = [b for b in plan.target if b.holds(4, 52, 13)]
     assert found.num_tokens == min(b.num_tokens for b in fitting) and found.num_reqs >= 4 and found.max_query_len >= 13
 
 
+@pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("reqs, tokens, longest", [(64, 64 * 8, 8), (2, 80, 40), (4, 52, None)])
-def test_what_no_bucket_holds_is_left_to_vllms_own_graphs(graphs, reqs, tokens, longest):
+def test_what_no_bucket_holds_is_left_to_vllms_own_graphs(graphs, reqs, tokens, longest, branches):
     """Too many tokens; too long a query; a prompt among them (vLLM then gives no longest query)."""
-    assert dispatch(graphs, reqs, tokens, longest) is PIECEWISE
+    assert dispatch(graphs, reqs, tokens, longest, branches=branches) is PIECEWISE
+
+
+def test_chains_and_trees_are_never_given_each_others_buckets(graphs):
+    # longer than a chain may be
+    assert dispatch(graphs, 4, 4 * 20, 20) is PIECEWISE
+    assert dispatch(graphs, 4, 4 * 20, 20, branches=True).max_query_len == 25
+    without = graphs_over(Stock(), trees=False)
+    assert dispatch(without, 4, 52, 13).cg_mode == CUDAGraphMode.FULL
+    assert dispatch(without, 4, 52, 13, branches=True) is PIECEWISE
+
+
+@pytest.mark.parametrize("trees, chains", [(True, True), (False, False)], ids=["buckets", "no buckets"])
+def test_branches_never_replay_a_causal_graph(trees, chains):
+    """With `cudagraph_mode=FULL`, vLLM has a graph for every batch; with `max_graphs=0` we have none."""
+    graphs = graphs_over(Stock(MIXED), trees=trees, chains=chains)
+    step = (64, 64 * 8, 8)
+    found = dispatch(graphs, *step, branches=True)
+    assert (found.cg_mode, found.num_tokens, found.num_reqs) == (CUDAGraphMode.NONE, 512, 64)
+    assert dispatch(graphs, *step) is MIXED
+    with pytest.raises(AssertionError, match="causal"):
+        graphs.inputs.has_branches = True
+        graphs.run_fullgraph(MIXED)
+
+
+def test_a_graph_is_replayed_by_whoever_captured_it(graphs):
+    played = []
+    for name in ("chains", "trees"):
+        made = getattr(graphs, name)
+        made.graphs = dict.fromkeys(made._capture_descs[CUDAGraphMode.FULL])
+        made.run_fullgraph = lambda desc, name=name: played.append((name, desc))
+    for branches in (False, True):
+        desc = dispatch(graphs, 4, 52, 13, branches=branches)
+        graphs.run_fullgraph(desc)
+    assert [name for name, _ in played] == ["chains", "trees"]
+    graphs.inputs.has_branches = False
+    graphs.run_fullgraph(MIXED)
+    assert graphs.stock.replayed == [MIXED]
 
 
 def test_the_largest_graph_is_captured_first(graphs):
-    captured = [desc.num_tokens for desc in graphs._capture_descs[CUDAGraphMode.FULL]]
-    assert captured == sorted(captured, reverse=True) and len(captured) == len(graphs.plan.target)
+    for made in (graphs.chains, graphs.trees):
+        captured = [desc.num_tokens for desc in made._capture_descs[CUDAGraphMode.FULL]]
+        assert captured == sorted(captured, reverse=True) and len(captured) == len(made.plan.target)
 
 
-def _runner(mode, max_graphs=64, sizes=SIZES):
+def test_what_is_expected_of_a_step_decides_before_its_inputs_are_made():
+    inputs = TreeInputs(4, 64, 8, "cpu")
+    for trees, branches in ({"a": chain([1, 2])}, False), ({"a": chain([1]), "b": FORK}, True), ({}, False):
+        inputs.clear()
+        inputs.expect(trees)
+        assert inputs.has_branches is branches
+
+
+def _runner(
+    mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+    max_graphs=64,
+    sizes=SIZES,
+    shape=Shape.TREE,
+    support=AttentionCGSupport.ALWAYS,
+    ranks=1,
+    **config,
+):
+    builder = SimpleNamespace(
+        get_cudagraph_support=lambda *args: support, get_varlen_cudagraph_max_query_len=lambda *args: None
+    )
+    group = SimpleNamespace(
+        get_metadata_builder=lambda index: builder, kv_cache_spec=None, backend=Stock, layer_names=["layer"]
+    )
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0), cudagraph_mode=mode
-        ),
-        cudagraph_manager=object(),
-        spec_config=SimpleNamespace(max_graphs=max_graphs),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, cudagraph_mode=mode),
+        cudagraph_manager=Stock(),
+        spec_config=SimpleNamespace(max_graphs=max_graphs, max_depth=16),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        shape=(shape, ""),
         max_num_reqs=256,
         max_draft_tokens=24,
+        attn_groups=[[group]],
+        vllm_config=None,
+        **config,
     )
 
 
-def test_the_set_limit_holds_and_zero_captures_none():
-    assert plan_for(_runner(CUDAGraphMode.FULL_AND_PIECEWISE, max_graphs=10)).num_graphs <= 10
-    assert plan_for(_runner(CUDAGraphMode.FULL_AND_PIECEWISE, max_graphs=0)) is None
-    assert plan_for(_runner(CUDAGraphMode.NONE)) is None
-    assert draft_sizes(24) == [24, 12, 6, 3]
+def counts(**runner):
+    return tuple(plan.num_graphs if plan is not None else 0 for plan in plans_for(_runner(**runner)))
+
+
+def test_the_set_limit_holds_for_both_sets_together():
+    chains, trees = counts(max_graphs=11)
+    assert 0 < chains <= 5 and 0 < trees <= 6
+    assert counts(max_graphs=1) == (0, 1)
+    assert counts(max_graphs=0) == (0, 0)
+
+
+def test_chains_have_all_graphs_where_trees_are_not_to_be_had():
+    chains, trees = counts(max_graphs=20, shape=Shape.CHAIN)
+    assert 10 < chains <= 20 and trees == 0
+
+
+def test_chains_have_no_graphs_beside_a_backend_that_replays_equal_lengths_only():
+    assert counts(max_graphs=20, support=AttentionCGSupport.UNIFORM_BATCH)[0] == 0
+    assert counts(max_graphs=20, support=AttentionCGSupport.UNIFORM_BATCH)[1] > 10
+    assert counts(support=AttentionCGSupport.UNIFORM_BATCH, shape=Shape.CHAIN) == (0, 0)
+
+
+def test_without_full_graphs_or_with_several_data_parallel_ranks_nothing_is_captured():
+    assert counts(mode=CUDAGraphMode.NONE) == counts(mode=CUDAGraphMode.PIECEWISE) == (0, 0)
+    assert counts(ranks=2) == (0, 0)
+    assert counts(sizes=[]) == counts(sizes=[1, 2]) == (0, 0)
+
+
+def test_a_chains_bucket_promises_no_more_than_a_chain_can_be_long():
+    chains, trees = plans_for(_runner(max_graphs=4096))
+    assert max(bucket.max_query_len for bucket in chains.target) == 17
+    assert max(bucket.max_query_len for bucket in trees.target) == 25
+    # a step with drafts has two rows at least
+    assert min(bucket.num_tokens for bucket in (*chains.target, *trees.target)) == 2
+
+
+def test_our_choice_lasts_for_one_step():
+    runner, graphs = SimpleNamespace(cudagraph_manager=Stock(MIXED)), DraftGraphs(SimpleNamespace(has_branches=True))
+    stock = runner.cudagraph_manager
+    with pytest.raises(ZeroDivisionError), graphs.chosen_from(runner):
+        # before anything was captured, and if nothing ever is
+        assert dispatch(runner.cudagraph_manager, 4, 52, 13, branches=True).cg_mode == CUDAGraphMode.NONE
+        raise ZeroDivisionError
+    assert runner.cudagraph_manager is stock
+
+
+class StockRunner:
+    """Stands in for vLLM's runner."""
+
+    decode_query_len = 1
+
+    def prepare_inputs(self, *args):
+        return SimpleNamespace(cu_num_logits_np=np.array([0, 3]), max_query_len=None)
+
+
+@pytest.mark.parametrize("desc", [PIECEWISE, replace(MIXED, max_query_len=17)], ids=["piecewise", "bucket"])
+def test_attentions_metadata_is_made_for_what_the_bucket_was_captured_for(desc):
+    """Not for the step at hand, whose longest request may be shorter: a schedule of FlashAttention 3 depends on it."""
+    runner = object.__new__(type("Runner", (SpecRolloutV2, StockRunner), {}))
+    runner.inputs = SimpleNamespace(write_tokens=lambda *args: None, set_trees=lambda *args: None)
+    runner.req_states = SimpleNamespace(req_id_to_index={}, draft_tokens=None)
+    runner._trees, runner.max_draft_tokens = {"a": chain([1, 2])}, 24
+    batch = runner.prepare_inputs(None, None, desc, 0)
+    assert batch.max_query_len == desc.max_query_len and runner.decode_query_len == 1
+
+
+class Noted:
+    """Stands in for a set of buckets: notes what attention would have been captured."""
+
+    captured = []
+
+    def __init__(self, runner, plan):
+        self.runner = runner
+
+    def capture(self, *args, progress_bar_desc, **kwargs):
+        self.captured.append((progress_bar_desc.split()[-1], self.runner.inputs.by_ancestors))
+
+
+def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch):
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(module, "Buckets", Noted)
+    monkeypatch.setattr(module, "create_lora_capture_hook", lambda *args: None)
+    runner = _runner(
+        inputs=SimpleNamespace(by_ancestors=False, has_branches=False),
+        maybe_setup_dummy_loras=lambda config: nullcontext(),
+        lora_config=None,
+        model=None,
+        model_state=None,
+        input_buffers=None,
+        intermediate_tensors=None,
+        block_tables=None,
+        kv_cache_config=None,
+    )
+    for shape, expected in (
+        (Shape.TREE, [("trees", True), ("chains", False)]),
+        (Shape.CHAIN, [("chains", False)]),
+    ):
+        Noted.captured.clear()
+        runner.shape = (shape, "")
+        made = DraftGraphs(runner.inputs)
+        made.capture(runner)
+        assert Noted.captured == expected and not runner.inputs.by_ancestors
+        assert (made.trees is None) == (shape is Shape.CHAIN)

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_specrollout.config import RequestOptions
+from vllm_specrollout.guard import Guard
 from vllm_specrollout.types import EMPTY_TREE, Shape, chain
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
@@ -23,6 +24,7 @@ class Recorder:
 
     def __init__(self, tree=EMPTY_TREE):
         self.tree, self.settled, self.forgotten, self.views = tree, [], [], []
+        self.guard = Guard(is_strict=True)
 
     def rests(self, batch):
         return False
@@ -93,7 +95,7 @@ def test_only_known_requests_that_may_be_drafted_for_are_asked_about(ticking):
     host = Host(recorder, 100, clock=ticking)
     host.add(request("a"))
     host.add(request("off", Shape.OFF))
-    drafted = host.draft({"a": 2, "off": 4, "unknown": 4, "none": 0}, may_branch=True, num_ranks=1)
+    drafted = host.draft({"a": 2, "off": 4, "unknown": 4, "none": 0}, may_branch=True, num_ranks=1, is_resting=False)
     assert recorder.views == [("a", [1, 2, 3], 10, 2)]
     assert drafted["a"].token_ids.tolist() == [5, 6], "no more than there is room"
 
@@ -118,3 +120,19 @@ def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone(
     assert ran.num_scheduled_tokens == {"a": 3, "b": 1, "c": 9} and ran.total_num_scheduled_tokens == 13
     assert ran.scheduled_spec_decode_tokens == {"a": [5, 6]}
     assert schedule.num_scheduled_tokens["a"] == 5 and schedule.total_num_scheduled_tokens == 19
+
+
+def test_a_mistake_while_drafting_costs_the_drafts_of_the_step(ticking):
+    recorder = Recorder(chain([5, 6]))
+    recorder.guard, recorder.prepare = Guard(is_strict=False), None
+    host = Host(recorder, 100, clock=ticking)
+    host.add(request("a"))
+    assert host.draft({"a": 2}, may_branch=True, num_ranks=1, is_resting=False) == {}
+    assert recorder.guard.failures == {"drafting": 1}
+
+
+def test_nobody_is_asked_in_a_step_that_is_rested_through(ticking):
+    recorder = Recorder(chain([5, 6]))
+    host = Host(recorder, 100, clock=ticking)
+    host.add(request("a"))
+    assert host.draft({"a": 2}, may_branch=True, num_ranks=1, is_resting=True) == {} and recorder.views == []

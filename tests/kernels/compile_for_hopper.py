@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_specrollout.kernels.tree_attention.kernel import _TILES, _attend
+from vllm_specrollout.kernels.tree_attention.kernel import _attend
+from vllm_specrollout.kernels.tree_attention.launch import default_tile
 
 MAX_SHARED_MEMORY = 227 << 10
 TYPES = {
@@ -24,7 +26,7 @@ TYPES = {
 
 def arithmetic(block_m: int, is_split: bool) -> str:
     """Matrix instructions of bfloat16 attention with heads of 128, and the layouts in which rows are reduced."""
-    tile = _TILES[128]
+    tile = default_tile(torch.bfloat16, 128)
     constants = {
         "HEAD_SIZE": 128, "PADDED": 128, "GROUP": 4, "SPLIT_SIZE": 512, "BLOCK_M": block_m, "BLOCK_N": tile.block_n,
         "BLOCK_SIZE": 16, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "IS_SPLIT": is_split, "SEARCH": False,

@@ -8,6 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from tests.interpreted import fix_products
+
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -15,6 +17,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not HAS_GPU:
     # before anything imports Triton; these tests have a process of their own (tests/conftest.py)
     os.environ["TRITON_INTERPRET"] = "1"
+    fix_products()
 
 
 @pytest.fixture(scope="session")

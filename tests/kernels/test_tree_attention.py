@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from vllm_specrollout.kernels.tree_attention.kernel import SPLITS_PER_SIZE, _num_splits, tree_attention
+from vllm_specrollout.kernels.tree_attention.kernel import tree_attention
+from vllm_specrollout.kernels.tree_attention.launch import SPLITS_PER_SIZE, num_splits
 from vllm_specrollout.kernels.tree_attention.naive import naive_tree_attention, visible_slots
 
 CHAIN_OF_5 = (-1, 0, 1, 2, 3)
@@ -282,10 +283,10 @@ def test_longer_contexts_have_longer_splits(device: torch.device) -> None:
 
 def test_splits_double_in_size_by_the_group() -> None:
     group = SPLITS_PER_SIZE.value
-    assert [_num_splits(keys, 64) for keys in (0, 1, 64, 65, 64 * group)] == [1, 1, 1, 2, group]
-    assert _num_splits(64 * group + 128, 64) == group + 1
-    assert _num_splits(64 * group + 129, 64) == group + 2
-    assert _num_splits(3 * 64 * group + 1, 64) == 2 * group + 1
+    assert [num_splits(keys, 64) for keys in (0, 1, 64, 65, 64 * group)] == [1, 1, 1, 2, group]
+    assert num_splits(64 * group + 128, 64) == group + 1
+    assert num_splits(64 * group + 129, 64) == group + 2
+    assert num_splits(3 * 64 * group + 1, 64) == 2 * group + 1
 
 
 def test_a_prefill_chunk_among_decoding_requests_leaves_no_tile_out(device: torch.device) -> None:
@@ -336,6 +337,16 @@ def test_what_the_kernel_cannot_take_is_refused(device: torch.device) -> None:
     batch = build([Request(5)], Shape(head_size=320), device)
     with pytest.raises(ValueError, match="head size of 320"):
         batch.attend()
+    batch = build([Request(5)], Shape(), device)
+    query, keys, values, *rest = batch.tensors
+    for tensors, problem in (
+        ((query.to(torch.float8_e4m3fn), keys, values), "queries of torch.float8_e4m3fn"),
+        ((query, keys.to(torch.int8), values.to(torch.int8)), "keys of torch.int8"),
+        ((query, keys.to(torch.float8_e5m2), values.to(torch.float8_e5m2)), "keys of torch.float8_e5m2"),
+        ((query, keys, values.to(torch.float16)), "values of torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            tree_attention(*tensors, query, *rest, scale=1.0, max_query_len=1, max_seq_len=6)
 
 
 @pytest.mark.slow

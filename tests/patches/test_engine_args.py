@@ -120,6 +120,14 @@ def test_a_block_size_the_user_gave_is_kept(make, kwargs, size):
     assert make(spec_rollout={}, **kwargs).create_engine_config().cache_config.block_size == size
 
 
+def test_a_number_of_blocks_the_user_gave_is_meant_in_vllms_blocks(make):
+    stock, ours = (
+        make(num_gpu_blocks_override=30, spec_rollout=given).create_engine_config().cache_config.block_size
+        for given in (None, {})
+    )
+    assert ours == stock
+
+
 def test_the_configured_block_size_is_used_when_the_user_gave_none(make):
     assert make(spec_rollout={"block_size": 128}).create_engine_config().cache_config.block_size == 128
 
@@ -215,3 +223,33 @@ def test_the_vllm_command_ends_in_the_message_and_a_program_gets_the_exception(
         assert capsys.readouterr().err == (
             "error: unknown key `max_depht` in `--spec-rollout`\n\nhint: did you mean `max_depth`?\n"
         )
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 32, 50, 256])
+def test_capture_sizes_for_drafts_are_stocks_and_those_it_would_add(max_num_seqs):
+    """vLLM's own derivation, for a GPU: without a size of the user's, and up to the one we come to."""
+    from types import SimpleNamespace
+
+    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_specrollout.policies.graphs import capture_sizes
+
+    def derived(most):
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False),
+            compilation_config=CompilationConfig(
+                cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=most
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
+            uniform_decode_query_len=1,
+            speculative_config=None,
+            performance_mode="balanced",
+        )
+        VllmConfig._set_cudagraph_sizes(config)
+        return config.compilation_config.cudagraph_capture_sizes
+
+    stock = derived(None)
+    ours = capture_sizes(stock, max_num_seqs, 24, 8192)
+    assert ours == sorted({*stock, *(size for size in derived(ours[-1]) if size > stock[-1])})
+    assert ours[-1] >= min(512, 25 * max_num_seqs)

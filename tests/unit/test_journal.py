@@ -125,6 +125,12 @@ class Proposes:
     def observe(self, feedback):
         pass
 
+    def finish(self, ending):
+        pass
+
+    def forget(self, request_id):
+        pass
+
 
 class Chooses(FixedBudget):
     """Verifies what the given function keeps, and says so with the given choice."""

@@ -103,6 +103,12 @@ class Repeats:
     def observe(self, feedback):
         pass
 
+    def finish(self, ending):
+        pass
+
+    def forget(self, request_id):
+        pass
+
 
 def test_what_was_proposed_beyond_the_budget_is_drafted_but_not_chosen():
     speculation = MeteredSpeculation([Repeats()], FixedBudget(4, 4), unite_naively, Meter(("repeats",), 1))

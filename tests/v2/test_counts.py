@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,18 @@ def test_metrics_agree_with_the_worker(tmp_path: Path) -> None:
         assert _total("accepted_nodes_total") == stats["accepted"]
         assert _total("drafted_nodes_total") >= stats["drafted"]
         assert _total("window_tokens_total") >= _total("windows_total") > 0
+
+
+def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> None:
+    path, oracle = small_model(tmp_path, "qwen3", "float32"), tmp_path / "oracle.json"
+    oracle.write_text("{}")
+    settings = {"drafters": ["oracle"], "oracle": {"path": str(oracle)}, "max_draft_tokens": 4, "max_depth": 4}
+    cases = [Case("one", "0", [5, 6, 7, 8], {"max_tokens": 8, "seed": 0, "ignore_eos": True})]
+    with engine(path, "float32", is_ours=True, spec_rollout=settings, max_num_seqs=4) as ours:
+        answer = run(ours.llm, cases)[0].outputs[0].token_ids
+        oracle.write_text(json.dumps({cases[0].problem_id: list(answer)}))
+        ours.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        ours.llm.collective_rpc("spec_rollout_set_oracle", kwargs={"path": str(oracle), "accuracy": [1.0]})
+        assert run(ours.llm, cases)[0].outputs[0].token_ids == answer
+        stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
+        assert stats["drafted"] == stats["accepted"] > 0

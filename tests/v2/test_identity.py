@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import LLM
+
 from tests.e2e.identity.cases import ALONE, Case, cases, features
-from tests.e2e.identity.check import VOCAB, check_identity
-from tests.e2e.identity.compare import compare, run
+from tests.e2e.identity.check import VOCAB, check_identity, judged
+from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_model as model
@@ -112,21 +114,26 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
     path = model(models, "qwen3", "float32")
     adapter = _random_adapter(models / "adapter", path)
     requests = cases(4, VOCAB, seed=7, max_tokens=12, only=("temperature 1", "greedy"))
-    chosen = [LoRARequest("a", 1, adapter) if i % 2 else None for i in range(len(requests))]
 
-    def generate(one: Engine) -> Any:
-        prompts = [{"prompt_token_ids": case.prompt} for case in requests]
-        return one.llm.generate(prompts, [c.sampling() for c in requests], lora_request=chosen, use_tqdm=False)
+    def generate(llm: LLM, some: list[Case]) -> Any:
+        chosen = [LoRARequest("a", 1, adapter) if int(case.problem_id) % 2 else None for case in some]
+        prompts = [{"prompt_token_ids": case.prompt} for case in some]
+        return llm.generate(prompts, [case.sampling() for case in some], lora_request=chosen, use_tqdm=False)
 
     settings: dict[str, Any] = {**ENGINE, "enable_lora": True, "max_lora_rank": 8}
     with engine(path, "float32", is_ours=False, **settings) as stock:
-        truth, base = generate(stock), run(stock.llm, requests)
+        truth, base = generate(stock.llm, requests), run(stock.llm, requests)
     assert any(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(truth, base, strict=True))
     answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, "float32", is_ours=True, spec_rollout=TREE, **settings) as ours:
         ours.runner.speculation.drafters = [FuzzDrafter(answers, VOCAB, seed=4)]
-        report = compare(requests, truth, generate(ours), "float32", None)
+        drafted = generate(ours.llm, requests)
         assert ours.runner.stats.branches_committed > 0
+
+    def ask(judge: LLM, case: Case) -> Any:
+        return generate(judge, [case])[0]
+
+    report = judged(path, "float32", requests, truth, drafted, ask, **settings)
     assert not report.failures, report.failures
 
 
@@ -137,5 +144,5 @@ def test_finished_requests_leave_nothing_behind(models: Path, ahead: None) -> No
         run(ours.llm, requests[:1])
         # the last one's end is told with the next step
         assert len(ours.runner.host._requests) <= 1
-        ours.runner.settle_all()
+        ours.runner.settle()
         assert ours.runner.host.num_in_flight == 0

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+
 if TYPE_CHECKING:
     from vllm_specrollout.config import SpecRolloutConfig
     from vllm_specrollout.drafters.base import Drafter
 
 
-def build(config: SpecRolloutConfig) -> list[Drafter]:
+def build(config: SpecRolloutConfig, vocabulary: Vocabulary = ANY_VOCABULARY) -> list[Drafter]:
     """The drafters that the configuration names, in its order; a tree's `source` is the index in this list.
+
+    Args:
+        vocabulary: the model's; what comes from outside the engine is looked at for tokens that it does not have.
 
     Raises:
         ConfigError: the recorded continuations of the `oracle` drafter cannot be used.
         UnsupportedError: the C++ module is not built.
     """
-    return [_build_one(name, config, source) for source, name in enumerate(config.drafters)]
+    return [_build_one(name, config, source, vocabulary) for source, name in enumerate(config.drafters)]
 
 
-def _build_one(name: str, config: SpecRolloutConfig, source: int) -> Drafter:
+def _build_one(name: str, config: SpecRolloutConfig, source: int, vocabulary: Vocabulary) -> Drafter:
     # imported late: naming one drafter must not need what another one needs
     if name == "ngram":
         from vllm_specrollout.drafters.ngram import NgramDrafter
@@ -28,9 +33,9 @@ def _build_one(name: str, config: SpecRolloutConfig, source: int) -> Drafter:
     if name == "history":
         from vllm_specrollout.drafters.history import HistoryDrafter
 
-        return HistoryDrafter(config.history, config.max_draft_tokens, source)
+        return HistoryDrafter(config.history, config.max_draft_tokens, source, vocabulary=vocabulary)
     if name == "oracle":
         from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 
-        return OracleDrafter(config.oracle, load_continuations(config.oracle.path), source)
+        return OracleDrafter(config.oracle, load_continuations(config.oracle.path, vocabulary.size), source)
     raise AssertionError(f"the configuration let an unknown drafter through: {name!r}")

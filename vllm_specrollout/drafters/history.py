@@ -23,6 +23,7 @@ from vllm_specrollout.history.background import one_thread
 from vllm_specrollout.history.library import Library
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.types import (
     EMPTY_TREE,
     Decision,
@@ -55,6 +56,7 @@ class HistoryDrafter:
         max_nodes: most nodes of a tree, whatever a decision says.
         source: this drafter's index in the engine's list.
         store, library: what is kept; by default, what `config` says.
+        vocabulary: the model's; answers in another one draft nothing.
     """
 
     name = "history"
@@ -67,13 +69,14 @@ class HistoryDrafter:
         *,
         store: HistoryStore | None = None,
         library: Library[Any] | None = None,
+        vocabulary: Vocabulary = ANY_VOCABULARY,
     ) -> None:
         self._core = load_core(self.name)
         self._config = config
         self._max_nodes = max_nodes
         self._source = np.full(max_nodes, source, dtype=np.int32)
         self._source.flags.writeable = False
-        self.store = store if store is not None else HistoryStore(config, one_thread())
+        self.store = store if store is not None else HistoryStore(config, one_thread(), vocabulary)
         self.library = library if library is not None else Library(config, self.store, self._make_index)
         self._live: dict[str, _Live] = {}
         self.hits, self.lookups = 0, 0

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.trees.build import depths, order
 from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Ending, Feedback, IntArray, RequestView, Shape
 
@@ -145,11 +146,11 @@ class OracleDrafter:
             )
 
 
-def load_continuations(path: str) -> dict[str, list[int]]:
+def load_continuations(path: str, vocab_size: int = ANY_TOKEN) -> dict[str, list[int]]:
     """Recorded continuations: a JSON object {request key: [token ids]}.
 
     Raises:
-        ConfigError: the file is missing or unreadable, or holds something else.
+        ConfigError: the file is missing or unreadable, holds something else, or a token that the model does not have.
     """
     hint = 'set `oracle.path` to a JSON file such as {"problem-1": [15, 7, 2]}'
     try:
@@ -164,6 +165,11 @@ def load_continuations(path: str) -> dict[str, list[int]]:
     for key, token_ids in recorded.items():
         if not isinstance(token_ids, list) or not all(_is_token(token) for token in token_ids):
             raise ConfigError(f"`oracle.path` {path!r}: {key!r} is not a list of token ids (0 to {_INT32_MAX})", hint)
+        if token_ids and max(token_ids) >= vocab_size:
+            raise ConfigError(
+                f"`oracle.path` {path!r}: {key!r} holds token {max(token_ids)}, the model has {vocab_size}",
+                "record the answers with this model",
+            )
     return recorded
 
 

@@ -11,12 +11,14 @@ import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.frames import Frame, HistoryError
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, Record, RecordHead, RewardRecord, with_reward
 from vllm_specrollout.history.table import Place, Table, key_of
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,13 @@ OWN = 1
 _NONE = -1
 # rewriting below it saves nothing worth the work
 _LEAST_REWRITTEN = 1 << 20
+
+
+class Located(NamedTuple):
+    """An answer that can be read whatever happens to the store meanwhile."""
+
+    place: Place
+    source: log.Reader | bytes
 
 
 class _Source:
@@ -47,22 +56,27 @@ class _Source:
 
 
 class Folder:
-    """Opens the directory, claims a file in it and reads all others.
+    """Opens the directory, claims a file in it and reads all others, but for those in another vocabulary.
 
     Raises:
         HistoryError: a file is damaged in its header, or of another version.
     """
 
-    def __init__(self, path: Path, table: Table, lock: threading.RLock) -> None:
+    def __init__(
+        self, path: Path, table: Table, lock: threading.RLock, vocabulary: Vocabulary = ANY_VOCABULARY
+    ) -> None:
         self._path = path
+        self._vocabulary = vocabulary
         self._table = table
         self._lock = lock
         self._sources: dict[int, _Source] = {OWN: _Source(None)}
         self._warned: set[Path] = set()
+        self.foreign: set[Path] = set()
+        """Files that are left out, since their token ids mean something else."""
         self.latest_epoch = 0
         """Of all that was read."""
         own = self._sources[OWN]
-        self._writer = log.claim(path, lambda frame, head: self._take(OWN, own, frame, head))
+        self._writer = log.claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary)
         own.reader = self._writer.reader
         self.refresh(is_start=True)
 
@@ -122,7 +136,7 @@ class Folder:
             try:
                 self._read_on(number, path)
             except (HistoryError, FileNotFoundError) as error:
-                if is_start and isinstance(error, HistoryError):
+                if is_start and isinstance(error, HistoryError) and not isinstance(error, log.ForeignError):
                     raise
                 if path not in self._warned:
                     logger.warning("answers of another engine are not used: %s", error)
@@ -130,12 +144,26 @@ class Folder:
 
     def _read_on(self, number: int, path: Path) -> None:
         if number not in self._sources:
-            self._sources[number] = _Source(log.Reader(path))
+            reader = log.Reader(path)
+            self._expect_own_vocabulary(reader)
+            self._sources[number] = _Source(reader)
         source = self._sources[number]
         assert source.reader is not None, "only the own file has none, while it is opened"
         for frame, head in source.reader.records():
             with self._lock:
                 self._take(number, source, frame, head)
+
+    def _expect_own_vocabulary(self, reader: log.Reader) -> None:
+        found = reader.vocabulary()
+        if self._vocabulary.fits(found):
+            self.foreign.discard(reader.path)
+            return
+        self.foreign.add(reader.path)
+        raise log.ForeignError(
+            f"`{reader.path}` was written for `{found.model}`, which has another vocabulary than"
+            f" `{self._vocabulary.model}`",
+            "give each model its own `history.dir`; nothing else is lost",
+        )
 
     def _take(self, number: int, source: _Source, frame: Frame, head: RecordHead) -> None:
         if isinstance(head, AnswerHead):
@@ -147,7 +175,7 @@ class Folder:
             row = source.row(head.sequence)
             if row != _NONE:
                 self._table.set_reward(row, head.reward)
-        else:
+        elif isinstance(head, EpochRecord):
             self.latest_epoch = max(self.latest_epoch, head.epoch)
 
     def _forget(self, number: int) -> None:

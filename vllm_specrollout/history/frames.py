@@ -20,7 +20,9 @@ from typing import NamedTuple
 from vllm_specrollout.errors import SpecRolloutError
 
 MAGIC = b"SRHIST\r\n"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+"""Version 1 lacks the record that names the writer's vocabulary; all else is the same."""
 HEADER = struct.Struct("<8sI16sI")
 MARKER = b"\xf5SR\n"
 FRAME = struct.Struct("<4sIIII")
@@ -76,14 +78,21 @@ def new_header(identity: bytes) -> bytes:
     return start + struct.pack("<I", zlib.crc32(start))
 
 
-def read_header(descriptor: Descriptor, path: Path) -> int | None:
-    """The seed of the file's checksums; None for a file that was never written to, or not even its whole header.
+class Header(NamedTuple):
+    version: int
+    # of the checksums of the file's frames
+    seed: int
+
+
+def read_header(descriptor: Descriptor, path: Path) -> Header | None:
+    """The file's header; None for a file that was never written to, or not even its whole header.
 
     Raises:
         HistoryError: the file is not a history file, its header is damaged, or a later version wrote it.
     """
     data = os.pread(descriptor.fd, HEADER.size, 0)
-    if len(data) < HEADER.size and data[:12] == HEADER.pack(MAGIC, VERSION, b"", 0)[: min(len(data), 12)]:
+    starts = [HEADER.pack(MAGIC, version, b"", 0)[: min(len(data), 12)] for version in READABLE]
+    if len(data) < HEADER.size and data[:12] in starts:
         return None
     if data[: len(MAGIC)] != MAGIC:
         raise HistoryError(
@@ -96,12 +105,12 @@ def read_header(descriptor: Descriptor, path: Path) -> int | None:
             "move the file out of the directory: only the answers in it are lost, and drafts for them",
         )
     _, version, identity, _ = HEADER.unpack(data)
-    if version != VERSION:
+    if version not in READABLE:
         raise HistoryError(
-            f"`{path}` has format version {version}, and this vllm-specrollout reads version {VERSION}",
+            f"`{path}` has format version {version}, and this vllm-specrollout reads versions 1 to {VERSION}",
             "run the vllm-specrollout that wrote it, or move the file out of the directory",
         )
-    return zlib.crc32(identity)
+    return Header(version, zlib.crc32(identity))
 
 
 def new_frame(seed: int, sequence: int, payload: bytes) -> bytes:

@@ -15,8 +15,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Generic
 
 from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.folder import Located
 from vllm_specrollout.history.shelf import Document, IndexType, LibraryStats, Shelf
-from vllm_specrollout.history.store import HistoryStore, Located
+from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
 logger = logging.getLogger(__name__)

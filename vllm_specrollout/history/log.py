@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from vllm_specrollout.history.frames import (
+    HEADER,
     Descriptor,
     Frame,
     HistoryError,
@@ -24,6 +25,7 @@ from vllm_specrollout.history.frames import (
     read_header,
 )
 from vllm_specrollout.history.records import Record, RecordHead, decode_head, decode_record, encode_record
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 SUFFIX = ".history"
 
@@ -34,6 +36,10 @@ class LockedError(HistoryError):
     """Another process writes the file."""
 
 
+class ForeignError(HistoryError):
+    """The file's answers are written in another vocabulary."""
+
+
 class Reader:
     """Reads a file that another process may be writing. Not for several threads at once, `read` apart."""
 
@@ -41,6 +47,7 @@ class Reader:
         self.path = path
         self.descriptor = descriptor or Descriptor(path, os.O_RDONLY)
         self._scanner: Scanner | None = None
+        self._version: int | None = None
         self.undecodable = 0
         """Records whose checksums are right and whose content is not: a mistake of whoever wrote them."""
 
@@ -62,9 +69,26 @@ class Reader:
     def scanner(self) -> Scanner | None:
         """None: the file has no header yet."""
         if self._scanner is None:
-            seed = read_header(self.descriptor, self.path)
-            self._scanner = None if seed is None else Scanner(seed)
+            header = read_header(self.descriptor, self.path)
+            if header is not None:
+                self._version, self._scanner = header.version, Scanner(header.seed)
         return self._scanner
+
+    @property
+    def version(self) -> int | None:
+        """Of the file's format; None: it has no header yet."""
+        self.scanner()
+        return self._version
+
+    def vocabulary(self) -> Vocabulary:
+        """What the writer said of its token ids, in the file's first record; files of version 1 say nothing.
+
+        Raises:
+            HistoryError: the file is not a history file, or not one of these versions.
+        """
+        self.scanner()
+        first = self.read(HEADER.size)
+        return first if isinstance(first, Vocabulary) else ANY_VOCABULARY
 
     def payload(self, offset: int) -> bytes | None:
         """The bytes of the record at this place; None: it was damaged since it was found. Any thread may call this."""
@@ -94,14 +118,17 @@ class Writer:
 
     Args:
         visit: called with each record found, in the order they were written.
+        vocabulary: that of the answers to come; a new file names it. Default: whatever the file has.
 
     Raises:
         LockedError: another process writes the file.
-        HistoryError: the file is not a history file, or not one of this version.
+        ForeignError: the file holds answers in another vocabulary, or does not say in which.
+        HistoryError: the file is not a history file, or of a later version.
     """
 
-    def __init__(self, path: Path, visit: Visit | None = None) -> None:
+    def __init__(self, path: Path, visit: Visit | None = None, vocabulary: Vocabulary = ANY_VOCABULARY) -> None:
         self.path = path
+        self._vocabulary = vocabulary
         self.reader = Reader(path, lock(path, create=True))
         self._is_closed = False
         try:
@@ -117,10 +144,21 @@ class Writer:
             os.ftruncate(fd, 0)
             _write(fd, new_header(os.urandom(16)), 0)
             self.reader.scanner()
+            if self._vocabulary != ANY_VOCABULARY:
+                self.append(self._vocabulary)
+        elif not self._is_ours(self.reader.vocabulary()):
+            raise ForeignError(
+                f"`{self.path}` holds answers in another vocabulary, or does not say in which",
+                "name another `history.dir`",
+            )
         for frame, record in self.reader.records():
             if visit is not None:
                 visit(frame, record)
         os.ftruncate(fd, self.size)
+
+    def _is_ours(self, found: Vocabulary) -> bool:
+        """Whether answers of ours may go into a file of that vocabulary. One that is not known may be any."""
+        return self._vocabulary == ANY_VOCABULARY or (found != ANY_VOCABULARY and self._vocabulary.fits(found))
 
     @property
     def size(self) -> int:
@@ -162,7 +200,7 @@ class Writer:
         spare = self._spare()
         spare.unlink(missing_ok=True)
         try:
-            copy = Writer(spare)
+            copy = Writer(spare, vocabulary=self.reader.vocabulary())
             frames = [copy.append(record) for record in records]
             copy.sync()
             os.rename(spare, self.path)
@@ -189,15 +227,15 @@ class Writer:
         return self.path.with_name(self.path.name + ".new")
 
 
-def claim(folder: Path, visit: Visit | None = None) -> Writer:
-    """Open the first file of the folder that nobody writes, or a new one."""
+def claim(folder: Path, visit: Visit | None = None, vocabulary: Vocabulary = ANY_VOCABULARY) -> Writer:
+    """Open the first file of the folder that nobody writes and that is of this vocabulary, or a new one."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1 << 16):
         try:
-            return Writer(folder / f"answers-{number:04d}{SUFFIX}", visit)
-        except LockedError:
+            return Writer(folder / f"answers-{number:04d}{SUFFIX}", visit, vocabulary)
+        except (LockedError, ForeignError):
             continue
-    raise HistoryError(f"all {1 << 16} history files in `{folder}` are being written", "name another `history.dir`")
+    raise HistoryError(f"all {1 << 16} history files in `{folder}` are others'", "name another `history.dir`")
 
 
 def files(folder: Path) -> list[Path]:

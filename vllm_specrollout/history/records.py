@@ -1,17 +1,22 @@
-"""What a frame's payload means: an answer, a reward that came later, an epoch's beginning. Bytes in, carriers out."""
+"""What a frame's payload means: an answer, a reward that came later, an epoch's beginning, whose file it is.
+
+Bytes in, carriers out.
+"""
 
 from __future__ import annotations
 
+import json
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
+from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.types import Status
 
 _STATUSES = (Status.FINISHED, Status.TRUNCATED, Status.ABORTED)
-_KIND_ANSWER, _KIND_REWARD, _KIND_EPOCH = 1, 2, 3
+_KIND_ANSWER, _KIND_REWARD, _KIND_EPOCH, _KIND_VOCABULARY = 1, 2, 3, 4
 # kind, status, has reward, reward, epoch, weights version, bytes of: problem id, request id, prompt tail
 _ANSWER = struct.Struct("<BB?dqqIII")
 # kind, sequence number of the answer in this file, reward
@@ -52,8 +57,8 @@ class AnswerHead(NamedTuple):
     tokens_start: int
 
 
-Record = Answer | RewardRecord | EpochRecord
-RecordHead = AnswerHead | RewardRecord | EpochRecord
+Record = Answer | RewardRecord | EpochRecord | Vocabulary
+RecordHead = AnswerHead | RewardRecord | EpochRecord | Vocabulary
 
 
 def encode_record(record: Record) -> bytes:
@@ -61,6 +66,8 @@ def encode_record(record: Record) -> bytes:
         return _REWARD.pack(_KIND_REWARD, record.sequence, record.reward) + _as_bytes(record.request_id)
     if isinstance(record, EpochRecord):
         return _EPOCH.pack(_KIND_EPOCH, record.epoch)
+    if isinstance(record, Vocabulary):
+        return bytes([_KIND_VOCABULARY]) + json.dumps(asdict(record)).encode()
     problem, request = _as_bytes(record.problem_id), _as_bytes(record.request_id)
     tail = encode_tokens(record.prompt_tail)
     start = _ANSWER.pack(
@@ -95,6 +102,8 @@ def decode_head(payload: bytes) -> RecordHead:
             return RewardRecord(sequence, _as_text(payload[_REWARD.size :]), reward)
         if payload[:1] == bytes([_KIND_EPOCH]):
             return EpochRecord(_EPOCH.unpack(payload)[1])
+        if payload[:1] == bytes([_KIND_VOCABULARY]):
+            return _decode_vocabulary(payload[1:])
         kind, status, has_reward, reward, epoch, version, *lengths = _ANSWER.unpack_from(payload)
     except struct.error as error:
         raise ValueError(str(error)) from None
@@ -133,6 +142,16 @@ def decode_record(payload: bytes) -> Record:
         prompt_tail=decode_tokens(payload[head.tail_start : head.tokens_start]),
         reward=head.reward,
     )
+
+
+def _decode_vocabulary(data: bytes) -> Vocabulary:
+    try:
+        found = Vocabulary(**json.loads(data))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"a vocabulary without its parts: {error}") from None
+    if not (isinstance(found.model, str) and isinstance(found.digest, str) and type(found.size) is int):
+        raise ValueError(f"a vocabulary with parts of other types: {found}")
+    return found
 
 
 # ids come from users' JSON, which can hold half a surrogate pair

@@ -37,5 +37,9 @@ class StoreStats:
     evicted: int
     """Answers dropped because those in memory took more than `history.max_mib`."""
     write_errors: int
+    foreign_files: int
+    """Files of the directory that are left out, since they are in another vocabulary."""
+    foreign_answers: int
+    """Times that an answer was left out because it holds tokens that the model does not have."""
     # by Outcome.value
     rewards: dict[str, int]

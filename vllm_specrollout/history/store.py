@@ -12,28 +12,21 @@ import logging
 import math
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background, run_now
 from vllm_specrollout.history.epochs import EpochGuess
-from vllm_specrollout.history.folder import Folder
+from vllm_specrollout.history.folder import Folder, Located
 from vllm_specrollout.history.log import Reader
 from vllm_specrollout.history.memory import Memory, decode_answer
 from vllm_specrollout.history.records import EpochRecord, Record, RewardRecord
 from vllm_specrollout.history.stats import Outcome, StoreStats
 from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 
 logger = logging.getLogger(__name__)
-
-
-class Located(NamedTuple):
-    """An answer that can be read whatever happens to the store meanwhile."""
-
-    place: Place
-    source: Reader | bytes
 
 
 class HistoryStore:
@@ -42,13 +35,17 @@ class HistoryStore:
     Args:
         config: `dir` is where; empty: in memory only.
         background: runs tasks one at a time, in the order given; in an engine, `one_thread()`.
+        vocabulary: the model's; answers in another one are never handed out.
 
     Raises:
         HistoryError: a file of the directory is damaged in its header, or of another version.
     """
 
-    def __init__(self, config: HistoryConfig, background: Background = run_now) -> None:
+    def __init__(
+        self, config: HistoryConfig, background: Background = run_now, vocabulary: Vocabulary = ANY_VOCABULARY
+    ) -> None:
         self._config = config
+        self._filter = Filter(vocabulary, config.dir)
         self._background = background
         self._lock = threading.RLock()
         # held while settling, so that nobody gives the file away meanwhile; taken before the other one
@@ -66,7 +63,7 @@ class HistoryStore:
         self._meanwhile: list[tuple[str, int, float]] | None = None
         self._rewards = dict.fromkeys((outcome.value for outcome in Outcome), 0)
         self._evicted = self._write_errors = 0
-        self._folder = Folder(Path(config.dir), self._table, self._lock) if config.dir else None
+        self._folder = Folder(Path(config.dir), self._table, self._lock, vocabulary) if config.dir else None
         self._epoch = self._folder.latest_epoch if self._folder else 0
         self._drop_old()
 
@@ -259,12 +256,12 @@ class HistoryStore:
         return self._folder.reader(place.file)
 
     def read(self, located: Located, problem_id: str | None = None) -> Answer | None:
-        """The answer; None: it was damaged since it was found, or is another problem's with the same hash."""
+        """The answer; None: damaged since it was found, another problem's with the same hash, or another model's."""
         place, source = located
         answer = decode_answer(source) if isinstance(source, bytes) else source.read(place.offset)
         if not isinstance(answer, Answer) or problem_id not in (None, answer.problem_id):
             return None
-        return dataclasses.replace(answer, reward=place.reward)
+        return dataclasses.replace(answer, reward=place.reward) if self._filter.passes(answer) else None
 
     def answers(self, problem_id: str) -> list[Answer]:
         """The problem's answers of this epoch and the last `config.epochs`, older epochs first."""
@@ -286,6 +283,8 @@ class HistoryStore:
                 damaged=sum(scanner.missing for scanner in scanners),
                 evicted=self._evicted,
                 write_errors=self._write_errors,
+                foreign_files=len(self._folder.foreign) if self._folder else 0,
+                foreign_answers=self._filter.refused,
                 rewards=dict(self._rewards),
             )
 

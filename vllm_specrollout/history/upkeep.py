@@ -10,9 +10,10 @@ from pathlib import Path
 
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.frames import HEADER, VERSION, HistoryError
+from vllm_specrollout.history.frames import HEADER, HistoryError
 from vllm_specrollout.history.log import SUFFIX, Reader, Writer
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,10 @@ class FileReport:
     path: str
     # None: it has no header yet
     version: int | None
+    # of its writer; empty: not known, as in files of version 1
+    model: str
+    # None: not known
+    vocab_size: int | None
     is_being_written: bool
     records: int
     answers: int
@@ -91,10 +96,13 @@ def inspect(path: Path) -> FileReport:
         elif isinstance(head, RewardRecord):
             rewarded.add(head.sequence)
     scanner = reader.scanner()
+    vocabulary = reader.vocabulary()
     size = reader.descriptor.size()
     return FileReport(
         path=str(path),
-        version=None if scanner is None else VERSION,
+        version=reader.version,
+        model=vocabulary.model,
+        vocab_size=None if vocabulary == ANY_VOCABULARY else vocabulary.size,
         is_being_written=log.is_locked(path),
         records=num_records,
         answers=len(answers),
@@ -128,19 +136,20 @@ def merge(sources: list[Path], into: Path) -> int:
     """Write the answers of all files into a new one, those that are there twice once; returns how many.
 
     Raises:
-        HistoryError: the new file exists, or a source cannot be read.
+        HistoryError: the new file exists, a source cannot be read, or they are in several vocabularies.
         OSError: it cannot be written; then it is not there.
     """
     if into.exists():
         raise HistoryError(f"`{into}` exists already", "name a file that does not exist, or remove this one first")
     if into.suffix != SUFFIX:
         raise HistoryError(f"`{into}` does not end in `{SUFFIX}`, so no engine would read it", f"name it *{SUFFIX}")
+    vocabulary = _common_vocabulary(sources)
     into.parent.mkdir(parents=True, exist_ok=True)
     unfinished = into.with_name(into.name + ".merging")
     unfinished.unlink(missing_ok=True)
     seen: set[tuple[str, str, int, int, bytes]] = set()
     try:
-        writer = Writer(unfinished)
+        writer = Writer(unfinished, vocabulary=vocabulary)
         for source in sources:
             for answer in answers_of(source):
                 tokens = answer.token_ids.tobytes()[-64:]
@@ -155,6 +164,20 @@ def merge(sources: list[Path], into: Path) -> int:
         unfinished.unlink(missing_ok=True)
         raise
     return len(seen)
+
+
+def _common_vocabulary(sources: list[Path]) -> Vocabulary:
+    """That of all files; not known if one of them does not say."""
+    found = {source: Reader(source).vocabulary() for source in sources}
+    first = next(iter(found), None)
+    for source, vocabulary in found.items():
+        if first is not None and not vocabulary.fits(found[first]):
+            raise HistoryError(
+                f"`{source}` is in the vocabulary of `{vocabulary.model}`,"
+                f" and `{first}` in that of `{found[first].model}`",
+                "merge the files of each model apart",
+            )
+    return ANY_VOCABULARY if first is None or ANY_VOCABULARY in found.values() else found[first]
 
 
 def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:

@@ -121,6 +121,9 @@ class AutoBudget:
         self._nothing_pays(batch)
         return True
 
+    def rest_left(self) -> int:
+        return self.switch.rest_left
+
     def _nothing_pays(self, batch: int) -> None:
         plain_ms = self._plain_ms(batch)
         self._choice = Choice(False, "drafts do not pay", 0, 0.0, plain_ms, plain_ms)

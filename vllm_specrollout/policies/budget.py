@@ -25,7 +25,7 @@ from vllm_specrollout.types import (
 class Policy(Protocol):
     """Decides how much to draft. Pure: numbers in, numbers out.
 
-    A policy may also have `rests(batch) -> bool`, see `rests` below.
+    A policy may also have `rests(batch) -> bool` and `rest_left() -> int`, see the functions of these names below.
     """
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
@@ -57,6 +57,15 @@ def rests(policy: Policy, batch: int) -> bool:
     """
     own = getattr(policy, "rests", None)
     return own is not None and bool(own(batch))
+
+
+def rest_left(policy: Policy) -> int:
+    """For how many of the coming engine steps `rests` is known to be True.
+
+    Where the next step is scheduled before this one's tokens are known, the scheduler has to know that much ahead.
+    """
+    own = getattr(policy, "rest_left", None)
+    return 0 if own is None else int(own())
 
 
 def may_draft(view: RequestView, max_nodes: int, max_depth: int, reason: str = "") -> Decision:

@@ -22,6 +22,9 @@ from vllm_specrollout.errors import ConfigError
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8))
 """Batch sizes that stock vLLM captures by default up to 256."""
+MOST_CAPTURED = 512
+"""Rows of the largest step that is captured unasked, vLLM's own bound on Hopper: beyond, arithmetic hides launches."""
+_LARGE_SIZES = range(272, MOST_CAPTURED + 1, 16)  # as stock vLLM goes on
 _STEPS_PER_OCTAVE = 8  # rungs between T and 2 T above the largest capture size: at most 1/8 of padding
 _RIDGE = (
     256  # rows whose arithmetic takes as long as reading the weights, on Hopper in bf16: what padding is weighed by
@@ -86,6 +89,28 @@ class GraphMemory:
     def token_bytes(self) -> int:
         """Most that is alive at once of one token: residual, input, output, and the wider half of a layer."""
         return self.dtype_bytes * (3 * self.hidden + max(self.qkv + self.hidden, 3 * self.ffn))
+
+
+def capture_sizes(stock: Sequence[int], max_num_reqs: int, max_draft_tokens: int, max_tokens: int) -> list[int]:
+    """vLLM's capture sizes, continued until they hold steps with drafts.
+
+    vLLM stops at twice the requests it runs at once: nothing in its configuration says that their steps have more rows.
+
+    Args:
+        stock: what vLLM would capture, ascending; empty: nothing, and so it stays.
+        max_draft_tokens: most nodes of a request.
+        max_tokens: most rows of any step.
+
+    Returns:
+        Sizes in ascending order. All of stock's are among them and none between them, so steps that stock would capture
+        are captured as ever.
+    """
+    rows = min(max_num_reqs * (1 + max_draft_tokens), MOST_CAPTURED, max_tokens)
+    if not stock or stock[-1] >= rows:
+        return list(stock)
+    pattern = (*CAPTURE_SIZES, *_LARGE_SIZES)
+    end = bisect_left(pattern, rows)
+    return [*stock, *(size for size in pattern[:end] if size > stock[-1]), min(pattern[end], max_tokens)]
 
 
 def plan_graphs(

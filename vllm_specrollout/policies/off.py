@@ -16,6 +16,9 @@ from vllm_specrollout.types import (
     StepTiming,
 )
 
+FOR_GOOD = 1 << 30
+"""Steps; more than any engine runs."""
+
 
 class OffBudget:
     """Drafts nothing, whatever the engine's limits are."""
@@ -26,6 +29,9 @@ class OffBudget:
     def rests(self, batch: int) -> bool:
         self._choice = Choice(False, "off", 0)
         return True
+
+    def rest_left(self) -> int:
+        return FOR_GOOD
 
     def decide(self, views: Sequence[RequestView]) -> list[Decision]:
         self._choice = Choice(False, "off", 0)

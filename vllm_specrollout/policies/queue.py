@@ -6,6 +6,9 @@ A rollout ends with its last answer. Where more requests wait than have places, 
 alone, in steps that hardly anything else shares; started first, it runs beside the others. Longest first is Graham's
 rule for jobs on equal machines (SIAM J. Appl. Math. 17, 1969): with lengths known, its makespan is at most 4/3 of the
 best there is, where any other order may take twice the best.
+
+It also has the longest answers run at once. Where the KV cache is too small for that, some would be pushed out of it
+and computed again, which costs more than the order gains: then places are given in the order of arrival.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _OFTEN, _SELDOM = 64, 16  # places given between two orderings: a share of the q
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request without a place."""
+    """A request without a place, or one that has it."""
 
     problem_id: str
     # an answer's limit in tokens
@@ -31,6 +34,9 @@ class Waiting:
     number: int
     # had a place before: it goes first, and what it has computed may still be there
     is_preempted: bool = False
+    # tokens of the prompt, and of the answer so far
+    num_prompt: int = 0
+    generated: int = 0
 
 
 class Queue:
@@ -59,14 +65,39 @@ class Queue:
         self._is_ordered, self._left = True, max(waiting // _OFTEN, _SELDOM)
         return True
 
-    def order(self, waiting: Sequence[Waiting]) -> list[int]:
-        """Indices into `waiting`, the first to get a place first. Of equals, as unknown ones are, the earlier one."""
+    def can_be_longest_first(self, requests: Sequence[Waiting], places: int, capacity: int, block_size: int) -> bool:
+        """Whether the longest of these requests, waiting and running ones, fit into the KV cache side by side.
+
+        Args:
+            places: requests that run at once.
+            capacity: tokens that the KV cache holds.
+            block_size: tokens per block, of which each request leaves half a one empty on average.
+        """
+        sizes = sorted(
+            (
+                one.num_prompt
+                + self._lengths.expected_total(one.problem_id, one.generated, one.max_new_tokens)
+                + block_size / 2
+                for one in requests
+            ),
+            reverse=True,
+        )
+        return sum(sizes[:places]) <= capacity
+
+    def order(self, waiting: Sequence[Waiting], is_longest_first: bool = True) -> list[int]:
+        """Indices into `waiting`, the first to get a place first. Of equals, as unknown ones are, the earlier one.
+
+        Args:
+            is_longest_first: False: in the order of their arrival, but for preempted ones, which go first.
+        """
         expected: dict[tuple[str, int], float] = {}
 
         def rank(index: int) -> tuple[bool, int, float]:
             one = waiting[index]
             if one.is_preempted:
                 return False, 0, 0.0
+            if not is_longest_first:
+                return True, one.number, 0.0
             key = (one.problem_id, one.max_new_tokens)
             if key not in expected:
                 expected[key] = self._lengths.expected_total(one.problem_id, 0, one.max_new_tokens)

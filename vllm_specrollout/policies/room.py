@@ -1,61 +1,80 @@
-"""How many placeholders each running request gets, when drafts are made after scheduling. Pure.
+"""How many draft tokens, or placeholders for them, each running request gets of a step and of the KV cache. Pure.
 
 Room that is not used costs no row of the forward pass, but it does take from the step's token budget and may take a KV
-block, so it must never keep a request from being scheduled or push one out of the cache.
+block, as drafts do: neither may keep a request from being scheduled or push one out of the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PATIENCE = 8
-"""Steps in a row that may yield no draft before trying is paused."""
+"""Steps in a row that may yield no proposal before trying is paused."""
 LONGEST_PAUSE = 32
 
 
-def room_per_request(
-    max_draft_tokens: int,
-    *,
-    num_running: int,
-    has_waiting: bool,
-    max_tokens_per_step: int,
-    num_free_blocks: int,
-    block_size: int,
-) -> int:
+def room_per_request(max_draft_tokens: int, *, num_running: int, has_waiting: bool, max_tokens_per_step: int) -> int:
     """Placeholders per request, the same for all.
 
     Args:
         max_draft_tokens: the configured most.
         num_running: requests that share the step.
-        has_waiting: whether prompts wait, or are computed in part; then half of the step's tokens and of the free
-            blocks are left to them.
+        has_waiting: whether prompts wait, or are computed in part; then half of the step's tokens are left to them.
         max_tokens_per_step: the scheduler's token budget.
-        num_free_blocks: KV blocks that nobody owns.
-        block_size: tokens per block.
-
-    A request whose room spans c tokens touches at most ceil(c / block_size) blocks it does not own yet.
     """
     if num_running <= 0:
         return max_draft_tokens
     part = 2 if has_waiting else 1
-    by_tokens = max_tokens_per_step // part // num_running - 1
-    by_blocks = (num_free_blocks // part // num_running - 1) * block_size
-    return max(0, min(max_draft_tokens, by_tokens, by_blocks))
+    return max(0, min(max_draft_tokens, max_tokens_per_step // part // num_running - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one request's drafts would take of the KV cache."""
+
+    # draft tokens
+    wanted: int
+    # slots of its blocks that plain decoding leaves over, at least 0
+    slack: int
+
+
+def granted(asks: Sequence[Ask], spare_blocks: int, block_size: int, blocks_at_once: int = 1) -> list[int]:
+    """How many draft tokens each request may have: all that its own blocks hold, and what spare blocks add in turn.
+
+    Args:
+        spare_blocks: blocks that nobody owns and plain decoding will not need; below 0: fewer than it may.
+        block_size: tokens per block; of several kinds of blocks, the smallest.
+        blocks_at_once: kinds of blocks, of each of which a request takes one where it takes any.
+
+    Returns:
+        [R] at most `wanted` each. What goes beyond `slack` takes no more than `spare_blocks`.
+    """
+    tokens = []
+    for ask in asks:
+        missing = ask.wanted - ask.slack
+        blocks = min(-(-missing // block_size), max(spare_blocks, 0) // blocks_at_once) if missing > 0 else 0
+        spare_blocks -= blocks * blocks_at_once
+        tokens.append(min(ask.wanted, ask.slack + blocks * block_size))
+    return tokens
 
 
 @dataclass(slots=True)
 class Pause:
     """When to leave no room at all: a step with room must wait for the tokens before it, which costs time for nothing
-    while nothing is drafted. Pauses double from 2 steps to LONGEST_PAUSE, and end with the first draft."""
+    while nothing is proposed. Pauses double from 2 steps to LONGEST_PAUSE, and end with the first proposal.
 
+    What is proposed and does not pay is the budget's affair, which has pauses of its own. Steps are the engine's, all
+    of them, so the one pause runs on during the other: they never add up.
+    """
+
+    # steps in a row with room, and drafters asked, in which nothing was proposed
     dry: int = 0
+    # number of the first step that may have room again
     until: int = 0
 
-    def tried(self, step: int, has_drafted: bool) -> None:
-        """Room was left in this step, and drafted into or not."""
-        self.dry = 0 if has_drafted else self.dry + 1
+    def tried(self, step: int, has_proposals: bool) -> None:
+        """Room was left in this step and drafters were asked, and something was proposed or not."""
+        self.dry = 0 if has_proposals else self.dry + 1
         excess = self.dry - PATIENCE
         self.until = step + min(LONGEST_PAUSE, 2 << min(excess, 10)) if excess >= 0 else 0
-
-    def is_over(self, step: int) -> bool:
-        return step >= self.until

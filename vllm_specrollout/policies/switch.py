@@ -54,8 +54,13 @@ class Switch:
         """Whether the next step belongs to a pause, so that `asks` will say no."""
         return not self.is_on and self.left > 0
 
+    @property
+    def rest_left(self) -> int:
+        """How many of the coming steps belong to a pause."""
+        return 0 if self.is_on else max(self.left, 0)
+
     def asks(self) -> bool:
-        """Called once per step."""
+        """Called once per step of the engine, whether or not anything could be drafted in it."""
         if self.is_on:
             return True
         self.left -= 1

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_specrollout import envs
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.patches import supported
+from vllm_specrollout.policies.graphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
 
@@ -78,11 +79,36 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
         with readable_errors():
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
+        if engine.uses_v2 and not _names_capture_sizes(self):
+            _capture_drafts(vllm_config, config)
         scheduler_config = vllm_config.scheduler_config
         scheduler_config.scheduler_cls = engine.scheduler_for(bool(scheduler_config.async_scheduling))
         return vllm_config
 
     return create_engine_config
+
+
+def _names_capture_sizes(engine_args: Any) -> bool:
+    """Whether the user said which sizes to capture as CUDA graphs, or up to which."""
+    return any(
+        getattr(given, name) is not None
+        for given in (engine_args, engine_args.compilation_config)
+        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    )
+
+
+def _capture_drafts(vllm_config: Any, config: SpecRolloutConfig) -> None:
+    """Have vLLM capture steps with as many rows as drafts bring; where it captures none, none."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    sizes = capture_sizes(
+        compilation.cudagraph_capture_sizes or (),
+        scheduler.max_num_seqs,
+        config.max_draft_tokens,
+        scheduler.max_num_batched_tokens,
+    )
+    if sizes:
+        compilation.cudagraph_capture_sizes = sizes
+        compilation.max_cudagraph_capture_size = sizes[-1]
 
 
 def _make_variable_known() -> None:
@@ -112,9 +138,11 @@ def _choose_engine() -> engines.Engine:
 @contextmanager
 def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> Iterator[None]:
     """Set what our engine needs while its configuration is made, and no longer: a second call starts afresh."""
+    # a number of blocks is meant in vLLM's blocks: of smaller ones it would be a smaller cache
+    own_size = engine.block_size if engine_args.num_gpu_blocks_override is None else None
     changes = {
         "worker_cls": engine.worker,
-        "block_size": engine_args.block_size or config.block_size or engine.block_size,
+        "block_size": engine_args.block_size or config.block_size or own_size,
         "additional_config": {**settings.additional(engine_args), settings.KEY: config.as_dict()},
     }
     if not engine.async_scheduler:

@@ -48,8 +48,8 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
 class DraftReport:
     """V2 runner: what the worker tells the scheduler of its drafting."""
 
-    # False: the worker would leave all room empty for now, so there need not be any
-    is_drafting: bool = True
+    # number of the engine step before which the worker would leave all room empty, so there need not be any
+    asks_at: int = 0
     # request id -> most placeholders it can use; absent: no limit of its own
     limits: dict[str, int] = field(default_factory=dict)
     # request id -> nodes drafted in the step that this output is of

@@ -1,4 +1,4 @@
-"""What only the scheduler knows, on its way to the worker: how requests ended, and how many wait for a place."""
+"""What only the scheduler knows, on its way to the worker: how requests ended, how many wait, which step it is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _Base = Scheduler if TYPE_CHECKING else object
 _STATUS = {RequestStatus.FINISHED_STOPPED: Status.FINISHED, RequestStatus.FINISHED_LENGTH_CAPPED: Status.TRUNCATED}
 _ATTRIBUTE = "spec_rollout_endings"
 _WAITING = "spec_rollout_waiting"
+_STEP = "spec_rollout_step"
 # what vLLM appends to the name that a client knows, so that no two requests share one
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
 
@@ -27,6 +28,12 @@ class TellsEndings(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._endings: dict[str, tuple[int, Status]] = {}
+        self._step = 0
+        """Steps scheduled so far that compute anything: the clock that all pauses go by."""
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        self._step += scheduler_output.total_num_scheduled_tokens > 0
+        super()._update_after_schedule(scheduler_output)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.num_output_tokens:
@@ -42,6 +49,7 @@ class TellsEndings(_Base):
             }
             setattr(output, _ATTRIBUTE, ended)
         setattr(output, _WAITING, len(self.waiting))
+        setattr(output, _STEP, self._step)
         return output
 
 
@@ -53,6 +61,11 @@ def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, Status
 def waiting_of(scheduler_output: SchedulerOutput) -> int:
     """Requests that have no place in the batch yet."""
     return getattr(scheduler_output, _WAITING, 0)
+
+
+def step_of(scheduler_output: SchedulerOutput) -> int:
+    """The number of the engine step, from 1 on."""
+    return getattr(scheduler_output, _STEP, 0)
 
 
 @functools.lru_cache(maxsize=65_536)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -47,7 +48,9 @@ class OrdersQueue(_Base):
         params = request.sampling_params
         options = parse_request(((params and params.extra_args) or {}).get("spec_rollout"))
         problem_id = options.problem_id or prompt_hash(request.prompt_token_ids)
-        self._known[request.request_id] = Waiting(problem_id, request.max_tokens, self._arrived)
+        self._known[request.request_id] = Waiting(
+            problem_id, request.max_tokens, self._arrived, num_prompt=request.num_prompt_tokens
+        )
         self._arrived += 1
         self._queue.arrive()
 
@@ -68,16 +71,30 @@ class OrdersQueue(_Base):
         waiting = self.waiting
         assert isinstance(waiting, FCFSRequestQueue)
         requests = list(waiting)
-        order = queue.order([self._as_waiting(request) for request in requests])
+        known = [self._as_waiting(request) for request in requests]
+        everybody = [*known, *(self._as_waiting(request) for request in self.running)]
+        is_longest_first = queue.can_be_longest_first(
+            everybody, self.max_num_active_reqs, self._capacity(), self.block_size
+        )
+        order = queue.order(known, is_longest_first)
         if order == list(range(len(requests))):
             return
-        logger.info_once("Spec rollout: waiting requests get their places longest first, by earlier answers' lengths")
+        if is_longest_first:
+            logger.info_once(
+                "Spec rollout: waiting requests get their places longest first, by earlier answers' lengths"
+            )
         waiting.clear()
         waiting.extend(requests[index] for index in order)
 
+    def _capacity(self) -> int:
+        """Tokens that the KV cache holds; one block is vLLM's, to point at where there is none."""
+        kinds = len(self.kv_cache_manager.coordinator.single_type_managers)
+        return (self.kv_cache_manager.block_pool.num_gpu_blocks - 1) // kinds * self.block_size
+
     def _as_waiting(self, request: Request) -> Waiting:
-        known = self._known.get(request.request_id)
-        is_preempted = request.num_output_tokens > 0 or request.status is RequestStatus.PREEMPTED
-        if known is None or is_preempted:
-            return Waiting("", request.max_tokens, 0, is_preempted)
-        return known
+        known = self._known.get(request.request_id, Waiting("", request.max_tokens, 0, True))
+        generated = request.num_output_tokens
+        is_preempted = generated > 0 or request.status is RequestStatus.PREEMPTED or known.is_preempted
+        if not is_preempted:
+            return known
+        return dataclasses.replace(known, is_preempted=True, generated=generated)

@@ -14,10 +14,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, with_speculation
 from vllm_specrollout.worker.counts import PassesCounts
 from vllm_specrollout.worker.endings import TellsEndings
+from vllm_specrollout.worker.pressure import DraftsGiveWay
 from vllm_specrollout.worker.queueing import OrdersQueue
 
 
-class SpecRolloutScheduler(PassesCounts, TellsEndings, OrdersQueue, Scheduler):
+class SpecRolloutScheduler(PassesCounts, TellsEndings, OrdersQueue, DraftsGiveWay, Scheduler):
     """Adds draft tokens to the requests they were made for, and admits long ones first; all else is stock.
 
     Stock code schedules whatever draft tokens a request carries, so it need not be told that drafts exist. It must not:

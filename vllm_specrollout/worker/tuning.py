@@ -192,7 +192,7 @@ class Tunable:
         at = next((i for i, drafter in enumerate(drafters) if drafter.name == "oracle"), None)
         if at is None:
             raise ConfigError("the engine has no `oracle` drafter", 'start it with {"drafters": ["oracle"]}')
-        answers = load_continuations(path)
+        answers = load_continuations(path, self.vllm_config.model_config.get_vocab_size())
         first = OracleDrafter(OracleConfig(path=path, accuracy=tuple(accuracy)), answers, at)
         if position is None:
             drafters[at] = first

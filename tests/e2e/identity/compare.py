@@ -10,7 +10,7 @@ import numpy as np
 from vllm import LLM
 
 from tests.e2e.identity.cases import Case
-from tests.e2e.identity.ties import TOLERANCE, gap
+from tests.e2e.identity.ties import TOLERANCE, Judge, gap
 
 
 @dataclass
@@ -43,20 +43,22 @@ def run(llm: LLM, cases: Sequence[Case], **spec_rollout: Any) -> list[Any]:
     return llm.generate(prompts, [case.sampling(**spec_rollout) for case in cases], use_tqdm=False)
 
 
-def compare(cases: Sequence[Case], wanted: Sequence[Any], got: Sequence[Any], dtype: str, stock: LLM | None) -> Report:
-    """Compare outputs; with `stock` given a difference may be proven to be a tie, without it each is a failure."""
+def compare(
+    cases: Sequence[Case], wanted: Sequence[Any], got: Sequence[Any], dtype: str, judge: Judge | None = None
+) -> Report:
+    """Compare outputs; with a judge a difference may be proven to be a tie, without one each is a failure."""
     report = Report()
     for case, theirs, ours in zip(cases, wanted, got, strict=True):
         report.requests += 1
         for a, b in zip(theirs.outputs, ours.outputs, strict=True):
             report.tokens += len(a.token_ids)
-            _compare_one(case, a, b, dtype, stock, report)
+            _compare_one(case, a, b, dtype, judge, report)
         if theirs.prompt_logprobs is not None:
             _compare_logprobs(case, theirs.prompt_logprobs[1:], ours.prompt_logprobs[1:], dtype, report)
     return report
 
 
-def _compare_one(case: Case, a: Any, b: Any, dtype: str, stock: LLM | None, report: Report) -> None:
+def _compare_one(case: Case, a: Any, b: Any, dtype: str, judge: Judge | None, report: Report) -> None:
     x, y = list(a.token_ids), list(b.token_ids)
     if x == y:
         for name in ("text", "finish_reason", "stop_reason"):
@@ -69,10 +71,10 @@ def _compare_one(case: Case, a: Any, b: Any, dtype: str, stock: LLM | None, repo
         return
     at = next((i for i, (t, u) in enumerate(zip(x, y, strict=False)) if t != u), min(len(x), len(y)))
     where = f"{case.name} #{case.problem_id} token {at}: {x[at : at + 4]} != {y[at : at + 4]}"
-    if stock is None or at >= min(len(x), len(y)):
+    if judge is None or at >= min(len(x), len(y)):
         report.failures.append(where)
         return
-    distance = gap(stock, case, x[:at], x[at], y[at])
+    distance = gap(judge, case, x[:at], x[at], y[at], a.index)
     kind = report.ties if distance <= TOLERANCE[dtype] else report.failures
     kind.append(f"{where}, {distance:.1e} apart")
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.identity.cases import Case
-from tests.e2e.identity.compare import Report, _compare_logprobs
+from tests.e2e.identity.compare import Report, _compare_logprobs, compare
 
 _CASE = Case("made up", "0", [1, 2], {})
 
@@ -39,3 +39,26 @@ def test_a_list_without_one_of_the_likeliest_tokens_fails() -> None:
 
 def test_another_logprob_of_the_same_token_fails() -> None:
     assert _failures({1: -0.5, 2: -2.0}, {1: -0.5, 2: -2.1})
+
+
+def _judged(by: dict[int, float] | None) -> Report:
+    """Greedy answers that part at their second token, where the judge finds these logprobs."""
+    case = Case("greedy", "0", [1, 2], {"temperature": 0.0})
+    wanted, got = (
+        SimpleNamespace(outputs=[SimpleNamespace(index=0, token_ids=tokens)], prompt_logprobs=None)
+        for tokens in ([5, 6, 9], [5, 7, 8])
+    )
+    values = [{token: SimpleNamespace(logprob=value) for token, value in (by or {}).items()}] * 2
+    found = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6], logprobs=values)])
+    return compare([case], [wanted], [got], "float32", None if by is None else lambda asked: found)
+
+
+def test_a_difference_between_level_tokens_is_a_tie_and_any_other_a_failure() -> None:
+    level = _judged({6: -1.0, 7: -1.00005})
+    assert level.ties and not level.failures
+    apart = _judged({6: -1.0, 7: -1.0003})
+    assert apart.failures and not apart.ties
+
+
+def test_without_a_judge_every_difference_is_a_failure() -> None:
+    assert _judged(None).failures

@@ -68,6 +68,7 @@ def test_preempted_requests_yield_the_same_tokens(models: Path) -> None:
             _simple(12, seed=2, length=20, max_tokens=120),
             stock={"num_gpu_blocks_override": None},
             inspect=preempted,
+            block_size=32,
             num_gpu_blocks_override=24,
             enable_prefix_caching=False,
         )
@@ -94,7 +95,7 @@ def test_aborted_requests_leave_the_others_alone_and_nothing_behind(models: Path
                 break
         kept = [i for i in range(len(requests)) if i % 3]
         report = compare(
-            [requests[i] for i in kept], [truth[i] for i in kept], [finished[str(i)] for i in kept], "bfloat16", None
+            [requests[i] for i in kept], [truth[i] for i in kept], [finished[str(i)] for i in kept], "bfloat16"
         )
         assert not report.failures, report.failures
         run(ours.llm, requests[:1])  # finished requests are dropped when the next step is scheduled
@@ -121,7 +122,7 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
     answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, "float32", is_ours=True, **settings) as ours:
         ours.runner.speculation.drafters = [FuzzDrafter(answers, VOCAB, seed=4)]
-        report = compare(requests, truth, generate(ours), "float32", None)
+        report = compare(requests, truth, generate(ours), "float32")
         assert ours.runner.stats.accepted > 0
     assert not report.failures, report.failures
 
@@ -164,7 +165,7 @@ def test_the_ngram_drafter_and_the_auto_budget_yield_stocks_tokens(models: Path)
     with engine(path, "bfloat16", is_ours=True, spec_rollout={"budget": "auto"}) as ours:
         first, second = run(ours.llm, requests), run(ours.llm, requests)
     for got in (first, second):
-        report = compare(requests, truth, got, "bfloat16", None)
+        report = compare(requests, truth, got, "bfloat16")
         assert not report.failures, report.failures
 
 

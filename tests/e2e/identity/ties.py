@@ -1,50 +1,71 @@
 """Proving floating-point ties: see docs/concepts/exactness.md.
 
 Where ours first differs from stock, the two candidate tokens must be level within the dtype's rounding: each is the
-argmax of logit / T + noise, and stock's own logits on the common prefix, with the noise of that position, must put them
-less than the tolerance apart. The noise kernel is a black box, so the distance is found by bisection: how much must be
-added to the losing candidate's logit before the kernel picks it?
+argmax of z + noise, z being stock's own logits on the common prefix as its sampler sees them (after temperature,
+penalties, masks and all), and with the noise of that position they must be less than the tolerance apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
-from vllm import LLM, SamplingParams
+import vllm.envs as envs
+from vllm_specrollout.kernels.tree_verify.naive import noise32
 
 from tests.e2e.identity.cases import Case
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
+Judge = Callable[[Case], Any]
+"""Runs one request in a stock engine whose logprobs are of every token, and of the logits that are sampled from."""
 
-def gap(stock: LLM, case: Case, prefix: list[int], stock_token: int, our_token: int) -> float:
-    """How far apart the two candidates are after `prefix`, in units of logit / T; infinity if it cannot be told.
+JUDGE = {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
+"""Arguments of such an engine."""
 
-    Only temperature, seed and greedy are undone here; a difference under any other feature counts as unproven.
+
+def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int, answer: int = 0) -> float:
+    """How far apart the two candidates are after `prefix`; infinity if it cannot be told.
+
+    Args:
+        judge: stock.
+        case: the request; of several answers, `answer` is the one that differs.
+        prefix: the tokens before.
     """
-    plain = {"temperature", "seed", "max_tokens", "ignore_eos", "logprobs", "min_tokens"}
-    if set(case.params) - plain:
+    own = {key: value for key, value in case.params.items() if key not in ("n", "prompt_logprobs", "logprob_token_ids")}
+    if "seed" in own:
+        own["seed"] += answer
+    output = judge(replace(case, params={**own, "logprobs": -1})).outputs[0]
+    if list(output.token_ids[: len(prefix)]) != prefix:
         return float("inf")
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1)
-    prompt = {"prompt_token_ids": case.prompt + prefix}
-    found = stock.generate([prompt], [params], use_tqdm=False)[0].outputs[0].logprobs[0]
-    temperature = case.params.get("temperature", 1.0) or 1.0
-    scores = torch.full((1, max(found) + 1), float("-inf"))
-    for token in (stock_token, our_token):
-        scores[0, token] = found[token].logprob / temperature
-    if case.params.get("temperature", 1.0) == 0.0:
-        return float(scores[0, stock_token] - scores[0, our_token])
-    generator = torch.Generator().manual_seed(case.params["seed"])
-    noise_seed = torch.randint(0, 2**31, (len(prefix) + 1,), generator=generator, dtype=torch.long)[-1:]
+    stock, ours = (output.logprobs[len(prefix)][token].logprob for token in (stock_token, our_token))
+    if own.get("temperature", 1.0) == 0.0:
+        return abs(stock - ours)
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        position = len(case.prompt) + len(prefix) - 1
+        noise = noise32(own["seed"], position, max(stock_token, our_token) + 1)
+        return abs(stock + noise[stock_token] - ours - noise[our_token])
+    generator = torch.Generator().manual_seed(own["seed"])
+    seed = torch.randint(0, 2**31, (len(prefix) + 1,), generator=generator, dtype=torch.long)[-1:]
+    return _bisected(seed, stock_token, stock, our_token, ours)
+
+
+def _bisected(seed: torch.Tensor, stock_token: int, stock: float, our_token: int, ours: float) -> float:
+    """The noise kernel of V1 is a black box: how much must be added to the losing token before the kernel picks it?"""
+    scores = torch.full((1, max(stock_token, our_token) + 1), float("-inf"))
+    scores[0, stock_token], scores[0, our_token] = stock, ours
 
     def stock_wins(added: float) -> bool:
         trial = scores.clone()
         trial[0, our_token] += added
-        return int(torch.ops._C.fused_gumbel_argmax(trial, noise_seed)) == stock_token
+        return int(torch.ops._C.fused_gumbel_argmax(trial, seed)) == stock_token
 
-    low, high = -1.0, 1.0
+    low, high = -1.0, 64.0
     if not stock_wins(low) or stock_wins(high):
         return float("inf")
-    for _ in range(40):
+    for _ in range(45):
         middle = (low + high) / 2
         low, high = (middle, high) if stock_wins(middle) else (low, middle)
     return abs(high)

@@ -45,7 +45,9 @@ def test_inspect_counts_what_a_file_holds(folder):
     one, two = json.loads(done.output)["files"]
     assert one["path"].endswith("answers-0000.history")
     assert {name: one[name] for name in one if name not in ("path", "file_bytes", "bytes_per_token")} == {
-        "version": 1,
+        "version": 2,
+        "model": "",
+        "vocab_size": None,
         "is_being_written": False,
         "records": 16,
         "answers": 8,

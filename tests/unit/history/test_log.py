@@ -309,7 +309,7 @@ def header_of(version: int) -> bytes:
         (b"something else altogether, of some length", "does not start like a history file"),
         (b"x", "does not start like a history file"),
         (header_of(1)[:-1] + b"\0", "is damaged"),
-        (header_of(7), "has format version 7, and this vllm-specrollout reads version 1"),
+        (header_of(7), "has format version 7, and this vllm-specrollout reads versions 1 to 2"),
     ],
     ids=["another format", "one strange byte", "a damaged header", "a later version"],
 )

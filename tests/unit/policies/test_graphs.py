@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.policies.graphs import (
     CAPTURE_SIZES,
+    MOST_CAPTURED,
     GraphBucket,
     GraphMemory,
     GraphPlan,
+    capture_sizes,
     estimate_mib,
     ladder,
     naive_plan,
@@ -218,3 +220,40 @@ def test_numbers_that_make_no_sense_are_refused(changes, cause) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_graphs(**values)
     assert caught.value.cause == cause
+
+
+SIZES_OF_VLLM = (*CAPTURE_SIZES, *range(272, 513, 16))
+
+
+@pytest.mark.parametrize(
+    ("max_num_reqs", "stock", "last"),
+    [
+        # vLLM stops at twice the requests
+        (1, (1, 2), 32),
+        (4, (1, 2, 4, 8), 104),
+        (16, (1, 2, 4, 8, 16, 24, 32), 400),
+        (32, SIZES_OF_VLLM[:11], 512),
+        # as far as steps go that are captured unasked
+        (256, SIZES_OF_VLLM, 512),
+        # a model or a platform for which vLLM captures more
+        (256, (*SIZES_OF_VLLM, 1024), 1024),
+    ],
+)
+def test_capture_sizes_go_on_until_they_hold_steps_with_24_drafts(max_num_reqs, stock, last) -> None:
+    sizes = capture_sizes(stock, max_num_reqs, 24, 8192)
+    assert sizes[: len(stock)] == list(stock)
+    assert sizes[-1] == last and set(sizes[len(stock) :]) <= set(SIZES_OF_VLLM)
+
+
+def test_no_size_is_captured_that_no_step_has() -> None:
+    assert capture_sizes((1, 2, 4, 8), 4, 24, 100)[-1] == 100
+    assert capture_sizes((1, 2), 1, 1, 8192) == [1, 2]
+    assert capture_sizes((), 16, 24, 8192) == []
+
+
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 9000), st.integers(1, 80))
+def test_stocks_sizes_all_stay_and_nothing_comes_between_them(max_num_reqs, drafts, max_tokens, count) -> None:
+    stock = [size for size in SIZES_OF_VLLM[:count] if size <= max_tokens]
+    sizes = capture_sizes(stock, max_num_reqs, drafts, max_tokens)
+    assert sizes == sorted(set(sizes)) and sizes[: len(stock)] == stock and sizes[-1] <= max(max_tokens, stock[-1])
+    assert sizes[-1] >= min(max_num_reqs * (1 + drafts), MOST_CAPTURED, max_tokens)

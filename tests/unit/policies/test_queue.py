@@ -100,3 +100,23 @@ def _makespan(lengths: list[int], places: int) -> int:
         place = busy_until.index(min(busy_until))
         busy_until[place] += length
     return max(busy_until)
+
+
+def test_the_longest_go_first_only_if_they_fit_into_the_kv_cache_side_by_side() -> None:
+    queue = Queue()
+    for _ in range(20):
+        queue.observe("long", 300)
+        queue.observe("short", 20)
+    waiting = [Waiting("short", 400, 0, num_prompt=10), Waiting("long", 400, 1, num_prompt=10)]
+    running = [Waiting("long", 400, 2, True, num_prompt=10, generated=50)]
+    # two places: the two long ones are to have 2 x (10 + 300 + 16) tokens
+    assert queue.can_be_longest_first(waiting + running, places=2, capacity=660, block_size=32)
+    assert not queue.can_be_longest_first(waiting + running, places=2, capacity=640, block_size=32)
+    assert queue.order(waiting) == [1, 0] and queue.order(waiting, is_longest_first=False) == [0, 1]
+
+
+def test_who_was_preempted_goes_first_in_either_order() -> None:
+    queue = Queue()
+    queue.observe("long", 300)
+    waiting = [Waiting("long", 400, 3), Waiting("long", 400, 9, True), Waiting("long", 400, 1)]
+    assert queue.order(waiting, is_longest_first=False) == [1, 2, 0] and queue.order(waiting)[0] == 1

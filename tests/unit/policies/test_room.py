@@ -1,20 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.room import LONGEST_PAUSE, PATIENCE, Pause, room_per_request
+from vllm_specrollout.policies.room import LONGEST_PAUSE, PATIENCE, Ask, Pause, granted, room_per_request
 
 NUMBERS = st.integers(0, 10_000)
 
 
-def room(most=32, *, running=1, waiting=False, tokens=8192, blocks=1000, block_size=16):
-    return room_per_request(
-        most,
-        num_running=running,
-        has_waiting=waiting,
-        max_tokens_per_step=tokens,
-        num_free_blocks=blocks,
-        block_size=block_size,
-    )
+def room(most=32, *, running=1, waiting=False, tokens=8192):
+    return room_per_request(most, num_running=running, has_waiting=waiting, max_tokens_per_step=tokens)
 
 
 def test_a_small_batch_gets_all_that_is_configured():
@@ -22,49 +15,55 @@ def test_a_small_batch_gets_all_that_is_configured():
 
 
 def test_a_large_batch_shares_the_steps_tokens():
-    assert room(running=256, blocks=10_000) == 8192 // 256 - 1
+    assert room(running=256) == 8192 // 256 - 1
 
 
 def test_waiting_prompts_keep_half_of_the_steps_tokens():
-    assert room(running=256, waiting=True, blocks=10_000) == 4096 // 256 - 1
+    assert room(running=256, waiting=True) == 4096 // 256 - 1
 
 
-def test_waiting_prompts_keep_half_of_the_free_blocks():
-    assert room(running=100, blocks=200) == 16
-    assert room(running=100, blocks=200, waiting=True) == 0
-    assert room(running=100, blocks=400, waiting=True) == 16
-
-
-def test_without_free_blocks_there_is_no_room():
-    assert room(running=4, blocks=3) == 0
-
-
-@given(most=st.integers(1, 64), running=NUMBERS, waiting=st.booleans(), tokens=NUMBERS, blocks=NUMBERS)
-def test_room_never_takes_more_tokens_or_blocks_than_there_are(most, running, waiting, tokens, blocks):
-    given_room = room(most, running=running, waiting=waiting, tokens=tokens, blocks=blocks)
+@given(most=st.integers(1, 64), running=NUMBERS, waiting=st.booleans(), tokens=NUMBERS)
+def test_room_never_takes_more_tokens_than_there_are(most, running, waiting, tokens):
+    given_room = room(most, running=running, waiting=waiting, tokens=tokens)
     assert 0 <= given_room <= most
     if running and given_room:
-        assert running * (1 + given_room) <= tokens
-        assert running * -(-given_room // 16) <= blocks
-        if waiting:
-            assert 2 * running * (1 + given_room) <= tokens
-            assert 2 * running * -(-given_room // 16) <= blocks
+        assert (2 if waiting else 1) * running * (1 + given_room) <= tokens
+
+
+ASKS = st.lists(st.builds(Ask, st.integers(0, 64), st.integers(0, 200)), max_size=12)
+
+
+@given(asks=ASKS, spare=st.integers(-50, 40), size=st.sampled_from([1, 16, 32, 128]), kinds=st.integers(1, 3))
+def test_drafts_take_no_block_that_is_not_spare_and_all_that_their_own_blocks_hold(asks, spare, size, kinds):
+    tokens = granted(asks, spare, size, kinds)
+    assert all(min(ask.wanted, ask.slack) <= most <= ask.wanted for ask, most in zip(asks, tokens, strict=True))
+    taken = [max(0, -(-(most - ask.slack) // size)) for ask, most in zip(asks, tokens, strict=True)]
+    assert kinds * sum(taken) <= max(spare, 0)
+    if spare >= kinds * sum(-(-ask.wanted // size) for ask in asks):
+        assert tokens == [ask.wanted for ask in asks], "with blocks to spare nothing is cut"
+
+
+def test_spare_blocks_go_to_who_comes_first():
+    asks = [Ask(20, 4), Ask(20, 20), Ask(20, 4)]
+    assert granted(asks, 1, 16) == [20, 20, 4]
+    assert granted(asks, 0, 16) == [4, 20, 4]
+    assert granted(asks, -3, 16) == [4, 20, 4]
 
 
 def test_trying_in_vain_is_paused_for_longer_and_longer():
     pause, step, pauses = Pause(), 0, []
     for _ in range(PATIENCE + 8):
-        assert pause.is_over(step)
-        pause.tried(step, has_drafted=False)
+        assert step >= pause.until
+        pause.tried(step, has_proposals=False)
         begin = step
-        while not pause.is_over(step):
+        while step < pause.until:
             step += 1
         pauses.append(step - begin)
     assert pauses[: PATIENCE - 1] == [0] * (PATIENCE - 1)
     assert pauses[PATIENCE - 1 :] == sorted(pauses[PATIENCE - 1 :]) and pauses[-1] == LONGEST_PAUSE
 
 
-def test_a_draft_ends_all_pauses():
+def test_a_proposal_ends_all_pauses():
     pause = Pause(dry=PATIENCE + 3)
-    pause.tried(100, has_drafted=True)
-    assert pause.is_over(100) and pause.dry == 0
+    pause.tried(100, has_proposals=True)
+    assert pause.until <= 100 and pause.dry == 0

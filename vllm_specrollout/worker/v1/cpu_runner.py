@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_specrollout.commit.plan import plan as plan_commit
 from vllm_specrollout.types import IntArray, Shape
 from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
 from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
 from vllm_specrollout.worker.v1.kv import BlockCopier, kv_shape, with_scratch
@@ -36,7 +37,7 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self._path_inputs: dict[str, Any] | None = None
 
     def _make_noise(self) -> SeedNoise:
-        return SeedNoise(self.sampler.logprobs_mode)
+        return SeedNoise(self.sampler.logprobs_mode, RequestSeeds.of(self.vllm_config))
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         larger, scratch = with_scratch(kv_cache_config, 0 if is_profiling else self.num_scratch)

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.types import Shape
+from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.drafting import Drafting
 from vllm_specrollout.worker.v1.noise import ExponentialNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
@@ -29,7 +30,8 @@ class DraftsChains(_Base):
     """What the runner adds to the shared part; apart from the runner, so that it is tested where there is no GPU."""
 
     def _make_noise(self) -> ExponentialNoise:
-        return ExponentialNoise(self.sampler.logprobs_mode, self.model_config.get_vocab_size(), self.device)
+        seeds = RequestSeeds.of(self.vllm_config)
+        return ExponentialNoise(self.sampler.logprobs_mode, self.model_config.get_vocab_size(), self.device, seeds)
 
     @property
     def most_nodes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,35 +103,48 @@ class Drafting:
         timing: StepTiming | None,
     ) -> None:
         """Report what became of the drafts, and what the step before cost."""
-        verified: list[tuple[str, DraftTree, IntArray]] = []
-        if drafts is not None and num_accepted is not None and accepted is not None:
-            at = 0
-            for request_id, tree, count in zip(request_ids, drafts.trees, num_accepted.tolist(), strict=True):
-                verified.append((request_id, tree, accepted[at : at + count]))
-                at += count
-        self.speculation.settle(feedback_of(verified, len(request_ids)), timing)
+        with self.speculation.guard.over("learning", "what became of such a step's drafts is not learned from"):
+            verified: list[tuple[str, DraftTree, IntArray]] = []
+            if drafts is not None and num_accepted is not None and accepted is not None:
+                at = 0
+                for request_id, tree, count in zip(request_ids, drafts.trees, num_accepted.tolist(), strict=True):
+                    verified.append((request_id, tree, accepted[at : at + count]))
+                    at += count
+            self.speculation.settle(feedback_of(verified, len(request_ids)), timing)
 
-    def prepare(self, views: Sequence[RequestView], num_ranks: int) -> tuple[DraftTokenIds, float]:
+    def prepare(self, see: Callable[[], Sequence[RequestView]], num_ranks: int) -> tuple[DraftTokenIds, float]:
         """Trees for the next step; returns the tokens for the scheduler and the milliseconds spent.
 
-        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not.
+        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not. It
+        tells the others whatever happens, since they wait for it.
+
+        Args:
+            see: makes the views of the requests that may be drafted for; none where there is none, or drafting rests.
         """
-        begin = time.perf_counter()
-        trees: list[DraftTree] = []
+        trees: dict[str, DraftTree] = {}
+        begin: float | None = None
         group = get_tp_group() if num_ranks > 1 else None
         if group is None or group.rank_in_group == 0:
-            trees = self._within_scratch(views, self._within_nodes(self.speculation.prepare(views)))
+            with self.speculation.guard.over("drafting", "requests go on without drafts in such a step"):
+                if views := see():
+                    begin = time.perf_counter()
+                    trees = self._drafted(views)
         if group is not None:
             trees = group.broadcast_object(trees, src=0)
         request_ids: list[str] = []
         tokens: list[list[int]] = []
-        for view, tree in zip(views, trees, strict=True):
-            if tree.size:
-                own = tree.token_ids.tolist()
-                self._pending[view.request_id] = Pending(tree, own, is_chain(tree))
-                request_ids.append(view.request_id)
-                tokens.append(own)
-        return DraftTokenIds(request_ids, tokens), (time.perf_counter() - begin) * 1e3
+        for request_id, tree in trees.items():
+            own = tree.token_ids.tolist()
+            self._pending[request_id] = Pending(tree, own, is_chain(tree))
+            request_ids.append(request_id)
+            tokens.append(own)
+        spent_ms = 0.0 if begin is None else (time.perf_counter() - begin) * 1e3
+        return DraftTokenIds(request_ids, tokens), spent_ms
+
+    def _drafted(self, views: Sequence[RequestView]) -> dict[str, DraftTree]:
+        """The trees of those requests that have one, as many nodes and branches of them as there is room for."""
+        trees = self._within_scratch(views, self._within_nodes(self.speculation.prepare(views)))
+        return {view.request_id: tree for view, tree in zip(views, trees, strict=True) if tree.size}
 
     def _within_nodes(self, trees: list[DraftTree]) -> list[DraftTree]:
         """Cuts trees to equal shares where they are too many nodes together; a tree's beginning is its best part."""

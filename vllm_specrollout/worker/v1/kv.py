@@ -17,18 +17,26 @@ _MOST_SCRATCH = 512
 _SCRATCH_SHARE = 0.1  # of the KV cache's memory
 
 
-def scratch_blocks(specs: dict[str, KVCacheSpec], available_bytes: int, wanted: int | None) -> tuple[int, int]:
-    """How many scratch blocks to set aside, and the bytes they take.
+def scratch_blocks(
+    specs: dict[str, KVCacheSpec], cache_bytes: int, host_bytes: int, wanted: int | None
+) -> tuple[int, int]:
+    """How many scratch blocks to set up beside the KV cache, and the bytes they take.
+
+    The scheduler has all blocks that stock vLLM would have: scratch that came out of them would push requests out.
 
     Args:
         specs: KV cache spec of each layer.
-        available_bytes: memory for the KV cache, scratch included.
-        wanted: the configured number; None: a share of the memory.
+        cache_bytes: memory of the KV cache.
+        host_bytes: memory that the host has left for the KV cache and for scratch together.
+        wanted: the configured number; None: a share of the KV cache's memory, or what the host has left if less.
     """
     if len({type(spec) for spec in specs.values()}) != 1 or not specs:
         return 0, 0  # several kinds of layers: chains only, which need none
     block_bytes = sum(spec.page_size_bytes for spec in specs.values())
-    count = wanted if wanted is not None else min(_MOST_SCRATCH, int(available_bytes * _SCRATCH_SHARE) // block_bytes)
+    if wanted is not None:
+        return wanted, wanted * block_bytes
+    most_bytes = min(int(cache_bytes * _SCRATCH_SHARE), max(host_bytes - cache_bytes, 0))
+    count = min(_MOST_SCRATCH, most_bytes // block_bytes)
     return count, count * block_bytes
 
 

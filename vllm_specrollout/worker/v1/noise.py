@@ -14,6 +14,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from vllm_specrollout.types import IntArray
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
+from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.requests import RequestEntry, Tape, node_seeds
 from vllm_specrollout.worker.v1.sampler import ExponentialTapeSampler, TapeTopKTopPSampler
 
@@ -45,11 +46,12 @@ class Noise(Protocol):
 class SeedNoise:
     """CPU: the seeds of `fused_gumbel_argmax`."""
 
-    def __init__(self, logprobs_mode: Any) -> None:
+    def __init__(self, logprobs_mode: Any, seeds: RequestSeeds) -> None:
         self.sampler = TapeTopKTopPSampler(logprobs_mode)
+        self._seeds = seeds
 
     def tape(self, generator: torch.Generator | None) -> SeedTape:
-        own = generator if generator is not None else _seeded_generator("cpu")
+        own = generator if generator is not None else _seeded_generator(self._seeds, "cpu")
 
         def draw(count: int) -> SeedArray:
             """The integers that stock vLLM would draw one by one."""
@@ -71,15 +73,16 @@ class SeedNoise:
 class ExponentialNoise:
     """CUDA: vectors of exponential variates, drawn on the device one position after another, kept until used up."""
 
-    def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device, seeds: RequestSeeds) -> None:
         self.sampler = ExponentialTapeSampler(logprobs_mode)
+        self._seeds = seeds
         self.vocab_size = vocab_size
         self.device = device
         # greedy rows do not look at it, but it must not be 0
         self._ones = torch.ones(vocab_size, dtype=torch.float32, device=device)
 
     def tape(self, generator: torch.Generator | None) -> VectorTape[torch.Tensor]:
-        own = generator if generator is not None else _seeded_generator(self.device)
+        own = generator if generator is not None else _seeded_generator(self._seeds, self.device)
 
         def draw() -> torch.Tensor:
             """[vocab] what stock vLLM draws for one token."""
@@ -110,6 +113,5 @@ def _depths_by_request(node_start: IntArray, row_depth: IntArray) -> Iterator[In
         yield row_depth[int(node_start[i]) + i : int(node_start[i + 1]) + i + 1]
 
 
-def _seeded_generator(device: torch.device | str) -> torch.Generator:
-    # the seed comes from the global generator, which all ranks seed alike
-    return torch.Generator(device).manual_seed(int(torch.randint(0, 2**62, (1,)).item()))
+def _seeded_generator(seeds: RequestSeeds, device: torch.device | str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seeds.draw())

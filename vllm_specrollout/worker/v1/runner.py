@@ -21,18 +21,12 @@ from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_specrollout import drafters
-from vllm_specrollout.metrics import Meter, MeteredSpeculation
-from vllm_specrollout.policies.presets import make_policy
 from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status, StepTiming
-from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, is_first_rank
+from vllm_specrollout.worker.common import SpecRolloutOutput, config_of
 from vllm_specrollout.worker.endings import endings_of, waiting_of
-from vllm_specrollout.worker.picking import CORE
 from vllm_specrollout.worker.policy_version import PolicyVersion
-from vllm_specrollout.worker.profiling import profiled
-from vllm_specrollout.worker.recording import recorded
+from vllm_specrollout.worker.speculate import make_speculation
 from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.unite import unite
 from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
 from vllm_specrollout.worker.v1.noise import Noise
 from vllm_specrollout.worker.v1.processors import are_builtin
@@ -50,13 +44,10 @@ class SpecRolloutV1(_Base):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        config = config_of(vllm_config)
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
-        policy = recorded(profiled(make_policy(config, kernels=CORE), vllm_config), config, vllm_config, "v1")
         # a step's time is known when the one after it has begun
-        meter = Meter(config.drafters, timing_lag=1)
-        self.speculation = MeteredSpeculation(drafters.build(config) if is_first_rank() else [], policy, unite, meter)
+        self.speculation = make_speculation(vllm_config, "v1", timing_lag=1)
         self.policy_version = PolicyVersion()
         self.stats = Stats()
         self.book = RequestBook(Shape.OFF, self.noise.tape)
@@ -212,18 +203,17 @@ class SpecRolloutV1(_Base):
                 sampled.accepted if sampled else None,
                 self._timing,
             )
-            views, tokens = self._views(output), None
-            if views:
-                tokens, draft_ms = self.drafting.prepare(views, self.parallel_config.tensor_parallel_size)
-            if (counts := self.speculation.meter.take()) or (tokens and tokens.req_ids):
-                output = SpecRolloutOutput.carrying(output, tokens, counts=counts)
+            ranks = self.parallel_config.tensor_parallel_size
+            tokens, draft_ms = self.drafting.prepare(lambda: self._views(output), ranks)
+            if (counts := self.speculation.meter.take()) or tokens.req_ids:
+                output = SpecRolloutOutput.carrying(output, tokens if tokens.req_ids else None, counts=counts)
         self._timing = self._account(output, draft_ms)
         return output
 
     def _views(self, output: ModelRunnerOutput) -> list[RequestView]:
         """The requests that may be drafted for, as they stand after this step; none if the budget rests."""
-        if self.parallel_config.tensor_parallel_size == 1 and self.speculation.rests(len(output.req_ids)):
-            return []  # of several ranks only the first one's budget is asked, so all prepare what it may decide
+        if self.speculation.rests(len(output.req_ids)):
+            return []
         batch, views = self.input_batch, []
         version = self.policy_version.current()
         for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
@@ -37,14 +39,16 @@ class SpecRolloutCPUWorker(ReportsV1, Tunable, Explains, ServesTrainers, CPUWork
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         wanted = config_of(self.vllm_config).scratch_blocks
-        count, taken = scratch_blocks(self.model_runner.get_kv_cache_spec(), available, wanted)
-        if taken > available // 2:
+        host = psutil.virtual_memory().available
+        count, taken = scratch_blocks(self.model_runner.get_kv_cache_spec(), available, host, wanted)
+        if taken > min(available // 2, max(host - available, 0)):
             raise UnsupportedError(
-                f"`scratch_blocks` is {count}, which takes {taken >> 20} MiB of {available >> 20} MiB of KV cache",
-                "lower `scratch_blocks`, or give the KV cache more memory (`VLLM_CPU_KVCACHE_SPACE`, in GiB)",
+                f"`scratch_blocks` is {count}, which takes {taken >> 20} MiB beside {available >> 20} MiB of KV cache;"
+                f" the host has {max(host - available, 0) >> 20} MiB left, and half of the KV cache's size is the most",
+                "lower `scratch_blocks`, or give the KV cache less memory (`VLLM_CPU_KVCACHE_SPACE`, in GiB)",
             )
-        self.model_runner.num_scratch = count
-        return available - taken
+        self.model_runner.num_scratch = _least_of_all_ranks(count)
+        return available
 
     def compile_or_warm_up_model(self) -> Any:
         scheduler, runner = self.vllm_config.scheduler_config, self.model_runner
@@ -52,3 +56,13 @@ class SpecRolloutCPUWorker(ReportsV1, Tunable, Explains, ServesTrainers, CPUWork
             most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
             warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
         return super().compile_or_warm_up_model()
+
+
+def _least_of_all_ranks(count: int) -> int:
+    """The first rank's trees are every rank's, so none may have less scratch than it counts on."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return count
+    least = torch.tensor(count)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)

@@ -1,40 +1,41 @@
 """Tree attention inside vLLM's attention layers: every layer's implementation is wrapped, none is replaced in vLLM.
 
-With branches in the step, or inside a graph captured for drafts, rows attend by their ancestors instead of by order.
+With branches in the step, rows attend by their ancestors instead of by order; in all other steps vLLM's own attention
+runs, chains included, and so it does in the graphs captured for each kind.
 The KV cache is vLLM's own, in the layout that its backends share: [blocks, heads, block size, 2 * head size], keys
 before values.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 
-from vllm_specrollout.kernels.tree_attention.kernel import Tile, tree_attention
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.kernels.tree_attention.kernel import tree_attention
+from vllm_specrollout.kernels.tree_attention.launch import Tile
+from vllm_specrollout.kernels.tree_attention.warm_up import warm_up
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
-logger = init_logger(__name__)
-
-_BACKENDS = frozenset({"FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN"})
-
-
-def is_supported_backend(name: str) -> bool:
-    """Whether trees can be attended to beside vLLM's backend of this name."""
-    return name in _BACKENDS
-
 
 def install_tree_attention(runner: SpecRolloutV2) -> None:
-    """Wrap the implementation of every layer of the one KV cache group."""
-    layers = runner.compilation_config.static_forward_context
-    for name in runner.kv_cache_config.kv_cache_groups[0].layer_names:
-        inner = layers[name].impl
-        kind = HostTreeAttention if runner.device.type == "cpu" else TreeAttention
-        layers[name].impl = kind(inner, runner.inputs)
+    """Wrap the implementation of every layer; all of them were found to be the kernel's to compute (layers.py)."""
+    kind = HostTreeAttention if runner.device.type == "cpu" else TreeAttention
+    for layer in attention_layers(runner):
+        layer.impl = kind(layer.impl, runner.inputs)
+
+
+def attention_layers(runner: SpecRolloutV2) -> Iterator[Any]:
+    """vLLM's attention layers, those that share another one's KV cache included."""
+    for group in itertools.chain.from_iterable(runner.attn_groups):
+        for name in group.layer_names:
+            yield runner.compilation_config.static_forward_context[name]
 
 
 class TreeAttention:
@@ -48,7 +49,8 @@ class TreeAttention:
         self.inputs = inputs
         self.scale = float(inner.scale)
         self.window = _window(inner.sliding_window)
-        self.softcap = float(getattr(inner, "logits_soft_cap", None) or 0.0)
+        self.softcap = float(inner.logits_soft_cap or 0.0)
+        self._options = {"scale": self.scale, "sliding_window": self.window, "softcap": self.softcap}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -62,23 +64,26 @@ class TreeAttention:
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None or not self.inputs.by_ancestors:
-            return self.inner.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        return self._attend(layer, query, kv_cache, attn_metadata, output)
+            return self.inner.forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        _refuse_scales(output_scale, output_block_scale)
+        return self._attend(query, kv_cache, attn_metadata, output)
 
-    def _attend(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
-    ) -> torch.Tensor:
+    def warm_up(self, layer: Any, dtype: torch.dtype, block_table: torch.Tensor) -> None:
+        """Compile what the steps of this layer will launch; `block_table` [1, most blocks] is one of a step's."""
+        kv_cache, head_size = layer.kv_cache, self.inner.head_size
+        row = torch.zeros(1, self.inner.num_heads, head_size, dtype=dtype, device=kv_cache.device)
+        keys, values = kv_cache[..., :head_size], kv_cache[..., head_size:]
+        warm_up(row, keys, values, torch.empty_like(row), block_table, tile=self.tile, **self._options)
+
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> torch.Tensor:
         rows, num_reqs = metadata.num_actual_tokens, metadata.seq_lens.shape[0]
         head_size = query.shape[-1]
-        is_fp8 = kv_cache.element_size() == 1
-        if is_fp8:
-            from vllm.platforms import current_platform
-
-            kv_cache = kv_cache.view(current_platform.fp8_dtype())
         tree_attention(
             query[:rows],
             kv_cache[..., :head_size],
@@ -89,14 +94,10 @@ class TreeAttention:
             metadata.block_table,
             self.inputs.num_nodes[:num_reqs],
             self.inputs.ancestors[:rows],
-            scale=self.scale,
             max_query_len=metadata.max_query_len,
             max_seq_len=metadata.max_seq_len,
-            sliding_window=self.window,
-            softcap=self.softcap,
-            k_scale=layer._k_scale_float if is_fp8 else 1.0,
-            v_scale=layer._v_scale_float if is_fp8 else 1.0,
             tile=self.tile,
+            **self._options,
         )
         return output
 
@@ -115,6 +116,9 @@ class HostTreeAttention(TreeAttention):
     def __init__(self, inner: Any, inputs: TreeInputs) -> None:
         super().__init__(inner, inputs)
         inputs.always_by_ancestors = True
+
+    def warm_up(self, layer: Any, dtype: torch.dtype, block_table: torch.Tensor) -> None:
+        super().warm_up(layer, torch.float32, block_table)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -136,14 +140,19 @@ class HostTreeAttention(TreeAttention):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output
+        _refuse_scales(output_scale, output_block_scale)
         starts, nodes = attn_metadata.query_start_loc, self.inputs.num_nodes
         if self.inputs.by_ancestors:
-            self._attend(layer, query, kv_cache, attn_metadata, output)
+            # in float32, as the plain way below is: weights rounded to bfloat16 would move logits by up to 0.08
+            found = torch.empty_like(query, dtype=torch.float32)
+            self._attend(query.float(), kv_cache, attn_metadata, found)
+            real = slice(attn_metadata.num_actual_tokens)
+            output[real] = found[real].view_as(output[real])
         for r, rows in enumerate(starts.diff().tolist()):
             if not self.inputs.by_ancestors or (rows > 1 and not int(nodes[r])):
                 self._attend_causally(query, kv_cache, attn_metadata, output, r)
@@ -166,6 +175,14 @@ class HostTreeAttention(TreeAttention):
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         output[begin:end] = (
             (weights @ cached[..., head_size:]).transpose(0, 1).to(output.dtype).view_as(output[begin:end])
+        )
+
+
+def _refuse_scales(*scales: torch.Tensor | None) -> None:
+    if any(scale is not None for scale in scales):
+        raise UnsupportedError(
+            "the compiler quantises what attention writes, which draft trees cannot",
+            'set `--compilation-config \'{"pass_config": {"fuse_attn_quant": false}}\'`, or {"shape": "chain"}',
         )
 
 

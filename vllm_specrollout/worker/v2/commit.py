@@ -15,6 +15,14 @@ class SlotMover:
     def __init__(self, kv_caches: Sequence[torch.Tensor]) -> None:
         self.table = CacheTable.of(kv_caches)
 
+    def warm_up(self, width: int) -> None:
+        """Compile the launch; `width` is that of the paths. No row was accepted, so nothing moves."""
+        device = self.table.layers.device
+        slots = torch.zeros(1, dtype=torch.int64, device=device)
+        starts = torch.zeros(2, dtype=torch.int32, device=device)
+        path = torch.zeros(1, width, dtype=torch.int32, device=device)
+        self.move(slots, starts, path, torch.zeros_like(starts[:1]))
+
     def move(
         self, slots: torch.Tensor, query_start_loc: torch.Tensor, path: torch.Tensor, num_sampled: torch.Tensor
     ) -> None:

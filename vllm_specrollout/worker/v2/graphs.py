@@ -1,20 +1,33 @@
 """CUDA graphs for steps with drafts, beside vLLM's own for steps without.
 
 vLLM captures its decode graphs for one token per request, and those stay as they are: a step without drafts is stock
-vLLM's. A step with drafts looks for a bucket of `policies.graphs` that holds it; none: it runs piecewise, through
-vLLM's own graphs for any number of tokens. Inside a bucket attention always goes by ancestors, chains included.
+vLLM's. A step with drafts looks for a bucket of `policies.graphs` that holds it. There are two sets of them, because a
+graph keeps the attention that it was captured with:
+
+- chains only in the step: vLLM's own attention, as in the steps without drafts. A chain is decoded by the kernel that
+  decodes plainly, so nothing but the number of rows tells them apart.
+- branches in the step: the tree kernel, for all of its rows, plain ones and chains included.
+
+What fits no bucket is vLLM's to run, piecewise or without graphs, with the same two kinds of attention. vLLM's own
+full graphs are captured with causal attention and never replayed for a step with branches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
 from vllm_specrollout.policies.graphs import GraphPlan, plan_graphs
+from vllm_specrollout.types import Shape
+from vllm_specrollout.worker.v2.inputs import TreeInputs
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -30,35 +43,46 @@ def draft_sizes(max_draft_tokens: int) -> list[int]:
     return sizes
 
 
-def plan_for(runner: SpecRolloutV2) -> GraphPlan | None:
-    """The buckets to capture, or None: graphs are off, or no step with drafts is small enough."""
+def plans_for(runner: SpecRolloutV2) -> tuple[GraphPlan | None, GraphPlan | None]:
+    """The buckets to capture for chains and for trees; None: those steps get none.
+
+    Trees get the larger half of `max_graphs`: without a bucket their attention costs most. A chain is no longer than a
+    tree is deep, so its buckets promise less.
+    """
+    most = runner.spec_config.max_graphs
+    longest = min(runner.max_draft_tokens, runner.spec_config.max_depth)
+    for_trees = most if runner.shape[0] is Shape.TREE else 0
+    unable = get_varlen_cudagraph_unsupported_backend(runner.attn_groups, runner.vllm_config, 1 + longest)
+    if unable is not None:
+        logger.info("Spec rollout: %s replays no chains of different lengths: they get no graphs", unable[0])
+        return None, _plan(runner, runner.max_draft_tokens, for_trees)
+    for_trees = (for_trees + 1) // 2
+    return _plan(runner, longest, most - for_trees), _plan(runner, runner.max_draft_tokens, for_trees)
+
+
+def _plan(runner: SpecRolloutV2, most_drafted: int, limit: int) -> GraphPlan | None:
     config = runner.compilation_config
-    sizes = config.cudagraph_capture_sizes
+    # no step with drafts has a single row
+    sizes = [size for size in config.cudagraph_capture_sizes or () if size > 1]
     if (
-        not runner.spec_config.max_graphs
-        or runner.cudagraph_manager is None
-        or not config.cudagraph_mode.has_full_cudagraphs()
+        not limit
         or not sizes
+        or not config.cudagraph_mode.has_full_cudagraphs()
+        # ranks that pad to different sizes would wait for each other forever
+        or runner.parallel_config.data_parallel_size > 1
     ):
         return None
-    most = int(config.max_cudagraph_capture_size or max(sizes))
-    if most < 1 + draft_sizes(runner.max_draft_tokens)[-1]:
+    most = max(sizes)
+    if most < 1 + draft_sizes(most_drafted)[-1]:
         return None
-    return plan_graphs(
-        draft_sizes(runner.max_draft_tokens),
-        sizes,
-        min(runner.max_num_reqs, most),
-        most,
-        limit=runner.spec_config.max_graphs,
-    )
+    return plan_graphs(draft_sizes(most_drafted), sizes, min(runner.max_num_reqs, most), most, limit=limit)
 
 
-class DraftGraphs(ModelCudaGraphManager):
-    """Holds the buckets; what fits none is vLLM's to run."""
+class Buckets(ModelCudaGraphManager):
+    """One set of buckets."""
 
     def __init__(self, runner: SpecRolloutV2, plan: GraphPlan) -> None:
         self.plan = plan
-        self.stock = runner.cudagraph_manager
         super().__init__(
             runner.vllm_config,
             runner.device,
@@ -85,22 +109,79 @@ class DraftGraphs(ModelCudaGraphManager):
         # the largest first: the others find their memory in the pool that it made
         self._capture_descs[CUDAGraphMode.FULL].sort(key=lambda desc: desc.num_tokens, reverse=True)
 
+
+class DraftGraphs:
+    """Takes the place of vLLM's manager in steps with drafts; without any bucket it still keeps branches out of causal
+    graphs."""
+
+    def __init__(self, inputs: TreeInputs) -> None:
+        self.inputs = inputs
+        self.stock: Any = None
+        self.chains: Buckets | None = None
+        self.trees: Buckets | None = None
+
+    def capture(self, runner: SpecRolloutV2) -> None:
+        """Capture every bucket."""
+        chains, trees = plans_for(runner)
+        with freeze_gc_for_cudagraph_capture(), runner.maybe_setup_dummy_loras(runner.lora_config):
+            self.trees = _captured(runner, trees, "trees")
+            self.chains = _captured(runner, chains, "chains")
+
+    @contextmanager
+    def chosen_from(self, runner: SpecRolloutV2) -> Iterator[None]:
+        """Meanwhile they stand in the place of the runner's own."""
+        self.stock, runner.cudagraph_manager = runner.cudagraph_manager, self
+        try:
+            yield
+        finally:
+            runner.cudagraph_manager = self.stock
+
     def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-        found = super().dispatch(*args, **kwargs)
-        return found if found.cg_mode == CUDAGraphMode.FULL else self.stock.dispatch(*args, **kwargs)
+        """What runs the step: a bucket of its kind, or else what vLLM would choose."""
+        buckets = self._buckets()
+        found = buckets.dispatch(*args, **kwargs) if buckets is not None else None
+        if found is not None and found.cg_mode == CUDAGraphMode.FULL:
+            return found
+        found = self.stock.dispatch(*args, **kwargs)
+        if self.inputs.has_branches and found.cg_mode == CUDAGraphMode.FULL:
+            # captured with causal attention, in which nodes would see their siblings
+            return _uncaptured(found, *args, **kwargs)
+        return found
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
-        return super().run_fullgraph(desc) if desc in self.graphs else self.stock.run_fullgraph(desc)
+        buckets = self._buckets()
+        is_ours = buckets is not None and desc in buckets.graphs
+        assert is_ours or not self.inputs.has_branches, f"a step with branches, and a causal graph: {desc}"
+        return buckets.run_fullgraph(desc) if is_ours else self.stock.run_fullgraph(desc)
 
     def run_pw_graph(self, *args: Any, **kwargs: Any) -> Any:
         return self.stock.run_pw_graph(*args, **kwargs)
 
+    def _buckets(self) -> Buckets | None:
+        return self.trees if self.inputs.has_branches else self.chains
 
-def capture(runner: SpecRolloutV2, graphs: DraftGraphs) -> None:
-    """Capture every bucket. Rows go by ancestors meanwhile, with no nodes in them: any tree may stand there later."""
-    runner.inputs.by_ancestors = True
+
+def _uncaptured(
+    desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+) -> BatchExecutionDescriptor:
+    """The descriptor of a step that no graph holds."""
+    return BatchExecutionDescriptor(
+        cg_mode=CUDAGraphMode.NONE,
+        num_tokens=num_tokens,
+        num_reqs=num_reqs,
+        num_active_loras=desc.num_active_loras,
+        num_ubatches=desc.num_ubatches,
+    )
+
+
+def _captured(runner: SpecRolloutV2, plan: GraphPlan | None, what: str) -> Buckets | None:
+    """One set of buckets; those of trees with no nodes in them: any may stand there later."""
+    if plan is None:
+        return None
+    buckets = Buckets(runner, plan)
+    runner.inputs.by_ancestors = what == "trees"
     try:
-        graphs.capture(
+        buckets.capture(
             runner.model,
             runner.model_state,
             runner.input_buffers,
@@ -110,7 +191,8 @@ def capture(runner: SpecRolloutV2, graphs: DraftGraphs) -> None:
             runner.kv_cache_config,
             has_lora=runner.lora_config is not None,
             lora_capture_hook=create_lora_capture_hook(runner.lora_config, runner),
-            progress_bar_desc="Capturing CUDA graphs for drafts",
+            progress_bar_desc=f"Capturing CUDA graphs for {what}",
         )
     finally:
         runner.inputs.by_ancestors = False
+    return buckets

@@ -213,37 +213,45 @@ class Host:
             timing = _timing(step, period_ms, tokens) if period_ms is not None and is_uniform else None
             if timing is not None:
                 total.timings.append(timing)
-            self.speculation.settle(feedback_of(verified, len(step.requests)), timing)
+            with self.speculation.guard.over("learning", "what became of such a step's drafts is not learned from"):
+                self.speculation.settle(feedback_of(verified, len(step.requests)), timing)
             total.steps += 1
             total.tokens += tokens
             total.accepted += sum(len(accepted) for _, _, accepted in verified)
         self._tell_endings()
         return total
 
-    def draft(self, room: dict[str, int], may_branch: bool, num_ranks: int) -> dict[str, DraftTree]:
+    def rests(self, batch: int) -> bool:
+        """Whether this step is known to go without drafts. Asked once in every step of the engine, with room or not."""
+        return self.speculation.rests(batch)
+
+    def draft(self, room: dict[str, int], may_branch: bool, num_ranks: int, is_resting: bool) -> dict[str, DraftTree]:
         """Trees for the next step, at most `room` nodes each; requests without a tree are left out.
 
-        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not.
+        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not. It
+        tells the others whatever happens, since they wait for it.
+
+        Args:
+            is_resting: what `rests` said of this step.
         """
-        if num_ranks == 1 and self.speculation.rests(len(room)):
-            return {}
+        trees: dict[str, DraftTree] = {}
+        group = get_tp_group() if num_ranks > 1 else None
+        if group is None or group.rank_in_group == 0:
+            with self.speculation.guard.over("drafting", "requests go on without drafts in such a step"):
+                trees = {} if is_resting else self._drafted(room, may_branch)
+        return trees if group is None else group.broadcast_object(trees, src=0)
+
+    def _drafted(self, room: dict[str, int], may_branch: bool) -> dict[str, DraftTree]:
+        version = self.policy_version.current()
         views = []
         for request_id, limit in room.items():
             request = self._requests.get(request_id)
             if request is not None and request.admission.shape is not Shape.OFF and limit > 0:
-                views.append(request.view(self.max_model_len, limit, self.policy_version.current()))
-        trees: list[DraftTree] = []
-        group = get_tp_group() if num_ranks > 1 else None
-        if views and (group is None or group.rank_in_group == 0):
-            trees = self.speculation.prepare(views)
-        if views and group is not None:
-            trees = group.broadcast_object(trees, src=0)
-        drafted: dict[str, DraftTree] = {}
-        for view, tree in zip(views, trees, strict=True):
-            tree = _fitted(tree, view, may_branch)
-            if tree.size:
-                drafted[view.request_id] = tree
-        return drafted
+                views.append(request.view(self.max_model_len, limit, version))
+        if not views:
+            return {}
+        trees = [_fitted(t, view, may_branch) for t, view in zip(self.speculation.prepare(views), views, strict=True)]
+        return {view.request_id: tree for view, tree in zip(views, trees, strict=True) if tree.size}
 
     def _take_in(self, step: InFlight, sampled: IntArray, counts: IntArray) -> list[tuple[str, DraftTree, IntArray]]:
         verified = []

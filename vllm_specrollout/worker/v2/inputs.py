@@ -15,8 +15,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_specrollout.trees.build import is_chain
 from vllm_specrollout.trees.mask import ancestor_mask
-from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
+from vllm_specrollout.types import EMPTY_TREE, DraftTree
 
 
 class TreeInputs:
@@ -33,8 +34,9 @@ class TreeInputs:
         self.parents: torch.Tensor | None = None
         # [num_groups' first, rows] KV slots, set when they are known
         self.slots: torch.Tensor | None = None
+        # some request of the step has a tree, not a chain; known before the step's graph is chosen
         self.has_branches = False
-        # rows attend by ancestors: they must where there are branches, and a captured graph always does
+        # rows attend by ancestors: where there are branches, and while the graphs of such steps are captured
         self.by_ancestors = False
         self.always_by_ancestors = False
         self._shift: torch.Tensor | None = None
@@ -43,6 +45,10 @@ class TreeInputs:
     def clear(self) -> None:
         self.parents = self.slots = self._shift = None
         self.has_branches = self.by_ancestors = False
+
+    def expect(self, trees: Mapping[str, DraftTree]) -> None:
+        """These are the step's drafts."""
+        self.has_branches = not all(map(is_chain, trees.values()))
 
     def write_tokens(
         self, trees: Mapping[str, DraftTree], index_of: Mapping[str, int], draft_tokens: torch.Tensor
@@ -62,13 +68,16 @@ class TreeInputs:
             self.num_nodes.zero_()
             self._is_dirty = False
 
-    def set_trees(self, batch: InputBatch, trees: Mapping[str, DraftTree], in_graph: bool) -> None:
+    def set_trees(self, batch: InputBatch, trees: Mapping[str, DraftTree]) -> None:
         """Lay the trees of the step out over its rows."""
         num_logits, num_rows = int(batch.cu_num_logits_np[-1]), batch.num_tokens
         num_reqs = batch.num_reqs_after_padding
-        packed = np.zeros(num_logits + 2 * num_rows + num_reqs, dtype=np.int64)
-        parents, rest = packed[:num_logits], packed[num_logits:]
-        ancestors, shift, num_nodes = rest[:num_rows], rest[num_rows : 2 * num_rows], rest[2 * num_rows :]
+        # what kernels want in 32 bits stands first, where it is aligned for them
+        num_small = -(-(num_logits + num_reqs) // 2)
+        packed = np.zeros(num_small + 2 * num_rows, dtype=np.int64)
+        small = packed[:num_small].view(np.int32)
+        parents, num_nodes = small[:num_logits], small[num_logits : num_logits + num_reqs]
+        ancestors, shift = packed[num_small : num_small + num_rows], packed[num_small + num_rows :]
         parents[:] = -1
         for i, request_id in enumerate(batch.req_ids):
             tree = trees.get(request_id)
@@ -80,15 +89,15 @@ class TreeInputs:
             words = ancestor_mask(tree.parents)
             ancestors[end - n : end] = words.view(np.int64)
             shift[end - n : end] = np.bitwise_count(words).astype(np.int64) - np.arange(1, n + 1)
-            self.has_branches = self.has_branches or bool((tree.parents != np.arange(ROOT, n - 1)).any())
         on_device = async_tensor_h2d(packed, device=self.device)
-        self.parents = on_device[:num_logits].to(torch.int32)
-        self.by_ancestors = self.has_branches or in_graph or self.always_by_ancestors
+        small_on_device = on_device[:num_small].view(torch.int32)
+        self.parents = small_on_device[:num_logits]
+        self.by_ancestors = self.has_branches or self.always_by_ancestors
         if self.has_branches:
-            self._shift = on_device[num_logits + num_rows : num_logits + 2 * num_rows]
+            self._shift = on_device[num_small + num_rows :]
         if self.by_ancestors:
-            self.ancestors[:num_rows].copy_(on_device[num_logits : num_logits + num_rows])
-            self.num_nodes[:num_reqs].copy_(on_device[num_logits + 2 * num_rows :])
+            self.ancestors[:num_rows].copy_(on_device[num_small : num_small + num_rows])
+            self.num_nodes[:num_reqs].copy_(small_on_device[num_logits : num_logits + num_reqs])
             self._is_dirty = True
         else:
             self.set_plain()  # chains attend causally, which any kernel can do

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
@@ -25,24 +24,20 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_specrollout import drafters
-from vllm_specrollout.metrics import Meter, MeteredSpeculation
-from vllm_specrollout.policies.presets import make_policy
+from vllm_specrollout.metrics import MeteredSpeculation
 from vllm_specrollout.policies.room import Pause
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
-from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, is_first_rank
-from vllm_specrollout.worker.endings import endings_of, waiting_of
-from vllm_specrollout.worker.picking import CORE
+from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+from vllm_specrollout.worker.endings import endings_of, step_of, waiting_of
 from vllm_specrollout.worker.policy_version import PolicyVersion
-from vllm_specrollout.worker.profiling import profiled
-from vllm_specrollout.worker.recording import recorded
+from vllm_specrollout.worker.seeds import RequestSeeds
+from vllm_specrollout.worker.speculate import make_speculation
 from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.unite import unite
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
 from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
-from vllm_specrollout.worker.v2.graphs import DraftGraphs, capture, plan_for
+from vllm_specrollout.worker.v2.graphs import DraftGraphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
@@ -66,11 +61,8 @@ class SpecRolloutV2(_Base):
         self.req_states.draft_tokens = torch.zeros(
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
-        policy = profiled(make_policy(self.spec_config, kernels=CORE), vllm_config)
-        policy = recorded(policy, self.spec_config, vllm_config, "v2")
-        meter = Meter(self.spec_config.drafters, timing_lag=0)  # a step's tokens and time come home together
-        proposers = drafters.build(self.spec_config) if is_first_rank() else []
-        self.host = Host(MeteredSpeculation(proposers, policy, unite, meter), self.max_model_len)
+        # a step's tokens and time come home together
+        self.host = Host(make_speculation(vllm_config, "v2", timing_lag=0), self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()
@@ -78,8 +70,11 @@ class SpecRolloutV2(_Base):
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
         self._trees: dict[str, DraftTree] = {}
-        self.draft_graphs: DraftGraphs | None = None
-        self.pause = Pause()
+        self.draft_graphs = DraftGraphs(self.inputs)
+        self.pause, self.seeds = Pause(), RequestSeeds.of(vllm_config)
+        self._step = 0  # number of the one in progress
+        # what of the step's trees was accepted, until the KV cache is put in order by it
+        self._accepted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._num_rows = 0
         self._waiting, self._ask_ms = 0, 0.0
         # [R] logits rows of each request of the step
@@ -122,16 +117,17 @@ class SpecRolloutV2(_Base):
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        plan = plan_for(self) if self.shape[0] is Shape.TREE and not profile_only else None
-        if plan is not None:
+        if not profile_only and self.shape[0] is not Shape.OFF:
             # before vLLM's own, which locks the workspaces when it is done
-            self.draft_graphs = DraftGraphs(self, plan)
-            with freeze_gc_for_cudagraph_capture(), self.maybe_setup_dummy_loras(self.lora_config):
-                capture(self, self.draft_graphs)
+            self.draft_graphs.capture(self)
         return super().capture_model(profile_only=profile_only)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        unseeded = self.seeds.give(scheduler_output.scheduled_new_reqs)
         super().add_requests(scheduler_output)
+        if unseeded:
+            # vLLM may sample them as it samples whoever has no seed, where nothing is drafted
+            self.sampler.sampling_states.seeds_set[[self.req_states.req_id_to_index[name] for name in unseeded]] = False
         for new in scheduler_output.scheduled_new_reqs:
             params, tokens = new.sampling_params, new.prefill_token_ids
             assert params is not None and tokens is not None
@@ -156,31 +152,33 @@ class SpecRolloutV2(_Base):
         self._waiting, self._ask_ms = waiting_of(scheduler_output), 0.0
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
-        if not dummy_run and scheduler_output.scheduled_spec_decode_tokens:
-            scheduler_output = self._with_drafts(scheduler_output)
-        if not self._trees or self.draft_graphs is None:
+        if not dummy_run and scheduler_output.total_num_scheduled_tokens:
+            self._step = step_of(scheduler_output)
+            is_resting = self.host.rests(len(scheduler_output.num_scheduled_tokens))
+            if scheduler_output.scheduled_spec_decode_tokens:
+                scheduler_output = self._with_drafts(scheduler_output, is_resting)
+                self.inputs.expect(self._trees)
+        with self.draft_graphs.chosen_from(self) if self._trees else nullcontext():
             return super().execute_model(scheduler_output, *args, **kwargs)
-        stock, self.cudagraph_manager = self.cudagraph_manager, self.draft_graphs
-        try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
-        finally:
-            self.cudagraph_manager = stock
 
     def take_draft_token_ids(self) -> DraftTokenIds:
         """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
         return DraftTokenIds(list(self._trees), [tree.token_ids.tolist() for tree in self._trees.values()])
 
-    def _with_drafts(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+    def _with_drafts(self, scheduler_output: SchedulerOutput, is_resting: bool) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
         for request_id in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
             self.host.forget(request_id)
-        self._settle()
+        if not is_resting:  # the only wait there is
+            self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
+        ranks = self.parallel_config.tensor_parallel_size
         begin = time.perf_counter()
-        self._trees = self.host.draft(room, self.shape[0] is Shape.TREE, self.parallel_config.tensor_parallel_size)
-        self._ask_ms = (time.perf_counter() - begin) * 1e3
-        self.stats.draft_ms += self._ask_ms
-        self.pause.tried(self.stats.steps, bool(self._trees))
+        self._trees = self.host.draft(room, self.shape[0] is Shape.TREE, ranks, is_resting)
+        if not is_resting:
+            self._ask_ms = (time.perf_counter() - begin) * 1e3
+            self.stats.draft_ms += self._ask_ms
+            self.pause.tried(self._step, self.speculation.has_proposals)
         return filled(scheduler_output, self._trees)
 
     def prepare_inputs(
@@ -197,7 +195,9 @@ class SpecRolloutV2(_Base):
         finally:
             self.decode_query_len = stock
         self._num_logits = np.diff(batch.cu_num_logits_np)
-        self.inputs.set_trees(batch, self._trees, in_graph=batch_desc.cg_mode == CUDAGraphMode.FULL)
+        self.inputs.set_trees(batch, self._trees)
+        # attention's metadata must fit what the step's graph was captured for, if it has one
+        batch.max_query_len = batch_desc.max_query_len
         return batch
 
     def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -228,15 +228,19 @@ class SpecRolloutV2(_Base):
             )
         output, path = self.verifier(logits, input_batch, self.inputs)
         if self.inputs.has_branches:
-            assert self.mover is not None and self.inputs.slots is not None
-            self.mover.move(self.inputs.slots, input_batch.query_start_loc, path, output.num_sampled)
-            self.stats.branches_committed += 1
+            self._accepted = (input_batch.query_start_loc, path, output.num_sampled)
         return output, output.num_sampled, output.num_rejected
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         state = self.execute_model_state
         batch = state.input_batch if state is not None else None
         output = super().sample_tokens(grammar_output)
+        if self._accepted is not None:
+            # before anything reads the KV cache, but behind the tokens that the host waits for
+            assert self.mover is not None and self.inputs.slots is not None
+            self.mover.move(self.inputs.slots, *self._accepted)
+            self.stats.branches_committed += 1
+            self._accepted = None
         if batch is None or output is None or self.shape[0] is Shape.OFF:
             return output
         self.tokens_ready.record(self.output_copy_stream)
@@ -267,13 +271,10 @@ class SpecRolloutV2(_Base):
         self.tokens_ready = torch.cuda.Event()
         if self.host.num_in_flight > MOST_IN_FLIGHT:
             # nobody drafts: keep the mirror from falling ever further behind (all but the last of these are long done)
-            self._settle(keep=2)
+            self.settle(keep=2)
 
-    def settle_all(self) -> None:
-        """Take in every step in flight; for statistics, between steps."""
-        self._settle()
-
-    def _settle(self, keep: int = 0) -> None:
+    def settle(self, keep: int = 0) -> None:
+        """Take in the steps in flight, but for the last `keep`."""
         settled = self.host.settle(keep)
         self.stats.wait_ms += settled.wait_ms
         self.stats.output_tokens += settled.tokens
@@ -287,9 +288,8 @@ class SpecRolloutV2(_Base):
 
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
-        return DraftReport(
-            self.pause.is_over(self.stats.steps), limits, {rid: tree.size for rid, tree in self._trees.items()}
-        )
+        asks_at = max(self._step + 1 + self.host.speculation.rest_left(), self.pause.until)
+        return DraftReport(asks_at, limits, {rid: tree.size for rid, tree in self._trees.items()})
 
 
 def _tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:

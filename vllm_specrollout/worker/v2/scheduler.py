@@ -24,13 +24,14 @@ from vllm_specrollout.policies.room import room_per_request
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, with_speculation
 from vllm_specrollout.worker.counts import PassesCounts
 from vllm_specrollout.worker.endings import TellsEndings
+from vllm_specrollout.worker.pressure import DraftsGiveWay
 from vllm_specrollout.worker.queueing import OrdersQueue
 from vllm_specrollout.worker.v2.grammar import drafted_schedule
 
 _Base = Scheduler if TYPE_CHECKING else object
 
 
-class LeavesRoom(PassesCounts, TellsEndings, OrdersQueue, _Base):
+class LeavesRoom(PassesCounts, TellsEndings, OrdersQueue, DraftsGiveWay, _Base):
     """Mixed into vLLM's schedulers."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -47,15 +48,13 @@ class LeavesRoom(PassesCounts, TellsEndings, OrdersQueue, _Base):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if not self._report.is_drafting:
-            return
+        if self._step + 1 < self._report.asks_at:
+            return  # the next step comes before that
         room = room_per_request(
             self.max_draft_tokens,
             num_running=len(self.running),
             has_waiting=bool(self.waiting) or any_in_prompt(self.running),
             max_tokens_per_step=self.max_num_scheduled_tokens,
-            num_free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
-            block_size=self.block_size,
         )
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[request_id]
@@ -116,3 +115,5 @@ class SpecRolloutSchedulerV2(LeavesRoom, Scheduler):
 
 class SpecRolloutAsyncScheduler(LeavesRoom, AsyncScheduler):
     """Schedules a step while the one before it still runs."""
+
+    slots_ahead = 1

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specrollout.types import Shape
-from vllm_specrollout.worker.v2.attention import is_supported_backend
+from vllm_specrollout.worker.v2.layers import layer_shape, spec_shape
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+
+_STRICTEST_FIRST = (Shape.OFF, Shape.CHAIN, Shape.TREE)
 
 
 def model_shape(runner: SpecRolloutV2) -> tuple[Shape, str]:
@@ -24,22 +29,29 @@ def model_shape(runner: SpecRolloutV2) -> tuple[Shape, str]:
         return Shape.OFF, "the model does not decode token by token"
     if runner.batch_sharder is not None:
         return Shape.OFF, "batch-sharded sampling splits a request's rows from each other"
-    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-    if any(isinstance(spec, MambaSpec) or not isinstance(spec, AttentionSpec) for spec in specs):
-        return Shape.OFF, "recurrent layers: a rejected token cannot be taken back"
+    layers = runner.compilation_config.static_forward_context.values()
+    if any(getattr(layer, "attn_type", AttentionType.DECODER) != AttentionType.DECODER for layer in layers):
+        return Shape.OFF, "layers that attend in both directions: rows would see drafts"
+    groups = [spec_shape(group.kv_cache_spec) for group in runner.kv_cache_config.kv_cache_groups]
+    found = list(groups)
     if runner.spec_config.shape == "chain":
-        return Shape.CHAIN, '`shape` is "chain"'
-    if len(specs) != 1 or not specs:
-        return Shape.CHAIN, "several KV cache groups"
-    if isinstance(specs[0], MLAAttentionSpec):
-        return Shape.CHAIN, "multi-head latent attention has no tree kernel"
-    if not isinstance(specs[0], FullAttentionSpec | SlidingWindowSpec):
-        return Shape.CHAIN, f"no tree kernel for {type(specs[0]).__name__}"
-    backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
-    unsupported = sorted(name for name in backends if not is_supported_backend(name))
-    if unsupported:
-        return Shape.CHAIN, f"no tree kernel beside the attention backend {', '.join(unsupported)}"
-    return Shape.TREE, ""
+        found.append((Shape.CHAIN, '`shape` is "chain"'))
+    if len(groups) != 1:
+        found.append((Shape.CHAIN, "several KV cache groups"))
+    for group in itertools.chain.from_iterable(runner.attn_groups):
+        found += _group_shapes(runner, group)
+    # the first of the strictest
+    return min(found, key=lambda shape_and_reason: _STRICTEST_FIRST.index(shape_and_reason[0]))
+
+
+def _group_shapes(runner: SpecRolloutV2, group: AttentionGroup) -> Iterator[tuple[Shape, str]]:
+    """What may be drafted beside each layer of those that share an attention backend."""
+    if group.kernel_block_size is not None:
+        yield Shape.CHAIN, f"{group.backend.__qualname__} reads smaller blocks than the KV cache has"
+    layers = runner.compilation_config.static_forward_context
+    for name in group.layer_names:
+        impl = getattr(layers[name], "impl", None)
+        yield layer_shape(impl, group.kv_cache_spec, group.backend, runner.vllm_config)
 
 
 def one_line_reason(params: SamplingParams) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -14,6 +14,9 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from vllm_specrollout.kernels.tree_verify.kernel import TreeVerdict, tree_verify
 from vllm_specrollout.worker.v2.inputs import TreeInputs
+
+# of the output layer's rows: vLLM's DEFAULT_VOCAB_PADDING_SIZE
+_VOCAB_PADDING = 64
 
 
 class TreeVerifier:
@@ -58,6 +61,29 @@ class TreeVerifier:
             sampling_mask_tensors=None,
         )
         return output, verdict.path
+
+    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what judging launches, on a row of its own.
+
+        Logits come as the model made them, `dtype` with rows padded or not, or processed, in float32.
+        """
+        states, root = self.sampler.sampling_states, torch.zeros(1, dtype=torch.int64, device=device)
+        cu_rows = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        request_index, _ = expand_idx_mapping(root, 1, cu_rows, self.width)
+        for stride in (vocab_size, -(-vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING):
+            for kind in (dtype, torch.float32):
+                tree_verify(
+                    torch.zeros(1, stride, dtype=kind, device=device)[:, :vocab_size],
+                    request_index,
+                    states.temperature.gpu,
+                    states.seeds.gpu,
+                    root,
+                    root.to(torch.int32),
+                    root.to(torch.int32) - 1,
+                    cu_rows,
+                    width=self.width,
+                    use_fp64=self.sampler.use_fp64_gumbel,
+                )
 
     def _judge(self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs) -> tuple[TreeVerdict, torch.Tensor]:
         """The verdict, and the logits after the requests' processors."""

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.explaining import Explains
 from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.tuning import Tunable
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -40,7 +41,7 @@ def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(Explains, ServesTrainers, _Base):
+class SpeculatingWorker(Explains, ServesTrainers, Tunable, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2
@@ -55,17 +56,25 @@ class SpeculatingWorker(Explains, ServesTrainers, _Base):
         with _runner_replaced(*self.runner_class):
             super().init_device()
 
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        from vllm_specrollout.worker.v2.warm_up import warm_up
+
+        # before vLLM's own, after which it looks out for kernels that are compiled late; with or without graphs
+        warm_up(self.model_runner)
+        return super().compile_or_warm_up_model()
+
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """Totals of this worker since the last reset; see `Stats`."""
         runner = self.model_runner
-        runner.settle_all()
+        runner.settle()
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         stats["request_reasons"] = runner.desk.reasons()
+        stats["failures"] = dict(runner.speculation.guard.failures)
         if reset:
             runner.stats = Stats()
         return stats
 
     def spec_rollout_explained(self) -> list[dict[str, Any]]:
-        self.model_runner.settle_all()
+        self.model_runner.settle()
         return super().spec_rollout_explained()

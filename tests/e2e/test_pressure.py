@@ -1,0 +1,43 @@
+"""Drafts preempt nobody: with too small a KV cache, requests are pushed out as often as by stock vLLM, or less."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.identity.engines import engine, model
+from tests.e2e.pressure import check_that_drafts_preempt_nobody, requests
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+# more sizes, and scheduled ahead: tests/integration/test_pressure.py
+@pytest.mark.parametrize(
+    "blocks, size", [(24, 32), (12, None)], ids=["blocks of 32 tokens", "blocks of vLLM's own size"]
+)
+def test_with_a_small_kv_cache_nobody_is_preempted_for_a_draft(tmp_path: Path, blocks: int, size: int | None) -> None:
+    check_that_drafts_preempt_nobody(
+        model(tmp_path, "qwen3", "float32"),
+        requests(24, 100, 140, seed=blocks),
+        40 if size else 8,
+        {"drafters": ["history", "ngram"]},
+        num_gpu_blocks_override=blocks,
+        **({"block_size": size} if size else {}),
+    )
+
+
+def test_the_scheduler_has_as_many_blocks_as_stocks(tmp_path: Path) -> None:
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    path = model(tmp_path, "qwen3", "float32")
+    counts = []
+    for is_ours in (False, True):
+        with engine(path, "float32", is_ours=is_ours, block_size=32) as one:
+            core = one.llm.llm_engine.engine_core.engine_core
+            counts.append(core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+            if is_ours:
+                assert len(one.runner.scratch) > 1 and one.runner.shape[0].value == "tree"
+    assert counts[0] == counts[1] > 100

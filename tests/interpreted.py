@@ -1,0 +1,46 @@
+"""Products under Triton's interpreter, in arithmetic that no host decides.
+
+The interpreter leaves `tl.dot` to numpy's BLAS. That picks its routine by the host and by the number of rows, so a row
+may have other bits alone than among others, and whether it does depends on the host. Tests of bits need products whose
+every element is one fixed sequence of IEEE operations.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def fixed_product(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
+    """a @ b, whose elements are ((a0 * b0 + a1 * b1) + a2 * b2) + ... and so on, each step rounded to `dtype`.
+
+    numpy's elementwise operations take part alone: they know no neighbours, and fuse nothing.
+
+    Args:
+        a: [..., m, k].
+        b: [..., k, n].
+        dtype: of the products and the sums; None: what numpy takes for both operands.
+
+    Returns:
+        [..., m, n].
+    """
+    dtype = np.result_type(a, b) if dtype is None else dtype
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    total = np.multiply(a[..., :, :1], b[..., :1, :], order="C")
+    term = np.empty_like(total)
+    for k in range(1, a.shape[-1]):
+        np.multiply(a[..., :, k, None], b[..., k, None, :], out=term)
+        np.add(total, term, out=total)
+    return total
+
+
+def fix_products() -> None:
+    """Let the interpreter multiply by `fixed_product`: it sees numpy with another `matmul`, all others the real one."""
+    from triton.runtime import interpreter
+
+    its_numpy = ModuleType("numpy")
+    vars(its_numpy).update(vars(np), matmul=fixed_product)
+    interpreter.np = its_numpy

@@ -1,0 +1,165 @@
+"""Answers of another model's vocabulary never draft: their files are left out, and their tokens looked at."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_specrollout import drafters
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.drafter_config import HistoryConfig, OracleConfig
+from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.history import frames, upkeep
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.frames import HistoryError
+from vllm_specrollout.history.log import ForeignError, Reader, Writer
+from vllm_specrollout.history.records import decode_record, encode_record
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.types import Decision, Ending, RequestView, Shape, Status
+
+MakeAnswer = Callable[..., Answer]
+
+SMALL = Vocabulary("small", 512, "a1")
+SMALL_LATER = Vocabulary("small/checkpoint-7", 512, "a1")
+LARGE = Vocabulary("large", 150_000, "b2")
+
+
+def _store(folder: Path, vocabulary: Vocabulary) -> HistoryStore:
+    return HistoryStore(HistoryConfig(dir=str(folder)), vocabulary=vocabulary)
+
+
+def _filled(folder: Path, vocabulary: Vocabulary, *answers: Answer) -> None:
+    store = _store(folder, vocabulary)
+    for answer in answers:
+        store.append(answer)
+    store.close()
+
+
+def _first_version(path: Path) -> None:
+    """Make the file's header one of format version 1."""
+    data = bytearray(path.read_bytes())
+    start = frames.HEADER.pack(frames.MAGIC, 1, bytes(data[12:28]), 0)[:-4]
+    path.write_bytes(start + struct.pack("<I", zlib.crc32(start)) + bytes(data[frames.HEADER.size :]))
+
+
+def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_known() -> None:
+    assert SMALL.fits(SMALL_LATER) and not SMALL.fits(LARGE)
+    # embeddings may be padded
+    assert SMALL.fits(Vocabulary("padded", 640, "a1"))
+    assert not SMALL.fits(Vocabulary("of the same size", 512, "c3"))
+    assert SMALL.fits(Vocabulary("without tokenizer", 512)) and not SMALL.fits(Vocabulary("without tokenizer", 640))
+    assert SMALL.fits(ANY_VOCABULARY) and ANY_VOCABULARY.fits(SMALL)
+
+
+def test_every_file_names_its_writers_model_and_keeps_doing_so(tmp_path: Path, make_answer: MakeAnswer) -> None:
+    path = tmp_path / "answers-0000.history"
+    writer = Writer(path, vocabulary=SMALL)
+    writer.append(make_answer("a"))
+    writer.rewrite([make_answer("b")])
+    writer.close()
+    reader = Reader(path)
+    assert reader.vocabulary() == SMALL and reader.version == 2
+    report = upkeep.inspect(path)
+    assert (report.model, report.vocab_size, report.answers) == ("small", 512, 1)
+    assert decode_record(encode_record(SMALL)) == SMALL
+
+
+@pytest.mark.parametrize("data", [b"{}x", b"[]", b'{"size": "many"}', b'{"colour": 1}', b"\xff"])
+def test_a_vocabulary_that_cannot_be_read_is_no_record(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_record(bytes([4]) + data)
+
+
+def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once(
+    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
+) -> None:
+    _filled(tmp_path, LARGE, make_answer("theirs", token_ids=np.arange(5, dtype=np.int32)))
+    before = (tmp_path / "answers-0000.history").read_bytes()
+    with caplog.at_level(logging.WARNING):
+        store = _store(tmp_path, SMALL)
+        store.append(make_answer("ours", token_ids=np.arange(5, dtype=np.int32)))
+        store.begin_epoch()
+    assert [answer.request_id for answer in store.answers("p")] == ["ours"]
+    assert store.stats().foreign_files == 1
+    assert caplog.text.count("which has another vocabulary than `small`") == 1 and "`large`" in caplog.text
+    store.close()
+    assert (tmp_path / "answers-0000.history").read_bytes() == before
+    with pytest.raises(ForeignError, match="another vocabulary"):
+        Writer(tmp_path / "answers-0000.history", vocabulary=SMALL)
+
+
+def test_a_later_checkpoint_goes_on_with_its_models_file(tmp_path: Path, make_answer: MakeAnswer) -> None:
+    _filled(tmp_path, SMALL, make_answer("a", token_ids=np.arange(5, dtype=np.int32)))
+    store = _store(tmp_path, SMALL_LATER)
+    assert [answer.request_id for answer in store.answers("p")] == ["a"]
+    store.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_of_the_first_version_are_read_and_tokens_that_the_model_lacks_are_not(
+    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = {"ours": [11, 12], "beyond": [11, 512], "below": [-7], "largest": [2**31 - 1], "last": [511]}
+    answers = [make_answer(name, token_ids=np.asarray(ids, np.int32)) for name, ids in tokens.items()]
+    tail = make_answer("tail", token_ids=np.zeros(1, np.int32), prompt_tail=np.asarray([4, 9000], np.int32))
+    _filled(tmp_path, ANY_VOCABULARY, *answers, tail)
+    _first_version(tmp_path / "answers-0000.history")
+    store = _store(tmp_path, SMALL)
+    with caplog.at_level(logging.WARNING):
+        assert [answer.request_id for answer in store.answers("p")] == ["ours", "last"]
+        assert [answer.request_id for answer in store.answers("p")] == ["ours", "last"]
+    assert store.stats().foreign_answers == 8 and caplog.text.count("outside the model's vocabulary of 512") == 1
+    # what it writes itself goes to a file that says whose it is
+    store.append(make_answer("new", token_ids=np.zeros(1, np.int32)))
+    store.close()
+    assert Reader(tmp_path / "answers-0000.history").version == 1
+    assert Reader(tmp_path / "answers-0001.history").vocabulary() == SMALL
+
+
+def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
+    config = HistoryConfig(dir=str(tmp_path))
+    other = HistoryDrafter(config)
+    prompt, answer = np.asarray([5, 6, 7], np.int32), np.asarray([11, 149_999, -7, 2**31 - 1, 12], np.int32)
+    other.finish(Ending("r0", "aime-7", prompt, answer, Status.FINISHED, 0, "cmpl-0"))
+    sound = np.asarray([11, 13, 14], np.int32)
+    other.finish(Ending("r1", "aime-7", prompt, sound, Status.FINISHED, 0, "cmpl-1"))
+    other.close()
+    drafter = HistoryDrafter(config, vocabulary=Vocabulary("small", 512))
+    view = RequestView("r2", np.asarray([8, 9, 7, 11], np.int32), 3, 100, Shape.TREE, 1 << 30, "aime-7", 0, "cmpl-2")
+    drafter.propose([view], [Decision(16, 8, Shape.TREE)])
+    # its index is being built
+    drafter.library._executor.submit(lambda: None).result()
+    (tree,) = drafter.propose([view], [Decision(16, 8, Shape.TREE)])
+    assert tree.token_ids.tolist() == [13, 14]
+    drafter.close()
+
+
+def test_only_files_of_one_vocabulary_are_merged(tmp_path: Path, make_answer: MakeAnswer) -> None:
+    for name, vocabulary in (("one", SMALL), ("two", SMALL_LATER), ("three", LARGE), ("four", ANY_VOCABULARY)):
+        _filled(tmp_path / name, vocabulary, make_answer(name))
+    one, two, three, four = (tmp_path / name / "answers-0000.history" for name in ("one", "two", "three", "four"))
+    into = tmp_path / "all.history"
+    with pytest.raises(HistoryError, match="in the vocabulary of `large`"):
+        upkeep.merge([one, two, three], into)
+    assert not into.exists()
+    assert upkeep.merge([one, two], into) == 2 and Reader(into).vocabulary() == SMALL
+    into.unlink()
+    # what is in it may be of any
+    assert upkeep.merge([one, four], into) == 2 and Reader(into).vocabulary() == ANY_VOCABULARY
+
+
+def test_recorded_answers_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text('{"a": [1, 2], "b": [3, 512]}')
+    config = SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=str(path)))
+    assert drafters.build(config, Vocabulary("large", 513))
+    with pytest.raises(ConfigError, match="'b' holds token 512, the model has 512"):
+        drafters.build(config, Vocabulary("small", 512))

@@ -1,0 +1,103 @@
+"""The first requests find every kernel compiled, and nothing that tells of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm_specrollout.kernels.kv_commit import kernel as kv_commit
+from vllm_specrollout.kernels.tree_attention import kernel as tree_attention
+from vllm_specrollout.kernels.tree_verify import kernel as tree_verify
+
+from tests.e2e.identity.cases import Case, cases
+from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.compare import run
+from tests.e2e.identity.engines import Engine, engine
+from tests.e2e.identity.fuzz import FuzzDrafter
+from tests.launches import Key, watch
+from tests.v2.models import small_model
+from vllm_specrollout.worker.v2.warm_up import warm_up
+
+KERNELS = (
+    (tree_attention, "_attend"),
+    (tree_attention, "_merge"),
+    (tree_verify, "_sample_blocks"),
+    (tree_verify, "_walk_trees"),
+    (kv_commit, "_move"),
+)
+ENGINE: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 900, "max_num_batched_tokens": 640}
+
+
+def _rollout(ours: Engine) -> None:
+    """Plain sampling and processed, short contexts and long, drafts alone and beside prompts."""
+    requests = cases(6, VOCAB, seed=1, max_tokens=6, only=("greedy", "temperature 1", "top_p"))
+    long = Case("long", "long", [5 + i % 50 for i in range(700)], {"max_tokens": 4, "seed": 1})
+    truth = run(ours.llm, [*requests, long], enabled=False)
+    answers = {
+        case.problem_id: list(output.outputs[0].token_ids)
+        for case, output in zip([*requests, long], truth, strict=True)
+    }
+    ours.runner.speculation.drafters = [FuzzDrafter(answers, VOCAB, quality=0.9)]
+    for batch in (requests[:1], [*requests, long], [long]):
+        ours.llm.reset_prefix_cache()
+        run(ours.llm, batch)
+    assert ours.runner.stats.branches_committed > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    keys: list[Key] = watch(monkeypatch, *KERNELS)
+    path = small_model(tmp_path, "qwen3", dtype)
+    with engine(path, dtype, is_ours=True, spec_rollout={"max_draft_tokens": 8}, **ENGINE) as ours:
+        compiled = set(keys)
+        keys.clear()
+        _rollout(ours)
+    assert {name for name, *_ in keys} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move"}
+    assert not (set(keys) - compiled)
+
+
+def _state(runner: Any) -> list[torch.Tensor]:
+    """Copies of every tensor that a request's next token may depend on."""
+    owners = (
+        runner.req_states,
+        runner.sampler.sampling_states,
+        runner.input_buffers,
+        runner.block_tables,
+        runner.inputs,
+    )
+    tensors = [value for owner in owners for value in vars(owner).values()]
+    tensors += [value.gpu for value in tensors if isinstance(getattr(value, "gpu", None), torch.Tensor)]
+    return [t.clone() for t in (*tensors, *runner.kv_caches) if isinstance(t, torch.Tensor)]
+
+
+def test_the_warm_up_leaves_no_trace_in_caches_and_states(tmp_path: Path) -> None:
+    requests = cases(3, VOCAB, seed=2, max_tokens=6, only=("temperature 1", "greedy"))
+    path = small_model(tmp_path, "qwen3", "float32")
+    with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 8}, **ENGINE) as ours:
+        run(ours.llm, requests)
+        runner = ours.runner
+        for cache in runner.kv_caches:
+            cache.copy_(torch.randn_like(cache))
+        before, totals = _state(runner), dataclasses.asdict(runner.stats)
+        warm_up(runner)
+        after = _state(runner)
+        assert len(before) > 20 and len(before) == len(after)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert dataclasses.asdict(runner.stats) == totals and runner.host.num_in_flight <= 1
+
+
+def test_where_branches_are_not_verified_only_what_judges_chains_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[Key] = watch(monkeypatch, *KERNELS)
+    path = small_model(tmp_path, "qwen3", "float32")
+    with engine(path, "float32", is_ours=True, spec_rollout={"shape": "chain"}, **ENGINE):
+        assert {name for name, *_ in keys} == {"_sample_blocks", "_walk_trees"}

@@ -1,0 +1,79 @@
+"""What of ours fails costs speed, never tokens: failures are contained here, counted, and named once.
+
+What belongs here: what counts as a failure, and who is told. Whoever uses a guard says what happens instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+from vllm_specrollout import envs
+
+logger = logging.getLogger("vllm.specrollout")
+
+CONTAINED = (Exception, SystemExit)
+"""Whatever a part of ours may raise; a library that ends the process on an error is one of the cases."""
+
+
+class Guard:
+    """Contains the failures of one engine's drafting.
+
+    Args:
+        is_strict: failures are raised instead, as tests want it; None: as the environment says (`envs.STRICT`).
+    """
+
+    def __init__(self, is_strict: bool | None = None) -> None:
+        self.is_strict = envs.is_strict() if is_strict is None else is_strict
+        # part -> how often it failed
+        self.failures: dict[str, int] = {}
+        # told the part's name at every failure
+        self.listener: Callable[[str], None] | None = None
+
+    def over(self, part: str, effect: str) -> _Region:
+        """A block of code whose failure leaves it early, and nothing else; see `failed`."""
+        return _Region(self, part, effect)
+
+    def failed(self, part: str, error: BaseException, effect: str) -> None:
+        """Count a failure, and name it if it is the part's first.
+
+        Args:
+            part: what failed: a drafter's name, or a word of the code's own. There are few of them.
+            effect: what comes of it, as the second half of a sentence.
+
+        Raises:
+            the error itself, where the guard is strict.
+        """
+        count = self.failures[part] = self.failures.get(part, 0) + 1
+        if self.is_strict:
+            raise error
+        if count == 1:
+            logger.error("Spec rollout: %s failed; %s", part, effect, exc_info=error)
+        if self.listener is not None:
+            self.listener(part)
+
+
+class _Region:
+    """The block of `Guard.over`. A class of its own: it is entered several times in every step."""
+
+    __slots__ = ("_effect", "_guard", "_part")
+
+    def __init__(self, guard: Guard, part: str, effect: str) -> None:
+        self._guard, self._part, self._effect = guard, part, effect
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        if not isinstance(error, CONTAINED):
+            return False
+        if self._guard.is_strict:
+            self._guard.failures[self._part] = self._guard.failures.get(self._part, 0) + 1
+            return False
+        self._guard.failed(self._part, error, self._effect)
+        return True
