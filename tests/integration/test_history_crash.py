@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.integration import history_writer
-from vllm_specrollout.history.frames import HEADER, HistoryError
+from vllm_specrollout.history.frames import HEADER, VERSION, HistoryError
 from vllm_specrollout.history.log import Reader, Writer
 from vllm_specrollout.history.records import Answer, decode_record
 
@@ -138,7 +138,7 @@ def test_damage_anywhere_costs_only_what_it_touches(sound, tmp_path):
             found = answers_in(path)
         except HistoryError as error:
             assert first < HEADER.size, f"damage {seed} left the header alone"
-            assert str(path) in error.cause and "version 1" in error.cause
+            assert str(path) in error.cause and f"version {VERSION}" in error.cause
             continue
         assert first >= HEADER.size or len(after) < HEADER.size or after[: HEADER.size] == data[: HEADER.size]
         for answer in found:
