@@ -7,11 +7,14 @@ A top-level `kernels` package would shadow the one on PyPI, so only its inner fo
 import shutil
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+# as many compilers as there are cores
+ParallelCompile("SPECROLLOUT_BUILD_JOBS").install()
+
 MAPPED = ("kernels", "patches", "bench")
 
 packages = find_packages(include=["vllm_specrollout", "vllm_specrollout.*"])
@@ -34,7 +37,10 @@ extension = Pybind11Extension(
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra"],
-    depends=[path.relative_to(HERE).as_posix() for path in sorted(HERE.glob("csrc/core/*.h"))],
+    depends=[
+        path.relative_to(HERE).as_posix()
+        for path in [*sorted(HERE.glob("csrc/core/*.h")), *sorted(HERE.glob("csrc/*.h"))]
+    ],
 )
 
 

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_common.h"
 #include "core/blocks.h"
 #include "core/layout.h"
 #include "core/walk.h"
@@ -15,6 +16,7 @@ using namespace specrollout;
 
 void bind_check(py::module_& m);
 void bind_history(py::module_& m);
+void bind_merge(py::module_& m);
 void bind_ngram(py::module_& m);
 void bind_pick(py::module_& m);
 void bind_unite(py::module_& m);
@@ -23,14 +25,6 @@ namespace {
 
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
-
-// Hands a vector's memory to numpy without copying it.
-template <typename T>
-py::array_t<T> Give(std::vector<T>&& values) {
-  auto* owned = new std::vector<T>(std::move(values));
-  py::capsule free_when_done(owned, [](void* p) { delete static_cast<std::vector<T>*>(p); });
-  return py::array_t<T>(static_cast<py::ssize_t>(owned->size()), owned->data(), free_when_done);
-}
 
 void Expect(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
@@ -124,6 +118,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
   bind_check(m);
   bind_history(m);
+  bind_merge(m);
   bind_ngram(m);
   bind_pick(m);
   bind_unite(m);

@@ -6,6 +6,7 @@ exchange it; what only one layer knows stays there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 ROOT = -1
 """Parent of the nodes of depth 1. The root itself is the request's last known token; it is not a node."""
@@ -208,3 +210,181 @@ class Choice:
     # milliseconds expected of the step, with the drafts and without any; 0.0 where the policy has no expectation
     expected_ms: float = 0.0
     plain_ms: float = 0.0
+
+
+# --- the flat carriers ------------------------------------------------------------------------------------------------
+
+SOURCES = 16
+"""Drafters that are told apart: a node's source lies below it."""
+TENTHS = 10
+"""Equally wide ranges of probability, in which acceptance is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """The draft trees of a batch, one behind another. Drafters make it, `merge_select` cuts it, verification walks it.
+
+    In each tree parents come before children, and every prefix is the best tree of its size.
+    """
+
+    # [R] requests, in the batch's order; one without a draft has no nodes
+    request_ids: Sequence[str]
+    # [R + 1] int32: first node of each request; the last entry is N
+    node_start: IntArray
+    # [N] int32: drafted tokens
+    token_ids: IntArray = field(repr=False)
+    # [N] int32: node -> its parent, counted from its own request's first node; ROOT for depth 1
+    parents: IntArray = field(repr=False)
+    # [N] float32: natural log of the drafter's probability that the node is accepted given that its parent is
+    log_q: FloatArray = field(repr=False)
+    # [N] int32: node -> index into the engine's list of drafters
+    source: IntArray = field(repr=False)
+    # [N] int32: node -> its depth, 1 below the root
+    depth: IntArray = field(repr=False)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def sizes(self) -> IntArray:
+        """[R] nodes of each request."""
+        return np.diff(self.node_start)
+
+    def tree(self, index: int) -> DraftTree:
+        """One request's tree, for tests and for eyes: a step never takes a batch apart."""
+        own = slice(int(self.node_start[index]), int(self.node_start[index + 1]))
+        return DraftTree(self.token_ids[own], self.parents[own], self.log_q[own], self.source[own])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBatch:
+    """The running requests that may be drafted for in the next step, and what each of them allows."""
+
+    # [R]
+    views: Sequence[RequestView]
+    # [R] int32: most draft tokens: the request's own limit and the room that was left for it; 0 where nothing may be
+    max_nodes: IntArray
+    # [R] int32: most levels: a draft of d levels yields up to d + 1 tokens, and more than the request may have is waste
+    max_depth: IntArray
+    # [R] bool: no branches
+    is_chain: BoolArray
+    # tokens in the KV cache, all requests together
+    context: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.views)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [view.request_id for view in self.views]
+
+    @classmethod
+    def of(cls, views: Sequence[RequestView], *, may_branch: bool = True) -> RequestBatch:
+        """Args:
+        may_branch: False: nobody may have branches, whatever its kind.
+        """
+        count = len(views)
+        nodes, depth = np.empty(count, np.int32), np.empty(count, np.int32)
+        chain_only = np.full(count, not may_branch)
+        context = 0
+        for i, view in enumerate(views):
+            deepest = view.max_new_tokens - 1
+            is_off = deepest <= 0 or view.shape is Shape.OFF
+            nodes[i] = 0 if is_off else min(view.max_draft_tokens, MOST_NODES)
+            depth[i] = 0 if is_off else min(deepest, MOST_NODES)
+            if view.shape is Shape.CHAIN:
+                chain_only[i] = True
+            context += len(view.token_ids)
+        return cls(views, nodes, depth, chain_only, context)
+
+
+MOST_NODES = 64
+"""Draft nodes of one request in one step, at most: what the kernels' ancestor masks hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """How much drafters are asked for; a budget's answer to a `RequestBatch`, never above what that allows."""
+
+    # [R] int32: most nodes; 0: nothing is wanted
+    max_nodes: IntArray
+    # [R] int32: most levels
+    max_depth: IntArray
+    # [R] bool: no branches
+    is_chain: BoolArray
+    # [R] uint32: bit d: drafter d is wanted; None: all are
+    drafters: npt.NDArray[np.uint32] | None = None
+    # a few words out of a small set, fit to be a metric's label
+    reason: str = ""
+
+    @property
+    def wants_any(self) -> bool:
+        return bool(self.max_nodes.any())
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What the target made of the trees of a step."""
+
+    # [R] int32: accepted nodes of each request, in the trees' order
+    num_accepted: IntArray
+    # [sum(num_accepted)] int32: accepted nodes, counted from their request's first node, from the root down
+    accepted: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a budget chose for the next step, and what it expects of that."""
+
+    trees: TreeBatch
+    # why as much, or as little: a few words out of a small set, fit to be a metric's label
+    reason: str
+    # False: drafters were not even asked
+    is_on: bool = True
+    # whether asking paid, the asking included; where it does not for some steps in a row, it is left for a while
+    pays: bool = True
+    # [N] float32: probability that the target walks down to each node, as the budget has it; None: it has no idea
+    reach: FloatArray | None = field(default=None, repr=False)
+    # milliseconds expected of the step, with the drafts and without any; 0.0 where the budget has no expectation
+    expected_ms: float = 0.0
+    plain_ms: float = 0.0
+
+    @property
+    def expected_tokens(self) -> float:
+        """Tokens that the drafts are expected to add; 0.0 where the budget has no expectation."""
+        return 0.0 if self.reach is None else float(self.reach.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step that is over: what was planned, what was verified, what came of it and what it cost."""
+
+    # None: nothing was planned: drafting was paused, or no room was left for it
+    plan: StepPlan | None
+    # the trees that went to the target: the plan's, or what the engine had room for
+    trees: TreeBatch
+    result: VerifyResult
+    # None: not known
+    timing: StepTiming | None = None
+    # what the plan was made from; None where there is none
+    batch: RequestBatch | None = None
+    # [P] what each drafter proposed for it
+    proposals: Sequence[TreeBatch] = ()
+
+
+def empty_trees(request_ids: Sequence[str]) -> TreeBatch:
+    """No drafts for anybody."""
+    start = np.zeros(len(request_ids) + 1, dtype=np.int32)
+    return TreeBatch(request_ids, start, _NO_INTS, _NO_INTS, _NO_FLOATS, _NO_INTS, _NO_INTS)
+
+
+_NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
+_NO_FLOATS: FloatArray = np.zeros(0, dtype=np.float32)
+_NO_INTS.flags.writeable = _NO_FLOATS.flags.writeable = False
+NOTHING_ACCEPTED = VerifyResult(_NO_INTS, _NO_INTS)

@@ -1,0 +1,1 @@
+"""Naive twins: what fast code is to compute, written to be read."""

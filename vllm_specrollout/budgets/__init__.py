@@ -1,0 +1,1 @@
+"""Budgets: how much is drafted, and what of it is verified. Pure: numbers in, plans out."""

@@ -1,0 +1,126 @@
+"""How much is drafted in the next step: the one Protocol of all budgets, and the two that need no thought.
+
+What belongs here: what every budget answers. A budget is asked for limits before the drafters propose, and chooses
+what is worth verifying afterwards. It never learns who watches it, and it keeps no clock: pauses are the speculator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.types import (
+    DraftLimits,
+    Ending,
+    RequestBatch,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+    empty_trees,
+)
+
+FOR_GOOD = 1 << 30
+"""Steps; more than any engine runs."""
+
+
+class Budget(Protocol):
+    """Decides how much to draft. Pure: the same calls give the same answers."""
+
+    def steps_off(self, num_requests: int) -> int:
+        """How many of the coming steps go without drafts whichever requests are in them; 0: look at the next one's.
+
+        Asked once per engine step, before its requests are looked at, which costs time at large batches.
+        """
+        ...
+
+    def limits(self, batch: RequestBatch) -> DraftLimits:
+        """How much drafters are asked for."""
+        ...
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        """What of the proposals is verified.
+
+        Args:
+            proposals: [P] one per drafter that was asked, each over all requests of the batch.
+            limits: what `limits` answered for this batch.
+            draft_ms: milliseconds that asking drafters takes in such steps.
+        """
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """A step is over."""
+        ...
+
+    def finish(self, ending: Ending) -> None:
+        """A request is over."""
+        ...
+
+    def seed(self, timings: Sequence[StepTiming]) -> None:
+        """Start from steps that were measured earlier on such an engine."""
+        ...
+
+
+class BaseBudget:
+    """What most budgets answer alike."""
+
+    def __init__(self, max_nodes: int, max_depth: int) -> None:
+        """Args:
+        max_nodes, max_depth: the engine's limits for one request.
+        """
+        self.max_nodes = max_nodes
+        self.max_depth = max_depth
+
+    def steps_off(self, num_requests: int) -> int:
+        return 0
+
+    def limits(self, batch: RequestBatch) -> DraftLimits:
+        return bounded(batch, self.max_nodes, self.max_depth)
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+    def finish(self, ending: Ending) -> None:
+        """Nothing is kept per request."""
+
+    def seed(self, timings: Sequence[StepTiming]) -> None:
+        """Nothing to start from."""
+
+
+class FixedBudget(BaseBudget):
+    """Always verifies up to the configured size; for benchmarks, for recordings, and for those who know better."""
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        merged = merge_select(proposals, limits)
+        return StepPlan(merged.trees, "fixed", pays=bool(merged.trees.num_nodes))
+
+
+class OffBudget(BaseBudget):
+    """Never drafts: plain decoding through the same engine, for comparison."""
+
+    def __init__(self, max_nodes: int = 0, max_depth: int = 0) -> None:
+        super().__init__(0, 0)
+
+    def steps_off(self, num_requests: int) -> int:
+        return FOR_GOOD
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        return StepPlan(empty_trees(batch.request_ids), "off", is_on=False, pays=False)
+
+
+def bounded(batch: RequestBatch, max_nodes: int, max_depth: int, *, is_chain: bool = False) -> DraftLimits:
+    """The same limits for all requests, within what each of them allows."""
+    depth = np.minimum(batch.max_depth, max_depth)
+    chain_only = np.ones_like(batch.is_chain) if is_chain else batch.is_chain
+    nodes = np.minimum(batch.max_nodes, max_nodes)
+    nodes = np.where(chain_only, np.minimum(nodes, depth), nodes)
+    return DraftLimits(np.where(depth > 0, nodes, 0).astype(np.int32), depth.astype(np.int32), chain_only)
