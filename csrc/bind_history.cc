@@ -91,14 +91,20 @@ py::tuple Propose(const std::vector<const HistoryIndex*>& indices, const py::obj
   std::vector<Ask> asks;
   asks.reserve(batch);
   for (size_t i = 0; i < batch; ++i) {
+    if (nodes[i] <= 0 || depths[i] <= 0) continue;  // nothing is wanted of it
     if (indices[i] == nullptr) throw std::invalid_argument("an index is None");
     asks.push_back({indices[i], of_doc[i], nodes[i], depths[i], chains[i] != 0});
   }
   Draft all;
-  std::vector<int32_t> node_start;
+  std::vector<int32_t> asked_start, node_start(1, 0);
   {
     py::gil_scoped_release release;
-    ThreadLookup().Propose(asks, siblings, &all, &node_start);
+    ThreadLookup().Propose(asks, siblings, &all, &asked_start);
+    size_t asked = 0;
+    for (size_t i = 0; i < batch; ++i) {
+      asked += nodes[i] > 0 && depths[i] > 0;
+      node_start.push_back(asked_start[asked]);
+    }
   }
   return py::make_tuple(ToNumpy(node_start), ToNumpy(all.token_ids), ToNumpy(all.parents), ToNumpy(all.log_q));
 }

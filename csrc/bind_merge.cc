@@ -88,6 +88,24 @@ py::tuple MergeSelect(const py::list& proposals, const py::object& max_nodes, co
                         Give(std::move(out.reach)), Give(std::move(out.num_proposed)), out.ms, out.gain, out.best);
 }
 
+py::array_t<int32_t> Depths(const py::object& node_start, const py::object& parents, size_t num_requests) {
+  py::ssize_t starts = static_cast<py::ssize_t>(num_requests) + 1, nodes = -1;
+  const int32_t* start = Read<int32_t>(node_start, "node_start", &starts);
+  const int32_t* parent = Read<int32_t>(parents, "parents", &nodes);
+  std::vector<int32_t> depth(static_cast<size_t>(nodes));
+  if (start[0] != 0 || start[num_requests] != nodes) throw std::invalid_argument("node_start does not cover the nodes");
+  for (size_t r = 0; r < num_requests; ++r) {
+    if (start[r + 1] < start[r] || start[r + 1] > nodes) throw std::invalid_argument("node_start falls");
+    for (int32_t i = start[r]; i < start[r + 1]; ++i) {
+      if (parent[i] < -1 || parent[i] >= i - start[r]) {
+        throw std::invalid_argument("parent " + std::to_string(parent[i]) + " does not come before its child");
+      }
+      depth[i] = parent[i] < 0 ? 1 : depth[start[r] + parent[i]] + 1;
+    }
+  }
+  return Give(std::move(depth));
+}
+
 py::tuple Tally(const py::object& node_start, const py::object& parents, const py::object& log_q,
                 const py::object& source, const py::object& num_accepted, const py::object& accepted) {
   py::ssize_t requests = -1, listed = -1;
@@ -117,6 +135,7 @@ void bind_merge(py::module_& m) {
   using namespace specrollout;
   m.def("check_batch", &CheckBatch, py::arg("node_start"), py::arg("token_ids"), py::arg("parents"), py::arg("log_q"),
         py::arg("source"), py::arg("num_requests"), py::arg("vocab_size"));
+  m.def("depths", &Depths, py::arg("node_start"), py::arg("parents"), py::arg("num_requests"));
   m.def("merge_select", &MergeSelect, py::arg("proposals"), py::arg("max_nodes"), py::arg("max_depth"),
         py::arg("is_chain"), py::arg("calibration"), py::arg("width"), py::arg("prices"), py::arg("least_nodes"));
   m.def("tally", &Tally, py::arg("node_start"), py::arg("parents"), py::arg("log_q"), py::arg("source"),

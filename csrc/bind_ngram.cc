@@ -65,10 +65,10 @@ py::tuple ProposeBatch(const std::vector<const NgramIndex*>& indices, const IntA
     RequireVector(array, "a bound");
     if (static_cast<size_t>(array.size()) != batch) throw std::invalid_argument("one bound per index is needed");
   }
-  for (const NgramIndex* index : indices) {
-    if (index == nullptr) throw std::invalid_argument("an index is None");
-  }
   const int32_t* nodes = max_nodes.data();
+  for (size_t i = 0; i < batch; ++i) {
+    if (indices[i] == nullptr && nodes[i] > 0) throw std::invalid_argument("an index is None");
+  }
   const int32_t* depth = max_depth.data();
   const bool* is_chain = chain.data();
   Draft all;
@@ -77,6 +77,10 @@ py::tuple ProposeBatch(const std::vector<const NgramIndex*>& indices, const IntA
     py::gil_scoped_release release;
     Draft draft;
     for (size_t i = 0; i < batch; ++i) {
+      if (nodes[i] <= 0 || depth[i] <= 0) {  // nothing is wanted of it
+        offsets.push_back(static_cast<int32_t>(all.token_ids.size()));
+        continue;
+      }
       indices[i]->Propose(nodes[i], depth[i], is_chain[i], &ThreadTrie(), &draft);
       all.token_ids.insert(all.token_ids.end(), draft.token_ids.begin(), draft.token_ids.end());
       all.parents.insert(all.parents.end(), draft.parents.begin(), draft.parents.end());
@@ -84,7 +88,7 @@ py::tuple ProposeBatch(const std::vector<const NgramIndex*>& indices, const IntA
       offsets.push_back(static_cast<int32_t>(all.token_ids.size()));
     }
   }
-  return py::make_tuple(ToNumpy(all.token_ids), ToNumpy(all.parents), ToNumpy(all.log_q), ToNumpy(offsets));
+  return py::make_tuple(ToNumpy(offsets), ToNumpy(all.token_ids), ToNumpy(all.parents), ToNumpy(all.log_q));
 }
 
 }  // namespace
@@ -102,5 +106,5 @@ void bind_ngram(py::module_& m) {
            "(token_ids, parents, log_q), best first.")
       .def("check_integrity", &NgramIndex::CheckIntegrity);
   m.def("propose_batch", &specrollout::ProposeBatch, py::arg("indices"), py::arg("max_nodes"), py::arg("max_depth"),
-        py::arg("chain"), "One draft per index, concatenated: (token_ids, parents, log_q, offsets [B + 1]).");
+        py::arg("chain"), "One draft per index, concatenated: (node_start [B + 1], token_ids, parents, log_q).");
 }

@@ -80,11 +80,22 @@ py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32
   return out;
 }
 
-int scratch_needed(Array<int32_t> parents, int root, int block_size) {
-  Expect(root >= 0 && block_size > 0, "root must not be below 0, and block_size must be above it");
-  for (py::ssize_t i = 0; i < parents.size(); ++i)
-    Expect(parents.at(i) >= -1 && parents.at(i) < i, "parents must come before their children");
-  return ScratchNeeded(parents.data(), static_cast<int>(parents.size()), root, block_size);
+// Which trees must do without their branches, since the scratch blocks go to those before them.
+py::array_t<bool> without_scratch(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t> roots,
+                                  int block_size, int num_scratch) {
+  const int n = static_cast<int>(roots.size());
+  Expect(block_size > 0, "block_size must be above 0");
+  Expect(node_start.size() == n + 1, "node_start must have one entry per request and one more");
+  ExpectTree(node_start, parents, n);
+  py::array_t<bool> out(n);
+  for (int r = 0; r < n; ++r) {
+    Expect(roots.at(r) >= 0, "roots must not be below 0");
+    const int start = node_start.at(r), size = node_start.at(r + 1) - start;
+    const int needed = ScratchNeeded(parents.data() + start, size, roots.at(r), block_size);
+    out.mutable_at(r) = needed > num_scratch;
+    if (needed <= num_scratch) num_scratch -= needed;
+  }
+  return out;
 }
 
 py::tuple walk(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t> tokens, Array<int64_t> sampled) {
@@ -97,6 +108,19 @@ py::tuple walk(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t>
   return py::make_tuple(Give(std::move(walks.output)).reshape({py::ssize_t(n), width}),
                         Give(std::move(walks.output_row)).reshape({py::ssize_t(n), width}),
                         Give(std::move(walks.num_accepted)), Give(std::move(walks.accepted)));
+}
+
+py::tuple follow(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t> tokens, Array<int32_t> output,
+                 Array<int32_t> counts) {
+  const int n = static_cast<int>(node_start.size()) - 1;
+  ExpectTree(node_start, parents, n);
+  Expect(tokens.size() == parents.size(), "tokens and parents must have the same length");
+  Expect(output.ndim() == 2 && output.shape(0) == n && counts.size() == n,
+         "output and counts must have a row per request");
+  const int width = static_cast<int>(output.shape(1));
+  for (int r = 0; r < n; ++r) Expect(counts.at(r) >= 0 && counts.at(r) <= width, "counts must lie within output");
+  Followed found = Follow(n, node_start.data(), parents.data(), tokens.data(), output.data(), width, counts.data());
+  return py::make_tuple(Give(std::move(found.num_accepted)), Give(std::move(found.accepted)));
 }
 
 void copy_blocks(Array<uint64_t> bases, Array<int64_t> strides, Array<int64_t> from, Array<int64_t> to) {
@@ -113,8 +137,11 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Host arithmetic of tree speculation; see csrc/core for what each function means.";
   m.def("expand_paths", &expand_paths, py::arg("row_start"), py::arg("base"), py::arg("node_start"), py::arg("parents"),
         py::arg("block_table"), py::arg("block_size"), py::arg("scratch"), py::arg("zero_block"));
-  m.def("scratch_needed", &scratch_needed, py::arg("parents"), py::arg("root"), py::arg("block_size"));
+  m.def("without_scratch", &without_scratch, py::arg("node_start"), py::arg("parents"), py::arg("roots"),
+        py::arg("block_size"), py::arg("num_scratch"));
   m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));
+  m.def("follow", &follow, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("output"),
+        py::arg("counts"));
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
   bind_check(m);
   bind_history(m);

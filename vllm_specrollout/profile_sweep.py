@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.policies.budget import may_draft
-from vllm_specrollout.policies.cost_model import StepCost
-from vllm_specrollout.policies.fastgrpo import FastGrpoBudget
+from vllm_specrollout.budgets.base import BaseBudget, bounded
+from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.trees.merge import merge_select
 from vllm_specrollout.types import (
     EMPTY_TREE,
     ROOT,
-    Choice,
-    Decision,
+    DraftLimits,
     DraftTree,
-    Ending,
-    Feedback,
-    RequestView,
-    Shape,
+    RequestBatch,
+    StepPlan,
+    StepRecord,
     StepTiming,
+    TreeBatch,
 )
 
 SIZES = (0, 1, 2, 4, 8, 16)
@@ -59,7 +59,7 @@ def random_tree(draft: Draft, vocab_size: int, rng: np.random.Generator, source:
     )
 
 
-class RandomDrafter:
+class RandomDrafter(BaseDrafter):
     """Proposes random trees of the width asked for; the budget asks for their size."""
 
     name = "random"
@@ -68,53 +68,47 @@ class RandomDrafter:
         self._vocab_size, self._sweep = vocab_size, sweep
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [self._one(decision) for decision in decisions]
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        bounds = zip(limits.max_nodes.tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True)
+        trees = [self._one(*bound) for bound in bounds]
+        node_start = np.zeros(len(trees) + 1, dtype=np.int32)
+        np.cumsum([tree.size for tree in trees], out=node_start[1:])
+        tokens, parents, log_q = (
+            np.concatenate([getattr(EMPTY_TREE, name), *(getattr(tree, name) for tree in trees)])
+            for name in ("token_ids", "parents", "log_q")
+        )
+        return proposed(batch.request_ids, node_start, tokens, parents, log_q, 0)
 
-    def _one(self, decision: Decision) -> DraftTree:
-        if decision.shape is Shape.OFF or decision.max_nodes <= 0:
-            return EMPTY_TREE
-        width = 1 if decision.shape is Shape.CHAIN else self._sweep.now.width
-        nodes = min(decision.max_nodes, decision.max_depth * width)
-        return random_tree(Draft(nodes, width), self._vocab_size, self._rng)
-
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Nothing to learn."""
-
-    def finish(self, ending: Ending) -> None:
-        """Nothing outlives a request."""
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept per request."""
+    def _one(self, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
+        width = 1 if is_chain else self._sweep.now.width
+        return random_tree(Draft(min(max_nodes, max_depth * width), width), self._vocab_size, self._rng)
 
 
-class Sweep:
+class Sweep(BaseBudget):
     """A budget that goes through the kinds of draft, step after step, and keeps the times of all of them."""
 
     def __init__(self, kinds: Sequence[Draft]) -> None:
+        super().__init__(max(kind.nodes for kind in kinds), max(kind.nodes for kind in kinds))
         self.kinds = tuple(kinds)
         self._step = 0
         self.now = self.kinds[0]
         self.is_recording = False
         self.timings: list[StepTiming] = []
 
-    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
+    def limits(self, batch: RequestBatch) -> DraftLimits:
         self.now = self.kinds[self._step % len(self.kinds)]
         self._step += 1
-        return [may_draft(view, self.now.nodes, max(self.now.nodes, 1), "profile") for view in views]
+        return bounded(batch, self.now.nodes, max(self.now.nodes, 1))
 
-    def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return list(trees)
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        return StepPlan(merge_select(proposals, limits).trees, "profile")
 
-    def explain(self) -> Choice | None:
-        return None
-
-    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
+    def observe(self, record: StepRecord) -> None:
+        timing = record.timing
         if self.is_recording and timing is not None and timing.is_decode_only and timing.step_ms > 0.0:
             self.timings.append(timing)
-
-    def finish(self, ending: Ending) -> None:
-        """Nothing is kept per request."""
 
 
 def shuffled(timings: Sequence[StepTiming]) -> list[StepTiming]:

@@ -40,12 +40,15 @@ class Status(Enum):
     """By its client, or with the engine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestView:
-    """A read-only view of one running request, as it stands when its next draft is made."""
+    """One running request, as it stands when its next draft is made.
+
+    Made at its admission and kept to its end. The worker alone writes to it, between steps; nobody else ever does.
+    """
 
     request_id: str
-    # [num_tokens] prompt and output so far; a view into the runner's buffer, valid during the call only
+    # [num_tokens] int32: prompt and output so far; a view into the runner's buffer, valid during the call only
     token_ids: IntArray
     num_prompt_tokens: int
     # tokens the request may still generate (max_tokens and the model's length); a draft deeper than that is waste
@@ -273,16 +276,14 @@ class RequestBatch:
     max_depth: IntArray
     # [R] bool: no branches
     is_chain: BoolArray
+    # [R] of the views
+    request_ids: Sequence[str]
     # tokens in the KV cache, all requests together
     context: int = 0
 
     @property
     def size(self) -> int:
         return len(self.views)
-
-    @property
-    def request_ids(self) -> list[str]:
-        return [view.request_id for view in self.views]
 
     @classmethod
     def of(cls, views: Sequence[RequestView], *, may_branch: bool = True) -> RequestBatch:
@@ -301,7 +302,7 @@ class RequestBatch:
             if view.shape is Shape.CHAIN:
                 chain_only[i] = True
             context += len(view.token_ids)
-        return cls(views, nodes, depth, chain_only, context)
+        return cls(views, nodes, depth, chain_only, [view.request_id for view in views], context)
 
 
 MOST_NODES = 64
@@ -326,6 +327,12 @@ class DraftLimits:
     @property
     def wants_any(self) -> bool:
         return bool(self.max_nodes.any())
+
+    def wanted(self, drafter: int) -> IntArray:
+        """[R] most nodes that one drafter is asked for: 0 where the limits name others."""
+        if self.drafters is None:
+            return self.max_nodes
+        return np.where(self.drafters >> drafter & 1, self.max_nodes, 0).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

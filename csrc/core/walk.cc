@@ -39,4 +39,23 @@ Walks Walk(int num_requests, const int32_t* node_start, const int32_t* parents, 
   return out;
 }
 
+Followed Follow(int num_requests, const int32_t* node_start, const int32_t* parents, const int32_t* tokens,
+                const int32_t* output, int width, const int32_t* counts) {
+  Followed out;
+  out.num_accepted.resize(num_requests);
+  for (int r = 0; r < num_requests; ++r) {
+    const int begin = node_start[r], n = node_start[r + 1] - begin;
+    const int32_t* own = output + static_cast<int64_t>(r) * width;
+    int node = -1, count = 0;
+    for (int child = 0; child < n && count < counts[r]; ++child) {
+      if (parents[begin + child] != node || tokens[begin + child] != own[count]) continue;
+      node = child;
+      out.accepted.push_back(child);
+      ++count;
+    }
+    out.num_accepted[r] = count;
+  }
+  return out;
+}
+
 }  // namespace specrollout

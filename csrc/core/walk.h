@@ -19,4 +19,14 @@ struct Walks {
 Walks Walk(int num_requests, const int32_t* node_start, const int32_t* parents, const int32_t* tokens,
            const int64_t* sampled);
 
+struct Followed {
+  std::vector<int32_t> num_accepted;  // [R]
+  std::vector<int32_t> accepted;      // [sum(num_accepted)] nodes, numbered within each request's tree
+};
+
+// The nodes that a walk along known tokens passes.
+// output: [R, width] the tokens that each request went on with; counts: [R] how many of them there are.
+Followed Follow(int num_requests, const int32_t* node_start, const int32_t* parents, const int32_t* tokens,
+                const int32_t* output, int width, const int32_t* counts);
+
 }  // namespace specrollout

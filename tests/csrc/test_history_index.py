@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference.history import NaiveHistory
 from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.drafters.history_naive import NaiveHistory
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftTree
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference import layout as naive
 from tests.strategies import Layout, batches, tree_parents
 from vllm_specrollout import _core
-from vllm_specrollout.trees import layout as naive
 from vllm_specrollout.types import DraftTree
 from vllm_specrollout.verify.rules import verify
 

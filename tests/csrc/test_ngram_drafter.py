@@ -6,24 +6,24 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drafters import ask
+from tests.reference import ngram as ngram_naive
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import NgramConfig
-from vllm_specrollout.drafters import ngram_naive
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.trees import build
-from vllm_specrollout.types import Decision, DraftTree, RequestView, Shape
+from vllm_specrollout.types import DraftTree, RequestView, Shape
 
 CONFIG = NgramConfig(min_match=1, max_match=4)
-TREE = Decision(16, 8, Shape.TREE)
 
 
 def make_view(text: list[int], request_id: str = "a", room: int = 1000, shape: Shape = Shape.TREE) -> RequestView:
     return RequestView(request_id, np.asarray(text, dtype=np.int32), 0, room, shape)
 
 
-def draft(drafter: NgramDrafter, view: RequestView, decision: Decision = TREE) -> DraftTree:
-    (tree,) = drafter.propose([view], [decision])
+def draft(drafter: NgramDrafter, view: RequestView, *bounds: int, is_chain: bool = False) -> DraftTree:
+    (tree,) = ask(drafter, [view], *bounds, is_chain=is_chain)
     return tree
 
 
@@ -38,7 +38,7 @@ STEPS = st.lists(
         st.integers(0, 2),  # request
         st.lists(st.integers(0, 3), max_size=6),  # its new tokens
         st.sampled_from(("grow", "forget", "rewrite")),
-        st.builds(Decision, st.integers(0, 20), st.integers(0, 6), st.sampled_from(Shape)),
+        st.tuples(st.integers(0, 20), st.integers(0, 6), st.booleans()),
     ),
     max_size=20,
 )
@@ -48,25 +48,25 @@ STEPS = st.lists(
 def test_drafts_depend_on_the_requests_present_tokens_alone(steps) -> None:
     drafter = NgramDrafter(CONFIG, max_nodes=12, source=1)
     texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for request, new, what, decision in steps:
+    for request, new, what, (max_nodes, max_depth, is_chain) in steps:
         if what == "forget":
             drafter.forget(str(request))
         texts[request] = new if what == "rewrite" else texts[request] + new
         views = [make_view(text, str(key)) for key, text in texts.items()]
-        for view, tree in zip(views, drafter.propose(views, [decision] * 3), strict=True):
+        trees = ask(drafter, views, max_nodes, max_depth, is_chain=is_chain)
+        for view, tree in zip(views, trees, strict=True):
             build.check(tree)
             assert set(tree.source.tolist()) <= {1}
-            nodes = 0 if decision.shape is Shape.OFF else min(decision.max_nodes, 12)
+            nodes = min(max_nodes, max_depth if is_chain else max_nodes, 12)
             text = view.token_ids.tolist()
-            is_chain = decision.shape is Shape.CHAIN
-            assert_same(tree, ngram_naive.propose(text, CONFIG, nodes, decision.max_depth, is_chain))
+            assert_same(tree, ngram_naive.propose(text, CONFIG, nodes, max_depth, is_chain))
 
 
 def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
     drafter, text = NgramDrafter(CONFIG), [1, 2, 3]
     draft(drafter, make_view(text))
     text += [1, 2, 4, 1]
-    assert draft(drafter, make_view(text), Decision(0, 8, Shape.TREE)).size == 0
+    assert draft(drafter, make_view(text), 0, 8).size == 0
     text += [2]
     assert_same(draft(drafter, make_view(text)), ngram_naive.propose(text, CONFIG, 16, 8))
 
@@ -74,7 +74,7 @@ def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
 def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
     text = [1, 2, 3, 4, 5] * 6
     sizes = [
-        draft(NgramDrafter(CONFIG), make_view(text, room=room), Decision(9, 9, Shape.CHAIN)).size for room in range(5)
+        draft(NgramDrafter(CONFIG), make_view(text, room=room), 9, 9, is_chain=True).size for room in range(5)
     ]
     assert sizes == [0, 0, 1, 2, 3]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference import ngram as ngram_naive
 from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import NgramConfig
-from vllm_specrollout.drafters import ngram_naive
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftTree
 
@@ -97,7 +97,7 @@ def test_a_batch_is_its_single_drafts_one_after_the_other(config, requests) -> N
         indices.append(make_index(config))
         indices[-1].append(tokens(text))
     bounds = [np.asarray([b[i] for _, b in requests], dtype=kind) for i, kind in enumerate((np.int32, np.int32, bool))]
-    *arrays, offsets = _core.propose_batch(indices, *bounds)
+    offsets, *arrays = _core.propose_batch(indices, *bounds)
     assert offsets.dtype == np.int32 and offsets[0] == 0 and len(offsets) == len(requests) + 1
     for i, (_, bound) in enumerate(requests):
         part = tuple(array[offsets[i] : offsets[i + 1]] for array in arrays)

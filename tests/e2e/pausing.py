@@ -4,61 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vllm_specrollout.policies.budget import may_draft
-from vllm_specrollout.policies.switch import Switch
+from tests.drafters import TreeByTree
+from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.types import (
-    EMPTY_TREE,
-    Choice,
-    Decision,
+    DraftLimits,
     DraftTree,
-    Ending,
-    Feedback,
+    RequestBatch,
     RequestView,
-    Shape,
-    StepTiming,
+    StepPlan,
+    TreeBatch,
     chain,
+    empty_trees,
 )
 
-# asked in each of the first 16 steps, then after pauses of 8, 16, 32 and 64
-GAPS = [1] * 15 + [9, 17, 33, 65]
+# asked in each of the first 4 steps, then after pauses of 4, 8, 16, 32 and 64
+GAPS = [1] * 3 + [5, 9, 17, 33, 65, 65]
 STEPS = 1 + sum(GAPS)
 
 
-class NeverPays:
-    """The default budget's switch, told each time that drafting loses; clocks have no say in it.
+class NeverPays(BaseBudget):
+    """Drafts nothing, and says that asking did not pay; clocks have no say in it.
 
     Args:
         step: the number of the engine step in progress.
     """
 
     def __init__(self, step: Callable[[], int]) -> None:
-        self.switch = Switch()
+        super().__init__(4, 4)
         self.asked_at: list[int] = []
         self._step = step
 
-    def rests(self, batch: int) -> bool:
-        return self.switch.is_resting and not self.switch.asks()
-
-    def rest_left(self) -> int:
-        return self.switch.rest_left
-
-    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        if not self.switch.asks():
-            return [Decision(0, 0, Shape.OFF)] * len(views)
+    def limits(self, batch: RequestBatch) -> DraftLimits:
         self.asked_at.append(self._step())
-        return [may_draft(view, 4, 4) for view in views]
+        return super().limits(batch)
 
-    def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        assert any(tree.size for tree in trees)
-        self.switch.judge(-1.0)
-        return [EMPTY_TREE] * len(trees)
-
-    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None: ...
-
-    def finish(self, ending: Ending) -> None: ...
-
-    def explain(self) -> Choice | None:
-        return None
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        assert any(trees.num_nodes for trees in proposals)
+        return StepPlan(empty_trees(batch.request_ids), "never", pays=False)
 
     @property
     def gaps(self) -> list[int]:
@@ -66,7 +50,7 @@ class NeverPays:
         return [after - before for before, after in zip(self.asked_at, self.asked_at[1:], strict=False)]
 
 
-class Always:
+class Always(TreeByTree):
     """Proposes the same chain for everybody, or nothing at all."""
 
     name = "always"
@@ -74,11 +58,5 @@ class Always:
     def __init__(self, tokens: Sequence[int] = (7, 8)) -> None:
         self.tokens = list(tokens)
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [chain(self.tokens[: decision.max_depth]) for decision in decisions]
-
-    def observe(self, feedback: Sequence[Feedback]) -> None: ...
-
-    def finish(self, ending: Ending) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
+    def tree(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
+        return chain(self.tokens[: min(max_nodes, max_depth)])

@@ -14,9 +14,10 @@ pytest.importorskip("vllm")
 from scipy.stats import chisquare
 from vllm import SamplingParams
 
+from tests.drafters import TreeByTree
 from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.trees.build import from_paths
-from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView
+from vllm_specrollout.types import DraftTree, RequestView
 
 pytestmark = pytest.mark.vllm
 
@@ -26,7 +27,7 @@ ACCEPTED = {"right": 0.8, "wrong": 0.15, "mixed": 0.25}
 ALLOWED = list(range(40, 52))  # a small vocabulary, so that every cell is well filled
 
 
-class Drafts:
+class Drafts(TreeByTree):
     """Proposes the likeliest tokens (right), the least likely ones (wrong), or some of both, as branches two deep."""
 
     name = "fixed"
@@ -34,15 +35,9 @@ class Drafts:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+    def tree(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
         paths = [([a, b], 1.0) for a in self.tokens for b in self.tokens]
-        return [from_paths(paths, decision.max_nodes, decision.max_depth) for decision in decisions]
-
-    def observe(self, feedback: Sequence[Feedback]) -> None: ...
-
-    def finish(self, ending: Ending) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
+        return from_paths(paths, max_nodes, max_depth)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +61,7 @@ def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kin
     first = _softmax(ours, prompt)
     by_likelihood = [ALLOWED[i] for i in np.argsort(-first)]
     drafts = {"right": by_likelihood[:3], "wrong": by_likelihood[-3:], "mixed": by_likelihood[::4]}[kind]
-    ours.runner.speculation.drafters = [Drafts(drafts)]
+    ours.runner.speculator.replace_drafters([Drafts(drafts)])
     ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     params = SamplingParams(max_tokens=4, allowed_token_ids=ALLOWED, ignore_eos=True)
     requests = [{"prompt_token_ids": prompt}] * SAMPLES

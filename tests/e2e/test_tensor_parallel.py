@@ -23,26 +23,22 @@ from collections import Counter
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 
-class Raises:
-    name = "raises"
+from tests.e2e.pausing import Always
+
+class Raises(Always):
     steps = 0
 
-    def propose(self, views, decisions):
-        from vllm_specrollout.types import chain
+    def propose(self, batch, limits):
         self.steps += 1
         if self.steps > 4:
             raise RuntimeError("out of ideas")
-        return [chain([7, 8][:decision.max_depth]) for decision in decisions]
-
-    def observe(self, feedback): ...
-    def finish(self, ending): ...
-    def forget(self, request_id): ...
+        return super().propose(batch, limits)
 
 def give_the_first_rank_a_bad_drafter(worker):
-    speculation = worker.model_runner.speculation
-    speculation.guard.is_strict = False
-    if speculation.drafters:
-        speculation.drafters = [Raises()]
+    speculator = worker.model_runner.speculator
+    speculator.guard.is_strict = False
+    if speculator.drafters:
+        speculator.replace_drafters([Raises()])
         return True
     return False
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from vllm import SamplingParams
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.pausing import GAPS, STEPS, Always, NeverPays
 from tests.e2e.randomness import check_unseeded_requests_leave_randomness_alone
-from vllm_specrollout.policies.budget import FixedBudget
-from vllm_specrollout.types import Decision, DraftTree, Feedback, RequestView, StepTiming, chain
+from vllm_specrollout.budgets.backoff import Backoff
+from vllm_specrollout.budgets.base import FixedBudget
+from vllm_specrollout.types import DraftLimits, RequestBatch, StepRecord, TreeBatch
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +36,9 @@ def test_unseeded_requests_draw_nothing_from_the_processs_random_states(ours: En
 
 def test_after_drafts_did_not_pay_drafters_are_asked_again_after_so_many_steps(ours: Engine) -> None:
     budget = NeverPays(lambda: ours.runner.stats.steps)
-    ours.runner.speculation.policy, ours.runner.speculation.drafters = budget, [Always()]
+    speculator = ours.runner.speculator
+    speculator.budget, speculator.backoff = budget, Backoff()
+    speculator.replace_drafters([Always()])
     params = SamplingParams(seed=1, max_tokens=STEPS + 3, ignore_eos=True)
     ours.llm.generate([{"prompt_token_ids": [9, 40, 41]}], [params], use_tqdm=False)
     assert budget.gaps == GAPS
@@ -49,16 +53,16 @@ class Errs(Always):
         super().__init__([7, 8])
         self.fault, self.steps = fault, 0
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self.steps += 1
-        trees = super().propose(views, decisions)
+        trees = super().propose(batch, limits)
         if self.steps < 6:
             return trees
         if self.fault == "raises":
             raise RuntimeError("out of ideas")
         if self.fault == "no tree":
-            return [DraftTree(t.token_ids, t.parents[::-1].copy(), t.log_q * np.nan, t.source) for t in trees]
-        return [chain([400_000] * tree.size) for tree in trees]
+            return replace(trees, parents=trees.parents[::-1].copy(), log_q=trees.log_q * np.nan)
+        return replace(trees, token_ids=np.full_like(trees.token_ids, 400_000))
 
 
 class Forgets(FixedBudget):
@@ -68,7 +72,7 @@ class Forgets(FixedBudget):
         super().__init__(4, 4)
         self.steps = 0
 
-    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
+    def observe(self, record: StepRecord) -> None:
         self.steps += 1
         assert self.steps < 6, "one step too many"
 
@@ -77,24 +81,26 @@ class Forgets(FixedBudget):
 def test_a_running_engine_survives_what_errs_and_yields_the_same_tokens(
     ours: Engine, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    speculation = ours.runner.speculation
+    speculator = ours.runner.speculator
     prompts = [{"prompt_token_ids": [9 + i, 40, 41]} for i in range(3)]
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
-    speculation.policy, speculation.drafters = FixedBudget(4, 4), []
+    speculator.budget, speculator.backoff = FixedBudget(4, 4), Backoff()
+    speculator.replace_drafters([])
     plain = ours.llm.generate(prompts, params, use_tqdm=False)
     survivor = Always()
-    speculation.drafters = [survivor] if fault == "budget" else [Errs(fault), survivor]
-    speculation.policy = Forgets() if fault == "budget" else FixedBudget(4, 4)
-    speculation.guard.is_strict, before = False, dict(speculation.guard.failures)
+    speculator.replace_drafters([survivor] if fault == "budget" else [Errs(fault), survivor])
+    speculator.backoff = Backoff()
+    speculator.budget = Forgets() if fault == "budget" else FixedBudget(4, 4)
+    speculator.guard.is_strict, before = False, dict(speculator.guard.failures)
     try:
         with caplog.at_level(logging.ERROR, logger="vllm.specrollout"):
             drafted = ours.llm.generate(prompts, params, use_tqdm=False)
     finally:
-        speculation.guard.is_strict = True
+        speculator.guard.is_strict = True
     assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     part = "budget" if fault == "budget" else "drafter errs"
     assert stats["failures"] == {**before, part: before.get(part, 0) + 1} and stats["drafted"] > 0
     # named at the first failure only
     assert caplog.text.count(f"{part} failed") == (part not in before)
-    assert speculation.drafters == [survivor]
+    assert speculator.drafters == [survivor]

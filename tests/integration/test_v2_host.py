@@ -9,10 +9,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.trees import batch_of
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.guard import Guard
-from vllm_specrollout.types import EMPTY_TREE, Shape, chain
+from vllm_specrollout.speculator import PlannedStep
+from vllm_specrollout.types import EMPTY_TREE, Shape, StepPlan, chain
 from vllm_specrollout.worker.admission import Admission
+from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import filled
 
@@ -20,33 +23,41 @@ pytestmark = pytest.mark.vllm
 
 
 class Recorder:
-    """In place of drafters and policy: drafts `tree` for everyone, and notes what it is told."""
+    """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""
 
     def __init__(self, tree=EMPTY_TREE):
-        self.tree, self.settled, self.forgotten, self.views = tree, [], [], []
+        self.tree, self.observed, self.times, self.forgotten, self.views, self.admitted = tree, [], [], [], [], []
         self.guard = Guard(is_strict=True)
 
-    def rests(self, batch):
-        return False
+    def admit(self, view):
+        self.admitted.append(view.request_id)
 
-    def prepare(self, views):
-        self.views = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in views]
-        return [self.tree] * len(views)
+    def propose(self, batch, step):
+        self.views = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in batch.views]
+        trees = batch_of([self.tree] * batch.size, batch.request_ids)
+        return PlannedStep(StepPlan(trees, "recorded"), batch)
 
-    def settle(self, feedback, timing):
-        self.settled.append((feedback, timing))
+    def observe(self, planned, trees, result):
+        self.observed.append((planned, trees, result))
+
+    def timed(self, timing):
+        self.times.append(timing)
 
     def forget(self, request_id):
         self.forgotten.append(request_id)
 
 
+def host_of(recorder, clock):
+    return Host(Drafting(recorder), 100, clock=clock)
+
+
 def request(name="a", shape=Shape.TREE, tokens=(1, 2, 3), max_tokens=10):
-    return HostRequest.starting_with(name, Admission(RequestOptions(), "", shape, max_tokens), len(tokens), tokens)
+    return HostRequest(name, Admission(RequestOptions(), "", shape, max_tokens), len(tokens), tokens)
 
 
-def step(requests, sampled, counts, trees=None, rows=1):
+def step(requests, sampled, counts, trees=None, rows=1, planned=None):
     home = np.asarray(sampled), np.asarray(counts)
-    return InFlight(requests, trees or [EMPTY_TREE] * len(requests), lambda: home, rows, True)
+    return InFlight(requests, batch_of(trees or [EMPTY_TREE] * len(requests)), planned, lambda: home, rows, True)
 
 
 @pytest.fixture
@@ -58,32 +69,34 @@ def ticking():
 
 def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(ticking):
     recorder = Recorder()
-    host, a = Host(recorder, 100, clock=ticking), request()
+    host, a = host_of(recorder, ticking), request()
     host.add(a)
     host.sent(step([a], [[7, -1, -1]], [1]))
-    host.sent(step([a], [[8, 9, 4]], [3], [chain([8, 9, 5])], rows=4))
+    planned = object()
+    host.sent(step([a], [[8, 9, 4]], [3], [chain([8, 9, 5])], rows=4, planned=planned))
     total = host.settle()
     assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8, 9, 4]
     assert (total.steps, total.tokens, total.accepted) == (2, 4, 2)
-    (first, _), (second, _) = recorder.settled
-    assert first == [] and second[0].accepted_nodes.tolist() == [0, 1] and second[0].drafted == 3
+    (_, nothing, first), (plan, trees, second) = recorder.observed
+    assert nothing.num_nodes == 0 and first.num_accepted.tolist() == [0]
+    assert plan is planned and second.accepted.tolist() == [0, 1] and trees.num_nodes == 3
 
 
 def test_steps_of_different_sizes_in_one_wait_say_nothing_of_time(ticking):
     recorder = Recorder()
-    host, a = Host(recorder, 100, clock=ticking), request()
+    host, a = host_of(recorder, ticking), request()
     for rows in ((1,), (1, 1), (1, 4)):
         for r in rows:
             host.sent(step([a], [[7]], [1], rows=r))
         host.settle()
-    timings = [timing for _, timing in recorder.settled]
+    timings = recorder.times
     assert timings[0] is None, "nothing to measure from"
     assert timings[1] is not None and timings[1].step_ms == timings[2].step_ms > 0
     assert timings[3] is None and timings[4] is None
 
 
 def test_the_last_steps_can_be_left_in_flight(ticking):
-    host, a = Host(Recorder(), 100, clock=ticking), request()
+    host, a = host_of(Recorder(), ticking), request()
     for _ in range(5):
         host.sent(step([a], [[7]], [1]))
     host.settle(keep=2)
@@ -92,17 +105,18 @@ def test_the_last_steps_can_be_left_in_flight(ticking):
 
 def test_only_known_requests_that_may_be_drafted_for_are_asked_about(ticking):
     recorder = Recorder(chain([5, 6, 7]))
-    host = Host(recorder, 100, clock=ticking)
+    host = host_of(recorder, ticking)
     host.add(request("a"))
     host.add(request("off", Shape.OFF))
-    drafted = host.draft({"a": 2, "off": 4, "unknown": 4, "none": 0}, may_branch=True, num_ranks=1, is_resting=False)
-    assert recorder.views == [("a", [1, 2, 3], 10, 2)]
-    assert drafted["a"].token_ids.tolist() == [5, 6], "no more than there is room"
+    room = {"a": 2, "off": 4, "unknown": 4, "none": 0}
+    drafted = host.plan(room, may_branch=True, step=1, is_paused=False)
+    assert recorder.views == [("a", [1, 2, 3], 10, 2)] and recorder.admitted == ["a"]
+    assert drafted.tree(0).token_ids.tolist() == [5, 6], "no more than there is room"
 
 
 def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_harm(ticking):
     recorder = Recorder()
-    host, a = Host(recorder, 100, clock=ticking), request()
+    host, a = host_of(recorder, ticking), request()
     host.add(a)
     host.sent(step([a, None], [[7], [8]], [1, 1]))
     host.forget("a")
@@ -116,7 +130,7 @@ def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone(
         scheduled_spec_decode_tokens={"a": [-1] * 4, "b": [-1] * 4},
         total_num_scheduled_tokens=19,
     )
-    ran = filled(schedule, {"a": chain([5, 6])})
+    ran = filled(schedule, batch_of([chain([5, 6])], ["a"]))
     assert ran.num_scheduled_tokens == {"a": 3, "b": 1, "c": 9} and ran.total_num_scheduled_tokens == 13
     assert ran.scheduled_spec_decode_tokens == {"a": [5, 6]}
     assert schedule.num_scheduled_tokens["a"] == 5 and schedule.total_num_scheduled_tokens == 19
@@ -124,15 +138,24 @@ def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone(
 
 def test_a_mistake_while_drafting_costs_the_drafts_of_the_step(ticking):
     recorder = Recorder(chain([5, 6]))
-    recorder.guard, recorder.prepare = Guard(is_strict=False), None
-    host = Host(recorder, 100, clock=ticking)
+    recorder.guard, recorder.propose = Guard(is_strict=False), None
+    host = host_of(recorder, ticking)
     host.add(request("a"))
-    assert host.draft({"a": 2}, may_branch=True, num_ranks=1, is_resting=False) == {}
+    assert host.plan({"a": 2}, may_branch=True, step=1, is_paused=False).num_nodes == 0
     assert recorder.guard.failures == {"drafting": 1}
 
 
-def test_nobody_is_asked_in_a_step_that_is_rested_through(ticking):
+def test_nobody_is_asked_in_a_paused_step(ticking):
     recorder = Recorder(chain([5, 6]))
-    host = Host(recorder, 100, clock=ticking)
+    host = host_of(recorder, ticking)
     host.add(request("a"))
-    assert host.draft({"a": 2}, may_branch=True, num_ranks=1, is_resting=True) == {} and recorder.views == []
+    assert host.plan({"a": 2}, may_branch=True, step=1, is_paused=True).num_nodes == 0 and recorder.views == []
+
+
+def test_a_request_that_may_not_branch_is_asked_for_a_chain(ticking):
+    recorder = Recorder()
+    host = host_of(recorder, ticking)
+    host.add(request("a"))
+    host.plan({"a": 2}, may_branch=False, step=1, is_paused=False)
+    batch = host.drafting.planned.batch
+    assert batch.is_chain.tolist() == [True]

@@ -15,8 +15,10 @@ from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.pausing import GAPS, STEPS, Always, NeverPays
 from tests.e2e.randomness import check_unseeded_requests_leave_randomness_alone
 from tests.v2.models import small_model
-from vllm_specrollout.policies.budget import FixedBudget
-from vllm_specrollout.policies.room import LONGEST_PAUSE
+from vllm_specrollout.budgets.backoff import LONGEST_PAUSE, Backoff
+from vllm_specrollout.budgets.base import Budget, FixedBudget
+from vllm_specrollout.drafters.base import Drafter
+from vllm_specrollout.speculator import Speculator
 
 
 @pytest.fixture
@@ -31,21 +33,26 @@ def _answer(ours: Engine, max_tokens: int) -> None:
     ours.llm.generate([{"prompt_token_ids": [9, 40, 41]}], [params], use_tqdm=False)
 
 
+def _start(speculator: Speculator, budget: Budget, drafter: Drafter) -> None:
+    speculator.budget, speculator.backoff = budget, Backoff()
+    speculator.replace_drafters([drafter])
+
+
 def test_pauses_are_those_of_the_v1_runner_and_end_with_the_run(ours: Engine) -> None:
     runner = ours.runner
     check_unseeded_requests_leave_randomness_alone(ours)
     # what does not pay: asked again after as many engine steps as on the V1 runner
     budget = NeverPays(lambda: runner._step)
-    runner.speculation.policy, runner.speculation.drafters = budget, [Always()]
+    _start(runner.speculator, budget, Always())
     _answer(ours, STEPS + 3)
     assert budget.gaps == GAPS
     # what is not there: nobody waits for tokens to draft from, for longer and longer
-    runner.speculation.policy, runner.speculation.drafters = FixedBudget(4, 4), [Always([])]
+    _start(runner.speculator, FixedBudget(4, 4), Always([]))
     _answer(ours, 60)
     # statistics that are reset meanwhile set nobody's clock back
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     assert stats["drafted"] == 0 and stats["failures"] == {}
-    runner.speculation.drafters = [Always()]
+    runner.speculator.replace_drafters([Always()])
     _answer(ours, LONGEST_PAUSE + 8)
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert stats["drafted"] > 0

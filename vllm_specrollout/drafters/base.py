@@ -1,11 +1,27 @@
-"""The one Protocol of all drafters. A drafter proposes; it never touches the engine's state."""
+"""The one Protocol of all drafters. A drafter proposes; it never touches the engine's state.
+
+What belongs here: what a drafter is told, and the two ways in which it may answer. Four kinds fit: one that answers at
+once; one that is asked now and collected later; one whose trees lie on a device; one in another process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView
+from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, RequestView, TreeBatch, VerifyResult
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """An answer on its way. Its drafter is not asked again before it was collected."""
+
+    def is_ready(self) -> bool:
+        """Whether `collect` answers at once. Never waits."""
+        ...
+
+    def collect(self) -> TreeBatch:
+        """The trees, over the requests that were asked for. Called once, when they are ready."""
+        ...
 
 
 class Drafter(Protocol):
@@ -13,16 +29,26 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        """One tree per view, in order; an empty tree where there is nothing to draft.
+    def admit(self, view: RequestView) -> None:
+        """A request can be drafted for from now on. Called once per request, whatever the budget does."""
+        ...
 
-        A tree has at most `decision.max_nodes` nodes and `decision.max_depth` levels, is a chain where the decision
-        says so, and is sorted so that every prefix is the best tree of its size (`trees.build.order` does that).
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | Pending:
+        """Trees over the batch's requests, in order; or what they can be collected from in a later step.
+
+        A tree has at most `limits.max_nodes` nodes and `limits.max_depth` levels, is a chain where the limits say so,
+        and has parents before their children. The columns are numpy arrays, or arrays on a device with `cpu()`.
+
+        An answer that is collected later is used as far as the request went on as its tree says.
         """
         ...
 
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Learn what became of the last step's drafts."""
+    def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        """What became of a step's trees, whichever drafter made them."""
+        ...
+
+    def rollback(self, request_id: str, num_tokens: int) -> None:
+        """The request did not go on as a late answer assumed: of that, its first `num_tokens` tokens hold."""
         ...
 
     def finish(self, ending: Ending) -> None:
@@ -32,3 +58,22 @@ class Drafter(Protocol):
     def forget(self, request_id: str) -> None:
         """Drop what is kept for the request: it is over, or preempted and comes back; unknown ids are ignored."""
         ...
+
+
+class BaseDrafter:
+    """What most drafters do with what they are told: nothing."""
+
+    def admit(self, view: RequestView) -> None:
+        """Nothing is prepared."""
+
+    def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        """Nothing to learn."""
+
+    def rollback(self, request_id: str, num_tokens: int) -> None:
+        """It assumes nothing."""
+
+    def finish(self, ending: Ending) -> None:
+        """Nothing outlives a request."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept per request."""

@@ -15,24 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout._core import HistoryIndex, propose_history
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.drafters.ngram import load_core
+from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import one_thread
 from vllm_specrollout.history.library import Library
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import (
-    EMPTY_TREE,
-    Decision,
-    DraftTree,
-    Ending,
-    Feedback,
-    RequestView,
-    Shape,
-)
+from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.types import MOST_NODES, DraftLimits, Ending, RequestBatch, RequestView, TreeBatch
 
 _TAIL = 64  # tokens of the prompt that contexts of an answer's beginning may reach into: the longest context there is
 
@@ -48,7 +41,7 @@ class _Live:
     document: int = -1
 
 
-class HistoryDrafter:
+class HistoryDrafter(BaseDrafter):
     """Asks the indices of all running requests' problems in one call per step.
 
     Args:
@@ -64,18 +57,16 @@ class HistoryDrafter:
     def __init__(
         self,
         config: HistoryConfig,
-        max_nodes: int = MAX_NODES,
+        max_nodes: int = MOST_NODES,
         source: int = 0,
         *,
         store: HistoryStore | None = None,
         library: Library[Any] | None = None,
         vocabulary: Vocabulary = ANY_VOCABULARY,
     ) -> None:
-        self._core = load_core(self.name)
         self._config = config
         self._max_nodes = max_nodes
-        self._source = np.full(max_nodes, source, dtype=np.int32)
-        self._source.flags.writeable = False
+        self._source = source
         self.store = store if store is not None else HistoryStore(config, one_thread(), vocabulary)
         self.library = library if library is not None else Library(config, self.store, self._make_index)
         self._live: dict[str, _Live] = {}
@@ -83,42 +74,40 @@ class HistoryDrafter:
 
     def _make_index(self) -> Any:
         c = self._config
-        return self._core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+        return HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
 
     # --- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        trees = [EMPTY_TREE] * len(views)
-        asked, indices, documents, max_nodes, max_depth, is_chain = [], [], [], [], [], []
-        for i, (view, decision) in enumerate(zip(views, decisions, strict=True)):
-            # written down even if it drafts nothing itself: its siblings may
-            live = self._written(view)
-            depth = min(decision.max_depth, view.max_new_tokens - 1)
-            if live is None or depth <= 0 or decision.max_nodes <= 0 or Shape.OFF in (decision.shape, view.shape):
-                continue
-            asked.append(i)
-            indices.append(live.index)
-            documents.append(live.document)
-            max_nodes.append(min(decision.max_nodes, self._max_nodes))
-            max_depth.append(depth)
-            is_chain.append(Shape.CHAIN in (decision.shape, view.shape))
-        if not asked:
-            return trees
-        node_start, token_ids, parents, log_q = self._core.propose_history(
-            indices, documents, max_nodes, max_depth, is_chain, self._config.siblings
+    def admit(self, view: RequestView) -> None:
+        """Note the arrival, and have its problem's index ready when drafts are wanted."""
+        epoch = self.store.arrived(view.problem_id, view.name or view.request_id, view.weights_version)
+        self.library.want(view.problem_id)
+        self._live[view.request_id] = _Live(view.problem_id, epoch)
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        # written down even if it drafts nothing itself: its siblings may
+        lives = [self._written(view) for view in batch.views]
+        has_index = np.fromiter((live is not None for live in lives), np.bool_, len(lives))
+        wanted = np.where(has_index, np.minimum(limits.wanted(self._source), self._max_nodes), 0).astype(np.int32)
+        columns = propose_history(
+            [None if live is None else live.index for live in lives],
+            [0 if live is None else live.document for live in lives],
+            wanted,
+            limits.max_depth,
+            limits.is_chain,
+            self._config.siblings,
         )
-        self.lookups += len(asked)
-        ends = node_start.tolist()
-        for i, start, end in zip(asked, ends, ends[1:], strict=False):
-            if end > start:
-                self.hits += 1
-                part = slice(start, end)
-                trees[i] = DraftTree(token_ids[part], parents[part], log_q[part], self._source[: end - start])
-        return trees
+        self.lookups += int(np.count_nonzero(wanted))
+        self.hits += int(np.count_nonzero(np.diff(columns[0])))
+        return proposed(batch.request_ids, *columns, self._source)
 
     def _written(self, view: RequestView) -> _Live | None:
         """The request with its answer so far in its problem's index; None while that is being built."""
-        live = self._live.get(view.request_id) or self._admit(view)
+        live = self._live.get(view.request_id)
+        if live is None:
+            # preempted since, and back
+            self.admit(view)
+            live = self._live[view.request_id]
         index = self.library.get(live.problem_id)
         if index is None:
             # not held either: what was dropped for memory is to be gone
@@ -131,16 +120,7 @@ class HistoryDrafter:
         index.sync(live.document, view.token_ids[view.num_prompt_tokens :])
         return live
 
-    def _admit(self, view: RequestView) -> _Live:
-        epoch = self.store.arrived(view.problem_id, view.name or view.request_id, view.weights_version)
-        self.library.want(view.problem_id)
-        live = self._live[view.request_id] = _Live(view.problem_id, epoch)
-        return live
-
     # --- learning ----------------------------------------------------------------------------------------------------
-
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Nothing to learn: the tokens themselves are the memory."""
 
     def finish(self, ending: Ending) -> None:
         live = self._live.pop(ending.request_id, None)

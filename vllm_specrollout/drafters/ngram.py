@@ -5,94 +5,52 @@ May enter: the carriers, numpy, our C++ module. May not: torch, vLLM, clocks, ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
-
 import numpy as np
 
-from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout._core import NgramIndex, propose_batch
 from vllm_specrollout.drafter_config import NgramConfig
-from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.types import EMPTY_TREE, Decision, DraftTree, Ending, Feedback, RequestView, Shape
+from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.types import MOST_NODES, DraftLimits, RequestBatch, RequestView, TreeBatch
 
 
-class NgramDrafter:
-    """Keeps one index per request (`ngram_naive` says what it answers) and asks all of them in one call per step.
+class NgramDrafter(BaseDrafter):
+    """Keeps one index per request and asks all of them in one call per step.
+
+    What an index answers is specified in `tests/reference/ngram.py`.
 
     Args:
         config: which contexts are looked up.
-        max_nodes: most nodes of a tree, whatever a decision says.
+        max_nodes: most nodes of a tree, whatever the limits say.
         source: this drafter's index in the engine's list.
     """
 
     name = "ngram"
 
-    def __init__(self, config: NgramConfig, max_nodes: int = MAX_NODES, source: int = 0) -> None:
-        self._core = load_core(self.name)
+    def __init__(self, config: NgramConfig, max_nodes: int = MOST_NODES, source: int = 0) -> None:
         self._config = config
         self._max_nodes = max_nodes
-        # a tree's `source` is a piece of this: one allocation serves all trees
-        self._source = np.full(max_nodes, source, dtype=np.int32)
-        self._source.flags.writeable = False
-        self._indices: dict[str, Any] = {}
+        self._source = source
+        self._indices: dict[str, NgramIndex] = {}
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        trees = [EMPTY_TREE] * len(views)
-        asked, indices, max_nodes, max_depth, is_chain = [], [], [], [], []
-        for i, (view, decision) in enumerate(zip(views, decisions, strict=True)):
-            # a draft of d tokens yields up to d + 1: the bonus token needs room too
-            depth = min(decision.max_depth, view.max_new_tokens - 1)
-            if depth <= 0 or decision.max_nodes <= 0 or Shape.OFF in (decision.shape, view.shape):
-                # its index catches up when it is asked again
-                continue
-            asked.append(i)
-            indices.append(self._synced_index(view))
-            max_nodes.append(min(decision.max_nodes, self._max_nodes))
-            max_depth.append(depth)
-            is_chain.append(Shape.CHAIN in (decision.shape, view.shape))
-        if not asked:
-            return trees
-        bounds = (np.asarray(max_nodes, np.int32), np.asarray(max_depth, np.int32), np.asarray(is_chain, np.bool_))
-        token_ids, parents, log_q, offsets = self._core.propose_batch(indices, *bounds)
-        ends = offsets.tolist()
-        for i, start, end in zip(asked, ends, ends[1:], strict=False):
-            if start < end:
-                part = slice(start, end)
-                trees[i] = DraftTree(token_ids[part], parents[part], log_q[part], self._source[: end - start])
-        return trees
-
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Nothing to learn: the tokens themselves are the memory."""
-
-    def finish(self, ending: Ending) -> None:
-        """Nothing outlives a request."""
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        wanted = np.minimum(limits.wanted(self._source), self._max_nodes)
+        # an index that is not asked catches up when it is
+        indices = [
+            self._synced(view) if count > 0 else None for view, count in zip(batch.views, wanted.tolist(), strict=True)
+        ]
+        columns = propose_batch(indices, wanted, limits.max_depth, limits.is_chain)
+        return proposed(batch.request_ids, *columns, self._source)
 
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)
 
-    def _synced_index(self, view: RequestView) -> Any:
+    def _synced(self, view: RequestView) -> NgramIndex:
         index = self._indices.get(view.request_id)
         if index is None:
             c = self._config
-            index = self._core.NgramIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index = NgramIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
             self._indices[view.request_id] = index
         # a request whose tokens shrank or changed (a resumed session) is indexed anew
         index.sync(view.token_ids)
         return index
-
-
-def load_core(drafter: str) -> ModuleType:
-    """Our C++ module.
-
-    Raises:
-        UnsupportedError: it is not built.
-    """
-    try:
-        from vllm_specrollout import _core
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the `{drafter}` drafter needs the C++ module `vllm_specrollout._core`, which cannot be loaded: {error}",
-            "install a wheel, or build it from a checkout: pip install --no-build-isolation -e .",
-        ) from error
-    return _core

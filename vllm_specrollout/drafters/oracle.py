@@ -18,10 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
+from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.trees.build import depths, order
-from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Ending, Feedback, IntArray, RequestView, Shape
+from vllm_specrollout.types import ROOT, DraftLimits, DraftTree, IntArray, RequestBatch, RequestView, TreeBatch
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -48,6 +50,10 @@ class _Form:
     child: dict[tuple[int, int], int]
 
 
+_NOTHING: IntArray = np.zeros(0, dtype=np.int32)
+_EMPTY = _Form(_NOTHING, _NOTHING.astype(np.float32), _NOTHING, _NOTHING, {})
+
+
 @dataclass(frozen=True, slots=True)
 class _Recording:
     """One request's answer, and where its random numbers start."""
@@ -56,7 +62,7 @@ class _Recording:
     stream: np.uint64
 
 
-class OracleDrafter:
+class OracleDrafter(BaseDrafter):
     """Drafts the recorded answer at each place as rank r with probability `accuracy[r]`, among decoys.
 
     Where the true token is not among the drafts, and below a decoy, all is decoys. The draws depend on the seed, the
@@ -80,36 +86,38 @@ class OracleDrafter:
         self._vocab_size = max(largest, len(config.accuracy)) + 1
         self._is_warned = False
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [self._draft(view, decision) for view, decision in zip(views, decisions, strict=True)]
-
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Nothing to learn: it knows the answers."""
-
-    def finish(self, ending: Ending) -> None:
-        """Nothing outlives a request."""
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept per request."""
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        bounds = zip(
+            limits.wanted(self._source).tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True
+        )
+        drafts = [self._draft(view, *bound) for view, bound in zip(batch.views, bounds, strict=True)]
+        node_start = np.zeros(len(drafts) + 1, dtype=np.int32)
+        np.cumsum([len(tokens) for tokens, _ in drafts], out=node_start[1:])
+        columns = (
+            np.concatenate([_NOTHING, *(tokens for tokens, _ in drafts)]),
+            np.concatenate([_NOTHING, *(form.parents for _, form in drafts)]),
+            np.concatenate([_NOTHING.astype(np.float32), *(form.log_q for _, form in drafts)]),
+        )
+        return proposed(batch.request_ids, node_start, *columns, self._source)
 
     def _record(self, key: str, token_ids: Sequence[int]) -> _Recording:
         digest = hashlib.blake2b(f"{self._config.seed}:{key}".encode(), digest_size=8).digest()
         return _Recording(np.asarray(token_ids, dtype=np.int32), np.uint64(int.from_bytes(digest, "little")))
 
-    def _draft(self, view: RequestView, decision: Decision) -> DraftTree:
+    def _draft(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> tuple[IntArray, _Form]:
+        """One request's tokens [N], and the form that they are put on."""
         recording = self._recordings.get(view.problem_id or view.request_id)
         if recording is None:
             self._warn(view)
-            return EMPTY_TREE
+            return _NOTHING, _EMPTY
         position = len(view.token_ids) - view.num_prompt_tokens
-        depth = min(decision.max_depth, view.max_new_tokens - 1, len(recording.token_ids) - position)
-        if depth <= 0 or decision.max_nodes <= 0 or Shape.OFF in (decision.shape, view.shape):
-            return EMPTY_TREE
-        is_chain = Shape.CHAIN in (decision.shape, view.shape)
-        form = _form(self._config.accuracy, decision.max_nodes, depth, is_chain)
-        return self._fill(form, recording, position, depth)
+        depth = min(max_depth, len(recording.token_ids) - position)
+        if depth <= 0 or max_nodes <= 0:
+            return _NOTHING, _EMPTY
+        form = _form(self._config.accuracy, max_nodes, depth, is_chain)
+        return self._fill(form, recording, position, depth), form
 
-    def _fill(self, form: _Form, recording: _Recording, position: int, depth: int) -> DraftTree:
+    def _fill(self, form: _Form, recording: _Recording, position: int, depth: int) -> IntArray:
         """Put tokens on the nodes: decoys first, then the answer as far down as its ranks are drafted."""
         truth = recording.token_ids[position : position + depth]
         ranks, decoys = self._draw(recording.stream, position, depth)
@@ -122,8 +130,7 @@ class OracleDrafter:
             if node == ROOT:
                 break
             token_ids[node] = token
-        source = np.full(len(token_ids), self._source, dtype=np.int32)
-        return DraftTree(token_ids, form.parents, form.log_q, source)
+        return token_ids
 
     def _draw(self, stream: np.uint64, position: int, depth: int) -> tuple[IntArray, npt.NDArray[np.int64]]:
         """Per depth: the rank that holds the true token (one past the last: none), and where the decoys start."""

@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_specrollout.metrics import marked
+from vllm_specrollout.observe.metrics import encode
 from vllm_specrollout.worker.common import SpecRolloutOutput
 
 _Base = Scheduler if TYPE_CHECKING else object
@@ -36,5 +36,5 @@ class PassesCounts(_Base):
         stats = super().make_stats(*args, **kwargs)
         counts, self._counts = self._counts, None
         if stats is not None and counts:
-            stats.num_kv_fetch_reqs_by_stage.update(marked(counts))
+            stats.num_kv_fetch_reqs_by_stage.update(encode(counts))
         return stats

@@ -8,16 +8,15 @@ from typing import Any
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.worker.policy_version import WatchesPolicy
-from vllm_specrollout.worker.recording import end_recording
 
 _COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
 
 
 class ServesTrainers(WatchesPolicy):
-    """Mixed into vLLM's workers, whose model runner has a `speculation`. Ranks that do not draft keep no history."""
+    """Mixed into vLLM's workers, whose model runner has a `speculator`. Ranks that do not draft keep no history."""
 
     def _history(self) -> HistoryDrafter | None:
-        drafters = self.model_runner.speculation.drafters
+        drafters = self.model_runner.speculator.drafters
         return next((drafter for drafter in drafters if isinstance(drafter, HistoryDrafter)), None)
 
     def spec_rollout_report_rewards(self, rewards: Sequence[tuple[Sequence[str], float]]) -> dict[str, int]:
@@ -53,5 +52,5 @@ class ServesTrainers(WatchesPolicy):
                 history.finish(ending)
             history.close()
         if runner is not None:
-            end_recording(runner.speculation.policy)
+            runner.speculator.close()
         super().shutdown()

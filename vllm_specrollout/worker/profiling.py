@@ -12,8 +12,7 @@ import vllm
 from vllm.config import VllmConfig
 
 from vllm_specrollout import profile
-from vllm_specrollout.policies.budget import Policy
-from vllm_specrollout.policies.presets import seed_with
+from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.profile import Profile, ProfileKey, shape_hash
 from vllm_specrollout.profile_sweep import Draft, RandomDrafter, Sweep, shuffled, undisturbed
 from vllm_specrollout.worker.common import config_of
@@ -24,18 +23,18 @@ _PROMPT = 16
 _WARM_UP = 2  # times through all kinds of step before times count
 
 
-def profiled(policy: Policy, vllm_config: VllmConfig) -> Policy:
-    """The policy, told what a saved profile of such an engine says; as it was where there is none.
+def seed_from_profile(budget: Budget, vllm_config: VllmConfig) -> None:
+    """Tell the budget what a saved profile of such an engine says, if there is one.
 
     Called while an engine starts: whatever is wrong with a profile, the engine goes on without it.
     """
     if config_of(vllm_config).profile == "off":
-        return policy
+        return
     key = key_of(vllm_config)
     found = profile.load(key)
-    if found is not None and seed_with(policy, shuffled(found.timings)):
+    if found is not None:
+        budget.seed(shuffled(found.timings))
         logger.info("Spec rollout: step costs start from the profile %s (%d steps)", key.path, len(found.timings))
-    return policy
 
 
 def key_of(vllm_config: VllmConfig) -> ProfileKey:
@@ -106,8 +105,8 @@ def measure(
         for i, batch in enumerate(batches):
             on_batch(i, len(batches))
             sweep = Sweep(kinds)
-            runner.speculation.policy = sweep
-            runner.speculation.drafters = [RandomDrafter(vocab_size, sweep)]
+            runner.speculator.budget = sweep
+            runner.speculator.replace_drafters([RandomDrafter(vocab_size, sweep)])
             _run(llm, batch, vocab_size, sweep, rounds * len(kinds))
             timings += undisturbed(sweep.timings)
         on_batch(len(batches), len(batches))

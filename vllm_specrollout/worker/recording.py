@@ -1,4 +1,4 @@
-"""Where a recording is put around the policy of an engine, and ended."""
+"""Where an engine's recorder is made."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.policies.budget import Policy
+from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.worker.common import is_first_rank
 
 logger = init_logger(__name__)
 
 
-def recorded(policy: Policy, config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str) -> Policy:
-    """The policy, written down while it works if the configuration says so; `runner` is `v1` or `v2`.
+def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str) -> Recorder | None:
+    """Writes the engine's steps down, if the configuration says so; `runner` is `v1` or `v2`.
 
     Raises:
         TraceError: the file cannot be made.
     """
     if config.record is None or not is_first_rank():
-        return policy
+        return None
     from vllm_specrollout.replay.files import ThreadSink
-    from vllm_specrollout.replay.recorder import RecordingPolicy
     from vllm_specrollout.replay.records import Header
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
@@ -45,11 +44,4 @@ def recorded(policy: Policy, config: SpecRolloutConfig, vllm_config: VllmConfig,
         shape=config.shape,
     )
     logger.info("Spec rollout: recording into %s", path)
-    return RecordingPolicy(policy, header, ThreadSink(path), time.perf_counter)
-
-
-def end_recording(policy: Policy) -> None:
-    """Complete the trace, if there is one."""
-    close = getattr(policy, "close", None)
-    if close is not None:
-        close()
+    return Recorder(header, ThreadSink(path), time.perf_counter)

@@ -1,11 +1,8 @@
-"""What both model runners count, and how a step's verdicts become feedback."""
+"""What both model runners count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-from vllm_specrollout.types import DraftTree, Feedback, IntArray
 
 
 @dataclass(slots=True)
@@ -28,21 +25,3 @@ class Stats:
     branches_committed: int = 0
     # rows of the forward pass -> [steps, milliseconds], decode steps only
     by_rows: dict[int, list[float]] = field(default_factory=dict)
-
-
-def feedback_of(verified: Iterable[tuple[str, DraftTree, IntArray]], batch: int) -> list[Feedback]:
-    """Feedback for (request id, verified tree, indices of its accepted nodes); empty trees say nothing."""
-    return [
-        Feedback(
-            request_id,
-            tree.size,
-            len(accepted),
-            tree.parents,
-            tree.source,
-            tree.log_q,
-            accepted,
-            batch,
-        )
-        for request_id, tree, accepted in verified
-        if tree.size
-    ]

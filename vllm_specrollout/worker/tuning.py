@@ -1,7 +1,7 @@
 """How a benchmark changes budget and oracle of a running engine, so that one engine serves many settings.
 
 What belongs here: worker calls that nobody needs in training. They are made by name, through `collective_rpc`, between
-steps. Also the watch over a budget that they put in, which counts how often drafting was switched off and on.
+steps.
 """
 
 from __future__ import annotations
@@ -10,79 +10,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies.budget import Policy, may_draft, rests
-from vllm_specrollout.policies.presets import make_policy
-from vllm_specrollout.policies.switch import PLAIN_PROBE
-from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
+from vllm_specrollout.observe.recorder import Recorder
+from vllm_specrollout.observe.switches import SwitchCounter
+from vllm_specrollout.trees.batch import joined
+from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.picking import CORE
-from vllm_specrollout.worker.profiling import profiled
-from vllm_specrollout.worker.recording import end_recording, recorded
+from vllm_specrollout.worker.profiling import seed_from_profile
+from vllm_specrollout.worker.recording import recorder_of
 
 
-class WatchedPolicy:
-    """A policy, and how often it changed its mind. Steps in which nothing could be drafted count for nothing."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.counts = {"steps_on": 0, "steps_off": 0, "switches": 0, "mind_changes": 0}
-        self._was_drafting: bool | None = None
-        self._was_on: bool | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.policy, name)
-
-    def rests(self, batch: int) -> bool:
-        is_resting = rests(self.policy, batch)
-        if is_resting:  # also where none could have been drafted for: nobody has looked
-            self._count(0)
-        return is_resting
-
-    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        decisions = self.policy.decide(views)
-        could = any(may_draft(view, 1, 1).max_nodes for view in views)
-        if could and not any(decision.max_nodes for decision in decisions):
-            self._count(0)
-        return decisions
-
-    def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        chosen = self.policy.choose(trees, decisions)
-        if any(tree.size for tree in trees):
-            self._count(sum(tree.size for tree in chosen))
-        return chosen
-
-    def _count(self, nodes: int) -> None:
-        choice = self.policy.explain()
-        if choice is not None and choice.reason == PLAIN_PROBE:
-            return
-        is_on = choice is None or choice.is_on
-        is_drafting = is_on and nodes > 0
-        self.counts["steps_on" if is_drafting else "steps_off"] += 1
-        self.counts["switches"] += self._was_drafting not in (None, is_drafting)
-        self.counts["mind_changes"] += self._was_on not in (None, is_on)
-        self._was_drafting, self._was_on = is_drafting, is_on
-
-    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
-        self.policy.observe(feedback, timing)
-
-    def finish(self, ending: Ending) -> None:
-        self.policy.finish(ending)
-
-    def explain(self) -> Choice | None:
-        return self.policy.explain()
-
-    def start_over(self) -> dict[str, int]:
-        """The counts so far; they begin anew, and the policy keeps what it has learned."""
-        counts = self.counts
-        self.counts = dict.fromkeys(counts, 0)
-        self._was_drafting = self._was_on = None
-        return counts
-
-
-class ChangingOracle:
+class ChangingOracle(BaseDrafter):
     """Drafts as one oracle up to an output position of each request, and as another from there on."""
 
     name = "oracle"
@@ -90,25 +34,17 @@ class ChangingOracle:
     def __init__(self, before: OracleDrafter, after: OracleDrafter, position: int) -> None:
         self._before, self._after, self._position = before, after, position
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        trees: list[DraftTree] = []
-        for view, decision in zip(views, decisions, strict=True):
-            is_after = len(view.token_ids) - view.num_prompt_tokens >= self._position
-            trees += (self._after if is_after else self._before).propose([view], [decision])
-        return trees
-
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Nothing to learn: both know the answers."""
-
-    def finish(self, ending: Ending) -> None:
-        """Nothing outlives a request."""
-
-    def forget(self, request_id: str) -> None:
-        """Nothing is kept per request."""
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        is_after = np.fromiter(
+            (len(view.token_ids) - view.num_prompt_tokens >= self._position for view in batch.views),
+            np.bool_,
+            batch.size,
+        )
+        return joined(self._before.propose(batch, limits), self._after.propose(batch, limits), is_after)
 
 
-class Tunable:
-    """Mixed into vLLM's workers, whose model runner has a `speculation`."""
+class TunableMixin:
+    """Mixed into vLLM's workers, whose model runner has a `speculator`."""
 
     model_runner: Any
     vllm_config: Any
@@ -118,29 +54,29 @@ class Tunable:
         name: str,
         max_draft_tokens: int | None = None,
         max_depth: int | None = None,
-        length_weight: bool = True,
         is_profiled: bool = True,
         is_fresh: bool = True,
         record: str | None = None,
     ) -> None:
-        """A fresh policy in the place of the present one: nothing that was learned is carried over.
+        """A fresh budget in the place of the present one: nothing that was learned is carried over.
 
         Args:
             name: one of `config.BUDGETS`.
             max_draft_tokens, max_depth: its limits; default, and most: the engine's.
-            length_weight: False: `auto` without the weight of an answer's expected length.
             is_profiled: it starts from the saved profile of such an engine, if there is one and the engine uses it.
-            is_fresh: False: take the policy back that was last made with these arguments, and what it has learned.
-            record: file that the policy's steps are recorded into, until there is another policy.
+            is_fresh: False: take the budget back that was last made with these arguments, and what it has learned.
+            record: file that steps are recorded into, until a budget is set again.
 
         Raises:
             ConfigError: an unknown name, or more than the engine allows.
             TraceError: the file cannot be made.
         """
-        kept = self.__dict__.setdefault("_spec_rollout_policies", {})
-        key = (name, max_draft_tokens, max_depth, length_weight, is_profiled)
+        speculator = self.model_runner.speculator
+        kept = self.__dict__.setdefault("_spec_rollout_budgets", {})
+        key = (name, max_draft_tokens, max_depth, is_profiled)
+        speculator.backoff = type(speculator.backoff)()
         if not is_fresh and key in kept:
-            self.model_runner.speculation.policy = kept[key]
+            speculator.budget = kept[key]
             return
         config = config_of(self.vllm_config)
         if max_draft_tokens is not None and max_draft_tokens > config.max_draft_tokens:
@@ -154,26 +90,31 @@ class Tunable:
             max_draft_tokens=config.max_draft_tokens if max_draft_tokens is None else max_draft_tokens,
             max_depth=config.max_depth if max_depth is None else max_depth,
         )
-        policy: Any = make_policy(wanted, kernels=CORE)
+        budget = make_budget(wanted)
         if is_profiled:
-            policy = profiled(policy, self.vllm_config)
-        if not length_weight:
-            policy.length_weight = False
-        end_recording(self.model_runner.speculation.policy)
+            seed_from_profile(budget, self.vllm_config)
+        for recorder in [one for one in speculator.listeners if isinstance(one, Recorder)]:
+            speculator.listeners.remove(recorder)
+            recorder.closed()
         if record is not None:
             runner = "v2" if self.vllm_config.use_v2_model_runner else "v1"
-            policy = recorded(policy, dataclasses.replace(wanted, record=record), self.vllm_config, runner)
-        self.model_runner.speculation.policy = kept[key] = WatchedPolicy(policy)
+            recorder = recorder_of(dataclasses.replace(wanted, record=record), self.vllm_config, runner)
+            if recorder is not None:
+                speculator.listeners.append(recorder)
+        speculator.budget = kept[key] = budget
+        self._switches().start_over()
 
     def spec_rollout_switches(self) -> dict[str, int]:
-        """Of the policy set last, since the last call: steps_on, steps_off, switches, mind_changes.
+        """What `SwitchCounter` counted since the budget was set, or since the last call."""
+        return self._switches().start_over()
 
-        A step is off when nothing was drafted although something was proposed, or drafters were not asked although
-        requests could have been drafted for; single steps to try drafts, or their absence, do not count. `switches`
-        counts changes between such steps, `mind_changes` those of the policy's own `explain().is_on`.
-        """
-        policy = self.model_runner.speculation.policy
-        return policy.start_over() if isinstance(policy, WatchedPolicy) else {}
+    def _switches(self) -> SwitchCounter:
+        listeners = self.model_runner.speculator.listeners
+        for listener in listeners:
+            if isinstance(listener, SwitchCounter):
+                return listener
+        listeners.append(SwitchCounter())
+        return listeners[-1]
 
     def spec_rollout_set_oracle(
         self, path: str, accuracy: Sequence[float], position: int | None = None, then: Sequence[float] = (0.0,)
@@ -188,7 +129,8 @@ class Tunable:
         Raises:
             ConfigError: the engine has no `oracle`, or the file or the accuracy cannot be used.
         """
-        drafters = self.model_runner.speculation.drafters
+        speculator = self.model_runner.speculator
+        drafters = list(speculator.drafters)
         at = next((i for i, drafter in enumerate(drafters) if drafter.name == "oracle"), None)
         if at is None:
             raise ConfigError("the engine has no `oracle` drafter", 'start it with {"drafters": ["oracle"]}')
@@ -199,3 +141,4 @@ class Tunable:
         else:
             second = OracleDrafter(OracleConfig(path=path, accuracy=tuple(then)), answers, at)
             drafters[at] = ChangingOracle(first, second, position)
+        speculator.replace_drafters(drafters)

@@ -51,10 +51,10 @@ def check_identity(
         plain = run(ours.llm, requests, enabled=False)
         for number in range(rounds):
             quality = QUALITIES[number % len(QUALITIES)]
-            ours.runner.speculation.drafters = [
+            ours.runner.speculator.replace_drafters(
                 FuzzDrafter(answers, VOCAB, seed=number + 1000 * other, quality=quality)
                 for other in range(num_drafters)
-            ]
+            )
             before = _counts(ours)
             drafted.append(run(ours.llm, requests))
             after = _counts(ours)

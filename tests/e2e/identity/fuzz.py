@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
+from tests.drafters import TreeByTree
 from vllm_specrollout.trees.build import depths
-from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, Ending, Feedback, RequestView, Shape
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, RequestView
 
 
-class FuzzDrafter:
+class FuzzDrafter(TreeByTree):
     """Knows the true answers (by problem id), and hides them or not."""
 
     name = "fuzz"
@@ -21,26 +22,14 @@ class FuzzDrafter:
         self.quality = quality
         self.rng = np.random.default_rng(seed)
 
-    def propose(self, views: Sequence[RequestView], decisions: Sequence[Decision]) -> list[DraftTree]:
-        return [self._tree(view, decision) for view, decision in zip(views, decisions, strict=True)]
-
-    def observe(self, feedback: Sequence[Feedback]) -> None:
-        """Learns nothing."""
-
-    def finish(self, ending: Ending) -> None:
-        """Nothing outlives a request."""
-
-    def forget(self, request_id: str) -> None:
-        """Remembers nothing."""
-
-    def _tree(self, view: RequestView, decision: Decision) -> DraftTree:
+    def tree(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
         rng = self.rng
-        size = int(rng.integers(0, decision.max_nodes + 1)) if decision.max_nodes else 0
+        size = int(rng.integers(0, max_nodes + 1)) if max_nodes else 0
         if size == 0:
             return EMPTY_TREE
         done = len(view.token_ids) - view.num_prompt_tokens
         truth = self.answers.get(view.problem_id, [])[done:] if rng.random() < 0.9 else []
-        is_chain = decision.shape is Shape.CHAIN or rng.random() < 0.2
+        is_chain = is_chain or rng.random() < 0.2
         tokens: list[int] = []
         parents: list[int] = []
         tip, level = ROOT, 0  # tip: the true node of this level, if it was drafted
@@ -54,7 +43,7 @@ class FuzzDrafter:
             parents.append(parent)
             if parent == tip and level < len(truth) and token == truth[level]:
                 tip, level = len(tokens) - 1, level + 1
-        return _within(tokens, parents, decision.max_depth)
+        return _within(tokens, parents, max_depth)
 
 
 def _within(tokens: list[int], parents: list[int], max_depth: int) -> DraftTree:

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference import layout as naive
 from tests.strategies import Layout, batches
 from vllm_specrollout.commit.plan import plan
-from vllm_specrollout.trees import layout as naive
 
 
 def _int32(values: object) -> np.ndarray:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.drafters import ask
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.library import Library
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.trees.build import check
-from vllm_specrollout.types import Decision, Ending, RequestView, Shape, Status
+from vllm_specrollout.types import Ending, RequestView, Status
 
 _core = pytest.importorskip("vllm_specrollout._core")
 
@@ -62,9 +63,9 @@ def _view(name: str, output: list[int], problem_id: str = "p", prompt: list[int]
 
 def _drafts(drafter: _Drafter, *views: RequestView, is_built: bool = True) -> list[list[int]]:
     if is_built:
-        drafter.propose(views, [Decision(0, 0, Shape.OFF)] * len(views))
+        ask(drafter, views, 0, 0)
         drafter.executor.run()
-    trees = drafter.propose(views, [Decision(8, 8, Shape.TREE)] * len(views))
+    trees = ask(drafter, views, 8, 8)
     for tree in trees:
         if tree.size:
             check(tree)
@@ -162,7 +163,7 @@ def test_while_an_index_is_built_its_requests_go_without_drafts() -> None:
 
 def test_chains_are_chains(drafter: _Drafter) -> None:
     _drafts(drafter, _view("a", [1, 2, 3, 4, 5, 6]), _view("b", [1, 2, 3, 9, 8, 7]))
-    tree = drafter.propose([_view("c", [1, 2, 3])], [Decision(8, 8, Shape.CHAIN)])[0]
+    tree = ask(drafter, [_view("c", [1, 2, 3])], 8, 8, is_chain=True)[0]
     assert tree.parents.tolist() == list(range(-1, tree.size - 1))
 
 

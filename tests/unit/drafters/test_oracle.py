@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drafters import ask
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees import build
-from vllm_specrollout.types import ROOT, Decision, DraftTree, RequestView, Shape
+from vllm_specrollout.types import ROOT, DraftTree, RequestView, Shape
 
 PROMPT = [9, 9, 9]
 
@@ -28,8 +29,8 @@ def make_view(answer: list[int], key: str = "p", room: int = 1000, shape: Shape 
     return RequestView("request", token_ids, len(PROMPT), room, shape, problem_id=key)
 
 
-def draft(drafter: OracleDrafter, view: RequestView, max_nodes: int, max_depth: int, shape=Shape.TREE) -> DraftTree:
-    (tree,) = drafter.propose([view], [Decision(max_nodes, max_depth, shape)])
+def draft(drafter: OracleDrafter, view: RequestView, max_nodes: int, max_depth: int, is_chain=False) -> DraftTree:
+    (tree,) = ask(drafter, [view], max_nodes, max_depth, is_chain=is_chain)
     return tree
 
 
@@ -48,19 +49,17 @@ ACCURACIES = st.lists(st.sampled_from((0.0, 0.1, 0.2, 0.25)), min_size=1, max_si
 ANSWERS = st.lists(st.integers(0, 20), min_size=1, max_size=40)
 
 
-@given(ACCURACIES, ANSWERS, st.integers(0, 45), st.integers(0, 30), st.integers(0, 10), st.sampled_from(Shape))
-def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_nodes, max_depth, shape) -> None:
+@given(ACCURACIES, ANSWERS, st.integers(0, 45), st.integers(0, 30), st.integers(0, 10), st.booleans())
+def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_nodes, max_depth, is_chain) -> None:
     drafter = OracleDrafter(OracleConfig(accuracy=accuracy), {"p": answer}, source=2)
-    tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth, shape)
+    tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth, is_chain)
     build.check(tree)
     assert build.is_ordered(tree)
     assert tree.size <= max_nodes
     assert max(build.depths(tree.parents).tolist(), default=0) <= min(max_depth, max(len(answer) - done, 0))
     assert set(tree.source.tolist()) <= {2}
-    if shape is Shape.CHAIN:
+    if is_chain:
         assert tree.parents.tolist() == list(range(-1, tree.size - 1))
-    if shape is Shape.OFF:
-        assert tree.size == 0
 
 
 @given(ANSWERS, st.integers(0, 39), st.integers(1, 30), st.integers(1, 30))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.drafters import ask
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import HistoryConfig, OracleConfig
@@ -23,7 +24,7 @@ from vllm_specrollout.history.log import ForeignError, Reader, Writer
 from vllm_specrollout.history.records import decode_record, encode_record
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import Decision, Ending, RequestView, Shape, Status
+from vllm_specrollout.types import Ending, RequestView, Shape, Status
 
 MakeAnswer = Callable[..., Answer]
 
@@ -134,10 +135,10 @@ def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
     other.close()
     drafter = HistoryDrafter(config, vocabulary=Vocabulary("small", 512))
     view = RequestView("r2", np.asarray([8, 9, 7, 11], np.int32), 3, 100, Shape.TREE, 1 << 30, "aime-7", 0, "cmpl-2")
-    drafter.propose([view], [Decision(16, 8, Shape.TREE)])
+    ask(drafter, [view])
     # its index is being built
     drafter.library._executor.submit(lambda: None).result()
-    (tree,) = drafter.propose([view], [Decision(16, 8, Shape.TREE)])
+    (tree,) = ask(drafter, [view])
     assert tree.token_ids.tolist() == [13, 14]
     drafter.close()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
+from tests.reference import layout as naive
 from tests.strategies import Layout, batches, tree_parents
-from vllm_specrollout.trees import layout as naive
 
 
 def _expand(b: Layout) -> naive.Layout:

@@ -15,12 +15,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_specrollout import _core
 from vllm_specrollout.commit.plan import plan as plan_commit
-from vllm_specrollout.types import IntArray, Shape
-from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.trees.batch import as_chains
+from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
-from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
 from vllm_specrollout.worker.v1.kv import BlockCopier, kv_shape, with_scratch
 from vllm_specrollout.worker.v1.noise import SeedNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
@@ -45,9 +45,8 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         if is_profiling:
             return
         self.scratch = scratch
-        block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if self.kv_caches else 1
-        # the first scratch block is never written: branches start from its zeros
-        self._set_up_drafting(Drafting(self.speculation, max(len(scratch) - 1, 0), block_size))
+        self.block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if self.kv_caches else 1
+        self._set_up_drafting()
         if self.shape[0] is Shape.TREE:
             self.copier = BlockCopier(self.kv_caches)
             layers = self.compilation_config.static_forward_context
@@ -55,12 +54,15 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
                 layers[name].impl = PathAttention(layers[name].impl, self.paths)
 
     def _kv_shape(self) -> tuple[Shape, str]:
-        shape, reason = kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
-        if shape is Shape.TREE and self.shared_kv_cache_layers:
-            return Shape.CHAIN, "layers share their KV cache"
-        if shape is Shape.TREE and config_of(self.vllm_config).shape == "chain":
-            return Shape.CHAIN, '`shape` is "chain"'
-        return shape, reason
+        return kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
+
+    def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
+        """Trees become chains where the scratch blocks would not suffice for their branches."""
+        roots = np.fromiter((len(view.token_ids) - 1 for view in batch.views), np.int32, batch.size)
+        # the first scratch block is never written: branches start from its zeros
+        free = max(len(self.scratch) - 1, 0)
+        is_chain = _core.without_scratch(trees.node_start, trees.parents, roots, self.block_size, free)
+        return as_chains(trees, is_chain) if is_chain.any() else trees
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -68,22 +70,21 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self.paths.plan = None
         return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
 
-    def _lay_out(self, drafts: StepDrafts) -> None:
+    def _lay_out(self, trees: TreeBatch) -> None:
         """Positions of the nodes, paths, and the blocks that branches start from."""
         batch, n = self.input_batch, self.input_batch.num_reqs
         plan, raw = plan_paths(
             self.query_start_loc.np[: n + 1],
             batch.num_computed_tokens_cpu[:n],
-            drafts.node_start,
-            drafts.parents,
+            trees.node_start,
+            trees.parents,
             batch.block_table[0].get_numpy_array(),
-            self.drafting.block_size,
+            self.block_size,
             self.scratch[1:],
             int(self.scratch[0]),
         )
         self.positions.numpy()[plan.node_rows] = plan.node_positions
         self.paths.plan, self._path_inputs = plan, raw
-        self._branches = len(raw["seq_lens"]) - n
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         raw, self._path_inputs = self._path_inputs, None
@@ -99,10 +100,7 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
 
     # --- after the forward pass --------------------------------------------------------------------------------------
 
-    def _depths(self, drafts: StepDrafts) -> IntArray:
-        return self.paths.plan.depths if self.paths.plan is not None else super()._depths(drafts)
-
-    def _commit(self, sampled: Sampled, drafts: StepDrafts) -> None:
+    def _commit(self, sampled: Sampled, trees: TreeBatch) -> None:
         """Bring the accepted paths' keys and values into the requests' own blocks."""
         plan = self.paths.plan
         self.paths.plan = None
@@ -110,7 +108,7 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
             return
         ends = np.cumsum(sampled.num_accepted)
         last = np.where(sampled.num_accepted > 0, sampled.accepted[ends - 1] if len(sampled.accepted) else 0, 0)
-        paths = plan.node_path[np.minimum(drafts.node_start[:-1] + last, len(plan.node_path) - 1)]
+        paths = plan.node_path[np.minimum(trees.node_start[:-1] + last, len(plan.node_path) - 1)]
         moves = plan_commit(
             sampled.num_accepted,
             paths,
@@ -118,7 +116,7 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
             plan.root,
             plan.tables,
             self.input_batch.block_table[0].get_numpy_array(),
-            self.drafting.block_size,
+            self.block_size,
         )
         self.copier.copy(moves.source_blocks, moves.target_blocks)
         self.stats.branches_committed += int(((sampled.num_accepted > 0) & (paths != plan.first_path)).sum())

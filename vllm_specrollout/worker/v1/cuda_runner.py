@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_specrollout.types import Shape
+from vllm_specrollout.trees.batch import cut
+from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.v1.drafting import Drafting
 from vllm_specrollout.worker.v1.noise import ExponentialNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
@@ -46,7 +47,14 @@ class DraftsChains(_Base):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
         if not is_profiling:
-            self._set_up_drafting(Drafting(self.speculation, 0, 1, self.most_nodes))
+            self._set_up_drafting()
+
+    def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
+        """Chains are cut to equal shares where they are too many nodes together."""
+        if trees.num_nodes <= self.most_nodes:
+            return trees
+        share = self.most_nodes // np.count_nonzero(trees.sizes)
+        return cut(trees, np.full(batch.size, share, dtype=np.int32))
 
     def _kv_shape(self) -> tuple[Shape, str]:
         groups = self.kv_cache_config.kv_cache_groups
@@ -65,7 +73,7 @@ class DraftsChains(_Base):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._bookkeeping_sync(*args, **kwargs)
         # only now has the device done what the step asked for
-        self._verify_ms = (time.perf_counter() - self._begin) * 1e3
+        self.step.verify_ms = (time.perf_counter() - self.step.begin) * 1e3
         return result
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.worker.explaining import Explains
+from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.v1.cuda_runner import SpecRolloutCUDARunner
 from vllm_specrollout.worker.v1.reporting import ReportsV1
 
 
-class SpecRolloutCUDAWorker(ReportsV1, Explains, ServesTrainers, Worker):
+class SpecRolloutCUDAWorker(ReportsV1, ExplainsMixin, ServesTrainers, Worker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCUDARunner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,53 +11,47 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.admission import Admission, Desk
-from vllm_specrollout.worker.endings import external_name
+from vllm_specrollout.worker.request import RequestState
 
 Tape = SeedTape | VectorTape[torch.Tensor]
 
 
-@dataclass(slots=True)
-class RequestEntry:
+class RequestEntry(RequestState):
     """One request, from admission to its end; it survives preemption."""
 
-    state: CachedRequestState
-    admission: Admission
-    tape: Tape | None  # None for greedy requests
+    __slots__ = ("admission", "state", "tape")
 
-    def view(self, token_ids: IntArray, num_prompt: int, max_model_len: int, weights_version: int) -> RequestView:
-        """What drafters and policies see of it; `token_ids` are prompt and output so far."""
-        admission, length = self.admission, len(token_ids)
-        return RequestView(
-            self.state.req_id,
-            token_ids,
-            num_prompt,
-            min(admission.max_tokens - (length - num_prompt), max_model_len - length),
-            admission.shape,
-            admission.max_draft_tokens,
-            admission.problem_id,
-            weights_version,
-            external_name(self.state.req_id),
-        )
+    def __init__(self, state: CachedRequestState, admission: Admission, tape: Tape | None) -> None:
+        prompt = np.asarray(state.prompt_token_ids or [], dtype=np.int32)
+        super().__init__(state.req_id, admission, prompt, len(prompt))
+        self.state = state
+        self.admission = admission
+        # None for greedy requests
+        self.tape = tape
 
-    def ending(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
+    def ended(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
         """What drafters are told at its end; `num_tokens` of the answer count."""
-        return Ending(
-            self.state.req_id,
-            self.admission.problem_id,
-            np.asarray(self.state.prompt_token_ids or [], dtype=np.int32),
-            np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32),
-            status,
-            weights_version,
-            external_name(self.state.req_id),
+        output = np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32)
+        return self.ending(
+            np.asarray(self.state.prompt_token_ids or [], dtype=np.int32), output, status, weights_version
         )
 
 
 class RequestBook:
     """All requests the worker has seen and not forgotten."""
 
-    def __init__(self, model_shape: Shape, make_tape: Callable[[torch.Generator | None], Tape]) -> None:
+    def __init__(
+        self,
+        model_shape: Shape,
+        make_tape: Callable[[torch.Generator | None], Tape],
+        admitted: Callable[[RequestView], None] = lambda view: None,
+    ) -> None:
+        """Args:
+        admitted: told of each request that may be drafted for.
+        """
         self.desk = Desk(model_shape)
         self._make_tape = make_tape
+        self._admitted = admitted
         self._entries: dict[str, RequestEntry] = {}
 
     def get(self, state: CachedRequestState) -> RequestEntry:
@@ -76,7 +69,10 @@ class RequestBook:
         assert params is not None, "pooling requests never reach a generating engine"
         admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
         tape = None if params.temperature < 1e-5 else self._make_tape(state.generator)
-        return RequestEntry(state, admission, tape)
+        entry = RequestEntry(state, admission, tape)
+        if admission.shape is not Shape.OFF:
+            self._admitted(entry.view)
+        return entry
 
 
 def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> SeedArray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,26 +18,43 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status, StepTiming
+from vllm_specrollout.trees.batch import num_branches, with_branches
+from vllm_specrollout.types import Ending, RequestBatch, Shape, Status, StepTiming, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import SpecRolloutOutput, config_of
-from vllm_specrollout.worker.endings import endings_of, waiting_of
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
+from vllm_specrollout.worker.endings import endings_of, step_of, waiting_of
 from vllm_specrollout.worker.policy_version import PolicyVersion
-from vllm_specrollout.worker.speculate import make_speculation
+from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.v1.drafting import Drafting, StepDrafts
 from vllm_specrollout.worker.v1.noise import Noise
 from vllm_specrollout.worker.v1.processors import are_builtin
 from vllm_specrollout.worker.v1.requests import RequestBook
-from vllm_specrollout.worker.v1.sampler import Drafts, Sampled, chain_depths, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
 
 logger = init_logger(__name__)
 
 
 _Base = GPUModelRunner if TYPE_CHECKING else object
+
+
+@dataclass(slots=True)
+class StepState:
+    """The step in progress: made when it begins, dropped with it."""
+
+    # number of the engine step, and seconds when it began
+    number: int
+    begin: float
+    # requests without a place in the batch
+    waiting: int
+    # over the batch's requests, in its order; None: no drafts were scheduled
+    trees: TreeBatch | None = None
+    has_branches: bool = False
+    sampled: Sampled | None = None
+    verify_ms: float = 0.0
 
 
 class SpecRolloutV1(_Base):
@@ -46,18 +64,15 @@ class SpecRolloutV1(_Base):
         super().__init__(vllm_config, device)
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
-        # a step's time is known when the one after it has begun
-        self.speculation = make_speculation(vllm_config, "v1", timing_lag=1)
+        self.speculator, self.metrics = make_speculator(vllm_config, "v1")
         self.policy_version = PolicyVersion()
         self.stats = Stats()
         self.book = RequestBook(Shape.OFF, self.noise.tape)
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
-        self._step_drafts: StepDrafts | None = None
-        self._sampled: Sampled | None = None
-        self._branches = 0
-        self._begin = 0.0
-        self._waiting = 0
-        self._verify_ms = 0.0
+        self.drafting = Drafting(self.speculator, self.parallel_config.tensor_parallel_size)
+        self.step = StepState(0, 0.0, 0)
+        # drafts on their way through the scheduler
+        self._planned = NO_DRAFTS
         self._timing: StepTiming | None = None  # of the last completed step
 
     # --- set-up ------------------------------------------------------------------------------------------------------
@@ -70,14 +85,17 @@ class SpecRolloutV1(_Base):
         """What KV cache and attention allow to be drafted, and why not more."""
         raise NotImplementedError
 
-    def _set_up_drafting(self, drafting: Drafting) -> None:
+    def _set_up_drafting(self) -> None:
         """Called at the end of `initialize_kv_cache`."""
-        self.drafting = drafting
         self.shape = self._model_shape()
-        self.book = RequestBook(self.shape[0], self.noise.tape)
+        self.book = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
         if self.shape[0] is not Shape.TREE:
             effect = "off" if self.shape[0] is Shape.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
+
+    def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
+        """The trees, cut to what the runner has room for."""
+        return trees
 
     def _model_shape(self) -> tuple[Shape, str]:
         if self.model_config.is_encoder_decoder or self.supports_mm_inputs or self.uses_mrope:
@@ -94,7 +112,7 @@ class SpecRolloutV1(_Base):
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self.book.forget(req_id)
-        self.drafting.forget(req_id)
+        self.speculator.forget(req_id)
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -102,19 +120,18 @@ class SpecRolloutV1(_Base):
         now = time.perf_counter()
         if self._timing is not None:
             # From one step's beginning to the next: the engine's own work counts. A long gap means it had none.
-            period_ms = (now - self._begin) * 1e3
+            period_ms = (now - self.step.begin) * 1e3
             own_ms = self._timing.step_ms
             if period_ms < 2.0 * own_ms + 5.0:
                 self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
-        self._begin = now
-        self._waiting = waiting_of(scheduler_output)
+        self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:
                 entry = self.book.get(self.requests[req_id])
-                self.speculation.finish(entry.ending(num_tokens, status, self.policy_version.current()))
+                self.speculator.finish(entry.ended(num_tokens, status, self.policy_version.current()))
         result = super()._update_states(scheduler_output)
         # The tapes own the generators. (vLLM 0.32 also rewinds those it finds here after a prefill chunk, which a CPU
         # generator cannot do: stock CPU engines stop with an error when a seeded prompt is prefilled in chunks.)
@@ -125,12 +142,10 @@ class SpecRolloutV1(_Base):
         """What the engine leaves behind when it is shut down."""
         version = self.policy_version.current()
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
-        return [entry.ending(len(entry.state.output_token_ids), Status.ABORTED, version) for entry in running]
+        return [entry.ended(len(entry.state.output_token_ids), Status.ABORTED, version) for entry in running]
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        self._step_drafts = self._sampled = None
-        self._branches = 0
         if not scheduled:
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self.speculative_config = True  # only asked whether it is None: makes logits rows for the draft tokens
@@ -139,13 +154,14 @@ class SpecRolloutV1(_Base):
         finally:
             self.speculative_config = None
         begin = time.perf_counter()
-        self._step_drafts = self.drafting.scheduled(self.input_batch.req_ids, scheduled)
-        if self._step_drafts.has_branches:
-            self._lay_out(self._step_drafts)
+        trees = self.step.trees = scheduled_trees(self._planned, self.input_batch.req_ids, scheduled)
+        self.step.has_branches = bool(with_branches(trees).any())
+        if self.step.has_branches:
+            self._lay_out(trees)
         self.stats.layout_ms += (time.perf_counter() - begin) * 1e3
         return result
 
-    def _lay_out(self, drafts: StepDrafts) -> None:
+    def _lay_out(self, trees: TreeBatch) -> None:
         """Make branches ready for the forward pass."""
         raise NotImplementedError("this runner drafts chains only")
 
@@ -162,99 +178,100 @@ class SpecRolloutV1(_Base):
         n = self.input_batch.num_reqs
         entries = [self.book.get(self.requests[req_id]) for req_id in self.input_batch.req_ids]
         metadata = self.input_batch.sampling_metadata
-        drafts = self._step_drafts
-        if drafts is None:
+        trees = self.step.trees
+        if trees is None:
             if not metadata.all_greedy:
                 self.noise.set_roots(entries)
             output, kept = self.sampler(logits=logits, sampling_metadata=metadata), np.ones(n, dtype=np.int32)
         else:
-            nodes = Drafts(drafts.node_start, drafts.parents, drafts.token_ids, self._depths(drafts))
-            row_request, row_depth = row_layout(nodes)
+            row_request, row_depth = row_layout(trees)
             if not metadata.all_greedy:
-                self.noise.set_nodes(entries, drafts.node_start, row_depth)
-            self._sampled = sample_drafts(self.sampler, logits, metadata, nodes, row_request, row_depth)
-            self._commit(self._sampled, drafts)
-            output, kept = self._sampled.output, self._sampled.num_accepted + 1
+                self.noise.set_nodes(entries, trees.node_start, row_depth)
+            sampled = self.step.sampled = sample_drafts(self.sampler, logits, metadata, trees, row_request, row_depth)
+            self._commit(sampled, trees)
+            output, kept = sampled.output, sampled.num_accepted + 1
         self.noise.clear()
         for entry, count, is_discarded in zip(entries, kept.tolist(), self.discard_request_mask.np[:n], strict=True):
             if entry.tape is not None and not is_discarded:
                 entry.tape.advance(count)
-        self._verify_ms = (time.perf_counter() - self._begin) * 1e3
+        self.step.verify_ms = (time.perf_counter() - self.step.begin) * 1e3
         return output
 
-    def _depths(self, drafts: StepDrafts) -> IntArray:
-        """[nodes] depth of each node, 1 below the root."""
-        return chain_depths(drafts.node_start)
-
-    def _commit(self, sampled: Sampled, drafts: StepDrafts) -> None:
+    def _commit(self, sampled: Sampled, trees: TreeBatch) -> None:
         """Bring the accepted keys and values to where plain decoding would have put them: a chain's are there."""
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, ModelRunnerOutput) or not output.sampled_token_ids:
             return output
-        sampled, drafts = self._sampled, self._step_drafts
         draft_ms = 0.0
         if self.shape[0] is not Shape.OFF:
-            self.drafting.settle(
-                output.req_ids,
-                drafts,
-                sampled.num_accepted if sampled else None,
-                sampled.accepted if sampled else None,
-                self._timing,
-            )
-            ranks = self.parallel_config.tensor_parallel_size
-            tokens, draft_ms = self.drafting.prepare(lambda: self._views(output), ranks)
-            if (counts := self.speculation.meter.take()) or tokens.req_ids:
-                output = SpecRolloutOutput.carrying(output, tokens if tokens.req_ids else None, counts=counts)
+            self._observe(output)
+            self._planned = self.drafting.plan(lambda: self._requests(output), self.step.number + 1, self._fit)
+            draft_ms = self.drafting.ms
+            counts, tokens = self.metrics.take(), None
+            if self._planned.num_nodes:
+                tokens = DraftTokenIds(*drafted_tokens(self._planned))
+            if counts or tokens is not None:
+                output = SpecRolloutOutput.carrying(output, tokens, counts=counts)
         self._timing = self._account(output, draft_ms)
         return output
 
-    def _views(self, output: ModelRunnerOutput) -> list[RequestView]:
-        """The requests that may be drafted for, as they stand after this step; none if the budget rests."""
-        if self.speculation.rests(len(output.req_ids)):
-            return []
+    def _observe(self, output: ModelRunnerOutput) -> None:
+        """Tell what became of this step's drafts, and what the step before cost."""
+        self.drafting.timed(self._timing)
+        trees, sampled = self.step.trees, self.step.sampled
+        if trees is None or sampled is None:
+            none = np.zeros(len(output.req_ids), dtype=np.int32)
+            self.drafting.observe(self.drafting.planned, empty_trees(output.req_ids), none, none[:0])
+        else:
+            self.drafting.observe(self.drafting.planned, trees, sampled.num_accepted, sampled.accepted)
+
+    def _requests(self, output: ModelRunnerOutput) -> RequestBatch | None:
+        """The requests that may be drafted for, as they stand after this step; None where drafting is paused."""
+        if self.drafting.is_paused(self.step.number + 1, len(output.req_ids)):
+            return None
         batch, views = self.input_batch, []
         version = self.policy_version.current()
+        lengths = batch.num_tokens_no_spec[: len(output.req_ids)].tolist()
         for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens:
                 continue  # still in its prompt
             entry = self.book.get(self.requests[req_id])
             if entry.admission.shape is not Shape.OFF:
-                tokens_so_far = batch.token_ids_cpu[i, : int(batch.num_tokens_no_spec[i])]
-                views.append(entry.view(tokens_so_far, int(batch.num_prompt_tokens[i]), self.max_model_len, version))
-        return views
+                views.append(entry.seen(batch.token_ids_cpu[i, : lengths[i]], self.max_model_len, version))
+        return RequestBatch.of(views)
 
     def _account(self, output: ModelRunnerOutput, draft_ms: float) -> StepTiming:
         """Add the step to the totals; returns what is known of its cost so far."""
-        stats, drafts = self.stats, self._step_drafts
+        stats, step = self.stats, self.step
         rows, batch = int(self.query_start_loc.np[self.input_batch.num_reqs]), len(output.req_ids)
-        nodes = len(drafts.parents) if drafts is not None else 0
+        nodes = step.trees.num_nodes if step.trees is not None else 0
         tokens = sum(map(len, output.sampled_token_ids))
         stats.steps += 1
         stats.request_steps += batch
         stats.output_tokens += tokens
-        stats.step_ms += self._verify_ms
+        stats.step_ms += step.verify_ms
         stats.draft_ms += draft_ms
-        if self._sampled is not None:
+        if step.sampled is not None:
             stats.steps_with_drafts += 1
             stats.drafted += nodes
-            stats.accepted += int(self._sampled.num_accepted.sum())
+            stats.accepted += int(step.sampled.num_accepted.sum())
         is_decode_only = rows - nodes == batch
         if is_decode_only:
             entry = stats.by_rows.setdefault(rows, [0, 0.0])
             entry[0] += 1
-            entry[1] += self._verify_ms
+            entry[1] += step.verify_ms
         return StepTiming(
             batch=batch,
             rows=rows,
             nodes=nodes,
-            branches=self._branches,
+            branches=num_branches(step.trees) if step.has_branches and step.trees is not None else 0,
             tokens=tokens,
-            step_ms=self._verify_ms + draft_ms,
+            step_ms=step.verify_ms + draft_ms,
             is_decode_only=is_decode_only,
-            trees=int(np.count_nonzero(np.diff(drafts.node_start))) if drafts is not None else 0,
+            trees=int(np.count_nonzero(step.trees.sizes)) if step.trees is not None else 0,
             context=int(self.input_batch.num_computed_tokens_cpu[:batch].sum()),
-            waiting=self._waiting,
+            waiting=step.waiting,
             ask_ms=draft_ms,
         )

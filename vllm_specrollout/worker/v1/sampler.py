@@ -24,7 +24,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import (
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_specrollout import _core
-from vllm_specrollout.types import ROOT, IntArray
+from vllm_specrollout.types import ROOT, IntArray, TreeBatch
 from vllm_specrollout.worker.v1.processors import spread
 
 
@@ -80,20 +80,6 @@ class ExponentialTapeSampler(TopKTopPSampler):
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """The drafts of a step, all requests' nodes after one another."""
-
-    # [R + 1] first node of each request
-    node_start: IntArray
-    # [nodes] parent within the request's tree
-    parents: IntArray
-    # [nodes] drafted tokens
-    token_ids: IntArray
-    # [nodes] depth, 1 below the root
-    depths: IntArray
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
     """What a step with drafts sampled."""
 
@@ -104,20 +90,14 @@ class Sampled:
     accepted: IntArray
 
 
-def chain_depths(node_start: IntArray) -> IntArray:
-    """[nodes] depths where every draft is a chain."""
-    counts = np.diff(node_start)
-    return (np.arange(node_start[-1]) - np.repeat(node_start[:-1], counts) + 1).astype(np.int32)
-
-
-def row_layout(drafts: Drafts) -> tuple[IntArray, IntArray]:
+def row_layout(trees: TreeBatch) -> tuple[IntArray, IntArray]:
     """Request and depth of every logits row: a root row, then its nodes, request after request."""
-    counts = np.diff(drafts.node_start) + 1
+    counts = trees.sizes + 1
     row_request = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     row_depth = np.zeros(len(row_request), dtype=np.int32)
     is_node = np.ones(len(row_request), dtype=bool)
-    is_node[drafts.node_start[:-1] + np.arange(len(counts))] = False
-    row_depth[is_node] = drafts.depths
+    is_node[trees.node_start[:-1] + np.arange(len(counts))] = False
+    row_depth[is_node] = trees.depth
     return row_request, row_depth
 
 
@@ -125,7 +105,7 @@ def sample_drafts(
     sampler: Sampler,
     logits: torch.Tensor,
     metadata: SamplingMetadata,
-    drafts: Drafts,
+    trees: TreeBatch,
     row_request: IntArray,
     row_depth: IntArray,
 ) -> Sampled:
@@ -138,14 +118,14 @@ def sample_drafts(
     """
     wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
     is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-    by_node = _spread_metadata(metadata, drafts, row_request, row_depth, wants_logprobs and is_processed)
+    by_node = _spread_metadata(metadata, trees, row_request, row_depth, wants_logprobs and is_processed)
     raw = logits
     if wants_logprobs and not is_processed and logits.dtype == torch.float32:
         raw = logits.clone()  # the sampler works in place on float32
     node_output = sampler(logits, by_node)
     sampled = node_output.sampled_token_ids.view(-1).to(torch.int64)
     output, output_row, num_accepted, accepted = _core.walk(
-        drafts.node_start, drafts.parents, drafts.token_ids, sampled.cpu().numpy()
+        trees.node_start, trees.parents, trees.token_ids, sampled.cpu().numpy()
     )
     logprobs = None
     if wants_logprobs:
@@ -171,7 +151,7 @@ def _gather_logprobs(
 
 
 def _spread_metadata(
-    metadata: SamplingMetadata, drafts: Drafts, row_request: IntArray, row_depth: IntArray, full_logprobs: bool
+    metadata: SamplingMetadata, trees: TreeBatch, row_request: IntArray, row_depth: IntArray, full_logprobs: bool
 ) -> SamplingMetadata:
     rows = torch.from_numpy(row_request.astype(np.int64))
 
@@ -198,7 +178,7 @@ def _spread_metadata(
         frequency_penalties=gather(metadata.frequency_penalties) if has_penalties else metadata.frequency_penalties,
         presence_penalties=gather(metadata.presence_penalties) if has_penalties else metadata.presence_penalties,
         repetition_penalties=gather(metadata.repetition_penalties) if has_penalties else metadata.repetition_penalties,
-        output_token_ids=_histories(metadata.output_token_ids, drafts) if needs_history else [],
+        output_token_ids=_histories(metadata.output_token_ids, trees) if needs_history else [],
         allowed_token_ids_mask=gather(metadata.allowed_token_ids_mask),
         bad_words_token_ids={
             row: metadata.bad_words_token_ids[r] for row, r in enumerate(requests) if r in metadata.bad_words_token_ids
@@ -209,15 +189,15 @@ def _spread_metadata(
     )
 
 
-def _histories(output_token_ids: Sequence[list[int]], drafts: Drafts) -> list[list[int]]:
+def _histories(output_token_ids: Sequence[list[int]], trees: TreeBatch) -> list[list[int]]:
     """Output so far plus ancestors, for every row."""
     histories: list[list[int]] = []
     for r, output in enumerate(output_token_ids):
-        begin, end = int(drafts.node_start[r]), int(drafts.node_start[r + 1])
+        begin, end = int(trees.node_start[r]), int(trees.node_start[r + 1])
         own: list[list[int]] = [output]
         for node in range(begin, end):
-            parent = int(drafts.parents[node])
+            parent = int(trees.parents[node])
             before = own[0] if parent == ROOT else own[1 + parent]
-            own.append([*before, int(drafts.token_ids[node])])
+            own.append([*before, int(trees.token_ids[node])])
         histories += own
     return histories

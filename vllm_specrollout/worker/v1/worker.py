@@ -12,16 +12,16 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import Shape
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.explaining import Explains
+from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import ServesTrainers
-from vllm_specrollout.worker.tuning import Tunable
+from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.reporting import ReportsV1
 from vllm_specrollout.worker.v1.warm_up import warm_up
 
 
-class SpecRolloutCPUWorker(ReportsV1, Tunable, Explains, ServesTrainers, CPUWorker):
+class SpecRolloutCPUWorker(ReportsV1, TunableMixin, ExplainsMixin, ServesTrainers, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner

@@ -8,53 +8,34 @@ the host waits for the tokens of the passes before, the only wait there is, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_specrollout.step import Speculation
-from vllm_specrollout.trees.build import first_nodes, is_chain
-from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import (
-    EMPTY_TREE,
-    Decision,
-    DraftTree,
-    Ending,
-    IntArray,
-    RequestView,
-    Shape,
-    Status,
-    StepTiming,
-)
-from vllm_specrollout.verify.rules import accepted_path
+from vllm_specrollout import _core
+from vllm_specrollout.speculator import PlannedStep
+from vllm_specrollout.types import Ending, IntArray, RequestBatch, RequestView, Shape, Status, StepTiming, TreeBatch
 from vllm_specrollout.worker.admission import Admission
-from vllm_specrollout.worker.endings import external_name
+from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.policy_version import PolicyVersion
-from vllm_specrollout.worker.stats import feedback_of
-
-_NO_NODES = np.zeros(0, dtype=np.int32)
+from vllm_specrollout.worker.request import RequestState
 
 
-@dataclass(slots=True, eq=False)
-class HostRequest:
+class HostRequest(RequestState):
     """One request's tokens as far as the host knows them. A request that comes back after preemption is a new one."""
 
-    request_id: str
-    admission: Admission
-    num_prompt: int
-    # [capacity] token ids; the first `length` are known
-    buffer: IntArray
-    length: int
+    __slots__ = ("admission", "buffer", "length", "num_prompt", "request_id")
 
-    @classmethod
-    def starting_with(
-        cls, request_id: str, admission: Admission, num_prompt: int, tokens: Sequence[int]
-    ) -> HostRequest:
-        buffer = np.empty(len(tokens) + 256, dtype=np.int32)
-        buffer[: len(tokens)] = tokens
-        return cls(request_id, admission, num_prompt, buffer, len(tokens))
+    def __init__(self, request_id: str, admission: Admission, num_prompt: int, tokens: Sequence[int]) -> None:
+        self.request_id = request_id
+        self.admission = admission
+        self.num_prompt = num_prompt
+        # [capacity] int32 token ids; the first `length` are known
+        self.buffer: IntArray = np.empty(len(tokens) + 256, dtype=np.int32)
+        self.buffer[: len(tokens)] = tokens
+        self.length = len(tokens)
+        super().__init__(request_id, admission, self.buffer[: self.length], num_prompt)
 
     def append(self, tokens: IntArray) -> None:
         end = self.length + len(tokens)
@@ -65,31 +46,10 @@ class HostRequest:
         self.buffer[self.length : end] = tokens
         self.length = end
 
-    def view(self, max_model_len: int, limit: int, weights_version: int = 0) -> RequestView:
-        generated = self.length - self.num_prompt
-        return RequestView(
-            self.request_id,
-            self.buffer[: self.length],
-            self.num_prompt,
-            min(self.admission.max_tokens - generated, max_model_len - self.length),
-            self.admission.shape,
-            min(limit, self.admission.max_draft_tokens),
-            self.admission.problem_id,
-            weights_version,
-            external_name(self.request_id),
-        )
-
-    def ending(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
+    def ended(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
         """What drafters are told at its end: the answer is `num_tokens` long, whatever was sampled behind them."""
-        return Ending(
-            self.request_id,
-            self.admission.problem_id,
-            self.buffer[: self.num_prompt].copy(),
-            self.buffer[self.num_prompt : min(self.length, self.num_prompt + num_tokens)].copy(),
-            status,
-            weights_version,
-            external_name(self.request_id),
-        )
+        end = min(self.length, self.num_prompt + num_tokens)
+        return self.ending(self.buffer[: self.num_prompt], self.buffer[self.num_prompt : end], status, weights_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +61,15 @@ class _Over:
     status: Status
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class InFlight:
     """A step whose tokens are on their way to the host."""
 
     requests: list[HostRequest | None]
-    # in batch order; EMPTY_TREE where nothing was drafted
-    trees: list[DraftTree]
+    # over the requests, in batch order
+    trees: TreeBatch
+    # what they were planned from; None: nothing was
+    planned: PlannedStep | None
     # waits for the step's tokens; returns [R, width] sampled tokens and [R] how many of them count
     wait: Callable[[], tuple[IntArray, IntArray]]
     rows: int
@@ -133,9 +95,10 @@ class Host:
     """Mirrors the running requests and drafts for them."""
 
     def __init__(
-        self, speculation: Speculation, max_model_len: int, *, clock: Callable[[], float] = time.perf_counter
+        self, drafting: Drafting, max_model_len: int, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.speculation = speculation
+        self.drafting = drafting
+        self.speculator = drafting.speculator
         self.max_model_len = max_model_len
         self._clock = clock
         self._requests: dict[str, HostRequest] = {}
@@ -146,6 +109,8 @@ class Host:
 
     def add(self, request: HostRequest) -> None:
         self._requests[request.request_id] = request
+        if request.admission.shape is not Shape.OFF:
+            self.drafting.admit(request.view)
 
     def get(self, request_id: str) -> HostRequest | None:
         return self._requests.get(request_id)
@@ -153,7 +118,7 @@ class Host:
     def forget(self, request_id: str) -> None:
         is_known = self._requests.pop(request_id, None) is not None
         if is_known and request_id not in self._over:
-            self.speculation.forget(request_id)
+            self.speculator.forget(request_id)
 
     def end(self, request_id: str, num_tokens: int, status: Status) -> None:
         """The request is over after so many tokens; drafters are told when the last of them has come home."""
@@ -165,17 +130,17 @@ class Host:
     def unfinished(self) -> list[Ending]:
         """What the engine leaves behind when it is shut down."""
         version = self.policy_version.current()
-        over = [over.request.ending(over.num_tokens, over.status, version) for over in self._over.values()]
+        over = [over.request.ended(over.num_tokens, over.status, version) for over in self._over.values()]
         running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
-        return over + [r.ending(r.length - r.num_prompt, Status.ABORTED, version) for r in running]
+        return over + [r.ended(r.length - r.num_prompt, Status.ABORTED, version) for r in running]
 
     def _tell_endings(self) -> None:
         for request_id, over in list(self._over.items()):
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
                 continue
             del self._over[request_id]
-            self.speculation.finish(over.request.ending(over.num_tokens, over.status, self.policy_version.current()))
-            self.speculation.forget(request_id)
+            self.speculator.finish(over.request.ended(over.num_tokens, over.status, self.policy_version.current()))
+            self.speculator.forget(request_id)
 
     def sent(self, step: InFlight) -> None:
         """A step was launched; nobody waits for it yet."""
@@ -208,83 +173,63 @@ class Host:
         self._last_home = now if steps else self._last_home
         is_uniform = len({(step.rows, step.is_decode_only) for step in steps}) == 1
         for step, (sampled, counts) in zip(steps, homes, strict=True):
-            verified = self._take_in(step, sampled, counts)
+            num_accepted, accepted = self._take_in(step, sampled, counts)
             tokens = int(counts.sum())
             timing = _timing(step, period_ms, tokens) if period_ms is not None and is_uniform else None
             if timing is not None:
                 total.timings.append(timing)
-            with self.speculation.guard.over("learning", "what became of such a step's drafts is not learned from"):
-                self.speculation.settle(feedback_of(verified, len(step.requests)), timing)
+            self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
+            self.drafting.timed(timing)
             total.steps += 1
             total.tokens += tokens
-            total.accepted += sum(len(accepted) for _, _, accepted in verified)
+            total.accepted += len(accepted)
         self._tell_endings()
         return total
 
-    def rests(self, batch: int) -> bool:
-        """Whether this step is known to go without drafts. Asked once in every step of the engine, with room or not."""
-        return self.speculation.rests(batch)
-
-    def draft(self, room: dict[str, int], may_branch: bool, num_ranks: int, is_resting: bool) -> dict[str, DraftTree]:
-        """Trees for the next step, at most `room` nodes each; requests without a tree are left out.
-
-        With several tensor-parallel ranks the first one drafts: clocks differ between ranks, and a tree must not. It
-        tells the others whatever happens, since they wait for it.
+    def plan(self, room: Mapping[str, int], may_branch: bool, step: int, is_paused: bool) -> TreeBatch:
+        """Trees for the engine step `step`, at most `room` nodes each, over the requests that were drafted for.
 
         Args:
-            is_resting: what `rests` said of this step.
+            is_paused: what the drafting said of this step.
         """
-        trees: dict[str, DraftTree] = {}
-        group = get_tp_group() if num_ranks > 1 else None
-        if group is None or group.rank_in_group == 0:
-            with self.speculation.guard.over("drafting", "requests go on without drafts in such a step"):
-                trees = {} if is_resting else self._drafted(room, may_branch)
-        return trees if group is None else group.broadcast_object(trees, src=0)
+        return self.drafting.plan(lambda: None if is_paused else self._batch(room, may_branch), step)
 
-    def _drafted(self, room: dict[str, int], may_branch: bool) -> dict[str, DraftTree]:
+    def _batch(self, room: Mapping[str, int], may_branch: bool) -> RequestBatch:
         version = self.policy_version.current()
-        views = []
+        views: list[RequestView] = []
         for request_id, limit in room.items():
             request = self._requests.get(request_id)
             if request is not None and request.admission.shape is not Shape.OFF and limit > 0:
-                views.append(request.view(self.max_model_len, limit, version))
-        if not views:
-            return {}
-        trees = [_fitted(t, view, may_branch) for t, view in zip(self.speculation.prepare(views), views, strict=True)]
-        return {view.request_id: tree for view, tree in zip(views, trees, strict=True) if tree.size}
+                views.append(request.seen(request.buffer[: request.length], self.max_model_len, version, limit))
+        return RequestBatch.of(views, may_branch=may_branch)
 
-    def _take_in(self, step: InFlight, sampled: IntArray, counts: IntArray) -> list[tuple[str, DraftTree, IntArray]]:
-        verified = []
-        for request, tree, tokens, count in zip(step.requests, step.trees, sampled, counts.tolist(), strict=True):
-            if request is None or not count:
-                continue
-            request.append(tokens[:count])
-            accepted = accepted_path(tree, tokens[: count - 1]) if tree.size else _NO_NODES
-            verified.append((request.request_id, tree, accepted))
-        return verified
-
-
-def _fitted(tree: DraftTree, view: RequestView, may_branch: bool) -> DraftTree:
-    """The tree within the request's room, and as a chain where branches cannot be verified."""
-    if not tree.size:
-        return EMPTY_TREE
-    shape = view.shape if may_branch else Shape.CHAIN
-    if shape is Shape.CHAIN and not is_chain(tree):
-        tree = prune(tree, Decision(tree.size, tree.size, Shape.CHAIN))
-    return first_nodes(tree, view.max_draft_tokens)
+    def _take_in(self, step: InFlight, sampled: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """Append what was sampled; returns the accepted nodes, as in `VerifyResult`."""
+        for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
+            if request is not None and count:
+                request.append(tokens[:count])
+        # the last token of each request is the target's own
+        drafted = np.maximum(counts.astype(np.int32) - 1, 0)
+        return _core.follow(
+            step.trees.node_start,
+            step.trees.parents,
+            step.trees.token_ids,
+            np.ascontiguousarray(sampled, dtype=np.int32),
+            drafted,
+        )
 
 
 def _timing(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
     return StepTiming(
         batch=len(step.requests),
         rows=step.rows,
-        nodes=sum(tree.size for tree in step.trees),
+        nodes=step.trees.num_nodes,
         # a masked kernel reads the context once however many branches there are
         branches=0,
         tokens=tokens,
         step_ms=step_ms,
         is_decode_only=step.is_decode_only,
-        trees=sum(tree.size > 0 for tree in step.trees),
+        trees=int(np.count_nonzero(step.trees.sizes)),
         context=sum(request.length for request in step.requests if request is not None),
         waiting=step.waiting,
         ask_ms=step.ask_ms,

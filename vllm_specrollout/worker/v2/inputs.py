@@ -15,9 +15,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specrollout.trees.build import is_chain
-from vllm_specrollout.trees.mask import ancestor_mask
-from vllm_specrollout.types import EMPTY_TREE, DraftTree
+from vllm_specrollout.trees.batch import token_lists, with_branches
+from vllm_specrollout.trees.mask import ancestor_masks
+from vllm_specrollout.types import TreeBatch
 
 
 class TreeInputs:
@@ -46,19 +46,20 @@ class TreeInputs:
         self.parents = self.slots = self._shift = None
         self.has_branches = self.by_ancestors = False
 
-    def expect(self, trees: Mapping[str, DraftTree]) -> None:
+    def expect(self, trees: TreeBatch) -> None:
         """These are the step's drafts."""
-        self.has_branches = not all(map(is_chain, trees.values()))
+        self.has_branches = bool(with_branches(trees).any())
 
-    def write_tokens(
-        self, trees: Mapping[str, DraftTree], index_of: Mapping[str, int], draft_tokens: torch.Tensor
-    ) -> None:
+    def write_tokens(self, trees: TreeBatch, index_of: Mapping[str, int], draft_tokens: torch.Tensor) -> None:
         """Put the drafts where vLLM fetches draft tokens from, `draft_tokens [max_reqs, max_draft_tokens]`."""
-        width = max(tree.size for tree in trees.values())
-        packed = np.zeros((len(trees), width + 1), dtype=np.int64)
-        for row, (request_id, tree) in zip(packed, trees.items(), strict=True):
-            row[0] = index_of[request_id]
-            row[1 : 1 + tree.size] = tree.token_ids
+        sizes = trees.sizes
+        with_draft = np.flatnonzero(sizes)
+        width = int(sizes.max())
+        packed = np.zeros((len(with_draft), width + 1), dtype=np.int64)
+        packed[:, 0] = [index_of[trees.request_ids[i]] for i in with_draft.tolist()]
+        kept = sizes[with_draft]
+        row = np.repeat(np.arange(len(with_draft)), kept)
+        packed[row, 1 + np.arange(trees.num_nodes) - np.repeat(trees.node_start[with_draft], kept)] = trees.token_ids
         on_device = async_tensor_h2d(packed, device=self.device)
         draft_tokens[:, :width].index_copy_(0, on_device[:, 0], on_device[:, 1:])
 
@@ -68,8 +69,12 @@ class TreeInputs:
             self.num_nodes.zero_()
             self._is_dirty = False
 
-    def set_trees(self, batch: InputBatch, trees: Mapping[str, DraftTree]) -> None:
-        """Lay the trees of the step out over its rows."""
+    def set_trees(self, batch: InputBatch, trees: TreeBatch) -> None:
+        """Lay the trees of the step out over its rows.
+
+        Args:
+            trees: over the batch's requests, in its order.
+        """
         num_logits, num_rows = int(batch.cu_num_logits_np[-1]), batch.num_tokens
         num_reqs = batch.num_reqs_after_padding
         # what kernels want in 32 bits stands first, where it is aligned for them
@@ -79,16 +84,14 @@ class TreeInputs:
         parents, num_nodes = small[:num_logits], small[num_logits : num_logits + num_reqs]
         ancestors, shift = packed[num_small : num_small + num_rows], packed[num_small + num_rows :]
         parents[:] = -1
-        for i, request_id in enumerate(batch.req_ids):
-            tree = trees.get(request_id)
-            if tree is None:
-                continue
-            n = num_nodes[i] = tree.size
-            end, last = batch.query_start_loc_np[i + 1], batch.cu_num_logits_np[i + 1]
-            parents[last - n : last] = tree.parents + 1
-            words = ancestor_mask(tree.parents)
-            ancestors[end - n : end] = words.view(np.int64)
-            shift[end - n : end] = np.bitwise_count(words).astype(np.int64) - np.arange(1, n + 1)
+        sizes, ends, nodes = trees.sizes, trees.node_start[1:], np.arange(trees.num_nodes)
+        num_nodes[: len(sizes)] = sizes
+        # a request's nodes are the last of its logits rows, and of its rows
+        logits_rows = nodes + np.repeat(batch.cu_num_logits_np[1 : len(sizes) + 1] - ends, sizes)
+        rows = nodes + np.repeat(batch.query_start_loc_np[1 : len(sizes) + 1] - ends, sizes)
+        parents[logits_rows] = trees.parents + 1
+        ancestors[rows] = ancestor_masks(trees).view(np.int64)
+        shift[rows] = trees.depth - 1 - (nodes - np.repeat(trees.node_start[:-1], sizes))
         on_device = async_tensor_h2d(packed, device=self.device)
         small_on_device = on_device[:num_small].view(torch.int32)
         self.parents = small_on_device[:num_logits]
@@ -108,15 +111,16 @@ class TreeInputs:
             positions[: len(self._shift)] += self._shift
 
 
-def filled(scheduler_output: SchedulerOutput, trees: dict[str, DraftTree]) -> SchedulerOutput:
+def filled(scheduler_output: SchedulerOutput, trees: TreeBatch) -> SchedulerOutput:
     """A copy of a step's schedule in which placeholders have become drafts, and those left over are gone."""
     step = copy.copy(scheduler_output)
     step.num_scheduled_tokens = dict(scheduler_output.num_scheduled_tokens)
     step.scheduled_spec_decode_tokens = {}
+    drafted = dict(zip(trees.request_ids, token_lists(trees), strict=True))
     for request_id, placeholders in scheduler_output.scheduled_spec_decode_tokens.items():
-        tree = trees.get(request_id, EMPTY_TREE)
-        step.num_scheduled_tokens[request_id] -= len(placeholders) - tree.size
-        if tree.size:
-            step.scheduled_spec_decode_tokens[request_id] = tree.token_ids.tolist()
+        own = drafted.get(request_id, [])
+        step.num_scheduled_tokens[request_id] -= len(placeholders) - len(own)
+        if own:
+            step.scheduled_spec_decode_tokens[request_id] = own
     step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
     return step

@@ -8,7 +8,6 @@ runs and nothing is captured or sized for it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -24,15 +23,16 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_specrollout.metrics import MeteredSpeculation
-from vllm_specrollout.policies.room import Pause
-from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, Shape
+from vllm_specrollout.speculator import PlannedStep, Speculator
+from vllm_specrollout.trees.batch import over
+from vllm_specrollout.types import Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens
 from vllm_specrollout.worker.endings import endings_of, step_of, waiting_of
 from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.speculate import make_speculation
+from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
@@ -61,28 +61,27 @@ class SpecRolloutV2(_Base):
         self.req_states.draft_tokens = torch.zeros(
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
-        # a step's tokens and time come home together
-        self.host = Host(make_speculation(vllm_config, "v2", timing_lag=0), self.max_model_len)
+        self.speculator, self.metrics = make_speculator(vllm_config, "v2")
+        drafting = Drafting(self.speculator, self.parallel_config.tensor_parallel_size)
+        self.host = Host(drafting, self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()
         self.desk = Desk(Shape.OFF)
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
-        self._trees: dict[str, DraftTree] = {}
+        # of the step in progress: drafts over the requests that have some
+        self._trees = NO_DRAFTS
+        self._planned: PlannedStep | None = None
         self.draft_graphs = DraftGraphs(self.inputs)
-        self.pause, self.seeds = Pause(), RequestSeeds.of(vllm_config)
-        self._step = 0  # number of the one in progress
+        self.seeds = RequestSeeds.of(vllm_config)
+        self._step = self._num_running = 0  # number of the one in progress, and its requests
         # what of the step's trees was accepted, until the KV cache is put in order by it
         self._accepted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._num_rows = 0
         self._waiting, self._ask_ms = 0, 0.0
         # [R] logits rows of each request of the step
         self._num_logits = np.zeros(0, dtype=np.int32)
-
-    @property
-    def speculation(self) -> MeteredSpeculation:
-        return self.host.speculation
 
     @property
     def policy_version(self) -> PolicyVersion:
@@ -92,9 +91,9 @@ class SpecRolloutV2(_Base):
         return self.host.unfinished()
 
     @property
-    def drafter(self) -> MeteredSpeculation:
+    def drafter(self) -> Speculator:
         """The name under which trainers look for it."""
-        return self.speculation
+        return self.speculator
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class SpecRolloutV2(_Base):
                 has_prompt_embeds=new.prompt_embeds is not None,
                 follows_one_line=one_line_reason(params),
             )
-            self.host.add(HostRequest.starting_with(new.req_id, admission, new.prompt_len, tokens))
+            self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens))
 
     def _remove_request(self, req_id: str) -> bool:
         self.host.forget(req_id)
@@ -147,45 +146,42 @@ class SpecRolloutV2(_Base):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
-        self._trees = {}
+        self._trees, self._planned = NO_DRAFTS, None
         self.inputs.clear()
         self._waiting, self._ask_ms = waiting_of(scheduler_output), 0.0
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
             self._step = step_of(scheduler_output)
-            is_resting = self.host.rests(len(scheduler_output.num_scheduled_tokens))
+            self._num_running = len(scheduler_output.num_scheduled_tokens)
+            is_paused = self.host.drafting.is_paused(self._step, self._num_running)
             if scheduler_output.scheduled_spec_decode_tokens:
-                scheduler_output = self._with_drafts(scheduler_output, is_resting)
+                scheduler_output = self._with_drafts(scheduler_output, is_paused)
                 self.inputs.expect(self._trees)
-        with self.draft_graphs.chosen_from(self) if self._trees else nullcontext():
+        with self.draft_graphs.chosen_from(self) if self._trees.num_nodes else nullcontext():
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def take_draft_token_ids(self) -> DraftTokenIds:
         """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
-        return DraftTokenIds(list(self._trees), [tree.token_ids.tolist() for tree in self._trees.values()])
+        return DraftTokenIds(*drafted_tokens(self._trees))
 
-    def _with_drafts(self, scheduler_output: SchedulerOutput, is_resting: bool) -> SchedulerOutput:
+    def _with_drafts(self, scheduler_output: SchedulerOutput, is_paused: bool) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
         for request_id in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
             self.host.forget(request_id)
-        if not is_resting:  # the only wait there is
+        if not is_paused:  # the only wait there is
             self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
-        ranks = self.parallel_config.tensor_parallel_size
-        begin = time.perf_counter()
-        self._trees = self.host.draft(room, self.shape[0] is Shape.TREE, ranks, is_resting)
-        if not is_resting:
-            self._ask_ms = (time.perf_counter() - begin) * 1e3
-            self.stats.draft_ms += self._ask_ms
-            self.pause.tried(self._step, self.speculation.has_proposals)
+        self._trees = self.host.plan(room, self.shape[0] is Shape.TREE, self._step, is_paused)
+        self._planned, self._ask_ms = self.host.drafting.planned, self.host.drafting.ms
+        self.stats.draft_ms += self._ask_ms
         return filled(scheduler_output, self._trees)
 
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, num_active_loras: int
     ) -> InputBatch:
         arguments = (scheduler_output, batch_req_state, batch_desc, num_active_loras)
-        if not self._trees:
+        if not self._trees.num_nodes:
             self.inputs.set_plain()
             return super().prepare_inputs(*arguments)
         self.inputs.write_tokens(self._trees, self.req_states.req_id_to_index, self.req_states.draft_tokens)
@@ -195,13 +191,13 @@ class SpecRolloutV2(_Base):
         finally:
             self.decode_query_len = stock
         self._num_logits = np.diff(batch.cu_num_logits_np)
-        self.inputs.set_trees(batch, self._trees)
+        self.inputs.set_trees(batch, over(self._trees, batch.req_ids))
         # attention's metadata must fit what the step's graph was captured for, if it has one
         batch.max_query_len = batch_desc.max_query_len
         return batch
 
     def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        if self._trees:
+        if self._trees.num_nodes:
             # one entry per logits row; vLLM's has one per request
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._num_logits).tolist())
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
@@ -219,7 +215,7 @@ class SpecRolloutV2(_Base):
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         self._num_rows = input_batch.num_tokens
-        if not self._trees:
+        if not self._trees.num_nodes:
             return super().sample(hidden_states, input_batch, grammar_output)
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         if grammar_output is not None and logits.shape[0] > 0:
@@ -245,25 +241,25 @@ class SpecRolloutV2(_Base):
             return output
         self.tokens_ready.record(self.output_copy_stream)
         self._remember(output, batch)
-        news = (None, self._report(), self.speculation.meter.take())
+        news = (None, self._report(), self.metrics.take())
         output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, *news)
         return output
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
         """Note the step as in flight; nobody waits for it before drafts need its tokens."""
-        trees = [self._trees.get(request_id, EMPTY_TREE) for request_id in batch.req_ids]
-        nodes = sum(tree.size for tree in trees)
+        trees = over(self._trees, batch.req_ids)
         self.stats.steps += 1
-        self.stats.request_steps += len(trees)
-        self.stats.drafted += nodes
-        self.stats.steps_with_drafts += bool(nodes)
+        self.stats.request_steps += trees.num_requests
+        self.stats.drafted += trees.num_nodes
+        self.stats.steps_with_drafts += bool(trees.num_nodes)
         self.host.sent(
             InFlight(
                 [self.host.get(request_id) for request_id in batch.req_ids],
                 trees,
+                self._planned,
                 _tokens_of(output, self.tokens_ready),
                 self._num_rows,
-                self._num_rows - nodes == len(trees),
+                self._num_rows - trees.num_nodes == trees.num_requests,
                 self._waiting,
                 self._ask_ms,
             )
@@ -288,8 +284,9 @@ class SpecRolloutV2(_Base):
 
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
-        asks_at = max(self._step + 1 + self.host.speculation.rest_left(), self.pause.until)
-        return DraftReport(asks_at, limits, {rid: tree.size for rid, tree in self._trees.items()})
+        trees, after = self._trees, self._step + 1
+        asks_at = after + self.speculator.steps_off(after, self._num_running)
+        return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
 
 
 def _tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:

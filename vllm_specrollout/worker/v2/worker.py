@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.worker.explaining import Explains
+from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import ServesTrainers
 from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.tuning import Tunable
+from vllm_specrollout.worker.tuning import TunableMixin
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -41,7 +41,7 @@ def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(Explains, ServesTrainers, Tunable, _Base):
+class SpeculatingWorker(ExplainsMixin, ServesTrainers, TunableMixin, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2
@@ -70,7 +70,7 @@ class SpeculatingWorker(Explains, ServesTrainers, Tunable, _Base):
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         stats["request_reasons"] = runner.desk.reasons()
-        stats["failures"] = dict(runner.speculation.guard.failures)
+        stats["failures"] = dict(runner.speculator.guard.failures)
         if reset:
             runner.stats = Stats()
         return stats

@@ -37,8 +37,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tests.reference.ngram import ONE, as_chain, as_tree
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.drafters.ngram_naive import ONE, as_chain, as_tree
 from vllm_specrollout.types import DraftTree
 
 WEIGHT_ONE = 1 << 8

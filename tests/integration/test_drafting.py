@@ -1,0 +1,182 @@
+"""From planned trees to the scheduled step, and from verdicts to what the speculator hears; one core for both runners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.drafters import requests_of, views_of
+from tests.trees import batch_of
+from vllm_specrollout.guard import Guard
+from vllm_specrollout.speculator import PlannedStep
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    DraftTree,
+    RequestBatch,
+    StepPlan,
+    StepTiming,
+    TreeBatch,
+    VerifyResult,
+    chain,
+)
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
+from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
+from vllm_specrollout.worker.v1.cuda_runner import DraftsChains
+
+FORKED = DraftTree(
+    np.asarray([5, 6, 7], np.int32),
+    np.asarray([-1, 0, 0], np.int32),
+    np.asarray([-0.5, -0.25, -2.0], np.float32),
+    np.asarray([1, 1, 0], np.int32),
+)
+TIMING = StepTiming(1, 2, 1, 0, 1, 5.0, True)
+
+
+class Ready:
+    """A speculator that hands out ready trees, and keeps what it is told."""
+
+    def __init__(self, trees: Sequence[DraftTree], is_strict: bool = True) -> None:
+        self.trees = trees
+        self.heard: list[tuple[PlannedStep | None, TreeBatch, VerifyResult]] = []
+        self.times: list[StepTiming | None] = []
+        self.guard = Guard(is_strict=is_strict)
+
+    def is_paused(self, step: int, num_requests: int) -> bool:
+        return False
+
+    def propose(self, batch: RequestBatch, step: int) -> PlannedStep:
+        return PlannedStep(StepPlan(batch_of(self.trees, batch.request_ids), "ready"), batch)
+
+    def observe(self, planned: PlannedStep | None, trees: TreeBatch, result: VerifyResult) -> None:
+        self.heard.append((planned, trees, result))
+
+    def timed(self, timing: StepTiming | None) -> None:
+        self.times.append(timing)
+
+
+def drafting_of(trees: Sequence[DraftTree], is_strict: bool = True) -> Drafting:
+    return Drafting(Ready(trees, is_strict))  # type: ignore[arg-type]
+
+
+def scheduled(trees: Sequence[DraftTree], request_ids: list[str], tokens: dict[str, list[int]]) -> TreeBatch:
+    planned = drafting_of(trees).plan(lambda: requests_of(len(trees)), 1)
+    return scheduled_trees(planned, request_ids, tokens)
+
+
+def test_the_scheduled_step_is_the_planned_trees_in_batch_order():
+    tokens = {"0": [5, 6, 7], "2": [8, 9]}
+    trees = scheduled([FORKED, EMPTY_TREE, chain([8, 9])], ["2", "0", "1"], tokens)
+    assert trees.node_start.tolist() == [0, 2, 5, 5] and trees.request_ids == ["2", "0", "1"]
+    assert trees.token_ids.tolist() == [8, 9, 5, 6, 7]
+    assert trees.parents.tolist() == [-1, 0, -1, 0, 0]
+    assert trees.source.tolist() == [0, 0, 1, 1, 0] and trees.depth.tolist() == [1, 2, 1, 2, 2]
+
+
+def test_a_tree_that_the_scheduler_cut_is_its_first_nodes():
+    trees = scheduled([FORKED], ["0"], {"0": [5, 6]})
+    assert trees.parents.tolist() == [-1, 0] and trees.log_q.tolist() == [-0.5, -0.25]
+
+
+def test_tokens_without_a_tree_are_a_chain():
+    trees = scheduled([FORKED], ["0", "new"], {"0": [5, 1], "new": [3]})
+    assert trees.parents.tolist() == [-1, 0, -1]
+    assert trees.token_ids.tolist() == [5, 1, 3]
+
+
+@pytest.mark.parametrize("tokens", [{"0": [5, 6, 7, 9]}, {"new": [1]}])
+def test_more_tokens_than_were_planned_are_a_chain_too(tokens):
+    (name, own), *_ = tokens.items()
+    trees = scheduled([FORKED], [name, "other"], tokens)
+    assert trees.token_ids.tolist() == own and trees.depth.tolist() == list(range(1, len(own) + 1))
+
+
+def test_without_a_plan_scheduled_tokens_are_chains():
+    trees = scheduled_trees(NO_DRAFTS, ["a", "b"], {"b": [4, 5]})
+    assert trees.node_start.tolist() == [0, 0, 2] and trees.parents.tolist() == [-1, 0]
+
+
+def test_the_scheduler_is_told_of_requests_with_drafts_alone():
+    planned = drafting_of([FORKED, EMPTY_TREE]).plan(lambda: requests_of(2), 1)
+    assert drafted_tokens(planned) == (["0"], [[5, 6, 7]])
+
+
+def test_a_verdict_goes_back_with_the_plan_of_its_step():
+    drafting = drafting_of([FORKED])
+    trees = drafting.plan(lambda: requests_of(1), 1)
+    planned = drafting.planned
+    drafting.observe(planned, trees, np.asarray([1], np.int32), np.asarray([0], np.int32))
+    drafting.timed(TIMING)
+    ((heard, verified, result),) = drafting.speculator.heard
+    assert heard is planned and verified is trees and result.num_accepted.tolist() == [1]
+    assert drafting.speculator.times == [TIMING]
+
+
+def test_a_paused_step_has_no_plan_and_no_drafts():
+    drafting = drafting_of([FORKED])
+    drafting.plan(lambda: requests_of(1), 1)
+    assert drafting.plan(lambda: None, 2) is NO_DRAFTS and drafting.planned is None and drafting.ms == 0.0
+
+
+def test_a_mistake_while_drafting_costs_the_drafts_of_the_step():
+    drafting = drafting_of([FORKED], is_strict=False)
+
+    def blind() -> RequestBatch:
+        raise RuntimeError("no request can be seen")
+
+    assert drafting.plan(blind, 1) is NO_DRAFTS and drafting.ms == 0.0
+    assert drafting.speculator.guard.failures == {"drafting": 1}
+
+
+def test_a_step_that_cannot_be_learned_from_goes_on():
+    drafting = drafting_of([FORKED], is_strict=False)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    drafting.speculator.observe = drafting.speculator.timed = fails
+    drafting.observe(None, NO_DRAFTS, np.zeros(0, np.int32), np.zeros(0, np.int32))
+    drafting.timed(None)
+    assert drafting.speculator.guard.failures == {"learning": 2}
+
+
+def test_the_first_rank_tells_the_others_whatever_happens(monkeypatch):
+    told: list[Any] = []
+
+    def group(rank: int) -> SimpleNamespace:
+        return SimpleNamespace(rank_in_group=rank, broadcast_object=lambda trees, src: told.append(trees) or told[0])
+
+    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group(0))
+    first = Drafting(Ready([FORKED], is_strict=False), 2)  # type: ignore[arg-type]
+    trees = first.plan(lambda: requests_of(1), 1)
+    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group(1))
+    other = Drafting(Ready([]), 2)  # type: ignore[arg-type]
+
+    def unseen() -> RequestBatch:
+        raise AssertionError("this rank does not draft")
+
+    assert other.plan(unseen, 1) is trees and other.planned is None and other.is_paused(1, 1)
+    other.observe(None, trees, np.zeros(1, np.int32), np.zeros(0, np.int32))
+    assert other.speculator.heard == []
+    told.clear()
+    first.speculator.propose = None  # fails
+    assert first.plan(lambda: requests_of(1), 2) is NO_DRAFTS and told == [NO_DRAFTS]
+
+
+def test_a_tree_without_scratch_blocks_left_drafts_its_best_path():
+    runner = SimpleNamespace(scratch=np.arange(2), block_size=16)
+    batch = RequestBatch.of(views_of(2, num_tokens=20))
+    trees = SpecRolloutCPURunner._fit(runner, batch_of([FORKED, FORKED]), batch)
+    assert trees.sizes.tolist() == [3, 2]
+    assert trees.parents.tolist() == [-1, 0, 0, -1, 0] and trees.log_q.tolist()[3:] == [-0.5, -0.25]
+
+
+def test_too_many_nodes_are_cut_to_equal_shares():
+    runner = SimpleNamespace(most_nodes=4)
+    trees = DraftsChains._fit(runner, batch_of([chain([1, 2, 3]), chain([4, 5, 6]), EMPTY_TREE]), requests_of(3))
+    assert drafted_tokens(trees) == (["0", "1"], [[1, 2], [4, 5]])

@@ -1,0 +1,334 @@
+"""The two halves of a step, with drafters of a few lines."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from tests.drafters import Says, nothing_accepted, requests_of, views_of
+from tests.trees import batch_of, tree_of
+from vllm_specrollout.budgets.base import FixedBudget, OffBudget, bounded
+from vllm_specrollout.drafters.base import Pending
+from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.types import (
+    DraftLimits,
+    Ending,
+    RequestBatch,
+    RequestView,
+    Status,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+    empty_trees,
+)
+
+ENDING = Ending("0", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), Status.FINISHED)
+TIMING = StepTiming(2, 4, 2, 0, 3, 10.0, True)
+
+
+class Dies(Says):
+    def propose(self, batch, limits):
+        raise RuntimeError("out of ideas")
+
+
+def planned_tokens(speculator: Speculator, batch: RequestBatch, step: int = 0) -> list[list[int]]:
+    trees = speculator.propose(batch, step).plan.trees
+    return [trees.tree(i).token_ids.tolist() for i in range(batch.size)]
+
+
+def test_branches_of_several_drafters_become_one_tree():
+    speculator = Speculator([Says("a", [1, 2]), Says("b", [1, 3], source=1)], FixedBudget(8, 8))
+    assert sorted(planned_tokens(speculator, requests_of(1))[0]) == [1, 2, 3]
+
+
+def test_a_drafter_that_dies_costs_its_drafts_and_nothing_else(caplog):
+    survivor = Says("a", [1, 2], source=1)
+    speculator = Speculator([Dies("b", []), survivor], FixedBudget(8, 8), guard=Guard(is_strict=False))
+    assert planned_tokens(speculator, requests_of(2)) == [[1, 2]] * 2
+    assert speculator.drafters == [survivor]
+    assert "drafter b failed" in caplog.text and speculator.guard.failures == {"drafter b": 1}
+
+
+def test_without_any_drafter_left_requests_decode_plainly():
+    speculator = Speculator([Dies("b", [])], FixedBudget(8, 8), guard=Guard(is_strict=False))
+    for step in range(2):
+        assert planned_tokens(speculator, requests_of(2), step) == [[], []]
+
+
+def test_nobody_is_asked_when_nothing_may_be_drafted():
+    drafter = Says("a", [1])
+    plan = Speculator([drafter], FixedBudget(0, 8)).propose(requests_of(1), 0).plan
+    assert not drafter.asked and not plan.is_on and plan.reason == "nothing to draft"
+
+
+def test_only_the_drafters_that_the_limits_name_are_asked():
+    class Names(FixedBudget):
+        def limits(self, batch: RequestBatch) -> DraftLimits:
+            wanted = np.asarray([0b01, 0b10, 0b10], dtype=np.uint32)
+            return replace(bounded(batch, 8, 8), drafters=wanted)
+
+    drafters = [Says("a", [1]), Says("b", [2], source=1), Says("c", [3], source=2)]
+    assert planned_tokens(Speculator(drafters, Names(8, 8)), requests_of(3)) == [[1], [2], [2]]
+    assert [len(drafter.asked) for drafter in drafters] == [1, 1, 0]
+
+
+def test_drafters_hear_of_requests_whatever_the_budget_does():
+    drafter = Says("a", [1])
+    speculator = Speculator([drafter], OffBudget())
+    for view in views_of(3):
+        speculator.admit(view)
+    assert speculator.is_paused(0, 3) and drafter.admitted == ["0", "1", "2"]
+
+
+def test_verdicts_and_endings_reach_every_drafter():
+    drafters = [Says("a", [1]), Says("b", [2], source=1)]
+    speculator = Speculator(drafters, FixedBudget(8, 8))
+    planned = speculator.propose(requests_of(2), 0)
+    speculator.observe(planned, planned.plan.trees, nothing_accepted(2))
+    speculator.finish(ENDING)
+    speculator.forget("0")
+    for drafter in drafters:
+        assert len(drafter.heard) == 1 and drafter.finished == [ENDING] and drafter.forgotten == ["0"]
+
+
+def test_a_drafter_that_dies_of_an_ending_is_dropped():
+    class Fragile(Says):
+        def finish(self, ending):
+            raise OSError("no space left on device")
+
+    guard = Guard(is_strict=False)
+    speculator = Speculator([Fragile("a", [1]), Says("b", [2], source=1)], FixedBudget(8, 8), guard=guard)
+    speculator.finish(ENDING)
+    assert [drafter.name for drafter in speculator.drafters] == ["b"]
+    # who is left keeps the index that sources and limits count by
+    assert planned_tokens(speculator, requests_of(1)) == [[2]]
+
+
+class Remembers(FixedBudget):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.records: list[StepRecord] = []
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_record_holds_plan_verdict_and_time_of_the_same_step():
+    budget = Remembers()
+    speculator = Speculator([Says("a", [1, 2])], budget)
+    planned = [speculator.propose(requests_of(2), step) for step in range(3)]
+    # two steps in flight before the first one's time is known, and one that nothing was planned for
+    speculator.observe(planned[0], planned[0].plan.trees, nothing_accepted(2))
+    speculator.observe(planned[1], planned[1].plan.trees, nothing_accepted(2))
+    speculator.timed(TIMING)
+    speculator.observe(None, empty_trees(["0", "1"]), nothing_accepted(2))
+    speculator.timed(None)
+    speculator.close()
+    assert [record.plan for record in budget.records] == [planned[0].plan, planned[1].plan, None]
+    assert [record.timing for record in budget.records] == [TIMING, None, None]
+    assert [len(record.proposals) for record in budget.records] == [1, 1, 0]
+
+
+def test_a_listener_that_fails_changes_nothing():
+    class Breaks(BaseListener):
+        def planned(self, *args):
+            raise ZeroDivisionError
+
+        def stepped(self, record):
+            raise ZeroDivisionError
+
+    guard = Guard(is_strict=False)
+    speculator = Speculator([Says("a", [1])], FixedBudget(8, 8), guard=guard, listeners=[Breaks()])
+    for step in range(3):
+        planned = speculator.propose(requests_of(1), step)
+        assert planned.plan.trees.num_nodes == 1
+        speculator.observe(planned, planned.plan.trees, nothing_accepted(1))
+        speculator.timed(TIMING)
+    assert guard.failures == {"watching": 6}
+
+
+def test_what_never_pays_is_asked_about_ever_more_seldom_and_listeners_change_nothing_of_it():
+    def asked_steps(listeners):
+        drafter = Says("a", [])
+        speculator = Speculator([drafter], FixedBudget(8, 8), listeners=listeners)
+        steps = []
+        for step in range(200):
+            if not speculator.is_paused(step, 2):
+                speculator.propose(requests_of(2), step)
+                steps.append(step)
+        return steps
+
+    steps = asked_steps([])
+    assert np.diff(steps).tolist()[:7] == [1, 1, 1, 5, 9, 17, 33]
+    assert asked_steps([BaseListener()]) == steps
+
+
+def test_a_budget_that_is_off_is_never_asked_for_limits():
+    class Off(OffBudget):
+        def limits(self, batch):
+            raise AssertionError
+
+    speculator = Speculator([Says("a", [1])], Off())
+    assert speculator.is_paused(5, 4) and speculator.steps_off(5, 4) > 1_000_000
+
+
+# --- the kinds of drafter that fit the protocol ----------------------------------------------------------------------
+
+
+class Later(Says):
+    """Asked now, collected later: an answer is ready after so many looks at it."""
+
+    def __init__(self, tokens, looks):
+        super().__init__("later", tokens)
+        self.looks = looks
+
+    def propose(self, batch, limits):
+        self.asked.append(list(batch.request_ids))
+        return _Ready(self.answer(batch, limits), self.looks)
+
+
+class _Ready:
+    def __init__(self, trees: TreeBatch, looks: int) -> None:
+        self.trees, self.looks = trees, looks
+
+    def is_ready(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def collect(self) -> TreeBatch:
+        return self.trees
+
+
+def grown(batch: RequestBatch, tokens: list[list[int]]) -> RequestBatch:
+    """The same requests, some tokens later."""
+    views = []
+    for view, more in zip(batch.views, tokens, strict=True):
+        token_ids = np.concatenate([view.token_ids, np.asarray(more, np.int32)])
+        views.append(RequestView(view.request_id, token_ids, view.num_prompt_tokens, view.max_new_tokens))
+    return RequestBatch.of(views)
+
+
+def test_an_answer_that_comes_later_is_used_as_far_as_it_still_holds():
+    drafter = Later([1, 2, 3, 4], looks=1)
+    speculator = Speculator([drafter], FixedBudget(8, 8))
+    batch = requests_of(3)
+    assert planned_tokens(speculator, batch) == [[], [], []]
+    # one went on as the tree said, one did not, and one stands where it stood
+    batch = grown(batch, [[1, 2], [1, 9], []])
+    assert planned_tokens(speculator, batch, 1) == [[3, 4], [], [1, 2, 3, 4]]
+    assert drafter.rolled_back == [("1", 4)]
+    assert len(drafter.asked) == 2
+
+
+def test_a_drafter_is_not_asked_again_while_it_owes_an_answer():
+    drafter = Later([1, 2], looks=5)
+    speculator = Speculator([drafter], FixedBudget(8, 8))
+    found = [planned_tokens(speculator, requests_of(1), step)[0] for step in range(4)]
+    assert found == [[], [], [], [1, 2]] and len(drafter.asked) == 2
+
+
+def test_requests_that_came_after_the_question_get_nothing_of_its_answer():
+    drafter = Later([1, 2], looks=1)
+    speculator = Speculator([drafter], FixedBudget(8, 8))
+    planned_tokens(speculator, requests_of(1))
+    assert planned_tokens(speculator, requests_of(2), 1) == [[1, 2], []]
+
+
+class OnDevice(Says):
+    """Leaves its trees where it made them."""
+
+    def answer(self, batch, limits):
+        trees = super().answer(batch, limits)
+        names = ("node_start", "token_ids", "parents", "log_q", "source", "depth")
+        return TreeBatch(trees.request_ids, *(_Column(getattr(trees, name)) for name in names))
+
+
+class _Column:
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def cpu(self) -> np.ndarray:
+        return self.values
+
+
+def test_a_drafter_may_leave_its_trees_on_a_device():
+    assert planned_tokens(Speculator([OnDevice("device", [1, 2])], FixedBudget(8, 8)), requests_of(2)) == [[1, 2]] * 2
+
+
+def serve(pipe: Connection) -> None:
+    """The other process: a chain of what it is told for each request."""
+    while (question := pipe.recv()) is not None:
+        pipe.send([[token] * most for token, most in question])
+
+
+class Elsewhere(Says):
+    """Drafts in another process."""
+
+    def __init__(self) -> None:
+        super().__init__("elsewhere", [])
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def propose(self, batch, limits):
+        self.pipe.send([(int(name) + 5, int(most)) for name, most in zip(batch.request_ids, limits.max_nodes)])
+        return _Answer(self.pipe, batch.request_ids)
+
+
+class _Answer:
+    def __init__(self, pipe: Connection, request_ids) -> None:
+        self.pipe, self.request_ids = pipe, request_ids
+
+    def is_ready(self) -> bool:
+        return self.pipe.poll(20.0)
+
+    def collect(self) -> TreeBatch:
+        chains = [tree_of(range(-1, len(own) - 1), own, [0.5] * len(own)) for own in self.pipe.recv()]
+        return batch_of(chains, self.request_ids)
+
+
+def test_a_drafter_may_live_in_another_process():
+    drafter = Elsewhere()
+    try:
+        speculator = Speculator([drafter], FixedBudget(2, 2))
+        planned_tokens(speculator, requests_of(2))
+        assert planned_tokens(speculator, requests_of(2), 1) == [[5, 5], [6, 6]]
+    finally:
+        drafter.pipe.send(None)
+        drafter.process.join(20)
+    assert drafter.process.exitcode == 0
+
+
+def test_a_drafter_that_dies_while_it_owes_an_answer_owes_nothing():
+    class Fails(_Ready):
+        def collect(self):
+            raise EOFError("the other process is gone")
+
+    class Loses(Later):
+        def propose(self, batch, limits):
+            return Fails(empty_trees(batch.request_ids), 1)
+
+    speculator = Speculator([Loses([], 1)], FixedBudget(8, 8), guard=Guard(is_strict=False))
+    for step in range(3):
+        assert planned_tokens(speculator, requests_of(1), step) == [[]]
+    assert speculator.drafters == []
+
+
+def test_an_answer_on_its_way_is_told_apart_from_trees():
+    assert isinstance(_Ready(empty_trees([]), 0), Pending)
+    assert not isinstance(empty_trees([]), Pending)
+
+
+def test_what_is_no_answer_at_all_is_a_failure():
+    class Mute(Says):
+        def propose(self, batch, limits):
+            return None
+
+    with pytest.raises(TypeError, match="NoneType in the place of a TreeBatch"):
+        Speculator([Mute("mute", [])], FixedBudget(8, 8), guard=Guard(is_strict=True)).propose(requests_of(1), 0)

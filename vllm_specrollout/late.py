@@ -1,0 +1,102 @@
+"""Drafts that come later than the step they were asked for. Pure.
+
+What belongs here: which drafters owe an answer, and what of an answer still holds. A tree that was asked for k tokens
+ago is followed along these tokens; what hangs below is the draft for now. Where the tokens leave the tree, the answer
+assumed something else, and its drafter is told how much of it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_specrollout.drafters.base import Drafter, Pending
+from vllm_specrollout.trees.batch import on_host, proposed
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, IntArray, RequestBatch, TreeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """An answer on its way."""
+
+    answer: Pending
+    # request -> tokens it had when it was asked for
+    lengths: dict[str, int]
+
+
+class LateAnswers:
+    """At most one answer per drafter is on its way."""
+
+    def __init__(self) -> None:
+        self._owed: dict[int, _Owed] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any answer is on its way."""
+        return bool(self._owed)
+
+    def owes(self, drafter: Drafter) -> bool:
+        """Whether an answer of its has not been collected."""
+        return id(drafter) in self._owed
+
+    def add(self, drafter: Drafter, answer: Pending, batch: RequestBatch) -> None:
+        """The drafter was asked for this batch, and answers later."""
+        self._owed[id(drafter)] = _Owed(answer, {view.request_id: len(view.token_ids) for view in batch.views})
+
+    def drop(self, drafter: Drafter) -> None:
+        self._owed.pop(id(drafter), None)
+
+    def collected(self, drafter: Drafter, batch: RequestBatch) -> TreeBatch | None:
+        """The drafter's trees as far as they hold for the batch as it is now; None: they are not ready."""
+        owed = self._owed.get(id(drafter))
+        if owed is None or not owed.answer.is_ready():
+            return None
+        del self._owed[id(drafter)]
+        trees = on_host(owed.answer.collect())
+        found = {name: i for i, name in enumerate(trees.request_ids)}
+        kept: list[DraftTree] = []
+        for view in batch.views:
+            length = owed.lengths.get(view.request_id)
+            if view.request_id not in found or length is None or length > len(view.token_ids):
+                kept.append(EMPTY_TREE)
+                continue
+            tree, passed = below(trees.tree(found[view.request_id]), view.token_ids[length:])
+            if tree is None:
+                drafter.rollback(view.request_id, length + passed)
+            kept.append(tree or EMPTY_TREE)
+        return _joined(batch.request_ids, kept)
+
+
+def _joined(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
+    """Trees behind one another; each node keeps its source."""
+    node_start = np.zeros(len(trees) + 1, dtype=np.int32)
+    np.cumsum([tree.size for tree in trees], out=node_start[1:])
+    token_ids, parents, log_q, source = (
+        np.concatenate([getattr(EMPTY_TREE, name), *(getattr(tree, name) for tree in trees)])
+        for name in ("token_ids", "parents", "log_q", "source")
+    )
+    return replace(proposed(request_ids, node_start, token_ids, parents, log_q, 0), source=source)
+
+
+def below(tree: DraftTree, path: Sequence[int] | IntArray) -> tuple[DraftTree | None, int]:
+    """The subtree under the node that these tokens lead to from the root, and how many of them lie in the tree.
+
+    None: the tokens leave the tree.
+    """
+    node, passed = ROOT, 0
+    columns = (tree.parents.tolist(), tree.token_ids.tolist())
+    children = {(parent, token): child for child, (parent, token) in enumerate(zip(*columns, strict=True))}
+    for token in path:
+        if (node, int(token)) not in children:
+            return None, passed
+        node, passed = children[node, int(token)], passed + 1
+    if node == ROOT:
+        return tree, passed
+    place = {node: ROOT}
+    for child, parent in enumerate(columns[0]):
+        if parent in place:
+            place[child] = len(place) - 1
+    kept = np.asarray(list(place)[1:], dtype=np.int64)
+    parents = np.asarray([place[columns[0][child]] for child in kept.tolist()], dtype=np.int32)
+    return DraftTree(tree.token_ids[kept], parents, tree.log_q[kept], tree.source[kept]), passed

@@ -1,0 +1,288 @@
+"""The step in two halves: propose() before a forward pass, observe() after it. V1, V2 and replay use it alike. Pure.
+
+What belongs here: the order in which budget, drafters and listeners are asked, what they hand over being checked, and
+what happens when one of them fails. Nothing that fails here reaches the engine: the step goes on without drafts.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from vllm_specrollout import _core
+from vllm_specrollout.budgets.backoff import Backoff
+from vllm_specrollout.budgets.base import Budget, OffBudget
+from vllm_specrollout.drafters.base import Drafter, Pending
+from vllm_specrollout.guard import CONTAINED, Guard
+from vllm_specrollout.history.vocabulary import ANY_TOKEN
+from vllm_specrollout.late import LateAnswers
+from vllm_specrollout.observe.listener import Listener
+from vllm_specrollout.trees.batch import on_host
+from vllm_specrollout.types import (
+    DraftLimits,
+    Ending,
+    RequestBatch,
+    RequestView,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+    VerifyResult,
+    empty_trees,
+)
+
+Answer = TypeVar("Answer")
+
+_PLAIN = "requests go on without its drafts"
+_MEMORY = 0.9
+"""Weight left to what asking a drafter took, after each further time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """What a step was planned from; whoever carries the step hands it back with the verdict."""
+
+    plan: StepPlan
+    batch: RequestBatch
+    proposals: Sequence[TreeBatch] = ()
+
+
+class Speculator:
+    """Drafters and budget of one engine.
+
+    Args:
+        vocab_size: the model's; a drafter that proposes a token outside of it has failed.
+        guard: contains failures; default: as strict as the environment says.
+        listeners: told of every step; they never change one.
+        clock: seconds, from any zero.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        budget: Budget,
+        *,
+        vocab_size: int = ANY_TOKEN,
+        guard: Guard | None = None,
+        listeners: Sequence[Listener] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.guard = guard if guard is not None else Guard()
+        self.guard.listener = self._failed
+        self.drafters: list[Drafter] = []
+        # by their index in the list that they were given in: what `source` and `DraftLimits.drafters` count by
+        self._sources: dict[int, int] = {}
+        self.replace_drafters(drafters)
+        self.budget = budget
+        self.vocab_size = vocab_size
+        self.listeners = list(listeners)
+        self.backoff = Backoff()
+        self._clock = clock
+        self._late = LateAnswers()
+        # milliseconds per request that asking each drafter took of late
+        self._prices: dict[str, float] = {}
+        # steps whose time is not known yet
+        self._untimed: deque[StepRecord] = deque()
+
+    def replace_drafters(self, drafters: Iterable[Drafter]) -> None:
+        """Draft with these from now on."""
+        self.drafters = list(drafters)
+        self._sources = {id(drafter): source for source, drafter in enumerate(self.drafters)}
+
+    # --- before the forward pass -------------------------------------------------------------------------------------
+
+    def admit(self, view: RequestView) -> None:
+        """A request can be drafted for from now on."""
+        for drafter in list(self.drafters):
+            self._drafter_does(drafter, lambda drafter: drafter.admit(view))
+        self._tell(lambda listener: listener.admitted(view))
+
+    def is_paused(self, step: int, num_requests: int) -> bool:
+        """Whether this engine step is known to go without drafts; if so, it need not be proposed for.
+
+        Asked once per step, before its requests are looked at, which takes time at large batches.
+        """
+        if self.backoff.is_paused(step):
+            reason = "drafts do not pay"
+        elif self._budget_does(lambda budget: budget.steps_off(num_requests)):
+            reason = "off"
+        else:
+            return False
+        self._tell(lambda listener: listener.paused(num_requests, reason))
+        return True
+
+    def steps_off(self, step: int, num_requests: int) -> int:
+        """How many steps from this one on are known to go without drafts."""
+        off = self._budget_does(lambda budget: budget.steps_off(num_requests))
+        return max(self.backoff.steps_left(step), off or 0)
+
+    def propose(self, batch: RequestBatch, step: int) -> PlannedStep:
+        """Plan the engine step `step`: draft trees for the requests of the batch, in its order."""
+        begin = self._clock()
+        nothing = empty_trees(batch.request_ids)
+        limits = self._budget_does(lambda budget: _one_each(budget.limits(batch), batch.size))
+        if limits is None or not limits.wants_any:
+            reason = (limits.reason if limits is not None else "") or "nothing to draft"
+            return self._planned(batch, limits, (), StepPlan(nothing, reason, is_on=False, pays=False), begin)
+        proposals = self._proposals(batch, limits)
+        if not proposals:
+            plan = StepPlan(nothing, "nothing proposed", pays=False)
+            if not self._late:
+                self.backoff.asked(step, False)
+            return self._planned(batch, limits, (), plan, begin)
+        chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
+        plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
+        self.backoff.asked(step, plan.pays)
+        return self._planned(batch, limits, proposals, plan, begin)
+
+    def _planned(
+        self,
+        batch: RequestBatch,
+        limits: DraftLimits | None,
+        proposals: Sequence[TreeBatch],
+        plan: StepPlan,
+        begin: float,
+    ) -> PlannedStep:
+        draft_ms = (self._clock() - begin) * 1e3
+        if limits is not None:
+            self._tell(lambda listener: listener.planned(batch, limits, proposals, plan, draft_ms))
+        return PlannedStep(plan, batch, proposals)
+
+    def _proposals(self, batch: RequestBatch, limits: DraftLimits) -> list[TreeBatch]:
+        """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
+
+        An answer that is not ready is collected in a later step, and used as far as it still holds.
+        """
+        answers = [
+            (drafter, self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=limits)))
+            for drafter in list(self.drafters)
+        ]
+        collect = functools.partial(self._collected, batch=batch)
+        found = [
+            trees if trees is not None else self._drafter_does(drafter, collect)
+            for drafter, trees in answers
+            if drafter in self.drafters
+        ]
+        return [trees for trees in found if trees is not None and trees.num_nodes]
+
+    def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
+        """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
+        trees = self._collected(drafter, batch=batch)
+        if self._late.owes(drafter) or not limits.wanted(self._sources[id(drafter)]).any():
+            return trees
+        begin = self._clock()
+        answer = drafter.propose(batch, limits)
+        spent = (self._clock() - begin) * 1e3 / max(batch.size, 1)
+        known = self._prices.get(drafter.name, spent)
+        self._prices[drafter.name] = _MEMORY * known + (1.0 - _MEMORY) * spent
+        if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
+            self._late.add(drafter, answer, batch)
+            return trees
+        return self._sound(answer, batch)
+
+    def _collected(self, drafter: Drafter, *, batch: RequestBatch) -> TreeBatch | None:
+        """An answer that the drafter owed, as far as it holds; None: it owes none, or it is not ready."""
+        trees = self._late.collected(drafter, batch)
+        return None if trees is None else self._sound(trees, batch)
+
+    def _sound(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
+        """The trees in host memory. Raises: they are no trees over this batch."""
+        if not isinstance(trees, TreeBatch):
+            raise TypeError(f"{type(trees).__name__} in the place of a TreeBatch")
+        trees = on_host(trees)
+        columns = (trees.node_start, trees.token_ids, trees.parents, trees.log_q, trees.source)
+        _core.check_batch(*columns, batch.size, self.vocab_size)
+        return trees
+
+    def _chosen(
+        self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch
+    ) -> StepPlan:
+        """What the budget chose: nobody looks at it again before the target computes it."""
+        plan = budget.choose(proposals, limits, batch, batch.size * sum(self._prices.values()))
+        self._sound(plan.trees, batch)
+        return plan
+
+    # --- after the forward pass --------------------------------------------------------------------------------------
+
+    def observe(self, planned: PlannedStep | None, trees: TreeBatch, result: VerifyResult) -> None:
+        """What became of a step; its time follows in `timed`, in the order of the steps.
+
+        Args:
+            planned: what `propose` made of it; None: nothing was planned for it.
+            trees: what the target verified: all, or as much as the engine had room for.
+        """
+        if planned is None:
+            record = StepRecord(None, trees, result)
+        else:
+            record = StepRecord(planned.plan, trees, result, None, planned.batch, planned.proposals)
+        self._untimed.append(record)
+        if trees.num_nodes:
+            for drafter in list(self.drafters):
+                self._drafter_does(drafter, lambda drafter: drafter.observe(trees, result))
+
+    def timed(self, timing: StepTiming | None) -> None:
+        """What the oldest step without a time cost (None: not known); budget and listeners learn of it now."""
+        if not self._untimed:
+            return
+        record = replace(self._untimed.popleft(), timing=timing)
+        self._budget_does(lambda budget: budget.observe(record))
+        self._tell(lambda listener: listener.stepped(record))
+
+    def finish(self, ending: Ending) -> None:
+        """A request is over; `forget` follows."""
+        self._budget_does(lambda budget: budget.finish(ending))
+        for drafter in list(self.drafters):
+            self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
+        self._tell(lambda listener: listener.finished(ending))
+
+    def forget(self, request_id: str) -> None:
+        for drafter in list(self.drafters):
+            self._drafter_does(drafter, lambda drafter: drafter.forget(request_id))
+
+    def close(self) -> None:
+        """Nothing more will come: what is still open is told as it is."""
+        while self._untimed:
+            self.timed(None)
+        self._tell(lambda listener: listener.closed())
+
+    # --- failures ----------------------------------------------------------------------------------------------------
+
+    def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], Answer]) -> Answer | None:
+        """None: it failed, and is switched off."""
+        try:
+            return what(drafter)
+        except CONTAINED as error:
+            self.drafters = [d for d in self.drafters if d is not drafter]
+            self._late.drop(drafter)
+            self._prices.pop(drafter.name, None)
+            self.guard.failed(f"drafter {drafter.name}", error, f"it is switched off, and {_PLAIN}")
+            return None
+
+    def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:
+        """None: it failed, and drafting is switched off."""
+        try:
+            return what(self.budget)
+        except CONTAINED as error:
+            self.budget = OffBudget()
+            self.guard.failed("budget", error, "drafting is switched off")
+            return None
+
+    def _tell(self, what: Callable[[Listener], None]) -> None:
+        for listener in self.listeners:
+            with self.guard.over("watching", "metrics, a timeline or a recording lack a step"):
+                what(listener)
+
+    def _failed(self, part: str) -> None:
+        for listener in self.listeners:
+            listener.failed(part)
+
+
+def _one_each(limits: DraftLimits, count: int) -> DraftLimits:
+    """Raises: they are not one for each request."""
+    if not len(limits.max_nodes) == len(limits.max_depth) == len(limits.is_chain) == count:
+        raise ValueError(f"limits of {len(limits.max_nodes)} requests for {count}")
+    return limits

@@ -1,0 +1,122 @@
+"""The drafts of one engine, between the step that plans them and the step that verifies them. Both runners use it.
+
+What belongs here: who drafts where there are several ranks, and that nothing of it stops a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_specrollout.speculator import PlannedStep, Speculator
+from vllm_specrollout.trees.batch import chains, cut, joined, take, token_lists
+from vllm_specrollout.types import IntArray, RequestBatch, RequestView, StepTiming, TreeBatch, VerifyResult, empty_trees
+
+NO_DRAFTS = empty_trees([])
+
+
+class Drafting:
+    """Plans steps, and tells the speculator what became of them.
+
+    Args:
+        num_ranks: tensor-parallel ranks. The first one drafts: clocks differ between ranks, and a tree must not. It
+            tells the others whatever happens, since they wait for it.
+    """
+
+    def __init__(self, speculator: Speculator, num_ranks: int = 1) -> None:
+        self.speculator = speculator
+        self._group: Any = get_tp_group() if num_ranks > 1 else None
+        self.is_drafting = self._group is None or self._group.rank_in_group == 0
+        # what was planned last; None: nothing, or another rank plans
+        self.planned: PlannedStep | None = None
+        self.ms = 0.0
+        """Milliseconds that the last step's drafts took to be made."""
+
+    def admit(self, view: RequestView) -> None:
+        """A request may be drafted for from now on."""
+        if self.is_drafting:
+            with self.speculator.guard.over("admitting", "a request may go without drafts"):
+                self.speculator.admit(view)
+
+    def is_paused(self, step: int, num_requests: int) -> bool:
+        """Whether this engine step goes without drafts, as far as this rank knows."""
+        return not self.is_drafting or self.speculator.is_paused(step, num_requests)
+
+    def plan(
+        self,
+        see: Callable[[], RequestBatch | None],
+        step: int,
+        fit: Callable[[TreeBatch, RequestBatch], TreeBatch] | None = None,
+    ) -> TreeBatch:
+        """Trees for the engine step `step`, over the requests that were drafted for.
+
+        Args:
+            see: the requests that may be drafted for; None where there is none, or drafting is paused.
+            fit: cuts the trees to what the runner has room for.
+        """
+        begin = time.perf_counter()
+        trees, self.planned = NO_DRAFTS, None
+        if self.is_drafting:
+            with self.speculator.guard.over("drafting", "requests go on without drafts in such a step"):
+                batch = see()
+                if batch is not None and batch.size:
+                    self.planned = self.speculator.propose(batch, step)
+                    # whatever a budget says, no request gets more than there is room for
+                    trees = cut(self.planned.plan.trees, batch.max_nodes)
+                    if fit is not None and trees.num_nodes:
+                        trees = fit(trees, batch)
+        if self._group is not None:
+            trees = self._group.broadcast_object(trees, src=0)
+        self.ms = (time.perf_counter() - begin) * 1e3 if self.planned is not None else 0.0
+        return trees
+
+    def observe(
+        self, planned: PlannedStep | None, trees: TreeBatch, num_accepted: IntArray, accepted: IntArray
+    ) -> None:
+        """What became of a step's trees.
+
+        Args:
+            planned: what `plan` left in `planned` for that step.
+            trees: over the step's requests, in the batch's order.
+            num_accepted, accepted: as in `VerifyResult`.
+        """
+        if self.is_drafting:
+            with self.speculator.guard.over("learning", "what became of such a step's drafts is not learned from"):
+                self.speculator.observe(planned, trees, VerifyResult(num_accepted, accepted))
+
+    def timed(self, timing: StepTiming | None) -> None:
+        """What the oldest step without a time cost."""
+        if self.is_drafting:
+            with self.speculator.guard.over("learning", "what such a step cost is not learned from"):
+                self.speculator.timed(timing)
+
+
+def drafted_tokens(trees: TreeBatch) -> tuple[list[str], list[list[int]]]:
+    """The requests that have a draft, and its tokens, as vLLM's scheduler takes them."""
+    drafted = [(name, own) for name, own in zip(trees.request_ids, token_lists(trees), strict=True) if own]
+    return [name for name, _ in drafted], [own for _, own in drafted]
+
+
+def scheduled_trees(planned: TreeBatch, request_ids: Sequence[str], scheduled: Mapping[str, list[int]]) -> TreeBatch:
+    """The trees behind the draft tokens that the scheduler put into a step, in batch order.
+
+    It may have cut drafts to their first tokens, and left some out. Tokens that no tree is known for are a chain:
+    lossless anyway.
+    """
+    own = [scheduled.get(request_id, ()) for request_id in request_ids]
+    counts = np.fromiter(map(len, own), np.int32, len(own))
+    place = {name: i for i, name in enumerate(planned.request_ids)}
+    index = np.fromiter((place.get(name, -1) for name in request_ids), np.int64, len(own))
+    if len(place):
+        is_known = (index >= 0) & (counts <= planned.sizes[index])
+    else:
+        planned, is_known = empty_trees(["none"]), counts == 0
+    trees = take(planned, request_ids, np.where(is_known, index, 0), np.where(is_known, counts, 0).astype(np.int32))
+    if bool(is_known.all()) and trees.token_ids.tolist() == [token for tokens in own for token in tokens]:
+        return trees
+    is_same = [a == list(b) for a, b in zip(token_lists(trees), own, strict=True)]
+    return joined(trees, chains(request_ids, own), ~np.asarray(is_same, dtype=np.bool_))
