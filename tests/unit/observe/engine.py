@@ -115,11 +115,11 @@ class Rollout:
             if is_first:
                 for name, length in lengths.items():
                     self.listener.admitted(self._view(name, length))
-            self.now_ms += self.draft_ms
             next_plan, made_from = None, None
             if lengths and step + 1 in self.pauses:
                 self.listener.paused(len(lengths), "drafts do not pay")
-            elif lengths:
+            self.now_ms += self.draft_ms
+            if lengths and step + 1 not in self.pauses:
                 next_plan, made_from = self._plan(lengths)
             if self.is_late:
                 self._end(over, lengths)
