@@ -87,9 +87,8 @@ class Metrics(BaseListener):
         plan: StepPlan,
         draft_ms: float,
     ) -> None:
-        asked = limits.max_nodes > 0
-        self._add("windows", int(np.count_nonzero(asked)))
-        self._add("window_tokens", int(np.minimum(limits.max_nodes, limits.max_depth)[asked].sum()))
+        self._add("windows", int(np.count_nonzero(limits.max_nodes)))
+        self._add("window_tokens", int(np.minimum(limits.max_nodes, limits.max_depth).sum()))
         for proposal in proposals:
             self._by_source("drafted_nodes", np.bincount(proposal.source).tolist())
         self._decided(plan.is_on, plan.reason, plan.trees.num_nodes)

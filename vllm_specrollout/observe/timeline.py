@@ -156,9 +156,8 @@ class TimelineListener(BaseListener):
         if record.plan is not None and record.batch is not None and note is not None:
             steps = _steps_of(record, record.plan, record.batch, note)
             for view, step in zip(record.batch.views, steps, strict=True):
-                one, end = self._open.get(view.request_id), self._ends.get(view.request_id)
-                # it may have been drafted for before anybody knew that it had ended
-                if one is not None and (end is None or step.first < end.num_tokens):
+                one = self._open.get(view.request_id)
+                if one is not None:  # else it is over and not kept
                     self._tell(view.request_id, one, step.first, step.begin_s)
                     one.step = step
         self._tell_ends()

@@ -231,6 +231,15 @@ def test_who_comes_while_there_is_room_did_not_exist_before(runner):
     assert [arrival.ready_ms for arrival in engine.of(Arrival)] == [0.0, 1000.0, 1000.0]
 
 
+@pytest.mark.parametrize(("runner", "num_told"), [("v1", 2), ("v2", 3)])
+def test_an_arrival_names_the_step_that_computed_its_prompt(runner, num_told):
+    engine = Engine(runner=runner)
+    for _ in range(num_told):
+        engine.step()
+    engine.recorder.admitted(view("a", [1]))
+    assert engine.of(Arrival)[0].step == 2
+
+
 def test_who_waits_for_a_place_was_there_before():
     engine = Engine(batch=2)
     engine.now = 1.0
