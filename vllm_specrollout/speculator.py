@@ -96,9 +96,12 @@ class Speculator:
     # --- before the forward pass -------------------------------------------------------------------------------------
 
     def admit(self, view: RequestView) -> None:
-        """A request can be drafted for from now on."""
+        """A request has come. Drafters may get ready for it, whatever the budget does."""
         for drafter in list(self.drafters):
             self._drafter_does(drafter, lambda drafter: drafter.admit(view))
+
+    def begin(self, view: RequestView) -> None:
+        """The request's first token is known: it can be drafted for from now on."""
         self._tell(lambda listener: listener.admitted(view))
 
     def is_paused(self, step: int, num_requests: int) -> bool:

@@ -26,11 +26,14 @@ class Recorder:
     """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""
 
     def __init__(self, tree=EMPTY_TREE):
-        self.tree, self.observed, self.times, self.forgotten, self.views, self.admitted = tree, [], [], [], [], []
+        self.tree, self.observed, self.times, self.forgotten, self.views, self.admitted, self.begun = tree, [], [], [], [], [], []
         self.guard = Guard(is_strict=True)
 
     def admit(self, view):
         self.admitted.append(view.request_id)
+
+    def begin(self, view):
+        self.begun.append(view.request_id)
 
     def propose(self, batch, step):
         self.views = [(v.request_id, v.token_ids.tolist(), v.max_new_tokens, v.max_draft_tokens) for v in batch.views]
@@ -77,6 +80,7 @@ def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(ticking):
     total = host.settle()
     assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8, 9, 4]
     assert (total.steps, total.tokens, total.accepted) == (2, 4, 2)
+    assert recorder.admitted == [] and recorder.begun == ["a"], "by its first token, and once"
     (_, nothing, first), (plan, trees, second) = recorder.observed
     assert nothing.num_nodes == 0 and first.num_accepted.tolist() == [0]
     assert plan is planned and second.accepted.tolist() == [0, 1] and trees.num_nodes == 3

@@ -1,1 +1,1 @@
-"""What watches a step: metrics, timeline, recorder. Listeners of the speculator, which change nothing of what it does."""
+"""What watches a step: metrics, timeline, recorder. Listeners of the speculator; they change nothing of a step."""

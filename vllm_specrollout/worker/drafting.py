@@ -37,10 +37,15 @@ class Drafting:
         """Milliseconds that the last step's drafts took to be made."""
 
     def admit(self, view: RequestView) -> None:
-        """A request may be drafted for from now on."""
+        """A request that may be drafted for has come."""
         if self.is_drafting:
             with self.speculator.guard.over("admitting", "a request may go without drafts"):
                 self.speculator.admit(view)
+
+    def begin(self, view: RequestView) -> None:
+        """Its first token is known."""
+        if self.is_drafting:
+            self.speculator.begin(view)
 
     def is_paused(self, step: int, num_requests: int) -> bool:
         """Whether this engine step goes without drafts, as far as this rank knows."""

@@ -53,6 +53,8 @@ class RequestBook:
         self._make_tape = make_tape
         self._admitted = admitted
         self._entries: dict[str, RequestEntry] = {}
+        # those that have no token yet
+        self._fresh: dict[str, RequestEntry] = {}
 
     def get(self, state: CachedRequestState) -> RequestEntry:
         """The request's entry, made at its first sight."""
@@ -63,6 +65,14 @@ class RequestBook:
 
     def forget(self, request_id: str) -> None:
         self._entries.pop(request_id, None)
+        self._fresh.pop(request_id, None)
+
+    def begun(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[RequestView]:
+        """Those that may be drafted for and got their first token in this step."""
+        if not self._fresh:
+            return []
+        names = [name for name, own in zip(request_ids, tokens, strict=True) if own and name in self._fresh]
+        return [self._fresh.pop(name).view for name in names]
 
     def _admit(self, state: CachedRequestState) -> RequestEntry:
         params = state.sampling_params
@@ -72,6 +82,7 @@ class RequestBook:
         entry = RequestEntry(state, admission, tape)
         if admission.shape is not Shape.OFF:
             self._admitted(entry.view)
+            self._fresh[state.req_id] = entry
         return entry
 
 

@@ -124,6 +124,8 @@ class SpecRolloutV1(_Base):
             own_ms = self._timing.step_ms
             if period_ms < 2.0 * own_ms + 5.0:
                 self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
+            self.drafting.timed(self._timing)
+            self._timing = None
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
@@ -218,14 +220,15 @@ class SpecRolloutV1(_Base):
         return output
 
     def _observe(self, output: ModelRunnerOutput) -> None:
-        """Tell what became of this step's drafts, and what the step before cost."""
-        self.drafting.timed(self._timing)
+        """Tell what became of this step's drafts, and which requests have begun."""
         trees, sampled = self.step.trees, self.step.sampled
         if trees is None or sampled is None:
             none = np.zeros(len(output.req_ids), dtype=np.int32)
             self.drafting.observe(self.drafting.planned, empty_trees(output.req_ids), none, none[:0])
         else:
             self.drafting.observe(self.drafting.planned, trees, sampled.num_accepted, sampled.accepted)
+        for view in self.book.begun(output.req_ids, output.sampled_token_ids):
+            self.drafting.begin(view)
 
     def _requests(self, output: ModelRunnerOutput) -> RequestBatch | None:
         """The requests that may be drafted for, as they stand after this step; None where drafting is paused."""

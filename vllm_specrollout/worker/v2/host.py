@@ -106,6 +106,8 @@ class Host:
         self._over: dict[str, _Over] = {}
         self.policy_version = PolicyVersion()
         self._last_home: float | None = None
+        # got their first token in the step that is taken in
+        self._begun: list[RequestView] = []
 
     def add(self, request: HostRequest) -> None:
         self._requests[request.request_id] = request
@@ -180,6 +182,9 @@ class Host:
                 total.timings.append(timing)
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
             self.drafting.timed(timing)
+            for view in self._begun:
+                self.drafting.begin(view)
+            self._begun.clear()
             total.steps += 1
             total.tokens += tokens
             total.accepted += len(accepted)
@@ -207,6 +212,8 @@ class Host:
         """Append what was sampled; returns the accepted nodes, as in `VerifyResult`."""
         for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
             if request is not None and count:
+                if request.length == request.num_prompt and request.admission.shape is not Shape.OFF:
+                    self._begun.append(request.view)
                 request.append(tokens[:count])
         # the last token of each request is the target's own
         drafted = np.maximum(counts.astype(np.int32) - 1, 0)

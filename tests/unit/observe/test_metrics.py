@@ -1,0 +1,188 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trees import batch_of, limits_of, proposed, tree_of
+from tests.unit.observe.engine import record_of, timing_of, view
+from vllm_specrollout.observe.metrics import METRICS, PREFIX, Metrics, decode, encode
+from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, StepPlan, chain
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
+
+
+def from_sources(*sources):
+    one = chain([7] * len(sources))
+    return DraftTree(one.token_ids, one.parents, one.log_q, np.asarray(sources, dtype=np.int32))
+
+
+def plan_of(nodes=6, ms=0.0, tokens=0.0, reason="pays", is_on=True):
+    trees = batch_of([chain([7] * nodes) if nodes else EMPTY_TREE])
+    reach = np.full(nodes, tokens / max(nodes, 1), dtype=np.float32)
+    return StepPlan(trees, reason, is_on, reach=reach, expected_ms=ms)
+
+
+def plan(metrics, plan, limits=None, proposals=()):
+    limits = limits_of(1, 0) if limits is None else limits
+    batch = RequestBatch.of([view(str(i), [1]) for i in range(len(limits.max_nodes))])
+    metrics.planned(batch, limits, proposals, plan, 0.5)
+
+
+def test_nodes_are_counted_for_the_drafter_that_proposed_them():
+    metrics = Metrics(("history", "ngram"))
+    trees = batch_of([from_sources(0, 1, 1), EMPTY_TREE, from_sources(1, 1)])
+    metrics.stepped(record_of(trees, [[0, 1], [], []]))
+    assert metrics.take() == {
+        "verified_nodes/history": 1,
+        "verified_nodes/ngram": 4,
+        "accepted_nodes/history": 1,
+        "accepted_nodes/ngram": 1,
+        "tree_nodes/3": 1,
+        "tree_nodes/2": 1,
+    }
+    assert metrics.take() == {}
+
+
+@given(proposed(), st.integers(0, 99))
+def test_every_node_is_counted_once(proposals, seed):
+    metrics, names, rng = Metrics("abc"), "abc", np.random.default_rng(seed)
+    trees = proposals[0]
+    paths = []
+    for i in range(trees.num_requests):
+        path, node, tree = [], -1, trees.tree(i)
+        while children := [j for j in range(tree.size) if tree.parents[j] == node]:
+            if rng.random() < 0.3:
+                break
+            node = int(rng.choice(children))
+            path.append(node)
+        paths.append(path)
+    metrics.stepped(record_of(trees, paths))
+    plan(metrics, plan_of(), proposals=proposals)
+    counts = metrics.take()
+    accepted = [trees.tree(i).source[path].tolist() for i, path in enumerate(paths)]
+    for source, name in enumerate(names):
+        assert counts.get(f"verified_nodes/{name}", 0) == np.count_nonzero(trees.source == source)
+        assert counts.get(f"accepted_nodes/{name}", 0) == sum(own.count(source) for own in accepted)
+        found = sum(np.count_nonzero(one.source == source) for one in proposals)
+        assert counts.get(f"drafted_nodes/{name}", 0) == found
+    sizes = {int(k.partition("/")[2]): n for k, n in counts.items() if k.startswith("tree_nodes/")}
+    assert sum(size * n for size, n in sizes.items()) == trees.num_nodes and 0 not in sizes
+
+
+def test_a_node_of_a_drafter_without_a_name_is_counted_too():
+    metrics = Metrics(("ngram",))
+    metrics.stepped(record_of(batch_of([from_sources(3)]), [[]]))
+    assert metrics.take() == {"verified_nodes/unknown": 1, "tree_nodes/1": 1}
+
+
+def test_a_switch_is_told_with_the_reason_of_the_new_plan():
+    metrics = Metrics(("ngram",))
+    for is_on, reason in ((True, "pays"), (True, "explore"), (False, "batch too large"), (False, "x"), (True, "pays")):
+        plan(metrics, plan_of(6 * is_on, is_on=is_on, reason=reason))
+    counts = metrics.take()
+    switches = {key: count for key, count in counts.items() if key.startswith("switches")}
+    assert switches == {"switches/off/batch too large": 1, "switches/on/pays": 1}
+    assert counts["is_on"] == 1 and counts["budget_nodes"] == 6 and counts["decisions/on/pays"] == 2
+
+
+def test_a_paused_step_is_counted_like_one_that_was_decided():
+    paused, decided = Metrics(("ngram",)), Metrics(("ngram",))
+    paused.paused(1, "off")
+    plan(decided, plan_of(0, reason="off", is_on=False))
+    assert paused.take() == decided.take() == {"decisions/off/off": 1, "is_on": 0, "budget_nodes": 0}
+
+
+def test_a_time_is_compared_with_the_plan_of_its_own_step():
+    metrics = Metrics(("ngram",))
+    first, second = plan_of(ms=9.0), plan_of(ms=12.5)
+    plan(metrics, first)
+    plan(metrics, second)  # before the first one's step is over
+    metrics.stepped(record_of(first.trees, [[]], first, timing=timing_of(6, 10.0)))
+    assert metrics.take()["cost_error/100"] == 1
+    metrics.stepped(record_of(second.trees, [[]], second, timing=timing_of(6, 10.0)))
+    assert metrics.take()["cost_error/250"] == 1
+
+
+@pytest.mark.parametrize(
+    "timing",
+    [timing_of(5), timing_of(6, is_decode_only=False), timing_of(6, ms=0.0), None],
+    ids=["cut", "with a prompt", "no time", "not known"],
+)
+def test_a_step_that_is_not_the_predicted_one_is_not_compared(timing):
+    metrics = Metrics(("ngram",))
+    plan = plan_of(ms=10.0)
+    metrics.stepped(record_of(plan.trees, [[]], plan, timing=timing))
+    assert not any(key.startswith("cost_error") for key in metrics.take())
+
+
+def test_gain_counts_only_where_some_was_expected():
+    metrics = Metrics(("ngram",))
+    for expected in (2.5, 0.0, 1.5):
+        plan = plan_of(3, tokens=expected)
+        metrics.stepped(record_of(plan.trees, [[0, 1]], plan))
+    metrics.stepped(record_of(plan.trees, [[0, 1]]))  # nothing was planned for it
+    counts = metrics.take()
+    assert counts["expected_tokens"] == 4000 and counts["gained_tokens"] == 4
+    assert counts["accepted_nodes/ngram"] == 8
+
+
+def test_what_was_proposed_beyond_the_budget_is_drafted_but_not_chosen():
+    metrics = Metrics(("ngram", "history"))
+    proposals = [batch_of([chain([7] * 9)] * 2), batch_of([tree_of([-1], [7], [0.5], source=1), EMPTY_TREE])]
+    plan(metrics, plan_of(4), limits_of(2, 4), proposals)
+    counts = metrics.take()
+    assert counts["drafted_nodes/ngram"] == 18 and counts["drafted_nodes/history"] == 1
+    assert counts["budget_nodes"] == 4
+
+
+def test_reasons_without_end_do_not_make_labels_without_end():
+    metrics = Metrics(("ngram",))
+    for i in range(100):
+        plan(metrics, plan_of(reason=f"reason {i}"))
+    counts = metrics.take()
+    assert sum(key.startswith("decisions/") for key in counts) == 33 and counts["decisions/on/other"] == 68
+
+
+def test_a_slash_in_a_reason_or_a_part_makes_no_further_label():
+    metrics = Metrics(("ngram",))
+    metrics.paused(1, "tokens/ms")
+    metrics.failed("drafter a/b")
+    counts = metrics.take()
+    assert counts["decisions/off/tokens per ms"] == 1 and counts["failures/drafter a per b"] == 1
+
+
+def test_counts_travel_as_json_among_keys_of_others_and_are_taken_out():
+    mixed = json.loads(json.dumps({"waiting_to_start": 2, **encode({"decisions/on/pays": 3, "is_on": 1})}))
+    assert decode(mixed) == [("decisions", ["on", "pays"], 3), ("is_on", [], 1)]
+    assert mixed == {"waiting_to_start": 2}
+
+
+@given(proposed())
+def test_every_count_is_a_whole_number_that_json_takes(proposals):
+    metrics = Metrics(("a", "b", "c"))
+    plan(metrics, plan_of(ms=3.0, tokens=1.0), limits_of(2, 3), proposals)
+    chosen = plan_of(ms=3.0, tokens=1.0)
+    metrics.stepped(record_of(chosen.trees, [[0]], chosen, timing=timing_of(6)))
+    counts = metrics.take()
+    assert json.loads(json.dumps(counts)) == counts and all(type(count) is int for count in counts.values())
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_every_metric_is_in_the_guide_with_its_labels(metric):
+    name = f"{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}"
+    rows = [line for line in GUIDE.read_text().splitlines() if line.startswith(f"| `{name}` | {metric.kind}")]
+    assert len(rows) == 1 and all(f"`{label}`" in rows[0] for label in metric.labels)
+
+
+def test_windows_count_only_requests_that_drafters_are_asked_for():
+    metrics = Metrics(("ngram",))
+    limits = limits_of(3, [8, 0, 3])
+    limits.max_depth[:] = [4, 0, 16]
+    plan(metrics, plan_of(), limits)
+    counts = metrics.take()
+    assert (counts["windows"], counts["window_tokens"]) == (2, 4 + 3)
+    plan(metrics, plan_of(), limits_of(1, 0))
+    assert "windows" not in metrics.take()
