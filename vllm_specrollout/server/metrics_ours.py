@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specrollout.metrics import METRICS, PREFIX, Metric, take_marked
+from vllm_specrollout.observe.metrics import METRICS, PREFIX, Metric, decode
 from vllm_specrollout.server.metrics import LABELS
 
 
@@ -26,7 +26,7 @@ class Counts:
 
     def record(self, mixed: dict[str, int], engine: int) -> None:
         """Add what came with one step of an engine and take it out of the table; keys that are not ours stay."""
-        for name, rest, count in take_marked(mixed):
+        for name, rest, count in decode(mixed):
             if name not in self._known:
                 continue
             metric, made = self._known[name]
