@@ -105,6 +105,6 @@ class FastGrpoBudget(BaseBudget):
 
 
 def _rounded(rows: int) -> int:
-    """Row counts in eight steps per power of two, so that there are few of them to fit."""
+    """Row counts in eight steps per power of two, so that there are few of them to fit; never fewer than there were."""
     step = 1 << max(rows.bit_length() - 4, 0)
-    return (rows + step // 2) // step * step
+    return -(-rows // step) * step

@@ -12,7 +12,8 @@ row count, two lines that meet there, none of them falling. The best corner is t
 
 Without such a corner the curve is a line, as where memory traffic and arithmetic do not overlap. The paper's words are
 that "the latency begins to grow obviously". So the knee of a line is where it lies a tenth (`growth`) above the time of
-one row. If the time grows by less than that over all that was measured, the knee lies beyond it, and none is reported.
+one row, and no lower than the largest row count whose own time is that close to the shortest. If the time grows by less
+than that over all that was measured, the knee lies beyond it, and none is reported.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def find_knee(rows: Sequence[float], ms: Sequence[float], growth: float = 0.1) -
         left = max(error / max(len(x) - 4, 1), noise)
         if second >= _STEEPER * first and second > 0.0 and line_error - error > _EVIDENCE * left:
             return Knee(at, at_ms, True)
-    at = 1.0 + growth * (intercept + slope) / slope
+    level = x[y <= (1.0 + growth) * y.min()]
+    at = max(1.0 + growth * (intercept + slope) / slope, float(level[-1]))
     return Knee(at, intercept + slope * at, False)
 
 

@@ -44,6 +44,11 @@ def test_a_straight_lines_knee_is_where_it_is_a_tenth_above_one_row(seed: int) -
     assert found.ms == pytest.approx(1.1 * 12.2, rel=0.05)
 
 
+def test_with_few_row_counts_the_knee_is_no_lower_than_the_last_level_one() -> None:
+    found = find_knee([64, 128, 256], [10.0, 10.0, 26.8])
+    assert found is not None and found.rows == 128
+
+
 def test_how_much_a_line_must_have_grown_can_be_set() -> None:
     found = find_knee(_ROWS, 10.0 + 0.1 * _ROWS, growth=0.5)
     assert found is not None and found.rows == pytest.approx(1.0 + 0.5 * 10.1 / 0.1)
@@ -63,7 +68,7 @@ def test_less_than_a_doubling_of_the_rows_tells_nothing() -> None:
 
 def test_a_doubling_that_costs_much_more_is_enough_to_tell() -> None:
     found = find_knee([64, 64, 128, 128], [10.0, 10.0, 19.0, 19.0])
-    assert found is not None and found.rows < 64
+    assert found is not None and found.rows == 64
 
 
 def test_a_curve_that_flattens_has_no_corner() -> None:
