@@ -203,7 +203,8 @@ def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
     values = {key: value for key, value in given.items() if key != "name"}
     for key, value in values.items():
         if key not in known:
-            has = f"it has: {', '.join(f'`{k}` ({f.default})' for k, f in known.items())}" if known else "it has none"
-            raise ConfigError(f"`budget.{key}` is {value!r}, but the budget `{name}` has no such option", has)
+            has = ", ".join(f"`{k}` ({f.default})" for k, f in known.items())
+            way = f"it has: {has}" if has else f'it has none: give "budget": "{name}"'
+            raise ConfigError(f"`budget.{key}` is {value!r}, but the budget `{name}` has no such option", way)
         check_field(f"budget.{key}", value, known[key].type)
     return name, OPTIONS[name](**values)
