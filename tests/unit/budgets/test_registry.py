@@ -104,7 +104,7 @@ def _play(budget: Budget, steps: list[_Step]) -> list[tuple[RequestBatch, StepPl
 
 @pytest.mark.parametrize("name", PRESETS)
 @given(steps=_steps())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_plans_are_within_limits_and_say_why(name: str, steps: list[_Step]) -> None:
     for batch, plan in _play(make_budget(parse({"budget": name})), steps):
         if plan is None:

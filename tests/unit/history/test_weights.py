@@ -24,7 +24,7 @@ def test_rewards_can_be_left_out_of_it():
 
 @pytest.mark.parametrize("rewards", [(1.0, 1.0), (0.25, 0.5), (0.0, 0.0)])
 def test_with_reward_priority_the_largest_sum_of_rewards_wins(rewards):
-    """RhymeRL, 5.3. By default 9 wrong answers would outweigh 2 right ones, which count twice each."""
+    """RhymeRL, 5.3. By default 9 wrong answers outweigh 2 right ones, which count twice each."""
     config = HistoryConfig(reward_priority=True, decay=1.0)
     wrong = 9 * weight_of(config, 1, 0.0)
     right = sum(weight_of(config, 1, reward) for reward in rewards)
