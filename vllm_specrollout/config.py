@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.checks import check_choice, check_field, check_range, check_type
 from vllm_specrollout.drafter_config import HistoryConfig, NgramConfig, OracleConfig
 from vllm_specrollout.errors import ConfigError
@@ -21,7 +22,7 @@ MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
 
 DRAFTERS = ("history", "ngram", "oracle")
-BUDGETS = ("auto", "fixed", "off", "histospec", "das", "fastgrpo", "tlt", "specactor")
+BUDGETS = tuple(OPTIONS)
 PROFILES = ("auto", "off")
 SHAPES = ("tree", "chain")
 QUEUE_ORDERS = ("longest_first", "arrival")
@@ -43,7 +44,8 @@ class SpecRolloutConfig:
     """`auto` drafts what ends the rollout sooner; `fixed` always drafts up to `max_draft_tokens`; `off` never drafts;
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
-    (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor)."""
+    (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
+    last five go into an object: `{"name": "tlt", "threshold": 48}`."""
     queue_order: str = "longest_first"
     """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
@@ -61,9 +63,14 @@ class SpecRolloutConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
+    # not a key of its own: it follows from `budget`, which keeps the name alone
+    budget_options: Options = field(default=Options(), metadata={"is_derived": True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafters", tuple(self.drafters))
+        name, options = name_and_options(self.budget, self.budget_options)
+        object.__setattr__(self, "budget", name)
+        object.__setattr__(self, "budget_options", options)
         if not self.drafters:
             raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
         for name in self.drafters:
@@ -74,7 +81,6 @@ class SpecRolloutConfig:
         check_range("max_depth", self.max_depth, 1, MAX_NODES)
         check_range("max_graphs", self.max_graphs, 0, 4096)
         check_choice("shape", self.shape, SHAPES)
-        check_choice("budget", self.budget, BUDGETS)
         check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:
@@ -93,7 +99,10 @@ class SpecRolloutConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `parse(config.as_dict()) == config`."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        values = dataclasses.asdict(self)
+        del values["budget_options"]
+        values["budget"] = as_given(self.budget, self.budget_options)
+        return json.loads(json.dumps(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +125,9 @@ class RequestOptions:
 
 def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
     """Turn what the user gave into a configuration.
+
+    A budget that stands for a published system brings that system's drafter settings for the keys that are not given
+    (`budgets.options.DRAFTER_DEFAULTS`).
 
     Args:
         value: a `SpecRolloutConfig`, a mapping, True (defaults), False or None (off), or text: `1`/`true`, `0`/`false`,
@@ -143,7 +155,7 @@ def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
             f"`{origin}` is {value!r}, of type {type(value).__name__}",
             'give true, false, a JSON object such as {"max_draft_tokens": 8}, or the path of a JSON file',
         )
-    return _build(SpecRolloutConfig, value, origin)
+    return _build(SpecRolloutConfig, with_drafter_defaults(value), origin)
 
 
 def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> RequestOptions:
@@ -204,7 +216,7 @@ def _load_text(text: str, origin: str) -> Any:
 
 def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") -> Any:
     """Make a config dataclass from a mapping: unknown keys and wrong types are errors that name the nearest key."""
-    known = {f.name: f for f in fields(cls)}
+    known = {f.name: f for f in fields(cls) if not f.metadata.get("is_derived")}
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
@@ -219,7 +231,7 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
                     f"give an object with the keys: {', '.join(f.name for f in fields(nested))}",
                 )
             value = _build(nested, value, origin, f"{key}.")
-        else:
+        elif (cls, key) != (SpecRolloutConfig, "budget"):  # a name or an object: __post_init__ knows both
             check_field(prefix + key, value, known[key].type)
         arguments[key] = value
     return cls(**arguments)

@@ -54,6 +54,9 @@ class HistoryConfig:
     """Weight of an answer relative to one of the epoch after it."""
     reward_weight: float = 1.0
     """How much a reward of 1 adds to an answer's weight of 1; 0: rewards do not count. Negative rewards count as 0."""
+    reward_priority: bool = False
+    """Whether an answer weighs its reward alone, so that a draft follows the branch whose rewards sum up to most
+    (RhymeRL, 5.3); an answer with no reward above 0 counts 1/256. `reward_weight` has no meaning then."""
     max_mib: int = 1024
     """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import typer.main
 
 from vllm_specrollout import config, envs, patches
+from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.cli import BENCHES, app
 from vllm_specrollout.policies.eligibility import TABLE
 
@@ -46,6 +47,11 @@ def config_page() -> str:
     ):
         title = "## Engine\n" if not prefix else f"## `{prefix.rstrip('.')}`\n\n{_first_sentence(cls)}\n"
         parts += [title, _table(("Key", "Type", "Default", "Meaning"), _fields(cls, prefix))]
+    parts.append('## Budget options\n\nGiven with the name: `{"budget": {"name": "tlt", "threshold": 48}}`.\n')
+    for name, cls in OPTIONS.items():
+        if dataclasses.fields(cls):
+            parts.append(f"### `{name}`\n\n{_first_sentence(cls)}\n")
+            parts.append(_table(("Key", "Type", "Default", "Meaning"), _fields(cls, "budget.")))
     parts += [
         "## Request\n",
         '`SamplingParams(extra_args={"spec_rollout": {...}})`; over HTTP `vllm_xargs={"spec_rollout": "<JSON>"}`.\n',
@@ -63,6 +69,8 @@ def _first_sentence(cls: type) -> str:
 def _fields(cls: type, prefix: str) -> Iterator[tuple[str, ...]]:
     meanings = _field_docs(cls)
     for field in dataclasses.fields(cls):
+        if field.metadata.get("is_derived"):
+            continue
         if dataclasses.is_dataclass(field.default_factory):
             yield f"`{prefix}{field.name}`", "object", "`{}`", f"see [`{field.name}`](#{field.name})"
             continue

@@ -1,9 +1,12 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from vllm_specrollout.budgets.options import OPTIONS, DasOptions, Options, TltOptions
 from vllm_specrollout.config import (
+    BUDGETS,
     NgramConfig,
     OracleConfig,
     RequestOptions,
@@ -32,6 +35,16 @@ REFUSED_CONFIGS = {
     "a drafter outside a list": {"drafters": "ngram"},
     "an unknown shape": {"shape": "bush"},
     "an unknown budget": {"budget": "always"},
+    "a budget that is a number": {"budget": 3},
+    "a budget without a name": {"budget": {"threshold": 48}},
+    "an unknown budget in an object": {"budget": {"name": "tlts"}},
+    "an option of another budget": {"budget": {"name": "tlt", "alpha": 2.0}},
+    "an option of a budget without any": {"budget": {"name": "auto", "threshold": 48}},
+    "a budget option out of range": {"budget": {"name": "tlt", "epsilon": 1.5}},
+    "a budget option as text": {"budget": {"name": "tlt", "threshold": "48"}},
+    "budget options that contradict each other": {"budget": {"name": "das", "medium": 0.9, "long": 0.5}},
+    "a window that starts above its cap": {"budget": {"name": "histospec", "start": 8, "cap": 4}},
+    "what follows from the budget": {"budget_options": {"threshold": 48}},
     "an unknown profile": {"profile": "always"},
     "a recording into a folder": {"record": "traces/"},
     "a recording that is a number": {"record": 3},
@@ -138,3 +151,65 @@ def test_false_alone_switches_a_request_off():
 
 def test_a_request_may_ask_for_no_draft_tokens():
     assert parse_request({"max_draft_tokens": 0}).max_draft_tokens == 0
+
+
+def test_a_budget_is_a_name_or_an_object_with_options():
+    plain, given = parse({"budget": "tlt"}), parse({"budget": {"name": "tlt", "threshold": 48, "epsilon": 1}})
+    assert plain.budget == given.budget == "tlt"
+    assert plain.budget_options == TltOptions()
+    assert given.budget_options == TltOptions(threshold=48, epsilon=1)
+    assert SpecRolloutConfig(budget={"name": "tlt", "threshold": 48, "epsilon": 1}) == given
+
+
+@pytest.mark.parametrize("budget", [*BUDGETS, {"name": "das", "long": 0.9}, {"name": "fastgrpo", "c_peak": 200}])
+def test_a_config_with_a_budget_survives_the_trip_through_json(budget):
+    config = parse({"budget": budget, "max_depth": 7})
+    assert parse(json.loads(json.dumps(config.as_dict()))) == config
+    assert "budget_options" not in config.as_dict()
+
+
+def test_a_budget_without_set_options_stays_a_name_in_json():
+    assert parse({"budget": {"name": "tlt", "threshold": 32}}).as_dict()["budget"] == "tlt"
+    assert parse({"budget": {"name": "tlt", "threshold": 48}}).as_dict()["budget"]["threshold"] == 48
+
+
+def test_another_budget_in_the_place_of_one_has_its_own_options():
+    tlt = parse({"budget": {"name": "tlt", "threshold": 48}})
+    assert dataclasses.replace(tlt, max_depth=7).budget_options == TltOptions(threshold=48)
+    assert dataclasses.replace(tlt, budget="das").budget_options == DasOptions()
+
+
+def test_histospec_brings_the_papers_drafter():
+    config = parse({"budget": "histospec"})
+    history = config.history
+    assert config.drafters == ("history",) and min(config.max_draft_tokens, config.max_depth) == 32
+    assert (history.min_match, history.max_match, history.epochs) == (3, 7, 1)
+    assert history.reward_priority and not history.siblings
+
+
+def test_das_brings_the_papers_drafter():
+    config = parse({"budget": {"name": "das", "long": 0.9}})
+    history = config.history
+    assert config.drafters == ("history",)
+    assert (history.scope, history.epochs, history.siblings) == ("problem", 2, False)
+    assert (history.decay, history.reward_weight) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETS if name not in ("histospec", "das")])
+def test_the_other_budgets_leave_the_drafters_alone(name):
+    assert parse({"budget": name}) == SpecRolloutConfig(budget=name)
+
+
+def test_what_the_user_set_outranks_what_a_budget_brings():
+    given = {"budget": "histospec", "drafters": ["ngram", "history"], "max_depth": 8, "history": {"siblings": True}}
+    config = parse(given)
+    assert config.drafters == ("ngram", "history") and config.max_depth == 8
+    assert config.history.siblings and config.history.min_match == 3
+    assert given["history"] == {"siblings": True}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_default_of_every_option_is_one_that_may_be_set(name):
+    defaults = dataclasses.asdict(OPTIONS[name]())
+    assert parse({"budget": {"name": name, **defaults}}).budget_options == OPTIONS[name]()
+    assert bool(defaults) == (OPTIONS[name] is not Options)

@@ -14,7 +14,8 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
 
     RhymeRL (5.3) follows the branch with the largest sum of rewards. Here an answer without reward counts as well,
     since rewards may be zero throughout or come late, and older answers count less, since the policy has moved on (DAS
-    finds answers alike mostly between epochs that are near).
+    finds answers alike mostly between epochs that are near). With `reward_priority` it is as in RhymeRL: decay^age *
+    max(reward, 0), where answers without any such reward still weigh enough to decide among themselves.
 
     Args:
         age: epochs since the answer's own; below 0 (an epoch begun anew) counts as 0.
@@ -26,5 +27,6 @@ def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
     fresh = config.decay ** max(age, 0)
     if fresh == 0.0:
         return 0
-    weight = fresh * (1.0 + config.reward_weight * max(reward or 0.0, 0.0))
+    gain = max(reward or 0.0, 0.0)
+    weight = fresh * (gain if config.reward_priority else 1.0 + config.reward_weight * gain)
     return int(min(max(round(weight * ONE), 1), MOST)) if weight < MOST else MOST

@@ -1,0 +1,151 @@
+"""DAS: classes by what answers still need, and a budget that counts all that drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.budgets.papers.builders import Line, chains_of, requests, step, view
+from vllm_specrollout.budgets.options import DasOptions
+from vllm_specrollout.budgets.papers.chains import Rate
+from vllm_specrollout.budgets.papers.das import LONG, MEDIUM, SHORT, DasBudget
+from vllm_specrollout.types import Ending, RequestBatch, Shape, Status
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, row: float = 0.2, **options: float):
+    budget = DasBudget(24, 16, DasOptions(**options), cost=Line(fixed, row))
+    for problem_id, known in (lengths or {}).items():
+        for length in known:
+            _end(budget, problem_id, length)
+    return budget
+
+
+def _end(budget: DasBudget, problem_id: str, length: int, status: Status = Status.FINISHED) -> None:
+    budget.finish(Ending("r", problem_id, _NONE, np.zeros(length, np.int32), status))
+
+
+def _batch(*problems: str, generated: int = 0, **kwargs: object) -> RequestBatch:
+    return RequestBatch.of([view(f"r{i}", problem_id=p, generated=generated, **kwargs) for i, p in enumerate(problems)])
+
+
+def test_answers_at_the_same_cap_are_long_all_of_them() -> None:
+    """The normal case in RL: most answers reach the limit. By rank among equals, none of them would be Long."""
+    budget = _das({"capped": [96] * 56, "short": [12] * 8})
+    assert budget.classes(_batch(*["capped"] * 6)).tolist() == [LONG] * 6
+    assert budget.classes(_batch("capped", "short")).tolist() == [LONG, SHORT]
+    assert budget.classes(_batch("capped", "short", generated=80)).tolist() == [LONG, LONG]
+    assert budget.limits(_batch(*["capped"] * 6)).wants_any
+
+
+def test_answers_cut_at_their_limit_are_long_up_to_the_end() -> None:
+    budget = _das({"p": [200] * 24 + [1000] * 8})
+    for generated in (0, 500, 900):
+        batch = _batch("p", generated=generated, max_new_tokens=1000 - generated)
+        assert budget.classes(batch).tolist() == [LONG]
+
+
+def test_classes_are_relative_to_the_answer_that_needs_most() -> None:
+    budget = _das({"a": [1000], "b": [600], "c": [300]})
+    assert budget.classes(_batch("a", "b", "c")).tolist() == [LONG, MEDIUM, SHORT]
+    # without the longest, the next one is what the step waits for
+    assert budget.classes(_batch("b", "c")).tolist() == [LONG, MEDIUM]
+
+
+def test_a_short_answer_that_goes_on_and_on_becomes_long() -> None:
+    budget = _das({"a": [1000], "c": [100]})
+    views = [view("r0", problem_id="a"), view("r1", problem_id="c")]
+    assert budget.classes(RequestBatch.of(views)).tolist() == [LONG, SHORT]
+    views[1] = view("r1", problem_id="c", generated=200)
+    assert budget.classes(RequestBatch.of(views)).tolist() == [LONG, LONG]
+
+
+def test_before_anything_is_known_everything_may_be_long() -> None:
+    assert _das().classes(_batch("a", "b")).tolist() == [LONG, LONG]
+
+
+def test_the_shares_of_the_classes_can_be_set() -> None:
+    budget = _das({"a": [1000], "b": [600]}, medium=0.1, long=0.5)
+    assert budget.classes(_batch("a", "b")).tolist() == [LONG, LONG]
+
+
+def test_an_aborted_answers_length_is_not_learned() -> None:
+    budget = _das({"a": [1000]})
+    _end(budget, "b", 10, Status.ABORTED)
+    assert budget.classes(_batch("a", "b")).tolist() == [LONG, LONG]
+
+
+def test_long_answers_draft_most_medium_ones_half_and_short_ones_nothing() -> None:
+    budget = _das({"a": [1000], "b": [600], "c": [300]})
+    limits = budget.limits(_batch("a", "b", "c"))
+    size = budget.best_size(3, 1, 1)
+    assert size > 1 and limits.max_nodes.tolist() == [size, size // 2, 0]
+    assert limits.is_chain.all()
+
+
+@pytest.mark.parametrize("num_requests", [1, 16, 32, 64])
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_all_that_draft_are_counted(num_requests: int, share: float) -> None:
+    """With only one counted, 64 Long requests would draft so much that plain decoding is 1.8 times as fast."""
+    budget = _das()
+    budget.acceptance = Rate(1000.0, 800.0)
+    num_long = max(1, round(share * num_requests))
+    num_medium = (num_requests - num_long) // 2
+
+    def ms_per_token(k: int) -> float:
+        rows = num_requests + num_long * k + num_medium * (k // 2)
+        return (10.0 + 0.2 * rows) / sum(0.8**i for i in range(k + 1))
+
+    best = budget.best_size(num_requests, num_long, num_medium)
+    assert best == int(np.argmin([ms_per_token(k) for k in range(17)]))
+    assert ms_per_token(best) <= ms_per_token(0)
+
+
+def test_many_long_answers_draft_less_each() -> None:
+    budget = _das()
+    sizes = [int(budget.limits(_batch(*["p"] * count)).max_nodes.max()) for count in (1, 4, 16, 64)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+def test_who_may_not_draft_is_not_counted() -> None:
+    budget = _das()
+    batch = RequestBatch.of([view("r0"), *(view(f"o{i}", shape=Shape.OFF) for i in range(63))])
+    assert budget.limits(batch).max_nodes[0] == budget.best_size(64, 1, 0) > budget.best_size(64, 64, 0)
+
+
+def test_less_is_drafted_where_less_is_accepted() -> None:
+    budget, sizes = _das(), []
+    for p in (0.1, 0.5, 0.9):
+        budget.acceptance = Rate(1000.0, 1000.0 * p)
+        sizes.append(budget.best_size(4, 4, 0))
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_acceptance_is_that_of_all_requests_in_any_order() -> None:
+    one, other = _das(), _das()
+    accepted = [8] * 32 + [0] * 32
+    for _ in range(200):
+        one.observe(step([8] * 64, accepted))
+        other.observe(step([8] * 64, accepted[::-1]))
+    # half of the requests try 8 tokens and all are right, half try one and it is wrong
+    assert one.acceptance.mean == other.acceptance.mean
+    assert one.acceptance.mean == pytest.approx(8 / 9, rel=1e-3)
+
+
+def test_a_step_in_which_nothing_is_drafted_says_off_and_why() -> None:
+    budget = _das({"a": [1000], "c": [100]})
+    batch = RequestBatch.of([view("r0", problem_id="a", shape=Shape.OFF), view("r1", problem_id="c")])
+    plan = budget.choose(chains_of(batch, 8), budget.limits(batch), batch, 0.0)
+    assert (plan.is_on, plan.reason, plan.trees.num_nodes) == (False, "short answers", 0)
+
+
+def test_where_no_draft_is_worth_it_one_token_is_tried_now_and_then() -> None:
+    budget, batch = _das(row=5.0), requests(16)
+    budget.acceptance = Rate(1000.0, 10.0)
+    reasons = [budget.limits(batch).reason for _ in range(64)]
+    assert [i for i, reason in enumerate(reasons) if reason == "probe"] == [31, 63]
+    assert set(reasons) == {"probe", "not worth its cost"}
+    budget._not_worth_it = 31
+    assert budget.limits(batch).max_nodes.tolist() == [1] * 16
+    assert MEDIUM not in budget.classes(batch)

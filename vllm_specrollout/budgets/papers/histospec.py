@@ -1,0 +1,86 @@
+"""RhymeRL's draft window per answer. What belongs here: windows, and when a batch is too large for them.
+
+Source: RhymeRL, section 5.4 (HistoSpec). Its drafter (5.3) is the `history` drafter; see `budgets/options.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_specrollout.budgets.base import BaseBudget
+from vllm_specrollout.budgets.options import HistoSpecOptions
+from vllm_specrollout.budgets.papers.chains import Rate
+from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within
+from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
+
+PROBE_EVERY = 32
+"""Steps without drafts after which one drafts: acceptance changes, also while nobody looks."""
+
+
+class HistoSpecBudget(BaseBudget):
+    """Each answer has a window: 2 tokens at first, 2 more after each draft accepted whole, 2 again after a rejection.
+
+    Chains only, as in the paper. It drafts in batches up to the largest that gains at the present acceptance. The paper
+    takes that from profiling beforehand; here the profile is the cost model, learned while the engine runs.
+
+    Args:
+        max_nodes, max_depth: the engine's limits; they cap the window too.
+    """
+
+    def __init__(
+        self, max_nodes: int, max_depth: int, options: HistoSpecOptions | None = None, *, cost: StepCost | None = None
+    ) -> None:
+        super().__init__(max_nodes, max_depth)
+        self.options = options or HistoSpecOptions()
+        self.cap = min(self.options.cap, max_nodes, max_depth)
+        self.cost = cost or StepCost()
+        self.windows: dict[str, int] = {}
+        # tokens per draft, as if one draft had been accepted whole
+        self._drafted, self._accepted = Rate(1.0, self.options.start), Rate(1.0, self.options.start)
+        self._off = 0  # steps since drafting was switched off
+
+    def pays(self, num_requests: int) -> bool:
+        """Whether a step with typical drafts yields more tokens per millisecond than one without."""
+        if not num_requests:
+            return True
+        with_drafts = self.cost.predict(num_requests, round(num_requests * self._drafted.mean))
+        return (1.0 + self._accepted.mean) * self.cost.plain_ms(num_requests) >= with_drafts
+
+    def steps_off(self, num_requests: int) -> int:
+        if self.pays(num_requests):
+            self._off = 0
+            return 0
+        self._off += 1
+        return int(self._off % PROBE_EVERY != 0)
+
+    def limits(self, batch: RequestBatch) -> DraftLimits:
+        windows = [self.windows.get(name, self.options.start) for name in batch.request_ids]
+        sizes = np.minimum(np.asarray(windows, dtype=np.int32), self.cap)
+        return chain_limits(batch, sizes, "probe" if self._off else "window")
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        return everything_within(proposals, limits, batch)
+
+    def observe(self, record: StepRecord) -> None:
+        """Move the windows of the requests that had drafts."""
+        if record.timing is not None:
+            self.cost.observe(record.timing)
+        sizes, accepted = record.trees.sizes, record.result.num_accepted
+        drafting = np.flatnonzero(sizes)
+        self._drafted.add(len(drafting), int(sizes.sum()))
+        self._accepted.add(len(drafting), int(accepted.sum()))
+        for i in drafting.tolist():
+            name, is_whole = record.trees.request_ids[i], accepted[i] == sizes[i]
+            grown = min(self.windows.get(name, self.options.start) + self.options.step, self.cap)
+            self.windows[name] = grown if is_whole else self.options.start
+
+    def finish(self, ending: Ending) -> None:
+        self.windows.pop(ending.request_id, None)
+
+    def seed(self, timings: Sequence[StepTiming]) -> None:
+        self.cost.seed(timings)

@@ -1,0 +1,47 @@
+"""Budgets by name. What belongs here: which name is which budget, and nothing of how one decides."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from vllm_specrollout.budgets import options
+from vllm_specrollout.budgets.base import Budget, FixedBudget, OffBudget
+from vllm_specrollout.budgets.papers.das import DasBudget
+from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
+from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
+from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
+from vllm_specrollout.budgets.papers.tlt import TltBudget
+from vllm_specrollout.config import SpecRolloutConfig
+
+
+def names() -> tuple[str, ...]:
+    """Every budget there is."""
+    return tuple(options.OPTIONS)
+
+
+def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
+    """The budget that a configuration asks for, with its options.
+
+    Args:
+        seed: of the budget's own chance (`tlt` alone has any); what it does depends on that and on what it is told.
+    """
+    limits = (config.max_draft_tokens, config.max_depth)
+    match config.budget_options:
+        case options.HistoSpecOptions() as given:
+            return HistoSpecBudget(*limits, given)
+        case options.DasOptions() as given:
+            return DasBudget(*limits, given)
+        case options.FastGrpoOptions() as given:
+            return FastGrpoBudget(*limits, given)
+        case options.TltOptions() as given:
+            return TltBudget(*limits, given, rng=np.random.default_rng(seed))
+        case options.SpecActorOptions() as given:
+            return SpecActorBudget(*limits, given)
+    if config.budget == "auto":
+        # imported late: the default learns more, and needs more, than any other
+        from vllm_specrollout.budgets.goodput import GoodputBudget
+
+        return cast(Budget, GoodputBudget(*limits))
+    return FixedBudget(*limits) if config.budget == "fixed" else OffBudget()
