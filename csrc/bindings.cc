@@ -14,12 +14,9 @@
 namespace py = pybind11;
 using namespace specrollout;
 
-void bind_check(py::module_& m);
 void bind_history(py::module_& m);
 void bind_merge(py::module_& m);
 void bind_ngram(py::module_& m);
-void bind_pick(py::module_& m);
-void bind_unite(py::module_& m);
 
 namespace {
 
@@ -143,10 +140,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("follow", &follow, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("output"),
         py::arg("counts"));
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
-  bind_check(m);
   bind_history(m);
   bind_merge(m);
   bind_ngram(m);
-  bind_pick(m);
-  bind_unite(m);
 }

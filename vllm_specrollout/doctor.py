@@ -14,7 +14,7 @@ from typing import Any
 from vllm_specrollout import __version__, envs, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import supported
-from vllm_specrollout.policies.eligibility import TABLE, model_shape
+from vllm_specrollout.support import TABLE, model_shape
 from vllm_specrollout.types import Shape
 
 

@@ -15,7 +15,7 @@ from vllm_specrollout.bench.common import flags
 from vllm_specrollout.bench.common.report import check_writable
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies.graphs import (
+from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
     GraphMemory,
     GraphPlan,

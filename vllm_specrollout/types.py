@@ -1,6 +1,6 @@
 """What travels between the parts: frozen dataclasses over numpy arrays, and nothing else.
 
-request -> drafter -> draft tree -> verify -> commit -> feedback -> policies. A carrier belongs here when two layers
+request -> drafters -> draft trees -> verify -> commit -> observe -> budget. A carrier belongs here when two layers
 exchange it; what only one layer knows stays there.
 """
 
@@ -80,21 +80,6 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """How much may be drafted for one request in the next step."""
-
-    # most nodes of the draft tree; 0 means do not draft
-    max_nodes: int
-    max_depth: int
-    shape: Shape
-    # nodes less likely than this to be accepted are not worth verifying, natural probability in [0, 1]
-    min_probability: float = 0.0
-    # what one more root-to-leaf path costs, in nodes: see trees.prune
-    path_cost: float = 0.0
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftTree:
     """Draft tokens for one request. Parents come before children, and every prefix is the best tree of its size."""
 
@@ -127,50 +112,6 @@ EMPTY_TREE = chain([])
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the target made of one request's draft."""
-
-    # [A] indices of the accepted nodes, from the root down
-    accepted: IntArray
-    # the token sampled at the last accepted node (at the root if none was)
-    bonus_token: int
-
-    def output(self, tree: DraftTree) -> list[int]:
-        """The tokens this step yields: the accepted ones and the bonus token."""
-        return [*tree.token_ids[self.accepted].tolist(), self.bonus_token]
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Which KV cache blocks must be copied so that the accepted nodes stand in consecutive slots of the request."""
-
-    # [C] physical blocks to read
-    source_blocks: IntArray
-    # [C] physical blocks to overwrite
-    target_blocks: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class Feedback:
-    """What became of one request's draft; what policies and drafters learn from."""
-
-    request_id: str
-    # nodes sent to the target
-    drafted: int
-    # nodes accepted
-    accepted: int
-    # [N] the drafted nodes' parents, source and log_q, in the tree's order
-    parents: IntArray = field(repr=False)
-    source: IntArray = field(repr=False)
-    log_q: FloatArray = field(repr=False)
-    # [A] indices of the accepted nodes
-    accepted_nodes: IntArray = field(repr=False)
-    # running requests of that step
-    batch: int = 0
-    weights_version: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class StepTiming:
     """What one engine step cost, as the worker saw it."""
 
@@ -197,25 +138,6 @@ class StepTiming:
     # milliseconds of `step_ms` that went into drafts: asking drafters and choosing among what they proposed
     ask_ms: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a policy chose for the next step and what it expects of that: for metrics, traces and explanations."""
-
-    # False: drafters were not even asked
-    is_on: bool
-    # why as much, or as little: a few words out of a small set, fit to be a metric's label
-    reason: str
-    # draft nodes to verify, all requests together
-    nodes: int
-    # tokens that the drafts are expected to add, all requests together; 0.0 where the policy has no expectation
-    expected_tokens: float = 0.0
-    # milliseconds expected of the step, with the drafts and without any; 0.0 where the policy has no expectation
-    expected_ms: float = 0.0
-    plain_ms: float = 0.0
-
-
-# --- the flat carriers ------------------------------------------------------------------------------------------------
 
 SOURCES = 16
 """Drafters that are told apart: a node's source lies below it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.plan import read_shape
-from vllm_specrollout.policies.graphs import CAPTURE_SIZES, estimate_mib, plan_graphs
+from vllm_specrollout.scheduling.cudagraphs import CAPTURE_SIZES, estimate_mib, plan_graphs
 
 from ..common.engine_process import EngineProcess, EngineSpec
 from . import models

@@ -80,7 +80,7 @@ def test_tokens_come_home_in_order_and_verdicts_are_told_from_them(ticking):
     total = host.settle()
     assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8, 9, 4]
     assert (total.steps, total.tokens, total.accepted) == (2, 4, 2)
-    assert recorder.admitted == [] and recorder.begun == ["a"], "by its first token, and once"
+    assert recorder.admitted == ["a"] and recorder.begun == ["a"], "by its first token, and once"
     (_, nothing, first), (plan, trees, second) = recorder.observed
     assert nothing.num_nodes == 0 and first.num_accepted.tolist() == [0]
     assert plan is planned and second.accepted.tolist() == [0, 1] and trees.num_nodes == 3

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_specrollout import envs
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.patches import supported
-from vllm_specrollout.policies.graphs import capture_sizes
+from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
 

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 
 from vllm_specrollout.config import RequestOptions, parse_request
-from vllm_specrollout.policies.eligibility import RequestTraits, request_shape
+from vllm_specrollout.support import RequestTraits, request_shape
 from vllm_specrollout.types import Shape
 
 logger = init_logger(__name__)

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_specrollout.policies.room import Ask, granted
+from vllm_specrollout.scheduling.lookahead import Ask, granted
 
 _Base = Scheduler if TYPE_CHECKING else object
 

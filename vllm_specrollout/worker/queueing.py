@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_specrollout.config import parse_request
-from vllm_specrollout.policies.queue import Queue, Waiting
+from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.worker.admission import prompt_hash
 from vllm_specrollout.worker.common import config_of
 

@@ -14,9 +14,8 @@ from vllm_specrollout.trees.batch import (
     token_lists,
     with_branches,
 )
-from vllm_specrollout.trees.build import first_nodes, is_chain, num_paths, order
-from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import EMPTY_TREE, Decision, Shape, TreeBatch
+from vllm_specrollout.trees.build import first_nodes, is_chain, num_paths, order, select
+from vllm_specrollout.types import EMPTY_TREE, ROOT, TreeBatch
 
 BATCHES = st.lists(drafted().map(order), min_size=1, max_size=5)
 COLUMNS = ("token_ids", "parents", "log_q", "source")
@@ -56,11 +55,20 @@ def test_branches_are_found_and_counted(trees):
     assert num_branches(batch) == sum(num_paths(tree.parents) - 1 for tree in trees if tree.size)
 
 
+def best_path(tree):
+    """First children from the root down."""
+    path, node = [], ROOT
+    while (children := [i for i, parent in enumerate(tree.parents.tolist()) if parent == node]):
+        node = children[0]
+        path.append(node)
+    return select(tree, path) if path else EMPTY_TREE
+
+
 @given(BATCHES, st.data())
 def test_a_chain_is_the_best_path_of_its_tree(trees, data):
     where = data.draw(st.lists(st.booleans(), min_size=len(trees), max_size=len(trees)))
     wanted = [
-        prune(tree, Decision(tree.size, tree.size, Shape.CHAIN)) if only and tree.size else tree
+        best_path(tree) if only else tree
         for tree, only in zip(trees, where, strict=True)
     ]
     assert_trees(as_chains(batch_of(trees), np.asarray(where)), wanted)

@@ -40,7 +40,7 @@ class HistoSpecBudget(BaseBudget):
         self.windows: dict[str, int] = {}
         # tokens per draft, as if one draft had been accepted whole
         self._drafted, self._accepted = Rate(1.0, self.options.start), Rate(1.0, self.options.start)
-        self._off = 0  # steps since drafting was switched off
+        self._off = 0  # steps since drafters were last asked
 
     def pays(self, num_requests: int) -> bool:
         """Whether a step with typical drafts yields more tokens per millisecond than one without."""
@@ -50,16 +50,14 @@ class HistoSpecBudget(BaseBudget):
         return (1.0 + self._accepted.mean) * self.cost.plain_ms(num_requests) >= with_drafts
 
     def steps_off(self, num_requests: int) -> int:
-        if self.pays(num_requests):
-            self._off = 0
-            return 0
-        self._off += 1
-        return int(self._off % PROBE_EVERY != 0)
+        return int(self._off < PROBE_EVERY and not self.pays(num_requests))
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
         windows = [self.windows.get(name, self.options.start) for name in batch.request_ids]
         sizes = np.minimum(np.asarray(windows, dtype=np.int32), self.cap)
-        return chain_limits(batch, sizes, "probe" if self._off else "window")
+        reason = "window" if self.pays(batch.size) else "probe"
+        self._off = 0
+        return chain_limits(batch, sizes, reason)
 
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
@@ -70,6 +68,7 @@ class HistoSpecBudget(BaseBudget):
         """Move the windows of the requests that had drafts."""
         if record.timing is not None:
             self.cost.observe(record.timing)
+        self._off += record.plan is None
         sizes, accepted = record.trees.sizes, record.result.num_accepted
         drafting = np.flatnonzero(sizes)
         self._drafted.add(len(drafting), int(sizes.sum()))

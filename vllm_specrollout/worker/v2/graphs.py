@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backe
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
-from vllm_specrollout.policies.graphs import GraphPlan, plan_graphs
+from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
 from vllm_specrollout.types import Shape
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 

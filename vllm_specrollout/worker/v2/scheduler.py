@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specrollout.policies.room import room_per_request
+from vllm_specrollout.scheduling.lookahead import room_per_request
 from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, with_speculation
 from vllm_specrollout.worker.counts import PassesCounts
 from vllm_specrollout.worker.endings import TellsEndings

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies.graphs import (
+from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
     MOST_CAPTURED,
     GraphBucket,

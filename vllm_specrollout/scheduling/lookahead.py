@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PATIENCE = 8
-"""Steps in a row that may yield no proposal before trying is paused."""
-LONGEST_PAUSE = 32
-
 
 def room_per_request(max_draft_tokens: int, *, num_running: int, has_waiting: bool, max_tokens_per_step: int) -> int:
     """Placeholders per request, the same for all.
@@ -57,24 +53,3 @@ def granted(asks: Sequence[Ask], spare_blocks: int, block_size: int, blocks_at_o
         spare_blocks -= blocks * blocks_at_once
         tokens.append(min(ask.wanted, ask.slack + blocks * block_size))
     return tokens
-
-
-@dataclass(slots=True)
-class Pause:
-    """When to leave no room at all: a step with room must wait for the tokens before it, which costs time for nothing
-    while nothing is proposed. Pauses double from 2 steps to LONGEST_PAUSE, and end with the first proposal.
-
-    What is proposed and does not pay is the budget's affair, which has pauses of its own. Steps are the engine's, all
-    of them, so the one pause runs on during the other: they never add up.
-    """
-
-    # steps in a row with room, and drafters asked, in which nothing was proposed
-    dry: int = 0
-    # number of the first step that may have room again
-    until: int = 0
-
-    def tried(self, step: int, has_proposals: bool) -> None:
-        """Room was left in this step and drafters were asked, and something was proposed or not."""
-        self.dry = 0 if has_proposals else self.dry + 1
-        excess = self.dry - PATIENCE
-        self.until = step + min(LONGEST_PAUSE, 2 << min(excess, 10)) if excess >= 0 else 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_specrollout.policies.length import Lengths
+from vllm_specrollout.scheduling.lengths import Lengths
 
 WINDOW = 16_384
 """Arrivals are cut into windows of so many: who came in an earlier one goes first, so none starves."""

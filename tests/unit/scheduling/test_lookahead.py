@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.room import LONGEST_PAUSE, PATIENCE, Ask, Pause, granted, room_per_request
+from vllm_specrollout.scheduling.lookahead import Ask, granted, room_per_request
 
 NUMBERS = st.integers(0, 10_000)
 
@@ -48,22 +48,3 @@ def test_spare_blocks_go_to_who_comes_first():
     assert granted(asks, 1, 16) == [20, 20, 4]
     assert granted(asks, 0, 16) == [4, 20, 4]
     assert granted(asks, -3, 16) == [4, 20, 4]
-
-
-def test_trying_in_vain_is_paused_for_longer_and_longer():
-    pause, step, pauses = Pause(), 0, []
-    for _ in range(PATIENCE + 8):
-        assert step >= pause.until
-        pause.tried(step, has_proposals=False)
-        begin = step
-        while step < pause.until:
-            step += 1
-        pauses.append(step - begin)
-    assert pauses[: PATIENCE - 1] == [0] * (PATIENCE - 1)
-    assert pauses[PATIENCE - 1 :] == sorted(pauses[PATIENCE - 1 :]) and pauses[-1] == LONGEST_PAUSE
-
-
-def test_a_proposal_ends_all_pauses():
-    pause = Pause(dry=PATIENCE + 3)
-    pause.tried(100, has_proposals=True)
-    assert pause.until <= 100 and pause.dry == 0

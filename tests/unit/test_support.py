@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specrollout.policies.eligibility import TABLE, RequestTraits, model_shape, request_shape
+from vllm_specrollout.support import TABLE, RequestTraits, model_shape, request_shape
 from vllm_specrollout.types import Shape
 
 

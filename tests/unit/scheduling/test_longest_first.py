@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.policies.queue import WINDOW, Queue, Waiting
+from vllm_specrollout.scheduling.longest_first import WINDOW, Queue, Waiting
 
 _FAR = 1 << 20
 
