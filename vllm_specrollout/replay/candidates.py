@@ -1,6 +1,6 @@
 """What the drafters would have proposed: recorded trees, also where the recording has no root.
 
-A replayed policy verifies less or more than the recorded one, so it stands at positions at which nothing was recorded.
+A replayed budget verifies less or more than the recorded one, so it stands at positions at which nothing was recorded.
 There the last tree recorded before it is followed along the truth, and what hangs below is the proposal: smaller than
 a fresh one, never better.
 """
@@ -11,10 +11,12 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from vllm_specrollout.replay.records import Trace
-from vllm_specrollout.trees.build import select
+from vllm_specrollout.trees.build import depths, select
 from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, IntArray
+from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, IntArray, TreeBatch, empty_trees
 
 
 class RecordedTrees:
@@ -71,6 +73,40 @@ def _cut_at(parents: IntArray, node: int) -> IntArray:
     changed = parents.copy()
     changed[node] = ROOT
     return changed
+
+
+def batch_of(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
+    """The trees of a batch, one behind another; [R] each."""
+    sizes = [tree.size for tree in trees]
+    node_start = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=node_start[1:])
+    if not node_start[-1]:
+        return empty_trees(request_ids)
+    full = [tree for tree in trees if tree.size]
+    return TreeBatch(
+        request_ids,
+        node_start,
+        np.concatenate([tree.token_ids for tree in full]),
+        np.concatenate([tree.parents for tree in full]),
+        np.concatenate([tree.log_q for tree in full]),
+        np.concatenate([tree.source for tree in full]),
+        np.concatenate([depths(tree.parents) for tree in full]),
+    )
+
+
+def of_sources(tree: DraftTree, wanted: int) -> DraftTree:
+    """What is left of a draft if only some drafters were asked; a node without its parent goes too.
+
+    Args:
+        wanted: bit d: drafter d was asked.
+    """
+    kept: list[int] = []
+    known = {ROOT}
+    for i, (parent, source) in enumerate(zip(tree.parents.tolist(), tree.source.tolist(), strict=True)):
+        if parent in known and wanted >> source & 1:
+            known.add(i)
+            kept.append(i)
+    return tree if len(kept) == tree.size else select(tree, kept)
 
 
 def cut(tree: DraftTree, decision: Decision) -> DraftTree:

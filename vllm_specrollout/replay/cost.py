@@ -1,13 +1,13 @@
 """What a simulated step costs: a line fitted to all recorded steps at once.
 
-`policies.cost_model` learns while it runs, so it forgets; a replay knows the whole run, so it does not. Drafting is
-taken out of the steps first and fitted on its own, since a policy that asks no drafter does not pay for it:
+A budget learns while it runs, so it forgets; a replay knows the whole run, so it does not. Drafting is taken out of the
+steps first and fitted on its own, since a budget that asks no drafter does not pay for it:
 
     step_ms = fixed + request * requests + draft * [any nodes] + tree * trees + node * nodes + branch * branches
               + context * tokens attended to + ask + ask_request * requests asked for        (if drafters were asked)
               + prompt + prompt_row * rows                                                   (if prompts were computed)
 
-Where the cost model's broken line in the rows fits the steps better than a straight one, it is taken instead: a batch
+Where a line that bends in the rows (broken_line.py) fits the steps better than a straight one, it is taken instead: a batch
 of one and a batch with two hundred nodes do not lie on one line.
 """
 
@@ -18,15 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_specrollout.policies.cost_model import KNOTS, StepCost
+from vllm_specrollout.replay import broken_line
+from vllm_specrollout.replay.broken_line import Floats
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.types import StepTiming
 
-_Floats = npt.NDArray[np.float64]
 # Shares of `fixed` that the other terms are pulled to where the recording says nothing of them, and how strongly: in
-# observations of one unit each. As in policies.cost_model: 2-core CPU, 150 M parameters.
+# observations of one unit each. 2-core CPU, 150 M parameters.
 _PRIOR = np.asarray([1.0, 0.03, 0.05, 0.03, 0.02, 0.0])
 _PULL = np.asarray([0.01, 1.0, 1.0, 10.0, 10.0, 1000.0])
 _ROUNDS = 8
@@ -75,13 +74,13 @@ class CostLine:
     prompt_row: float = 0.0
     # rows computed per token of a prompt: below 1 where samples share their prompts' blocks
     prompt_share: float = 1.0
-    # per row, between each two of `cost_model.KNOTS` and beyond the last; empty: rows are in `request` and `node`
+    # per row, between each two of `broken_line.KNOTS` and beyond the last; empty: rows are in `request` and `node`
     rows: tuple[float, ...] = ()
 
     def step_ms(self, load: Load) -> float:
         ms = self.fixed + self.request * load.batch + self.context * load.context
         if self.rows:
-            ms += _along(self.rows, load.batch + load.nodes)
+            ms += broken_line.along(self.rows, load.batch + load.nodes)
         if load.nodes:
             ms += self.draft + self.tree * load.trees + self.node * load.nodes + self.branch * load.branches
         if load.prompt_rows:
@@ -129,25 +128,23 @@ def cost_of(trace: Trace) -> CostLine:
 
 
 def _bent(timings: Sequence[StepTiming], line: CostLine) -> CostLine:
-    """The cost model's line through all steps alike, with the drafting of `line`."""
-    cost = StepCost(memory=1.0)
-    for timing in (*timings, *timings):  # the second time with sound weights from the start
-        if timing.step_ms > 0.0:
-            cost.observe(timing)
+    """The broken line through all steps alike, with the drafting of `line`."""
+    terms = broken_line.fit([timing for timing in timings if timing.step_ms > 0.0]).tolist()
+    fixed, request, draft, tree, branch, context = terms[: broken_line.NUM_OTHERS]
     return replace(
         line,
-        fixed=cost.fixed,
-        request=cost.request,
-        draft=cost.draft,
-        tree=cost.tree,
+        fixed=fixed,
+        request=request,
+        draft=draft,
+        tree=tree,
         node=0.0,
-        branch=cost.branch,
-        context=cost.context / 1024.0,
-        rows=tuple(cost.row_at(int(start)) for start in KNOTS),
+        branch=branch,
+        context=context,
+        rows=tuple(terms[broken_line.NUM_OTHERS :]),
     )
 
 
-def _error(line: CostLine, decode: Sequence[tuple[StepTiming, float, int]], measured: _Floats) -> float:
+def _error(line: CostLine, decode: Sequence[tuple[StepTiming, float, int]], measured: Floats) -> float:
     """Median relative error."""
     found = np.asarray([line.step_ms(_load(timing)) for timing, _, _ in decode])
     return float(np.median(np.abs(found - measured) / np.maximum(measured, 1e-9)))
@@ -161,14 +158,6 @@ def _load(timing: StepTiming) -> Load:
         trees=timing.trees or min(timing.nodes, timing.batch),
         context=timing.context,
     )
-
-
-def _along(slopes: Sequence[float], rows: int) -> float:
-    """The broken line with these slopes, from 0 rows on."""
-    ends = [*KNOTS[1:].tolist(), float("inf")]
-    starts = KNOTS.tolist()
-    spans = (max(min(rows, end) - start, 0.0) for start, end in zip(starts, ends, strict=True))
-    return sum(slope * span for slope, span in zip(slopes, spans, strict=True))
 
 
 _Timed = tuple[StepTiming, float, int, list[int]]
@@ -189,31 +178,17 @@ def _features(timing: StepTiming) -> list[float]:
     return [1.0, timing.batch, float(timing.nodes > 0), timing.nodes, timing.branches, timing.context]
 
 
-def _fit(x: _Floats, y: _Floats, shares: _Floats, pull: _Floats) -> _Floats:
+def _fit(x: Floats, y: Floats, shares: Floats, pull: Floats) -> Floats:
     """Least squares with terms of at least 0, a pull to typical proportions, and little weight for disturbed steps."""
     weights = np.ones(len(y))
     scale = float(np.median(y / np.maximum(x @ shares, 1e-9)))
     for _ in range(_ROUNDS):
         moments = (x * weights[:, None]).T @ x + np.diag(pull)
         products = (x * weights[:, None]).T @ y + pull * shares * scale
-        terms = _non_negative(moments, products)
+        terms = broken_line.non_negative(moments, products)
         residual = np.abs(y - x @ terms)
         bound = 3.0 * max(float(np.median(residual)), 1e-6)
         weights = np.minimum(1.0, bound / np.maximum(residual, 1e-12))
-    return terms
-
-
-def _non_negative(moments: _Floats, products: _Floats) -> _Floats:
-    """Minimise t'Mt/2 - p't over t >= 0: drop the most negative term and solve again, until none is."""
-    active = list(range(len(products)))
-    terms = np.zeros(len(products))
-    while active:
-        solved = np.linalg.solve(moments[np.ix_(active, active)], products[active])
-        worst = int(np.argmin(solved))
-        if solved[worst] >= 0.0:
-            terms[active] = solved
-            break
-        active.pop(worst)
     return terms
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout.replay.records import OPEN, Arrival, End, Header, Trace
-from vllm_specrollout.types import EMPTY_TREE, DraftTree, Ending, IntArray, RequestView, Status
+from vllm_specrollout.types import Ending, IntArray, RequestView, Status
 
 
 @dataclass(slots=True, eq=False)
@@ -20,14 +20,14 @@ class Request:
     arrival: Arrival
     end: End
     name: str
-    # [prompt + answer] zeros stand for the prompt: no policy reads what it says
+    # [prompt + answer] zeros stand for the prompt: no budget reads what it says
     token_ids: IntArray
     # prompt rows still to be computed
     prompt_left: int
     # tokens generated
     position: int = 0
-    # to be verified in the next step
-    tree: DraftTree = EMPTY_TREE
+    # draft nodes to be verified in the next step
+    num_nodes: int = 0
 
     @property
     def is_over(self) -> bool:

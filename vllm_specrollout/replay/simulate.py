@@ -1,8 +1,8 @@
-"""A rollout without an engine: recorded answers, recorded proposals, any policy, a clock that is only counted.
+"""A rollout without an engine: recorded answers, recorded proposals, any budget, a clock that is only counted.
 
 The order of a step is the engine's (worker/v1/runner.py): endings of the step before, admissions, the forward pass,
-verdicts, what the step before that cost, and the next drafts. An answer that ends in a step is still drafted for in it,
-since the worker learns of its end with the next schedule.
+verdicts, the record of the step before that, and the next drafts. An answer that ends in a step is still drafted for in
+it, since the worker learns of its end with the next schedule.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_specrollout.policies.budget import Policy, rests
-from vllm_specrollout.replay.candidates import RecordedTrees, cut
+from vllm_specrollout.budgets.backoff import Backoff
+from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.replay.candidates import RecordedTrees, batch_of, of_sources
 from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.replay.requests import Request, requests_of, take_rows
-from vllm_specrollout.trees.build import num_paths
+from vllm_specrollout.replay.verify import verified, without
 from vllm_specrollout.types import (
-    EMPTY_TREE,
     ROOT,
-    DraftTree,
-    Feedback,
-    IntArray,
+    RequestBatch,
     Shape,
+    StepPlan,
+    StepRecord,
     StepTiming,
+    TreeBatch,
+    VerifyResult,
+    empty_trees,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a trace under a policy."""
+    """What became of a trace under a budget."""
 
     makespan_ms: float
     # engine steps, and those of them that verified no draft
@@ -60,44 +63,28 @@ class Result:
         return self.drafted - self.accepted
 
 
-def replay(trace: Trace, policy: Policy, cost: Cost | None = None) -> Result:
-    """Run a policy on a trace. Deterministic if the policy is.
+def replay(trace: Trace, budget: Budget, cost: Cost | None = None) -> Result:
+    """Run a budget on a trace. Deterministic if the budget is.
 
     Args:
-        policy: a fresh one.
+        budget: a fresh one.
         cost: milliseconds of a step; None: what the trace says (`cost.cost_of`).
 
     Raises:
         TraceError: no request of the trace has an end, or too few steps were timed.
     """
-    return _Replay(trace, policy, cost or cost_of(trace)).run()
-
-
-def accepted_nodes(tree: DraftTree, truth: IntArray) -> list[int]:
-    """The nodes that a walk along the truth passes, from the root down."""
-    path: list[int] = []
-    node = ROOT
-    children = {
-        (parent, token): i
-        for i, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
-    }
-    for token in truth[: tree.size].tolist():
-        child = children.get((node, token))
-        if child is None:
-            break
-        path.append(child)
-        node = child
-    return path
+    return _Replay(trace, budget, cost or cost_of(trace)).run()
 
 
 class _Replay:
     """The engine's stand-in: one batch, one queue, one clock."""
 
-    def __init__(self, trace: Trace, policy: Policy, cost: Cost) -> None:
+    def __init__(self, trace: Trace, budget: Budget, cost: Cost) -> None:
         self._header = trace.header
-        self._policy = policy
+        self._budget = budget
+        self._backoff = Backoff()
         self._cost = cost
-        self._trees = RecordedTrees(trace)
+        self._proposals = RecordedTrees(trace)
         share = cost.prompt_share if isinstance(cost, CostLine) else 1.0
         self._queue = deque(requests_of(trace, share))
         if not self._queue:
@@ -105,7 +92,12 @@ class _Replay:
         self._running: list[Request] = []
         self._over: list[Request] = []
         self._now_ms = 0.0
-        self._late: StepTiming | None = None
+        # of the next step: whom it has drafts for, and which
+        self._drafted_for: list[Request] = []
+        self._batch: RequestBatch | None = None
+        self._plan: StepPlan | None = None
+        # the step before, for a budget that learns of it one step late
+        self._late: StepRecord | None = None
         self._asked = self._before = 0
         self._decode_tokens = self._request_steps = self._drafted = self._accepted = 0
         self._finish_ms: dict[int, float] = {}
@@ -115,7 +107,7 @@ class _Replay:
     def run(self) -> Result:
         while self._running or self._queue:
             for request in self._over:
-                self._policy.finish(request.ending())
+                self._budget.finish(request.ending())
             self._over = []
             prompt_rows = self._schedule()
             if self._running:
@@ -124,7 +116,7 @@ class _Replay:
                 # nobody is there: wait for the next one
                 self._now_ms = max(self._now_ms, self._queue[0].arrival.ready_ms)
         for request in self._over:
-            self._policy.finish(request.ending())
+            self._budget.finish(request.ending())
         return Result(
             makespan_ms=self._now_ms,
             steps=len(self._nodes),
@@ -141,7 +133,7 @@ class _Replay:
     def _schedule(self) -> dict[str, int]:
         """Admit who has come and finds a place; returns the prompt rows that the step computes, by request."""
         header = self._header
-        room = header.max_num_batched_tokens - sum(1 + r.tree.size for r in self._running if not r.prompt_left)
+        room = header.max_num_batched_tokens - sum(1 + r.num_nodes for r in self._running if not r.prompt_left)
         rows: dict[str, int] = {}
         for request in self._running:
             room = take_rows(request, room, rows)
@@ -158,15 +150,18 @@ class _Replay:
 
     def _step(self, prompt_rows: dict[str, int]) -> None:
         """One forward pass and what follows it."""
-        batch = list(self._running)
-        timing = self._load(batch, prompt_rows)
-        feedback = self._walk(batch, prompt_rows)
-        timing = replace(timing, tokens=sum(request.position for request in batch) - self._before)
+        running = list(self._running)
+        trees = self._trees()
+        timing = self._load(running, prompt_rows, trees)
+        record = StepRecord(self._plan, trees, self._verify(trees), batch=self._batch)
+        self._advance(running, prompt_rows, record)
+        timing = replace(timing, tokens=sum(request.position for request in running) - self._before)
         is_v1 = self._header.lag > 0
         if is_v1:
             # the next drafts are made at the step's end, before its time is known
-            self._policy.observe(feedback, self._late)
-            self._asked = self._draft(batch)
+            if self._late is not None:
+                self._budget.observe(self._late)
+            self._asked = self._draft(running)
         load = Load(
             batch=timing.batch,
             nodes=timing.nodes,
@@ -178,75 +173,90 @@ class _Replay:
         )
         step_ms = self._cost.step_ms(load)
         ask_ms = step_ms - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
-        self._late = replace(timing, step_ms=step_ms, ask_ms=ask_ms)
-        self._now_ms += self._late.step_ms
-        self._step_ms.append(self._late.step_ms)
+        self._late = replace(record, timing=replace(timing, step_ms=step_ms, ask_ms=ask_ms))
+        self._now_ms += step_ms
+        self._step_ms.append(step_ms)
         self._nodes.append(timing.nodes)
-        for request in batch:
+        for request in running:
             if request.is_over:
                 self._finish_ms[request.arrival.request] = self._now_ms
-        self._over = [request for request in batch if request.is_over]
-        self._running = [request for request in batch if not request.is_over]
+        self._over = [request for request in running if request.is_over]
+        self._running = [request for request in running if not request.is_over]
         if not is_v1:
-            self._policy.observe(feedback, self._late)
+            self._budget.observe(self._late)
             self._asked = self._draft(self._running)
 
-    def _load(self, batch: Sequence[Request], prompt_rows: dict[str, int]) -> StepTiming:
+    def _trees(self) -> TreeBatch:
+        """The trees of the step: the plan's, without those of answers that ended meanwhile."""
+        if self._plan is None:
+            return empty_trees([request.name for request in self._drafted_for])
+        trees, is_over = self._plan.trees, [request.is_over for request in self._drafted_for]
+        return without(trees, is_over) if any(is_over) else trees
+
+    def _load(self, running: Sequence[Request], prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
         """What the forward pass has to do; tokens and time come later."""
-        self._before = sum(request.position for request in batch)
-        trees = [request.tree for request in batch if request.tree.size]
-        nodes = sum(tree.size for tree in trees)
+        self._before = sum(request.position for request in running)
+        nodes, with_drafts = trees.num_nodes, int(np.count_nonzero(trees.sizes))
+        inner = (trees.parents + np.repeat(trees.node_start[:-1], trees.sizes))[trees.parents != ROOT]
         return StepTiming(
-            batch=len(batch),
-            rows=len(batch) - len(prompt_rows) + sum(prompt_rows.values()) + nodes,
+            batch=len(running),
+            rows=len(running) - len(prompt_rows) + sum(prompt_rows.values()) + nodes,
             nodes=nodes,
-            branches=sum(num_paths(tree.parents) - 1 for tree in trees),
+            # every node that is nobody's parent ends a path
+            branches=nodes - len(set(inner.tolist())) - with_drafts,
             tokens=0,
             step_ms=0.0,
             is_decode_only=not prompt_rows,
-            trees=len(trees),
-            context=sum(r.arrival.num_prompt_tokens + r.position - 1 for r in batch if r.position),
+            trees=with_drafts,
+            context=sum(r.arrival.num_prompt_tokens + r.position - 1 for r in running if r.position),
             waiting=sum(request.arrival.ready_ms <= self._now_ms for request in self._queue),
         )
 
-    def _walk(self, batch: Sequence[Request], prompt_rows: dict[str, int]) -> list[Feedback]:
+    def _verify(self, trees: TreeBatch) -> VerifyResult:
+        """The target's walk: as far as each draft holds true."""
+        truths = [request.end.token_ids[request.position :] for request in self._drafted_for]
+        return verified(trees, truths)
+
+    def _advance(self, running: Sequence[Request], prompt_rows: dict[str, int], record: StepRecord) -> None:
         """Every request goes as far as its draft holds true, and one token further."""
-        feedback = []
-        for request in batch:
+        drafted = zip(record.trees.sizes.tolist(), record.result.num_accepted.tolist(), strict=True)
+        drafts = dict(zip((request.name for request in self._drafted_for), drafted, strict=True))
+        for request in running:
             if request.prompt_left:
                 continue
-            truth = request.end.token_ids[request.position :]
-            tree = request.tree
-            accepted = accepted_nodes(tree, truth)
-            gained = min(len(accepted) + 1, len(truth))
+            size, accepted = drafts.get(request.name, (0, 0))
+            gained = min(accepted + 1, len(request.end.token_ids) - request.position)
             request.position += gained
-            request.tree = EMPTY_TREE
-            if tree.size:
-                path = np.asarray(accepted, dtype=np.int32)
-                verdict = (tree.parents, tree.source, tree.log_q, path)
-                feedback.append(Feedback(request.name, tree.size, len(accepted), *verdict, len(batch)))
+            request.num_nodes = 0
             if request.name not in prompt_rows:
                 self._decode_tokens += gained
                 self._request_steps += 1
-                self._drafted += tree.size
-                self._accepted += len(accepted)
-        return feedback
+                self._drafted += size
+                self._accepted += accepted
+        self._drafted_for, self._batch, self._plan = [], None, None
 
-    def _draft(self, batch: Sequence[Request]) -> int:
-        """The next step's drafts, as `step.Speculation.prepare` makes them; returns how many requests were asked for.
+    def _draft(self, running: Sequence[Request]) -> int:
+        """The next step's drafts, as the speculator makes them; returns how many requests drafters were asked for.
 
-        Without a request to draft for, the policy is not asked either.
+        Without a request to draft for, the budget is not asked either.
         """
-        requests = [r for r in batch if r.position and r.arrival.shape is not Shape.OFF]
-        if not requests or rests(self._policy, len(requests)):
+        step = len(self._nodes)
+        requests = [r for r in running if r.position and r.arrival.shape is not Shape.OFF]
+        if not requests or self._backoff.is_paused(step) or self._budget.steps_off(len(requests)):
             return 0
-        decisions = self._policy.decide([request.view(self._header) for request in requests])
-        if not any(decision.max_nodes for decision in decisions):
+        batch = RequestBatch.of([request.view(self._header) for request in requests])
+        limits = self._budget.limits(batch)
+        if not limits.wants_any:
             return 0
-        proposals = [
-            cut(self._trees.at(r.arrival.request, r.position, r.end.token_ids), decision)
-            for r, decision in zip(requests, decisions, strict=True)
-        ]
-        for request, tree in zip(requests, self._policy.choose(proposals, decisions), strict=True):
-            request.tree = tree
+        found = [self._proposals.at(r.arrival.request, r.position, r.end.token_ids) for r in requests]
+        if limits.drafters is not None:
+            found = [of_sources(tree, wanted) for tree, wanted in zip(found, limits.drafters.tolist(), strict=True)]
+        proposal = batch_of(batch.request_ids, found)
+        load = Load(batch=len(requests), asked=len(requests))
+        draft_ms = self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0))
+        self._plan = self._budget.choose([proposal], limits, batch, draft_ms)
+        self._backoff.asked(step, self._plan.pays)
+        self._drafted_for, self._batch = requests, batch
+        for request, size in zip(requests, self._plan.trees.sizes.tolist(), strict=True):
+            request.num_nodes = size
         return len(requests)
