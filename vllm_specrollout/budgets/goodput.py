@@ -1,0 +1,78 @@
+"""The budget that is on by default: verify the nodes that yield most tokens per millisecond.
+
+What belongs here: the order of the questions. What a step costs is in step_cost.py, whether a node is accepted in
+acceptance.py, which nodes follow from that in `merge_select`. The rule is vLLM's own (adaptive_verification.py), and
+goes back to SmartSpec's goodput: over all sets of nodes, the largest of
+
+    (requests + sum of the probabilities that each node is reached) / (milliseconds of the step)
+
+Sorted by probability, the nodes of all trees form one list in which every prefix is a set of subtrees, so one pass finds
+the best set. The empty set is plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_specrollout.budgets.acceptance import Acceptance
+from vllm_specrollout.budgets.base import BaseBudget
+from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.trees.merge import Prices, merge_select
+from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch, empty_trees
+
+PLAIN_EVERY = 256
+"""After so many steps with drafts, and before the first, one goes without: what drafts are compared with is measured."""
+_ANY = 1 << 30
+
+
+class GoodputBudget(BaseBudget):
+    """Most tokens per millisecond, by what steps cost and by what was accepted."""
+
+    def __init__(self, max_nodes: int, max_depth: int) -> None:
+        """Args:
+        max_nodes, max_depth: the engine's limits for one request.
+        """
+        super().__init__(max_nodes, max_depth)
+        self.cost = StepCost()
+        self.acceptance = Acceptance()
+        # steps with drafts since one without was measured
+        self._drafted = PLAIN_EVERY
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        plain_ms = self.cost.plain_ms(batch.size, batch.context)
+        num_nodes = sum(proposal.num_nodes for proposal in proposals)
+        if not num_nodes:
+            return self._without("nothing proposed", batch, plain_ms, pays=False)
+        if self._drafted >= PLAIN_EVERY:
+            self._drafted = 0
+            return self._without("plain, to know its cost", batch, plain_ms, pays=True)
+        self._drafted += 1
+        # before the first step is measured, its milliseconds and the drafters' cannot be compared
+        asking = draft_ms if self.cost.is_known else 0.0
+        prices = Prices(plain_ms, self.cost.added_ms(batch.size, num_nodes), self.cost.branch_ms, asking)
+        calibration = self.acceptance.calibration()
+        # drafters have been asked already: where nothing pays, the best set is verified all the same, to learn from it
+        merged = merge_select(proposals, limits, calibration=calibration, prices=prices, least_nodes=_ANY)
+        pays = merged.gain > 1.0
+        reason = "goodput" if pays else "drafts do not pay"
+        return StepPlan(
+            merged.trees, reason, pays=pays, reach=merged.reach, expected_ms=merged.ms + asking, plain_ms=plain_ms
+        )
+
+    def observe(self, record: StepRecord) -> None:
+        self.acceptance.observe(record)
+        if record.timing is not None:
+            self.cost.observe(record.timing)
+            if record.timing.is_decode_only and not record.timing.nodes:
+                self._drafted = 0
+
+    def seed(self, timings: Sequence[StepTiming]) -> None:
+        self.cost.seed(timings)
+        if self.cost.is_known:
+            self._drafted = 0
+
+    def _without(self, reason: str, batch: RequestBatch, plain_ms: float, *, pays: bool) -> StepPlan:
+        trees = empty_trees(batch.request_ids)
+        return StepPlan(trees, reason, pays=pays, expected_ms=plain_ms, plain_ms=plain_ms)

@@ -1,0 +1,174 @@
+"""What a decode step costs in milliseconds, learned while the engine runs.
+
+What belongs here: a table of step times by the rows of the forward pass (requests and draft nodes), and what drafts cost
+beside their rows. The table has a value at each of `KNOTS` rows, is straight between them and never falls. All values
+come from one least-squares fit to the steps seen, in relative error, so that a disturbed step hardly counts:
+
+    step_ms = table(rows) + draft * [any nodes] + branch * branches
+
+Where steps say nothing the table goes on straight, from flat when nothing is known at all. Rows far beyond all tried
+cost infinitely much, so that what is believed of them is tested before it is relied on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout.types import StepTiming
+
+Floats = npt.NDArray[np.float64]
+
+KNOTS: Floats = np.unique(np.rint(2.0 ** np.arange(0.0, 14.5, 0.5)))
+"""Rows at which the table has a value: two per octave. docs/adr/0016-goodput.md has what each constant here earns."""
+GROWTH = 4
+"""A step may have so many times the rows of the widest one seen, or of its own requests."""
+MEMORY = 0.99
+"""Weight left to a step after each further one."""
+OFF, RUN = 0.12, 6
+"""An engine that is off by more than this (natural logarithm), in so many steps in a row, has changed its speed."""
+KEPT = 0.2
+"""Weight left to what was learned on another day: a saved profile, or before the speed changed."""
+_REFIT = 8  # steps after which the table is fitted again; after every step at first
+_NOISE = 0.05  # relative error of one step
+# How far the table may bend at a knot, rise between two knots, and what drafts may cost beside their rows: standard
+# deviations, as shares of a step. They are wide: they decide only what no step has shown.
+_BEND, _RISE, _DRAFT, _BRANCH = 0.3, 100.0, 0.5, 0.02
+
+_NUM = len(KNOTS)
+_AT_DRAFT, _AT_BRANCH, _SIZE = _NUM, _NUM + 1, _NUM + 2
+_FLAT: Floats = np.concatenate([np.ones(_NUM), np.zeros(2)])
+
+
+class StepCost:
+    """The table, and how it is learned."""
+
+    def __init__(self) -> None:
+        self._moments = np.zeros((_SIZE, _SIZE))
+        self._products = np.zeros(_SIZE)
+        self._terms = _FLAT
+        # [rows + 1] milliseconds of 0, 1, 2, ... rows; made longer when asked for more
+        self._line = np.ones(1)
+        self._widest = 0
+        self._seen = 0
+        # logarithm of what the last steps took over what was predicted
+        self._off: deque[float] = deque(maxlen=RUN)
+
+    @property
+    def is_known(self) -> bool:
+        """False before the first step: milliseconds mean nothing until then."""
+        return self._seen > 0
+
+    @property
+    def branch_ms(self) -> float:
+        """A root-to-leaf path beyond a request's first."""
+        return float(self._terms[_AT_BRANCH])
+
+    def plain_ms(self, num_requests: int, context: int = 0) -> float:
+        """A step without drafts. Context is not told apart: it grows slowly, and the table follows."""
+        return float(self._rows(num_requests)[num_requests])
+
+    def added_ms(self, num_requests: int, num_nodes: int) -> Floats:
+        """[num_nodes + 1] float64: what 0, 1, 2, ... draft nodes add to a step of so many requests; never falls."""
+        last = num_requests + num_nodes
+        line = self._rows(last)[num_requests : last + 1]
+        added = line - line[0] + float(self._terms[_AT_DRAFT])
+        added[0] = 0.0
+        added[GROWTH * max(self._widest, num_requests) - num_requests + 1 :] = np.inf
+        return added
+
+    def predict(self, num_requests: int, num_nodes: int, branches: int = 0, context: int = 0) -> float:
+        """A step with so many draft nodes, without what asking for them takes."""
+        rows = num_requests + num_nodes
+        drafts = float(self._terms[_AT_DRAFT]) + self.branch_ms * branches if num_nodes else 0.0
+        return float(self._rows(rows)[rows]) + drafts
+
+    def observe(self, timing: StepTiming) -> None:
+        """Learn from a step; one with prompt tokens in it follows another line and is left out."""
+        ms = timing.step_ms - timing.ask_ms
+        if not timing.is_decode_only or ms <= 0.0:
+            return
+        if self._seen:
+            self._watch(math.log(ms / self.predict(timing.batch, timing.nodes, timing.branches)))
+        x = _features(timing) / ms
+        self._moments *= MEMORY
+        self._moments += np.outer(x, x)
+        self._products *= MEMORY
+        self._products += x
+        self._widest = max(self._widest, timing.batch + timing.nodes)
+        self._seen += 1
+        if self._seen <= 2 * _REFIT or self._seen % _REFIT == 0:
+            self._fit()
+
+    def seed(self, timings: Sequence[StepTiming]) -> None:
+        """Start from steps measured earlier on such an engine; they count less than its own."""
+        for timing in timings:
+            self.observe(timing)
+        self._rescale(1.0)
+
+    def _rows(self, rows: int) -> Floats:
+        if rows >= len(self._line):
+            at = np.arange(2 * rows + 1, dtype=np.float64)
+            self._line = np.interp(at, KNOTS, self._terms[:_NUM])
+        return self._line
+
+    def _watch(self, off: float) -> None:
+        self._off.append(off)
+        if len(self._off) == RUN and (min(self._off) > OFF or max(self._off) < -OFF):
+            self._rescale(math.exp(median(self._off)))
+
+    def _rescale(self, factor: float) -> None:
+        """All takes `factor` times as long, and what was learned before counts less."""
+        # a step's features are divided by its milliseconds, once in the products and twice in the moments
+        self._moments *= KEPT / factor**2
+        self._products *= KEPT / factor
+        self._off.clear()
+        self._fit()
+
+    def _fit(self) -> None:
+        level = float(_FLAT @ self._moments @ _FLAT)
+        if level <= 0.0:
+            return
+        scale = float(_FLAT @ self._products) / level
+        moments = self._moments * (scale / _NOISE) ** 2 + _PULL
+        products = self._products * (scale / _NOISE**2) + _PULL @ _FLAT
+        terms = np.linalg.solve(moments, products)
+        while (below := np.flatnonzero(terms[_NUM:] < 0.0)).size:
+            # nothing gets cheaper by drafts: hold that term at 0 and fit the others again
+            held = _NUM + below
+            moments[held, :] = moments[:, held] = 0.0
+            moments[held, held], products[held] = 1.0, 0.0
+            terms = np.linalg.solve(moments, products)
+            terms[held] = 0.0
+        terms[:_NUM] = np.maximum.accumulate(np.maximum(terms[:_NUM], 1e-3))
+        self._terms = terms * scale
+        self._line = self._line[:0]
+
+
+def _features(timing: StepTiming) -> Floats:
+    """[_SIZE] what multiplies the terms."""
+    x = np.zeros(_SIZE)
+    rows = min(float(timing.batch + timing.nodes), float(KNOTS[-1]))
+    left = min(int(np.searchsorted(KNOTS, rows, side="right")) - 1, _NUM - 2)
+    share = (rows - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    x[left], x[left + 1] = 1.0 - share, share
+    x[_AT_DRAFT], x[_AT_BRANCH] = timing.nodes > 0, timing.branches
+    return x
+
+
+def _pull() -> Floats:
+    """[_SIZE, _SIZE] precision of what is believed before any step: the table is straight, flat and of any height."""
+    slopes = np.diff(np.eye(_SIZE)[:_NUM], axis=0) / np.diff(KNOTS)[:, None]
+    rises = slopes * KNOTS[:-1, None] / _RISE
+    bends = np.diff(slopes, axis=0) * KNOTS[1:-1, None] / _BEND
+    others = np.diag([1e-2] + [0.0] * (_NUM - 1) + [_DRAFT**-2, _BRANCH**-2])
+    pull: Floats = rises.T @ rises + bends.T @ bends + others
+    return pull
+
+
+_PULL: Floats = _pull()
