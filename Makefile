@@ -22,8 +22,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
 # a new inner folder has to be mapped, and mapping happens at installation
 FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
-PURE := $(addprefix vllm_specrollout/,types.py config.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py guard.py step.py metrics.py journal.py trees policies replay replay_cli.py drafters history \
-	patches commit/plan.py verify/rules.py)
+PURE := $(addprefix vllm_specrollout/,types.py config.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py guard.py speculator.py late.py support.py trees budgets \
+	scheduling observe replay replay_cli.py drafters history patches)
 
 .PHONY: setup demo test lint serve bench identity docs
 .DEFAULT_GOAL := setup

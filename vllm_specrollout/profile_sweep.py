@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.budgets.base import BaseBudget, bounded
+from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
+from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.trees.merge import merge_select
@@ -121,7 +123,7 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
 
     Returns:
         "by_rows": per number of rows, "steps", their median "ms" and "fitted_ms", of steps without branches.
-        "line": the cost model's terms, milliseconds. "error": its median relative error on these steps. "c_peak":
+        "line": milliseconds of plain steps of so many rows, of having drafts at all, of a branch. "error": its median relative error on these steps. "c_peak":
         rows of the knee (FastGRPO, Appendix B), None if time does not grow yet; "is_corner": False if that is the
         roofline of a straight line.
     """
@@ -145,9 +147,9 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
     return {
         "by_rows": by_rows,
         "line": {
-            "fixed": cost.fixed,
-            **{f"row_at_{rows}": cost.row_at(rows) for rows in (1, 16, 64, 256)},
-            **{name: getattr(cost, name) for name in ("draft", "branch")},
+            **{f"rows_{rows}": cost.plain_ms(rows) for rows in (1, 16, 64, 256)},
+            "draft": float(cost.added_ms(1, 1)[1] - (cost.plain_ms(2) - cost.plain_ms(1))),
+            "branch": cost.branch_ms,
         },
         "error": float(np.median(errors)),
         "c_peak": None if found is None else found.rows,
@@ -156,14 +158,7 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
 
 
 def _fitted(cost: StepCost, timing: StepTiming) -> float:
-    return cost.predict(
-        timing.rows,
-        timing.nodes,
-        timing.branches,
-        batch=timing.batch,
-        trees=timing.trees,
-        context=timing.context,
-    )
+    return cost.predict(timing.batch, timing.nodes, timing.branches, timing.context)
 
 
 def undisturbed(timings: Sequence[StepTiming], share: float = 3.0) -> list[StepTiming]:

@@ -32,12 +32,9 @@ class Shape(Enum):
 class Status(Enum):
     """How an answer ended."""
 
-    FINISHED = "finished"
-    """By its own end or a stop string."""
-    TRUNCATED = "truncated"
-    """By a length limit."""
-    ABORTED = "aborted"
-    """By its client, or with the engine."""
+    FINISHED = "finished"  # by its own end or a stop string
+    TRUNCATED = "truncated"  # by a length limit
+    ABORTED = "aborted"  # by its client, or with the engine
 
 
 @dataclass(slots=True)
@@ -212,19 +209,17 @@ class RequestBatch:
         """Args:
         may_branch: False: nobody may have branches, whatever its kind.
         """
-        count = len(views)
-        nodes, depth = np.empty(count, np.int32), np.empty(count, np.int32)
-        chain_only = np.full(count, not may_branch)
-        context = 0
-        for i, view in enumerate(views):
-            deepest = view.max_new_tokens - 1
-            is_off = deepest <= 0 or view.shape is Shape.OFF
-            nodes[i] = 0 if is_off else min(view.max_draft_tokens, MOST_NODES)
-            depth[i] = 0 if is_off else min(deepest, MOST_NODES)
-            if view.shape is Shape.CHAIN:
-                chain_only[i] = True
-            context += len(view.token_ids)
-        return cls(views, nodes, depth, chain_only, [view.request_id for view in views], context)
+        depth = [0 if view.shape is Shape.OFF else max(view.max_new_tokens - 1, 0) for view in views]
+        nodes = [view.max_draft_tokens if levels else 0 for view, levels in zip(views, depth, strict=True)]
+        is_chain = [not may_branch or view.shape is Shape.CHAIN for view in views]
+        return cls(
+            views,
+            np.minimum(np.asarray(nodes, np.int64), MOST_NODES).astype(np.int32),
+            np.minimum(np.asarray(depth, np.int64), MOST_NODES).astype(np.int32),
+            np.asarray(is_chain, np.bool_),
+            [view.request_id for view in views],
+            sum(len(view.token_ids) for view in views),
+        )
 
 
 MOST_NODES = 64
@@ -274,8 +269,7 @@ class StepPlan:
     trees: TreeBatch
     # why as much, or as little: a few words out of a small set, fit to be a metric's label
     reason: str
-    # False: drafters were not even asked
-    is_on: bool = True
+    is_on: bool = True  # False: drafters were not even asked
     # whether asking paid, the asking included; where it does not for some steps in a row, it is left for a while
     pays: bool = True
     # [N] float32: probability that the target walks down to each node, as the budget has it; None: it has no idea

@@ -13,17 +13,18 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_specrollout import _core
-from vllm_specrollout.commit.plan import plan as plan_commit
-from vllm_specrollout.guard import Guard
 from vllm_specrollout.policies.auto import AutoBudget
 from vllm_specrollout.policies.budget import FixedBudget
 from vllm_specrollout.step import Speculation
+from vllm_specrollout.worker.v1.drafting import Drafting
+
+from vllm_specrollout import _core
+from vllm_specrollout.guard import Guard
 from vllm_specrollout.trees.build import order
+from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import Decision, DraftTree, Ending, Feedback, RequestView, StepTiming
 from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.v1.attention import plan_paths
-from vllm_specrollout.worker.v1.drafting import Drafting
 from vllm_specrollout.worker.v1.requests import node_seeds
 from vllm_specrollout.worker.v1.sampler import Drafts, row_layout
 
@@ -88,7 +89,7 @@ def _step(batch: int, policy: Any) -> Any:
         _, _, num_accepted, _ = _core.walk(
             drafts.node_start, drafts.parents, drafts.token_ids, sampled[: len(drafts.parents) + batch]
         )
-        plan_commit(num_accepted, plan.first_path, plan.first_path, plan.root, plan.tables, table, BLOCK)
+        plan_moves(num_accepted, plan.first_path, plan.first_path, plan.root, plan.tables, table, BLOCK)
         # told that all was accepted: a budget that learns would otherwise soon draft nothing, and cost nothing
         sizes = np.diff(drafts.node_start)
         drafting.settle(ids, drafts, sizes, np.concatenate([everything[:size] for size in sizes]), timing)

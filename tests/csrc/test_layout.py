@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import layout as naive
+from tests.reference.exact_match import verify
 from tests.strategies import Layout, batches, tree_parents
 from vllm_specrollout import _core
 from vllm_specrollout.types import DraftTree
-from vllm_specrollout.verify.rules import verify
 
 
 def _int32(values: object) -> np.ndarray:
@@ -43,9 +43,18 @@ def test_the_layout_equals_its_naive_twin(b: Layout) -> None:
         assert row[: len(table)] == table
 
 
-@given(tree_parents(64), st.integers(0, 300), st.sampled_from([1, 4, 32, 128]))
-def test_the_scratch_count_equals_its_naive_twin(parents: list[int], root: int, block_size: int) -> None:
-    assert _core.scratch_needed(_int32(parents), root, block_size) == naive.scratch_needed(parents, root, block_size)
+@given(st.lists(tree_parents(24), max_size=4), st.data(), st.sampled_from([1, 4, 32, 128]))
+def test_trees_do_without_branches_where_those_before_them_took_the_scratch(trees, data, block_size) -> None:
+    roots = [data.draw(st.integers(0, 300)) for _ in trees]
+    free = most = data.draw(st.integers(0, 40))
+    wanted = []
+    for parents, root in zip(trees, roots, strict=True):
+        needed = naive.scratch_needed(parents, root, block_size)
+        wanted.append(needed > free)
+        free -= 0 if needed > free else needed
+    start = _int32(np.cumsum([0, *map(len, trees)]))
+    flat = _int32([parent for parents in trees for parent in parents])
+    assert _core.without_scratch(start, flat, _int32(roots), block_size, most).tolist() == wanted
 
 
 def test_too_little_scratch_is_refused_rather_than_written_past() -> None:

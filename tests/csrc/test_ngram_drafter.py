@@ -73,9 +73,7 @@ def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
 
 def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
     text = [1, 2, 3, 4, 5] * 6
-    sizes = [
-        draft(NgramDrafter(CONFIG), make_view(text, room=room), 9, 9, is_chain=True).size for room in range(5)
-    ]
+    sizes = [draft(NgramDrafter(CONFIG), make_view(text, room=room), 9, 9, is_chain=True).size for room in range(5)]
     assert sizes == [0, 0, 1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""From planned trees to the scheduled step, and from verdicts to what the speculator hears; one core for both runners."""
+"""From planned trees to the scheduled step, and from verdicts to what the speculator hears."""
 
 from __future__ import annotations
 

@@ -26,7 +26,15 @@ class Recorder:
     """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""
 
     def __init__(self, tree=EMPTY_TREE):
-        self.tree, self.observed, self.times, self.forgotten, self.views, self.admitted, self.begun = tree, [], [], [], [], [], []
+        self.tree, self.observed, self.times, self.forgotten, self.views, self.admitted, self.begun = (
+            tree,
+            [],
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         self.guard = Guard(is_strict=True)
 
     def admit(self, view):

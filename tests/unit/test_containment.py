@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllm_specrollout.budgets.goodput import GoodputBudget
-from vllm_specrollout.observe.metrics import Metrics
 
 from tests.drafters import Says, nothing_accepted
 from tests.trees import batch_of
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Budget, FixedBudget, bounded
+from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import (
@@ -67,7 +67,14 @@ def _leave(*_: object) -> None:
 
 
 def _says(tree: DraftTree) -> Callable[..., object]:
-    return lambda batch, limits: batch_of([tree] * batch.size, batch.request_ids)
+    """The same tree for everybody, whether or not it is one."""
+
+    def propose(batch: RequestBatch, limits: object) -> TreeBatch:
+        sound = batch_of([chain([0] * tree.size)] * batch.size, batch.request_ids)
+        columns = ("token_ids", "parents", "log_q", "source")
+        return replace(sound, **{name: np.tile(getattr(tree, name), batch.size) for name in columns})
+
+    return propose
 
 
 def _with(**columns: object) -> Callable[..., object]:

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from vllm_specrollout.policies import presets
 
 from vllm_specrollout.cli import app
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies import presets
 from vllm_specrollout.replay.files import read_trace
 
 TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst"))

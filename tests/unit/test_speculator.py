@@ -277,7 +277,8 @@ class Elsewhere(Says):
         self.process.start()
 
     def propose(self, batch, limits):
-        self.pipe.send([(int(name) + 5, int(most)) for name, most in zip(batch.request_ids, limits.max_nodes)])
+        wanted = zip(batch.request_ids, limits.max_nodes.tolist(), strict=True)
+        self.pipe.send([(int(name) + 5, most) for name, most in wanted])
         return _Answer(self.pipe, batch.request_ids)
 
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from vllm_specrollout.policies import budget as old
 
 from tests.trees import batch_of, limits_of, tree_of
 from tests.unit.observe.engine import Rollout, ending, record_of, timing_of, view
@@ -9,7 +10,6 @@ from tests.unit.replay.builders import LINE, ListSink, header
 from vllm_specrollout.budgets.base import FixedBudget
 from vllm_specrollout.observe.listener import BaseListener
 from vllm_specrollout.observe.recorder import Recorder
-from vllm_specrollout.policies import budget as old
 from vllm_specrollout.replay.files import ThreadSink, read_trace
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Trace, Verified
 from vllm_specrollout.replay.simulate import replay

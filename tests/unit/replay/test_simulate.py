@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from vllm_specrollout.policies import presets
 
 from tests.unit.replay.builders import LINE, Scripted, header, trace_of, tree
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.policies import presets
 from vllm_specrollout.replay.cost import Load
 from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.replay.simulate import accepted_nodes, replay

@@ -58,7 +58,7 @@ def test_branches_are_found_and_counted(trees):
 def best_path(tree):
     """First children from the root down."""
     path, node = [], ROOT
-    while (children := [i for i, parent in enumerate(tree.parents.tolist()) if parent == node]):
+    while children := [i for i, parent in enumerate(tree.parents.tolist()) if parent == node]:
         node = children[0]
         path.append(node)
     return select(tree, path) if path else EMPTY_TREE
@@ -67,10 +67,7 @@ def best_path(tree):
 @given(BATCHES, st.data())
 def test_a_chain_is_the_best_path_of_its_tree(trees, data):
     where = data.draw(st.lists(st.booleans(), min_size=len(trees), max_size=len(trees)))
-    wanted = [
-        best_path(tree) if only else tree
-        for tree, only in zip(trees, where, strict=True)
-    ]
+    wanted = [best_path(tree) if only else tree for tree, only in zip(trees, where, strict=True)]
     assert_trees(as_chains(batch_of(trees), np.asarray(where)), wanted)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference.exact_match import verify
 from tests.strategies import tree_parents
 from vllm_specrollout.types import ROOT, DraftTree, chain
-from vllm_specrollout.verify.rules import verify
 
 
 def _plain_decode(prefix: tuple[int, ...], steps: int) -> list[int]:

@@ -40,7 +40,7 @@ class HistoSpecBudget(BaseBudget):
         self.windows: dict[str, int] = {}
         # tokens per draft, as if one draft had been accepted whole
         self._drafted, self._accepted = Rate(1.0, self.options.start), Rate(1.0, self.options.start)
-        self._off = 0  # steps since drafters were last asked
+        self._off = 0  # steps since the last one with drafts
 
     def pays(self, num_requests: int) -> bool:
         """Whether a step with typical drafts yields more tokens per millisecond than one without."""
@@ -68,7 +68,7 @@ class HistoSpecBudget(BaseBudget):
         """Move the windows of the requests that had drafts."""
         if record.timing is not None:
             self.cost.observe(record.timing)
-        self._off += record.plan is None
+        self._off = 0 if record.trees.num_nodes else self._off + 1
         sizes, accepted = record.trees.sizes, record.result.num_accepted
         drafting = np.flatnonzero(sizes)
         self._drafted.add(len(drafting), int(sizes.sum()))

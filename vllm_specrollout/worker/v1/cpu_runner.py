@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specrollout import _core
-from vllm_specrollout.commit.plan import plan as plan_commit
 from vllm_specrollout.trees.batch import as_chains
+from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
@@ -109,7 +109,7 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         ends = np.cumsum(sampled.num_accepted)
         last = np.where(sampled.num_accepted > 0, sampled.accepted[ends - 1] if len(sampled.accepted) else 0, 0)
         paths = plan.node_path[np.minimum(trees.node_start[:-1] + last, len(plan.node_path) - 1)]
-        moves = plan_commit(
+        moves = plan_moves(
             sampled.num_accepted,
             paths,
             plan.first_path,

@@ -99,7 +99,7 @@ def test_a_batch_too_large_for_the_acceptance_is_left_alone_but_probed() -> None
     asked = []
     for i in range(70):
         if budget.steps_off(16):
-            budget.observe(plain_step(16))
+            budget.observe(step([0] * 16, [0] * 16))
         else:
             assert budget.limits(requests(16)).reason == "probe"
             asked.append(i)

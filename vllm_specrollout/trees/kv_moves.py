@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from vllm_specrollout.types import Commit, IntArray
+from vllm_specrollout.types import IntArray
 
 
-def plan(
+@dataclass(frozen=True, slots=True)
+class KVMoves:
+    """Blocks that are copied whole."""
+
+    # [C] int32: physical blocks to read
+    source_blocks: IntArray
+    # [C] int32: physical blocks to overwrite
+    target_blocks: IntArray
+
+
+def plan_moves(
     num_accepted: IntArray,
     last_node_path: IntArray,
     first_path: IntArray,
@@ -15,7 +27,7 @@ def plan(
     path_tables: IntArray,
     block_table: IntArray,
     block_size: int,
-) -> Commit:
+) -> KVMoves:
     """Copies from the accepted paths' scratch blocks to the requests' own blocks.
 
     The first path of each request lives in the request's own blocks, so accepting it moves nothing. Blocks are copied
@@ -39,4 +51,4 @@ def plan(
         last = (int(root[r]) + int(num_accepted[r])) // block_size
         sources += path_tables[last_node_path[r], first : last + 1].tolist()
         targets += block_table[r, first : last + 1].tolist()
-    return Commit(np.asarray(sources, dtype=np.int32), np.asarray(targets, dtype=np.int32))
+    return KVMoves(np.asarray(sources, dtype=np.int32), np.asarray(targets, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""Exact-match verification, the naive way: this file is the specification, csrc/core/walk the fast twin.
+"""The specification of exact-match verification (csrc/core/walk.h).
 
 Sampling one token is argmax(logits' + noise(seed, position)): deterministic once the noise is fixed. So the target
 samples its own token at every node, with the noise of that node's position, and we walk from the root as long as the
@@ -9,10 +9,25 @@ have produced. (SpecActor, section 2, calls this exact matching; no probability 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specrollout.types import ROOT, DraftTree, IntArray, Verdict
+from vllm_specrollout.types import ROOT, DraftTree, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target made of one request's draft."""
+
+    # [A] indices of the accepted nodes, from the root down
+    accepted: IntArray
+    # the token sampled at the last accepted node (at the root if none was)
+    bonus_token: int
+
+    def output(self, tree: DraftTree) -> list[int]:
+        """The tokens this step yields: the accepted ones and the bonus token."""
+        return [*tree.token_ids[self.accepted].tolist(), self.bonus_token]
 
 
 def verify(tree: DraftTree, sampled: Sequence[int]) -> Verdict:
@@ -31,27 +46,3 @@ def verify(tree: DraftTree, sampled: Sequence[int]) -> Verdict:
             return Verdict(np.asarray(accepted, dtype=np.int32), wanted)
         node = matching[0]
         accepted.append(node)
-
-
-def accepted_path(tree: DraftTree, accepted_tokens: Sequence[int]) -> IntArray:
-    """Which nodes were accepted, told from the tokens alone: what a step yielded, without its last (bonus) token.
-
-    Args:
-        tree: the draft that was verified.
-        accepted_tokens: [A] the accepted tokens, from the root down.
-
-    Returns:
-        [A] node indices.
-
-    Raises:
-        ValueError: the tokens are not a path of the tree.
-    """
-    node = ROOT
-    path: list[int] = []
-    for token in accepted_tokens:
-        children = np.nonzero((tree.parents == node) & (tree.token_ids == token))[0]
-        if not len(children):
-            raise ValueError(f"token {int(token)} does not follow node {node} in the draft")
-        node = int(children[0])
-        path.append(node)
-    return np.asarray(path, dtype=np.int32)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.reference import layout as naive
 from tests.strategies import Layout, batches
-from vllm_specrollout.commit.plan import plan
+from vllm_specrollout.trees.kv_moves import plan_moves as plan
 
 
 def _int32(values: object) -> np.ndarray:
