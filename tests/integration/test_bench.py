@@ -4,12 +4,12 @@ import json
 
 import pytest
 import typer
+from bench.engine.command import bench_engine
+from bench.rollout.command import bench_rollout
 from typer.testing import CliRunner
 
-from bench.common.engine_process import EngineFailed, EngineProcess, EngineSpec
-from bench.engine.command import bench_engine
 from bench.policy.random_model import make_random_model
-from bench.rollout.command import bench_rollout
+from bench.runner.engine_process import EngineFailed, EngineProcess, EngineSpec
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import typer
+from bench.ramp.command import bench_ramp
+from bench.sweep.command import bench_sweep
 from typer.testing import CliRunner
 
 from bench.policy.random_model import make_random_model
-from bench.ramp.command import bench_ramp
-from bench.sweep.command import bench_sweep
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -4,17 +4,17 @@ import json
 
 import pytest
 import typer
-from typer.testing import CliRunner
-
-from bench.common.engine_process import EngineProcess
 from bench.grpo.command import bench_grpo
 from bench.grpo.engines import LoopFailed, inflation_error
 from bench.grpo.plan import Arm, Plan
+from typer.testing import CliRunner
+
 from bench.grpo.trace import read_rollouts
 from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
 from bench.policy.inflate import inflate
 from bench.policy.random_model import make_random_model
 from bench.policy.shapes import Shape
+from bench.runner.engine_process import EngineProcess
 from vllm_specrollout.config import DRAFTERS
 
 pytest.importorskip("vllm")
