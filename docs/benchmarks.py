@@ -31,7 +31,7 @@ rounds, with quartiles in brackets: above 1, ours is faster. A commit with `+` h
 No GPU has run any of this yet: [gpu.md](gpu.md).
 """
 _GRPO_TEXT = """Epoch after epoch of the same problems ([the loop](guides/rl-loop.md)), one run each, so without
-quartiles. Ratios are per generated token. Variants of ours ran afterwards, one at a time: compare steps, not seconds."""
+quartiles. Ratios are per generated token. Variants of ours ran afterwards, one by one: compare steps, not seconds."""
 _TITLES = {
     "decode": ("Decoding", "Random weights and the oracle drafter: what an engine makes of drafts of known quality."),
     "rollout": ("Rollout", "The small trained policy, or the same function at the cost of a larger model."),
