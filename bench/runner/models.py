@@ -15,7 +15,6 @@ from vllm_specrollout.errors import ConfigError
 
 from ..policy import inflate as inflate_module
 from ..policy import random_model, shapes, tokenizer, vocabulary
-from ..policy.errors import PolicyError
 from .display import Display
 
 CHECKPOINT = Path(shapes.__file__).parent / "checkpoint"
@@ -134,11 +133,7 @@ def _cached(folder: Path, make: Callable[[Path], Any]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
         made = Path(scratch) / "model"
-        try:
-            make(made)
-        except PolicyError as error:
-            cause, _, hint = str(error).partition("\n\nhint: ")
-            raise ConfigError(cause, hint) from None
+        make(made)
         try:
             os.rename(made, folder)
         except OSError:

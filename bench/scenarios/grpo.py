@@ -18,7 +18,6 @@ from ..grpo.arms import Arm, Request, overlaid, suffix_problem
 from ..grpo.loop import Loop, Models, Outcome, num_units
 from ..grpo.rows import SUFFIX, epoch_rows
 from ..grpo.show import print_ablation, print_epochs, print_notes
-from ..policy.errors import PolicyError
 from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem
@@ -133,11 +132,7 @@ class Grpo(EngineScenario):
         """
         clips = {"clip_low": self.clip, "clip_high": self.clip, "kl_weight": self.kl}
         passes = {"inner_epochs": self.inner_epochs, "minibatches": self.minibatches}
-        try:
-            return GrpoConfig(learning_rate=self.learning_rate, seed=self.seed, **clips, **passes)  # type: ignore[arg-type]
-        except PolicyError as error:
-            cause, _, hint = str(error).partition("\n\nhint: ")
-            raise ConfigError(cause, hint) from None
+        return GrpoConfig(learning_rate=self.learning_rate, seed=self.seed, **clips, **passes)  # type: ignore[arg-type]
 
     @property
     def steps_per_epoch(self) -> int:
