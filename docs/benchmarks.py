@@ -40,7 +40,7 @@ _TITLES = {
     "load": ("Load", "Loads that change on the way, under every budget."),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),
-    "kernels": ("Kernels", "Our CUDA kernels beside FlashAttention 3."),
+    "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
 }
 _LIMITS = """## Limits
 
@@ -109,6 +109,28 @@ _INDEX: Columns = {
 }
 
 
+def micros(way: str) -> Callable[[Row], str]:
+    """Median and quartiles of one way of computing the same."""
+
+    def show(row: Row) -> str:
+        time = row.get("times", {}).get(way)
+        return "-" if time is None else f"{time['median_us']:.1f} ({time['low_us']:.1f} to {time['high_us']:.1f})"
+
+    return show
+
+
+_GPU: Columns = {
+    **{name: field(name) for name in ("step", "name")},
+    "right": lambda row: {True: "yes", False: "NO", None: "-"}[row.get("is_right")],
+    "ours, us": micros("ours"),
+    "FA3, us": micros("fa3 graph"),
+    "roof, us": field("roof_us"),
+    "step, ms": field("step_ms"),
+    "stock's, ms": field("stock_step_ms"),
+    "idle, ms": field("idle_ms"),
+}
+
+
 def _told_epochs(rows: Sequence[Row]) -> list[Row]:
     """With many engines, the first epoch and the sums: all the others are in the file."""
     is_long = len({row["engine"] for row in rows}) > 3
@@ -154,6 +176,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "sweep": sweep_table,
     "load": lambda run: table(run["rows"], _LOAD),
     "index": lambda run: table(run["rows"], _INDEX),
+    "kernels": lambda run: table(run["rows"], _GPU),
 }
 
 
@@ -191,6 +214,8 @@ def together(name: str, runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _what(run: Mapping[str, Any]) -> str:
     settings = run["settings"]
+    if run["bench"] == "gpu first hour":
+        return str(run["host"].get("gpu"))
     what = settings.get("title") or settings.get("model") or "no model runs"
     if run["bench"] != "engine":
         return what

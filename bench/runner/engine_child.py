@@ -225,9 +225,6 @@ class Engine:
     def _run(
         self, prompts: list[list[int]], params: list[dict[str, Any]], ids: list[str] | None = None
     ) -> dict[str, Any]:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         token_ids: list[list[int]] = [[] for _ in prompts]
         finish_s, step_s = [0.0] * len(prompts), []
         names = list(map(str, range(len(prompts)))) if ids is None else ids
@@ -235,8 +232,7 @@ class Engine:
         # paused while the requests arrive, so that every run schedules them in the same steps
         self.llm.sleep(level=0)
         for i, (prompt, values) in enumerate(zip(prompts, params, strict=True)):
-            sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-            self.core.add_request(names[i], {"prompt_token_ids": prompt}, sampling)
+            self._add(names[i], prompt, values)
         begin = time.perf_counter()
         self.llm.wake_up(tags=["scheduling"])
         while self.core.has_unfinished_requests():

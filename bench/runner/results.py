@@ -25,7 +25,7 @@ _SIZES = ("batches", "drafts", "rounds", "repeats")
 
 def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a report of `specrollout bench ... --json`."""
-    settings = {name: value for name, value in report["settings"].items() if name != "grpo"}
+    settings = {name: value for name, value in report.get("settings", {}).items() if name != "grpo"}
     return {
         "bench": report["bench"],
         "command": report["command"],
@@ -84,7 +84,23 @@ def _plain(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in row.items() if value is not None}
 
 
-_ROWS = {"grpo": _epochs, "index": _plain}
+def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows that were measured on a GPU, see docs/gpu.md; of what is wrong, no time is told."""
+    for row in report["rows"]:
+        if row["state"] != "done":
+            continue
+        values = row["values"] if row["is_right"] is not False else {}
+        kept = {
+            name: values[name]
+            for name in ("step_ms", "stock_step_ms", "busy_ms", "idle_ms", "roof_us", "times")
+            if values.get(name) is not None
+        }
+        speed = {name: value for name in _ROW if (value := (values.get("row") or {}).get(name)) is not None}
+        told = {} if row["is_right"] is None else {"is_right": row["is_right"]}
+        yield {**speed, **kept, **told, "step": row["step"], "name": row["name"]}
+
+
+_ROWS = {"grpo": _epochs, "index": _plain, "gpu first hour": _first_hour}
 
 
 def _rounded(value: Any) -> Any:

@@ -43,6 +43,13 @@ def test_a_row_whose_outputs_differ_shows_no_speed(generator):
     assert generator.speedup({"speedup": 2.0, "speedup_quartiles": [2.0, 2.0], "rounds": 1}) == "2.00x"
 
 
+def test_gpu_rows_have_a_table_of_their_own(generator):
+    times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}}
+    rows = [{"step": "kernels", "name": "verify", "is_right": True, "times": times, "roof_us": 1.0}]
+    text = generator._TABLES["kernels"]({"rows": rows})
+    assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | - | 1.00 | - | - | - |" in text
+
+
 def test_no_kept_row_tells_a_speed_of_outputs_that_differ():
     rows = [row for path in FILES for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
     assert all("speedup" not in row for row in rows if row.get("identical") is False)

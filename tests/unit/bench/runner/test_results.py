@@ -55,3 +55,12 @@ def test_a_file_reads_back_and_has_a_line_per_row():
     body = taken([report([row(3), row(7)])])
     assert json.loads(as_text(body)) == body
     assert sum('"name": "chain"' in line for line in as_text(body).splitlines()) == 2
+
+
+def test_of_a_gpu_what_is_right_is_kept_with_its_times_and_what_is_wrong_without():
+    times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0, "samples": 25}}
+    shared = {"step": "kernels", "name": "verify", "state": "done", "values": {"times": times, "checked": "x"}}
+    rows = [{**shared, "is_right": True}, {**shared, "is_right": False}, {**shared, "state": "failed", "values": {}}]
+    right, wrong = reduced({**HEAD, "bench": "gpu first hour", "rows": rows})["rows"]
+    assert right == {"step": "kernels", "name": "verify", "is_right": True, "times": times}
+    assert wrong == {"step": "kernels", "name": "verify", "is_right": False}
