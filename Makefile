@@ -68,3 +68,4 @@ identity: setup
 
 docs: setup
 	$(BIN)/python docs/reference/generate.py
+	$(BIN)/python docs/benchmarks.py

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from vllm_specrollout.types import DraftLimits, DraftTree, TreeBatch
+from vllm_specrollout.types import DraftLimits, DraftTree, IntArray, TreeBatch
+
+
+def chain(token_ids: IntArray | list[int], source: int = 0, probability: float = 1.0) -> DraftTree:
+    """A draft without branches: node i hangs on node i - 1."""
+    n = len(token_ids)
+    return DraftTree(
+        np.asarray(token_ids, dtype=np.int32),
+        np.arange(-1, n - 1, dtype=np.int32),
+        np.full(n, np.log(max(probability, 1e-9)), dtype=np.float32),
+        np.full(n, source, dtype=np.int32),
+    )
 
 
 def batch_of(trees: Sequence[DraftTree], request_ids: Sequence[str] | None = None) -> TreeBatch:

@@ -17,12 +17,16 @@ from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 
 BENCHES = {
-    "engine": ("vllm_specrollout.bench.engine.command", "bench_engine", "Decode with and without drafts, in one run."),
-    "rollout": ("vllm_specrollout.bench.rollout.command", "bench_rollout", "A rollout of the small policy's tasks."),
-    "grpo": ("vllm_specrollout.bench.grpo.command", "bench_grpo", "RL of the small policy, epoch after epoch."),
+    "engine": (
+        "vllm_specrollout.bench.scenarios.decode",
+        "bench_engine",
+        "Decode with and without drafts in one run.",
+    ),
+    "rollout": ("vllm_specrollout.bench.scenarios.rollout", "bench_rollout", "A rollout of the small policy's tasks."),
+    "grpo": ("vllm_specrollout.bench.scenarios.grpo", "bench_grpo", "RL of the small policy, epoch after epoch."),
     "index": ("vllm_specrollout.bench.index.command", "bench_index", "The history index beside arctic-inference's."),
-    "sweep": ("vllm_specrollout.bench.sweep.command", "bench_sweep", "Batches and accuracies: auto, fixed, stock."),
-    "ramp": ("vllm_specrollout.bench.ramp.command", "bench_ramp", "Loads that change on the way, for every budget."),
+    "sweep": ("vllm_specrollout.bench.scenarios.sweep", "bench_sweep", "Batches and accuracies: auto, fixed, stock."),
+    "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
 
 app = typer.Typer(

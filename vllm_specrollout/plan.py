@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout.bench.common import flags
-from vllm_specrollout.bench.common.report import check_writable
+from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.cudagraphs import (
@@ -53,7 +52,7 @@ def plan_graphs_command(
     flags.in_range(max_tokens, "--max-tokens", 1, 1 << 20)
     if model is not None and shape is not None:
         raise ConfigError("`--model` and `--shape` are both given", "give one: a shape stands for a model")
-    check_writable(json_file, "--json")
+    flags.check_writable(json_file, "--json")
     memory = read_shape(model) if model is not None else _named(shape or "7B", "--shape")
     second = None if drafter is None else (SHAPES.get(drafter) or read_shape(Path(drafter), "--drafter"))
     most, most_mib = _limit(limit)

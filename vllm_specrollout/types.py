@@ -94,20 +94,6 @@ class DraftTree:
         return len(self.token_ids)
 
 
-def chain(token_ids: IntArray | list[int], source: int = 0, probability: float = 1.0) -> DraftTree:
-    """A draft without branches: node i hangs on node i - 1."""
-    n = len(token_ids)
-    return DraftTree(
-        np.asarray(token_ids, dtype=np.int32),
-        np.arange(-1, n - 1, dtype=np.int32),
-        np.full(n, np.log(max(probability, 1e-9)), dtype=np.float32),
-        np.full(n, source, dtype=np.int32),
-    )
-
-
-EMPTY_TREE = chain([])
-
-
 @dataclass(frozen=True, slots=True)
 class StepTiming:
     """What one engine step cost, as the worker saw it."""
@@ -310,4 +296,5 @@ def empty_trees(request_ids: Sequence[str]) -> TreeBatch:
 _NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
 _NO_FLOATS: FloatArray = np.zeros(0, dtype=np.float32)
 _NO_INTS.flags.writeable = _NO_FLOATS.flags.writeable = False
+EMPTY_TREE = DraftTree(_NO_INTS, _NO_INTS, _NO_FLOATS, _NO_INTS)
 NOTHING_ACCEPTED = VerifyResult(_NO_INTS, _NO_INTS)

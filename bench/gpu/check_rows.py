@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.interpreter import ENVIRONMENT as INTERPRETED
 from ..kernels import attention, verdict
 from ..kernels.reference import TOLERANCE
 from ..kernels.shapes import model_named
+from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from .runner import NotMeasured
 
 _DOCTOR_S = 240

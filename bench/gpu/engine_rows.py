@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..common.rows import Pair, make_row
-from ..common.runs import Run
+from ..runner.engines import run_round
+from ..runner.rows import Pair, make_row
+from ..runner.runs import Run
 from . import identity
 from .engines import Engines, as_if, split
 from .plan import RIVALS, STOCK, Cell, Scene, engine_of, params
@@ -112,14 +113,18 @@ class Rows:
         cell, engine = _cell(row), engine_of(row)
         taught, lessons = self._settled(row)
         pairs, parted, stale, splits = [], set[int](), set[int](), []
+
+        def run(name: str | None) -> Run:
+            found, totals = self.engines.generate(name or STOCK, cell, nodes=row["nodes"] if name else None)
+            # of the warm-up too: the last one is told
+            splits.extend([split(totals)] if totals else [])
+            return found
+
         for number in range(-1, row["rounds"]):
-            runs: dict[str, Run] = {}
-            for name in (STOCK, engine) if number % 2 == 0 else (engine, STOCK):
-                runs[name], totals = self.engines.generate(name, cell, nodes=None if name == STOCK else row["nodes"])
-                splits += [split(totals)] if totals and number >= 0 else []
-            parted |= {one.request for one in identity.compare(runs[STOCK], runs[engine]).partings}
-            stale |= {one.request for one in identity.compare(taught, runs[engine]).partings}
-            pairs.append(Pair(stock=runs[STOCK], ours=runs[engine], is_timed=number >= 0))
+            pair = run_round(number, [engine], run)[engine]
+            parted |= {one.request for one in identity.compare(pair.stock, pair.ours).partings}
+            stale |= {one.request for one in identity.compare(taught, pair.ours).partings}
+            pairs.append(pair)
         agreement = _agreement(cell, parted, len(pairs))
         if agreement["is_right"]:
             pairs = [Pair(stock=p.stock, ours=as_if(p.stock, p.ours), is_timed=p.is_timed) for p in pairs]

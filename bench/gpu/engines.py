@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,9 @@ from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
-from ..common.engine_process import EngineProcess, EngineSpec
-from ..common.runs import Run
+from ..runner.engine_process import EngineProcess, EngineSpec
+from ..runner.engines import write_answers
+from ..runner.runs import Run
 from . import models
 from .plan import ARMS, RIVALS, STOCK, Cell, Scene, key_of, params, prompts, rival
 from .runner import NotMeasured
@@ -126,8 +126,7 @@ class Engines:
     def teach(self, name: str, run: Run, accuracy: Sequence[float]) -> None:
         """Let our oracle draft this run's answers."""
         path = self._oracle.with_name(f"{self._oracle.name}-{name}.json")
-        answers = {key_of(i): list(ids) for i, ids in enumerate(run.token_ids)}
-        path.write_text(json.dumps(answers), encoding="utf-8")
+        write_answers(path, {key_of(i): ids for i, ids in enumerate(run.token_ids)})
         self.engine(name).ask("rpc", method="spec_rollout_set_oracle", path=str(path), accuracy=list(accuracy))
 
     def _start(self, name: str) -> tuple[EngineProcess, float]:
@@ -135,7 +134,7 @@ class Engines:
         arguments, spec_rollout = self.scene.arguments(str(self._folder)), None
         if name in ARMS:
             path = self._oracle.with_name(f"{self._oracle.name}-{name}.json")
-            path.write_text("{}", encoding="utf-8")
+            write_answers(path, {})
             spec_rollout = self.scene.spec_rollout(name, str(path))
         elif name in RIVALS:
             if name == "suffix" and importlib.util.find_spec("arctic_inference") is None:

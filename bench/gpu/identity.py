@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..common.engine_process import EngineProcess
-from ..common.runs import Run
+from ..runner.engine_process import EngineProcess
+from ..runner.runs import Run, parts_at
 
 TOLERANCE = 0.05
 """Most by which two level candidates' logits may be apart in bf16; the same as the identity tests allow."""
@@ -56,7 +56,7 @@ def compare(wanted: Run, found: Run) -> Verdict:
     """Token by token; nobody is asked."""
     partings, compared = [], 0
     for i, (one, other) in enumerate(zip(wanted.token_ids, found.token_ids, strict=True)):
-        at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        at = parts_at(one, other)
         compared += at
         if at < max(len(one), len(other)):
             ends = [ids[at] if at < len(ids) else None for ids in (one, other)]

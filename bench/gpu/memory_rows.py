@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.plan import read_shape
-from vllm_specrollout.scheduling.cudagraphs import CAPTURE_SIZES, estimate_mib, plan_graphs
+from vllm_specrollout.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
 
-from ..common.engine_process import EngineProcess, EngineSpec
+from ..runner.engine_process import EngineProcess, EngineSpec
 from . import models
 
 MAX_NUM_SEQS, MAX_TOKENS = 256, 512

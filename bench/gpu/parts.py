@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.interpreter import ENVIRONMENT as INTERPRETED
 from ..kernels.shapes import ATTENTION_CHECKS, COMMIT_CHECKS, MODELS, VERIFY_CHECKS
+from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from .memory_rows import ARMS as MEMORY_ARMS
 from .plan import ARMS, DRAFTS, Cell, Scene, accuracy_for, engine_of
 from .tasks import FIRST_HOUR, Part, Task

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_specrollout.errors import ConfigError
 
-from ..common.interpreter import ENVIRONMENT as INTERPRETED
+from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from .models import CONFIGS
 
 BLOCK = 64

@@ -5,25 +5,36 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..common.models import check_length
-from ..common.runs import Run
+from vllm_specrollout.errors import SpecRolloutError
+
 from ..policy.grpo import AnswerGroup, GrpoTrainer
 from ..policy.inflate import inflate
 from ..policy.reward import reward
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
-from .engines import Engines, engine_run, inflation_error
-from .plan import PROMPT_LEN, STOCK, Arm, Plan, Request, problem_set, problems_of_step, requests_of_step
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, Report
+from ..runner.runs import Run
+from .arms import Arm, Request
+from .fleet import Fleet, engine_run
 from .rows import StepRow
 from .trace import write_rollout
 
-Report = Callable[[str, int], None]
+if TYPE_CHECKING:
+    from ..scenarios.grpo import Grpo
+
+LIMIT = 1e-4
+"""Largest difference of inflated logits, relative to the largest logit, both computed in float32."""
 _CHECKED_PROMPTS = 2
 """Prompts on which the inflated policy is compared with the small one after every update."""
+
+
+class LoopFailed(SpecRolloutError):
+    """The loop cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +43,7 @@ class Models:
 
     # the small policy that is trained
     policy: Path
-    # what the engines start from; the policy itself if it is not inflated
-    served: Path
-    # a name of bench/policy/shapes.py; None: not inflated
+    # a name of bench/policy/shapes.py: what the engines run; None: the policy as it is
     size: str | None
 
 
@@ -50,7 +59,7 @@ class Outcome:
 class Loop:
     """One run of the loop. `run` does it all."""
 
-    def __init__(self, plan: Plan, models: Models, engines: Engines, report: Report, trace: Path | None) -> None:
+    def __init__(self, plan: Grpo, models: Models, make_engines: Callable[[], Engines], report: Report) -> None:
         import torch
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -58,66 +67,56 @@ class Loop:
         # its bars would cut through ours
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-        check_length(models.served, plan.max_model_len())
         torch.set_num_threads(plan.threads)
-        self._plan, self._models, self._engines, self._report, self._trace = plan, models, engines, report, trace
+        self._plan, self._models, self._make_engines, self._report = plan, models, make_engines, report
         self._tokenizer = AutoTokenizer.from_pretrained(models.policy)
         self._trainer = GrpoTrainer(models.policy, plan.grpo)
-        self._problems = problem_set(plan)
+        self._problems = plan.problem_set()
         self._prompts = {problem.problem_id: self._encode(problem) for problem in self._problems}
-        # one answer of `Engines.report_rewards` per rollout of ours
+        # what our engines answered to the rewards of each rollout
         self._reports: list[dict[str, int] | None] = []
         # per step, what a variant needs to meet the same
         self._done: list[tuple[list[Request], Run]] = []
 
-    def run(self, save: Path | None = None, variants: Sequence[Arm] = ()) -> Outcome:
-        """All epochs; with `save`, the trained policy goes into that folder.
+    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> Outcome:
+        """All epochs; the trained policy goes where the scenario says.
 
         Args:
+            arms: whose engines are alive at once.
             variants: run afterwards, one engine at a time, as all at once take too much memory: each answers the same
                 requests with the same weights, and is compared with the same answers of stock.
         """
-        for index, arm in enumerate(self._engines.arms):
-            self._report(f"starting the {arm.name} engine", 0)
-            self._engines.start(index)
-            self._report("", 1)
-        rows = []
-        with tempfile.TemporaryDirectory(prefix="specrollout-grpo-") as scratch:
-            for step in range(self._plan.num_steps):
-                rows.append(self._step(step, Path(scratch)))
-            self._engines.close()
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specrollout-grpo-")))
+            with Fleet(self._make_engines(), arms, self._plan) as fleet:
+                rows = [self._step(step, fleet, scratch) for step in range(self._plan.num_steps)]
             for arm in variants:
-                rows = self._replay(arm, rows, Path(scratch))
-        if save is not None:
-            self._trainer.save(save, self._plan.dtype)
+                rows = self._replay(arm, rows, scratch)
+        if self._plan.save is not None:
+            self._trainer.save(self._plan.save, self._plan.dtype)
         return Outcome(steps=tuple(rows), notes=reward_notes(self._reports))
 
     def _encode(self, problem: Problem) -> list[int]:
         ids = self._tokenizer(prompt_text(problem.prompt), add_special_tokens=False)["input_ids"]
         return list(ids)[:PROMPT_LEN]
 
-    def _step(self, step: int, scratch: Path) -> StepRow:
+    def _step(self, step: int, fleet: Fleet, scratch: Path) -> StepRow:
         plan = self._plan
         epoch = step // plan.steps_per_epoch
         if step % plan.steps_per_epoch == 0:
-            self._engines.begin_epoch()
-        chosen = problems_of_step(plan, self._problems, step)
-        requests = requests_of_step(plan, self._problems, self._prompts, step)
-        results = self._roll_out(step, requests)
+            fleet.begin_epoch()
+        requests = plan.requests_of_step(self._problems, self._prompts, step)
+        results = self._roll_out(step, fleet, requests)
         stock, _, rewards = results[STOCK]
         self._done.append((requests, stock))
-        runs = tuple(
-            engine_run(arm, run, stock, idle, own)
-            for arm, (run, idle, own) in ((arm, results[arm.name]) for arm in self._engines.arms)
-        )
-        if self._trace is not None:
-            write_rollout(self._trace, step, self._trace_lines(step, epoch, requests, stock, rewards))
+        if plan.trace is not None:
+            write_rollout(plan.trace, step, self._trace_lines(step, epoch, requests, stock, rewards))
         self._report("updating the policy", 0)
         begin = time.perf_counter()
-        update = self._trainer.update(self._groups(chosen, stock, rewards))
+        update = self._trainer.update(self._groups(plan.problems_of_step(self._problems, step), stock, rewards))
         train_s = time.perf_counter() - begin
         self._report("", 1)
-        push_s, error = self._push(step + 1, scratch) if step + 1 < plan.num_steps else (0.0, None)
+        push_s, error = self._push(step + 1, fleet, scratch) if step + 1 < plan.num_steps else (0.0, None)
         by_group = [rewards[i : i + plan.samples] for i in range(0, len(rewards), plan.samples)]
         return StepRow(
             step=step,
@@ -127,7 +126,7 @@ class Loop:
             solved=sum(max(group) > 0.0 for group in by_group) / len(by_group),
             mean_tokens=stock.num_tokens / len(requests),
             cut_share=sum(not self._is_finished(ids) for ids in stock.token_ids) / len(requests),
-            runs=runs,
+            runs=tuple(engine_run(arm, *results[arm.name], stock) for arm in fleet.arms),
             update=asdict(update),
             train_s=train_s,
             push_s=push_s,
@@ -137,35 +136,29 @@ class Loop:
     def _replay(self, arm: Arm, rows: Sequence[StepRow], scratch: Path) -> list[StepRow]:
         """The rows with the runs of one more arm."""
         extended = []
-        with self._engines.alone(arm) as engines:
-            self._report(f"starting the {arm.name} engine", 0)
-            engines.start(0)
-            self._report("", 1)
+        with Fleet(self._make_engines(), [arm], self._plan) as fleet:
             for row, (requests, stock) in zip(rows, self._done, strict=True):
-                self._report(f"step {row.step + 1} of {self._plan.num_steps}: {arm.name}", 0)
                 if row.step % self._plan.steps_per_epoch == 0:
-                    engines.begin_epoch()
+                    fleet.begin_epoch()
                 if row.step > 0:
-                    engines.push(self._served(row.step, scratch))
+                    fleet.push(self._served(row.step, scratch))
                     self._drop_served(row.step - 1, scratch)
-                run, idle = engines.roll_out(arm, requests)
-                rewards = self._rewards(requests, run)
-                self._reports.append(engines.report_rewards(arm, requests, rewards))
-                extended.append(replace(row, runs=(*row.runs, engine_run(arm, run, stock, idle, rewards))))
-                self._report("", 1)
+                results = self._roll_out(row.step, fleet, requests)
+                extended.append(replace(row, runs=(*row.runs, engine_run(arm, *results[arm.name], stock))))
         return extended
 
-    def _roll_out(self, step: int, requests: Sequence[Request]) -> dict[str, tuple[Run, float, list[float]]]:
+    def _roll_out(
+        self, step: int, fleet: Fleet, requests: Sequence[Request]
+    ) -> dict[str, tuple[Run, float, list[float]]]:
         """Engine -> its answers, cores kept busy by the others, rewards. Another engine begins every step."""
-        arms = self._engines.arms
         results = {}
-        for i in range(len(arms)):
-            arm = arms[(i + step) % len(arms)]
+        for i in range(len(fleet.arms)):
+            arm = fleet.arms[(i + step) % len(fleet.arms)]
             self._report(f"step {step + 1} of {self._plan.num_steps}: {arm.name}", 0)
-            run, idle = self._engines.roll_out(arm, requests)
+            run, idle = fleet.roll_out(arm, requests)
             rewards = self._rewards(requests, run)
             if arm.is_ours:
-                self._reports.append(self._engines.report_rewards(arm, requests, rewards))
+                self._reports.append(fleet.report_rewards(arm, requests, rewards))
             results[arm.name] = (run, idle, rewards)
             self._report("", 1)
         return results
@@ -185,7 +178,7 @@ class Loop:
             for i, problem in enumerate(chosen)
         ]
 
-    def _push(self, version: int, scratch: Path) -> tuple[float, float | None]:
+    def _push(self, version: int, fleet: Fleet, scratch: Path) -> tuple[float, float | None]:
         """New weights into every engine; returns the seconds it took and the inflation's error.
 
         Each version has a folder of its own, as an engine may still map the file that it loaded last.
@@ -194,7 +187,7 @@ class Loop:
         begin = time.perf_counter()
         folder = self._trainer.save(scratch / f"policy-{version}", self._plan.dtype)
         served = self._served(version, scratch)
-        self._engines.push(served)
+        fleet.push(served)
         seconds = time.perf_counter() - begin
         error = None
         if served != folder:
@@ -243,7 +236,32 @@ class Loop:
         ]
 
 
-def num_units(plan: Plan, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
+def inflation_error(small: Path, large: Path, prompts: Sequence[Sequence[int]]) -> float:
+    """Largest difference of two policies' logits relative to the largest logit, both computed in float32.
+
+    Raises:
+        LoopFailed: they are not the same function.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    results = []
+    for folder in (small, large):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            results.append([model(torch.tensor([list(ids)])).logits for ids in prompts])
+        del model
+    worst = max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
+    error = worst / max(float(one.abs().max()) for one in results[0])
+    if error > LIMIT:
+        raise LoopFailed(
+            f"the inflated policy's logits differ by {error:.1e} of the largest one, above {LIMIT:g}",
+            "run without `--size`, and report the checkpoint",
+        )
+    return error
+
+
+def num_units(plan: Grpo, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
     """Progress units that `Loop.run` reports: starts, rollouts, updates, pushes."""
     num_arms = len(arms) + len(variants)
     return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1

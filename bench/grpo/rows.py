@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .plan import STOCK
+from ..runner.engines import STOCK
 
 SUFFIX = "suffix"
 
@@ -63,6 +63,11 @@ class StepRow:
     push_s: float
     # largest difference of the inflated policy's logits, relative to the largest logit; None: not inflated
     inflation_error: float | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether none of ours differs."""
+        return all(run.identical is not False for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,14 @@
-"""The tables of a loop and its picture."""
+"""The tables of a loop."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from .plan import OURS, STOCK
+from ..runner.engines import OURS, STOCK
 from .rows import SUFFIX, EngineEpoch, EpochRow, StepRow
-
-_KNOWN_COLOURS = {STOCK: "#8a8f98", OURS: "#1f77b4", "ngram": "#ff7f0e", SUFFIX: "#2ca02c"}
-_COLOURS = ("#d62728", "#9467bd", "#8c564b", "#e377c2")
 
 
 def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
@@ -32,7 +27,8 @@ def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
     for row in rows:
         cells = [row.epoch, _identical(row.engines), f"{row.reward:.3f}", f"{row.solved:.2f}"]
         for engine in row.engines:
-            cells.append(f"{engine.wall_s:.1f} ({engine.steps})")
+            seconds = "-" if engine.identical is False else f"{engine.wall_s:.1f}"
+            cells.append(f"{seconds} ({engine.steps})")
             if engine.engine != STOCK:
                 cells.append(_ratio(engine.speedup))
             if has_suffix and engine.identical is not None:
@@ -90,42 +86,6 @@ def print_notes(steps: Sequence[StepRow], notes: Sequence[str], console: Console
     )
     for note in notes:
         console.print(note, markup=False)
-
-
-def plot(steps: Sequence[StepRow], rows: Sequence[EpochRow], title: str, path: Path) -> None:
-    """Reward by step, tokens per engine step by epoch, rollout time by step; the file's ending chooses the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [run.engine for run in steps[0].runs]
-    variants = [name for name in names if name not in _KNOWN_COLOURS]
-    colours = _KNOWN_COLOURS | dict(zip(variants, itertools.cycle(_COLOURS), strict=False))
-    figure, (rewards, tokens, times) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    numbers = [step.step + 1 for step in steps]
-    for name in names:
-        runs = [next(run for run in step.runs if run.engine == name) for step in steps]
-        if name in (STOCK, OURS):
-            # identical answers earn identical rewards: the line on top is drawn thin
-            style = {"linewidth": 4.0, "alpha": 0.5} if name == STOCK else {"linewidth": 1.2}
-            rewards.plot(numbers, [run.reward for run in runs], color=colours[name], label=name, **style)
-        times.plot(numbers, [run.wall_s for run in runs], color=colours[name], label=name, linewidth=1.6)
-        epochs = [row for row in rows if row.epoch.isdigit()]
-        values = [next(e.tokens_per_step for e in row.engines if e.engine == name) for row in epochs]
-        tokens.plot(
-            [int(row.epoch) for row in epochs], values, color=colours[name], label=name, marker="o", markersize=3
-        )
-    rewards.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
-    tokens.set(xlabel="epoch", ylabel="tokens per engine step", ylim=(0, None))
-    times.set(xlabel="step", ylabel="rollout, seconds", ylim=(0, None))
-    for axes in (rewards, tokens, times):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _identical(engines: Sequence[EngineEpoch]) -> str:

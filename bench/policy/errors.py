@@ -1,8 +1,10 @@
 """The one error class of this package: what was wrong, then the way out."""
 
+from vllm_specrollout.errors import ConfigError
 
-class PolicyError(ValueError):
-    """Bad input. Its text is `cause, value, limit`, a blank line, and `hint: way out`."""
+
+class PolicyError(ConfigError):
+    """Bad input."""
 
     def __init__(self, cause: str, *, hint: str) -> None:
-        super().__init__(f"{cause}\n\nhint: {hint}")
+        super().__init__(cause, hint)

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 
+from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay_cli import strategies
 
-from ..common import flags
-from ..common.display import Display
-from ..common.models import CACHE
-from ..sweep.command import find_model
+from ..runner.display import Display
+from ..runner.models import CACHE, find_model
 from .agreement import RECORDED, compare
 from .make_traces import TRACES, make
 from .rollouts import Rollout

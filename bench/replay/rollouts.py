@@ -9,13 +9,13 @@ from typing import Any
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.types import StepTiming
 
-from ..common.engine_process import EngineProcess, EngineSpec
-from ..common.models import CHECKPOINT
 from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
+from ..runner.engine_process import EngineProcess, EngineSpec
+from ..runner.engines import PROMPT_LEN, sampling
+from ..runner.models import CHECKPOINT
 
-_PROMPT_LEN = 256
 _KV_GIB = 1
 _POOL = 1000
 _WARM_UP_TOKENS = 24
@@ -72,8 +72,8 @@ def start(rollout: Rollout, budget: str, history: Path | None = None, record: Pa
         "seed": 0,
         "enforce_eager": True,
         "max_num_seqs": rollout.batch,
-        "max_model_len": _PROMPT_LEN + rollout.max_tokens,
-        "max_num_batched_tokens": max(2048, rollout.batch * 2 * _PROMPT_LEN),
+        "max_model_len": PROMPT_LEN + rollout.max_tokens,
+        "max_num_batched_tokens": max(2048, rollout.batch * 2 * PROMPT_LEN),
     }
     spec = EngineSpec(name=budget, arguments=arguments, kv_gib=_KV_GIB, has_plugin=True, spec_rollout=settings)
     return EngineProcess(spec)
@@ -83,12 +83,11 @@ def run(engine: EngineProcess, rollout: Rollout, noise: int) -> float:
     """One pass over the problems; returns its makespan in seconds."""
     chosen = chosen_problems(rollout)
     prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in chosen])
-    params = []
-    for i, problem in enumerate(chosen):
-        for j in range(rollout.samples):
-            own = {"spec_rollout": {"problem_id": problem.problem_id}}
-            seed = noise * 1_000_003 + i * rollout.samples + j
-            params.append({"temperature": 1.0, "seed": seed, "max_tokens": rollout.max_tokens, "extra_args": own})
+    owners = [problem for problem in chosen for _ in range(rollout.samples)]
+    params = [
+        sampling(noise * 1_000_003 + i, rollout.max_tokens, {"problem_id": problem.problem_id})
+        for i, problem in enumerate(owners)
+    ]
     repeated = [ids for ids in prompts for _ in range(rollout.samples)]
     return engine.generate(repeated, params).wall_s
 
@@ -97,7 +96,7 @@ def warm_up(engine: EngineProcess, rollout: Rollout) -> int:
     """A few tokens of a full batch, so that kernels are set up before anything is timed; returns how many requests."""
     prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in chosen_problems(rollout)])
     repeated = (prompts * rollout.batch)[: rollout.batch]
-    params = [{"temperature": 1.0, "seed": i, "max_tokens": _WARM_UP_TOKENS} for i in range(len(repeated))]
+    params = [sampling(i, _WARM_UP_TOKENS) for i in range(len(repeated))]
     engine.generate(repeated, params)
     return len(repeated)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tests.drafters import TreeByTree
+from tests.trees import chain
 from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.types import (
     DraftLimits,
@@ -13,7 +14,6 @@ from vllm_specrollout.types import (
     RequestView,
     StepPlan,
     TreeBatch,
-    chain,
     empty_trees,
 )
 

@@ -1,4 +1,4 @@
-"""Both benchmarks, end to end, on a tiny model: engines start, outputs are identical, reports are complete."""
+"""Every scenario end to end through the common runner, on a tiny model; all tokens are stock's."""
 
 import json
 
@@ -6,13 +6,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.common.engine_process import EngineFailed, EngineProcess, EngineSpec
-from bench.engine.command import bench_engine
 from bench.policy.random_model import make_random_model
-from bench.rollout.command import bench_rollout
+from bench.runner.engine_process import EngineFailed, EngineProcess, EngineSpec
+from bench.scenarios.decode import bench_engine
+from bench.scenarios.load import bench_ramp
+from bench.scenarios.rollout import bench_rollout
+from bench.scenarios.sweep import bench_sweep
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TREES = ("--accuracy", "0.7,0.3", "--shape", "both")
 
 
 @pytest.fixture(scope="module")
@@ -21,57 +25,53 @@ def model(tmp_path_factory):
     return make_random_model(folder, size="1M", hidden=64, num_layers=2, dtype="float32")
 
 
-def run(function, *arguments):
-    app = typer.Typer()
-    app.command()(function)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+@pytest.fixture
+def measured(model, tmp_path):
+    """Run a command on the tiny model in float32: (its report, what it printed)."""
+
+    def run(function, *flags):
+        app, report = typer.Typer(), tmp_path / "report.json"
+        app.command()(function)
+        arguments = ["--model", model, "--dtype", "float32", "--rounds", 1, "--json", report, *flags]
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        body = json.loads(report.read_text())
+        assert all(row["identical"] for row in body["rows"])
+        return body, result.output
+
+    return run
 
 
-def test_trees_and_chains_of_the_oracle_are_identical_to_stock_and_take_fewer_steps(model, tmp_path):
-    report = tmp_path / "report.json"
-    flags = ["--model", model, "--dtype", "float32", "--batch", "1,3", "--draft", "2,6", "--tokens", 24]
-    result = run(bench_engine, *flags, "--accuracy", "0.7,0.3", "--shape", "both", "--repeats", 1, "--json", report)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(report.read_text())["rows"]
-    assert [(row["batch"], row["name"], row["draft"]) for row in rows] == [
+def test_oracle_drafts_take_fewer_steps_as_chains_and_as_trees(measured):
+    body, _ = measured(bench_engine, *("--batch", "1,3", "--draft", "2,6", "--tokens", 24), *TREES)
+    assert [(row["batch"], row["name"], row["draft"]) for row in body["rows"]] == [
         (batch, name, draft) for batch in (1, 3) for name in ("chain", "tree") for draft in (2, 6)
     ]
-    for row in rows:
-        assert row["identical"]
+    for row in body["rows"]:
         assert row["steps"] < row["stock_steps"] == 24
-        assert row["tokens_per_step"] > 1.0
-        assert row["nodes_per_step"] <= row["draft"]
+        assert row["tokens_per_step"] > 1.0 and row["nodes_per_step"] <= row["draft"]
         assert min(row["speedup"], row["ideal"], row["efficiency"], row["makespan_s"]) > 0.0
         assert set(row["stock_step_ms"]) == {"1", "3", "7"}
 
 
-def test_off_path_nothing_is_drafted_and_both_plugin_states_are_identical_to_stock(model, tmp_path):
-    report = tmp_path / "report.json"
-    flags = ["--model", model, "--dtype", "float32", "--batch", "2", "--tokens", 12, "--repeats", 1]
-    result = run(bench_engine, *flags, "--off-path", "--json", report)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(report.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["installed, off", "on, no drafts"]
-    for row in rows:
-        assert row["identical"]
+def test_off_path_nothing_is_drafted_in_both_states_of_the_plugin(measured):
+    body, _ = measured(bench_engine, "--batch", 2, "--tokens", 12, "--off-path")
+    assert [row["name"] for row in body["rows"]] == ["installed, off", "on, no drafts"]
+    for row in body["rows"]:
         assert row["steps"] == row["stock_steps"] == 12
         assert (row["ideal"], row["nodes_per_step"]) == (1.0, 0.0)
 
 
-def test_a_rollout_is_identical_to_stock_is_drawn_and_explains_its_slowest_requests(model, tmp_path):
-    report, picture = tmp_path / "report.json", tmp_path / "picture.png"
-    flags = ["--model", model, "--dtype", "float32", "--prompts", 3, "--samples", 2, "--batch", 4, "--max-tokens", 48]
-    flags += ["--budget", "fixed", "--max-draft-tokens", 4, "--rounds", 1, "--explain", "--explain-requests", 6]
-    result = run(bench_rollout, *flags, "--json", report, "--plot", picture, "--show-samples", 2)
-    assert result.exit_code == 0, result.output
+def test_a_rollout_is_drawn_and_explains_its_slowest_requests(measured, tmp_path):
+    picture = tmp_path / "picture.png"
+    flags = ["--prompts", 3, "--samples", 2, "--batch", 4, "--max-tokens", 48, "--budget", "fixed"]
+    flags += ["--max-draft-tokens", 4, "--explain", "--explain-requests", 6, "--plot", picture, "--show-samples", 2]
+    body, output = measured(bench_rollout, *flags)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    body = json.loads(report.read_text())
     (row,) = body["rows"]
-    assert row["identical"]
     assert row["num_requests"] == 6
-    assert 0.0 <= body["mean_reward"] <= 1.0
-    assert len(body["samples"]) == 2
-    check_explained(body["explained"], row, result.output)
+    assert 0.0 <= body["mean_reward"] <= 1.0 and len(body["samples"]) == 2
+    check_explained(body["explained"], row, output)
 
 
 def check_explained(explained, row, output):
@@ -90,6 +90,22 @@ def check_explained(explained, row, output):
     finished = [one["finish_s"] for one in explained]
     assert finished == sorted(finished, reverse=True)
     assert "slowest 1: " in output and "slowest 6: " in output
+
+
+def test_every_cell_of_a_sweep_drafts_as_told(measured):
+    body, _ = measured(bench_sweep, "--batch", "1,3", "--accuracy", "0.9", "--draft", "1,3", "--tokens", 12)
+    assert {(row["batch"], row["name"]) for row in body["rows"]} == {(b, n) for b in (1, 3) for n in ("auto", "fixed")}
+    for row in body["rows"]:
+        assert row["name"] == "auto" or 0.0 < row["nodes_per_step"] <= row["draft"]
+        assert (row["auto_to_best"] is not None) == (row["name"] == "auto")
+
+
+def test_under_every_load_off_never_drafts_and_fixed_always_does(measured):
+    body, _ = measured(bench_ramp, "--budget", "off,fixed", "--requests", 9, "--tokens", 12)
+    assert [row["name"] for row in body["rows"]] == ["auto", "off", "fixed"] * 5
+    for row in body["rows"]:
+        assert row["name"] != "off" or (row["steps_on"], row["switches"]) == (0, 0)
+        assert row["name"] != "fixed" or row["steps_off"] == 0
 
 
 def test_an_engine_that_cannot_start_says_why(model):

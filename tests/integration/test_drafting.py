@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.drafters import requests_of, views_of
-from tests.trees import batch_of
+from tests.trees import batch_of, chain
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import (
@@ -23,7 +23,6 @@ from vllm_specrollout.types import (
     StepTiming,
     TreeBatch,
     VerifyResult,
-    chain,
 )
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner

@@ -6,15 +6,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.common.engine_process import EngineProcess
-from bench.grpo.command import bench_grpo
-from bench.grpo.engines import LoopFailed, inflation_error
-from bench.grpo.plan import Arm, Plan
+from bench.grpo.arms import Arm
+from bench.grpo.loop import LoopFailed, inflation_error
 from bench.grpo.trace import read_rollouts
 from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
 from bench.policy.inflate import inflate
 from bench.policy.random_model import make_random_model
 from bench.policy.shapes import Shape
+from bench.runner.engines import Engines, sampling
+from bench.scenarios.grpo import Grpo, bench_grpo
 from vllm_specrollout.config import DRAFTERS
 
 pytest.importorskip("vllm")
@@ -49,10 +49,8 @@ def invoke(*arguments):
 
 def answers(engine, arm):
     # vLLM's own speculation does not sample the same tokens in two runs, whatever the seeds
-    temperature = 1.0 if arm.speculative is None else 0.0
-    params = [
-        {"temperature": temperature, "seed": i, "max_tokens": 24, "ignore_eos": True} for i in range(len(PROMPTS))
-    ]
+    greedy = {} if arm.speculative is None else {"temperature": 0.0}
+    params = [{**sampling(i, 24, is_to_the_end=True), **greedy} for i in range(len(PROMPTS))]
     return engine.ask("generate", prompts=PROMPTS, params=params)["token_ids"]
 
 
@@ -66,10 +64,13 @@ def answers(engine, arm):
     ids=lambda arm: arm.name,
 )
 def test_after_a_push_an_engine_answers_as_one_started_with_those_weights(arm, model, updated):
-    plan = Plan(dtype="float32", batch=4, max_tokens=32)
+    plan = Grpo(dtype="float32", batch=4, max_tokens=32)
     answered = {}
     for name, folder in (("old", model), ("new", updated)):
-        with EngineProcess(arm.engine_spec(plan.engine_arguments(folder), kv_gib=1, is_verbose=False)) as engine:
+        arguments = plan.arguments(folder, seqs=4, length=288, width=512)
+        with Engines(arguments, lambda *_: None, kv_gib=1, is_verbose=False) as engines:
+            arm.start(engines)
+            engine = engines[arm.name]
             answered[name] = answers(engine, arm)
             if name == "old":
                 engine.ask("reload", folder=str(updated))

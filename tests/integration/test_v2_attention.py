@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 
 import torch
 
+from tests.trees import chain
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.types import DraftTree, chain
+from vllm_specrollout.types import DraftTree
 from vllm_specrollout.worker.v2 import attention as module
 from vllm_specrollout.worker.v2.attention import TreeAttention
 from vllm_specrollout.worker.v2.inputs import TreeInputs

@@ -14,8 +14,9 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from tests.trees import chain
 from vllm_specrollout.scheduling.cudagraphs import plan_graphs
-from vllm_specrollout.types import DraftTree, Shape, chain
+from vllm_specrollout.types import DraftTree, Shape
 from vllm_specrollout.worker.v2 import graphs as module
 from vllm_specrollout.worker.v2.graphs import Buckets, DraftGraphs, draft_sizes, plans_for
 from vllm_specrollout.worker.v2.inputs import TreeInputs

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.trees import batch_of
+from tests.trees import batch_of, chain
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
-from vllm_specrollout.types import EMPTY_TREE, Shape, StepPlan, chain
+from vllm_specrollout.types import EMPTY_TREE, Shape, StepPlan
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.drafters import Says, nothing_accepted
-from tests.trees import batch_of
+from tests.trees import batch_of, chain
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Budget, FixedBudget, bounded
 from vllm_specrollout.budgets.goodput import GoodputBudget
@@ -27,7 +27,6 @@ from vllm_specrollout.types import (
     Status,
     StepPlan,
     TreeBatch,
-    chain,
 )
 
 VOCAB = 512

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from bench.common import interpreter
+from bench.runner import interpreter
 
 os.environ.update(
     interpreter.ENVIRONMENT,

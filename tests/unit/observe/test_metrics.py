@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trees import batch_of, limits_of, proposed, tree_of
+from tests.trees import batch_of, chain, limits_of, proposed, tree_of
 from tests.unit.observe.engine import record_of, timing_of, view
 from vllm_specrollout.observe.metrics import METRICS, PREFIX, Metrics, decode, encode
-from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, StepPlan, chain
+from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, StepPlan
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from vllm_specrollout.policies import budget as old
 
-from tests.trees import batch_of, limits_of, tree_of
+from tests.trees import batch_of, chain, limits_of, tree_of
 from tests.unit.observe.engine import Rollout, ending, record_of, timing_of, view
 from tests.unit.replay.builders import LINE, ListSink, header
 from vllm_specrollout.budgets.base import FixedBudget
@@ -13,7 +13,7 @@ from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.replay.files import ThreadSink, read_trace
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Trace, Verified
 from vllm_specrollout.replay.simulate import replay
-from vllm_specrollout.types import EMPTY_TREE, RequestBatch, Status, StepPlan, chain, empty_trees
+from vllm_specrollout.types import EMPTY_TREE, RequestBatch, Status, StepPlan, empty_trees
 
 ANSWERS = {"a": list(range(1, 40)), "b": list(range(100, 120)), "c": list(range(200, 231))}
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tests.trees import batch_of
+from tests.trees import batch_of, chain
 from tests.unit.observe.engine import Rollout, record_of
 from vllm_specrollout.observe.listener import BaseListener
 from vllm_specrollout.observe.metrics import Metrics
@@ -10,7 +10,7 @@ from vllm_specrollout.observe.steps import _MOST_OPEN, OpenPlans, verified_by_re
 from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.replay.records import Header
-from vllm_specrollout.types import EMPTY_TREE, StepPlan, chain, empty_trees
+from vllm_specrollout.types import EMPTY_TREE, StepPlan, empty_trees
 
 ANSWERS = {"a": list(range(1, 30)), "b": list(range(50, 70))}
 

@@ -1,9 +1,9 @@
 import pytest
 
-from tests.trees import batch_of, limits_of
+from tests.trees import batch_of, chain, limits_of
 from tests.unit.observe.engine import view
 from vllm_specrollout.observe.switches import SwitchCounter
-from vllm_specrollout.types import EMPTY_TREE, RequestBatch, StepPlan, chain
+from vllm_specrollout.types import EMPTY_TREE, RequestBatch, StepPlan
 
 
 def plan(counter, chosen=0, *, proposed=2, is_on=True, reason="pays"):

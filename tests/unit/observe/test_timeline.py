@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trees import batch_of, limits_of
+from tests.trees import batch_of, chain, limits_of
 from tests.unit.observe.engine import Rollout, ending, record_of, view
 from tests.unit.observe.story import is_gapless, reasons_of, step
 from vllm_specrollout.budgets.base import FixedBudget
@@ -19,7 +19,7 @@ from vllm_specrollout.observe.timeline import (
     Timeline,
     TimelineListener,
 )
-from vllm_specrollout.types import EMPTY_TREE, RequestBatch, StepPlan, chain, empty_trees
+from vllm_specrollout.types import EMPTY_TREE, RequestBatch, StepPlan, empty_trees
 
 
 def test_of_ended_requests_the_last_are_kept_up_to_their_ends():

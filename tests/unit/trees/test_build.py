@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trees import chain
 from vllm_specrollout.trees import build
-from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, chain
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
 
 PROBABILITIES = (0.0625, 0.25, 0.5, 0.9, 1.0)
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.reference.exact_match import verify
 from tests.strategies import tree_parents
-from vllm_specrollout.types import ROOT, DraftTree, chain
+from tests.trees import chain
+from vllm_specrollout.types import ROOT, DraftTree
 
 
 def _plain_decode(prefix: tuple[int, ...], steps: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.trees import batch_of, tree_of
+from tests.trees import batch_of, chain, tree_of
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.types import (
@@ -18,7 +18,6 @@ from vllm_specrollout.types import (
     StepRecord,
     StepTiming,
     VerifyResult,
-    chain,
     empty_trees,
 )
 

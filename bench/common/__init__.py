@@ -1,1 +1,0 @@
-"""What the engine and the rollout benchmark share: engine processes, flags, rows, reports."""

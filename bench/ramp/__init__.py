@@ -1,1 +1,0 @@
-"""`specrollout bench ramp`: load that changes during the run, and how every preset takes it."""

@@ -1,1 +1,0 @@
-"""`specrollout bench rollout`: one RL rollout of the real policy, with and without drafts."""

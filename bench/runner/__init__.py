@@ -1,0 +1,1 @@
+"""The one runner of all scenarios: flags from a dataclass, engines, rounds, comparison, report."""

@@ -1,0 +1,130 @@
+"""One stock engine, and one of ours whose budget and oracle change between runs; what sweep and ramp share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, write_answers
+from .rows import Row
+from .runs import Run
+
+SEEDS = 3
+"""How many seeds are tried where stock vLLM itself meets a tie; see docs/concepts/exactness.md."""
+SEED_STEP = 1_000_003
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A budget of our engine, and its limits where they are not the engine's."""
+
+    name: str
+    # None: the engine's
+    max_draft_tokens: int | None = None
+    length_weight: bool = True
+    # whether waiting requests get their places longest first
+    longest_first: bool = True
+
+    @property
+    def title(self) -> str:
+        draft = "" if self.max_draft_tokens is None else f" {self.max_draft_tokens}"
+        without = [
+            *([] if self.length_weight else ["length weight"]),
+            *([] if self.longest_first else ["longest first"]),
+        ]
+        return self.name + draft + (f" without {', '.join(without)}" if without else "")
+
+
+AUTO = Budget(name="auto")
+
+
+class BudgetEngines(Engines):
+    """Both engines, each in one process; a context manager.
+
+    Args:
+        spec_rollout: our engine's configuration.
+        scratch: folder for what the oracle drafts.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        report: Report,
+        spec_rollout: dict[str, Any],
+        scratch: Path,
+        *,
+        kv_gib: int,
+        is_verbose: bool,
+    ) -> None:
+        super().__init__(arguments, report, kv_gib=kv_gib, is_verbose=is_verbose, environment=IN_ONE_PROCESS)
+        self._oracle = write_answers(scratch / "oracle.json", {})
+        if "oracle" in spec_rollout["drafters"]:
+            spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
+        self._spec_rollout = spec_rollout
+
+    def __enter__(self) -> BudgetEngines:
+        try:
+            self.start(STOCK)
+            self.start(OURS, self._spec_rollout)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
+        """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
+        limit = budget.max_draft_tokens
+        self[OURS].ask("order_queue", longest_first=budget.longest_first)
+        self[OURS].ask(
+            "rpc",
+            method="spec_rollout_set_budget",
+            name=budget.name,
+            max_draft_tokens=limit,
+            max_depth=limit,
+            length_weight=budget.length_weight,
+            is_fresh=is_fresh,
+        )
+
+    def run_waves(
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        params: list[dict[str, Any]],
+        arrives_after: Sequence[int] = (),
+        reload_after: int | None = None,
+    ) -> Run:
+        """Requests that arrive once so many others have finished; see `engine_child.Engine`. Default: all at once."""
+        return self.run(
+            name,
+            prompts,
+            params,
+            "generate_in_waves",
+            arrives_after=list(arrives_after) or [0] * len(prompts),
+            reload_after=reload_after,
+            folder=str(self._arguments["model"]),
+        )
+
+    def set_answers(self, run: Run, accuracy: float, position: int | None = None) -> None:
+        """What the oracle drafts: stock's answers, under the requests' numbers; from `position` on, decoys only."""
+        path = write_answers(self._oracle, {str(i): ids for i, ids in enumerate(run.token_ids)})
+        self[OURS].ask("rpc", method="spec_rollout_set_oracle", path=str(path), accuracy=[accuracy], position=position)
+
+    def switches(self) -> dict[str, int]:
+        """How often the present budget went on and off since the last call."""
+        return self[OURS].ask("rpc", method="spec_rollout_switches")
+
+
+def first_identical(seed: int, begin: int, rows_of: Callable[[int], list[R]]) -> tuple[list[R], int]:
+    """(rows, number of the seed) of the first seed whose outputs are all stock's; of the last one if there is none.
+
+    A seed whose outputs differ met a tie of stock's own.
+    """
+    rows: list[R] = []
+    for number in range(begin, begin + SEEDS):
+        rows = rows_of(seed + number * SEED_STEP)
+        if all(row.identical for row in rows):
+            break
+    return rows, number

@@ -1,0 +1,296 @@
+"""One vLLM engine in a process of its own, driven over a pipe. Run as a script, by path.
+
+By path, because importing this project's package would patch vLLM: a stock engine must not even import it. So this file
+may import the standard library and vLLM, and nothing of ours but the package itself, and that only for our engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class Engine:
+    """Answers the operations named by its public methods; each takes and returns plain Python values."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine
+        self._calls = _beside("worker_calls")
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens added."""
+        tokenizer = self.llm.get_tokenizer()
+        return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+
+    def decode(self, token_ids: list[list[int]]) -> list[str]:
+        """Text of each list of tokens, special tokens left out."""
+        tokenizer = self.llm.get_tokenizer()
+        return [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        stats: bool = False,
+        is_warm: bool = False,
+        ids: list[str] | None = None,
+    ) -> dict[str, Any]:
+        """Run all requests to their ends, from a cold prefix cache; or from what `prime` left in it.
+
+        Args:
+            ids: the requests' names; default: their numbers.
+
+        Returns:
+            token_ids and finish_s per request, step_s (end of each engine step), wall_s; all times in seconds since the
+            first request could be scheduled. With `stats`, the worker's totals of this run.
+        """
+        if not is_warm:
+            self._forget_prefixes()
+        if stats:
+            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        result = self._run(prompts, params, ids)
+        if stats:
+            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+        return result
+
+    def prime(self, prompts: list[list[int]]) -> None:
+        """Compute these prompts into an empty prefix cache."""
+        self._forget_prefixes()
+        self._run(prompts, [{"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}] * len(prompts))
+
+    def randomise(self, logit_std: float) -> int:
+        """Replace all weights by random ones that make a lively model, equal in every process; returns a checksum.
+
+        vLLM's own dummy weights (at most 0.001 each) are equal in every process too, but they make every logit almost
+        0: noise alone would choose the tokens, and outputs would agree whatever attention computes. Needs
+        VLLM_ALLOW_INSECURE_SERIALIZATION=1, since the function travels to the worker.
+        """
+        checksum = self.llm.collective_rpc(self._calls.randomise, args=(logit_std,))[0]
+        self._forget_prefixes()
+        return checksum
+
+    def facts(self) -> dict[str, Any]:
+        """What this engine is made of, as its (first) worker sees it. Needs what `randomise` needs."""
+        return self.llm.collective_rpc(self._calls.facts)[0]
+
+    def profile(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
+        """As `generate(is_warm=True)`, with the device's busy time: where the time goes, not how much of it there is.
+
+        Returns:
+            steps; busy_ms, the union of all intervals in which the device worked; kernels, the costliest first:
+            [name, milliseconds, launches]. All over the whole run. Needs what `randomise` needs.
+        """
+        self.llm.collective_rpc(self._calls.start_profile)
+        steps = len(self._run(prompts, params)["step_s"])
+        return {"steps": steps, **self.llm.collective_rpc(self._calls.end_profile)[0]}
+
+    def extend(
+        self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int
+    ) -> dict[int, list[float]]:
+        """Milliseconds of one step that appends n tokens to each of these (cached) prefixes, per n in `num_tokens`.
+
+        The prefixes must fill whole KV cache blocks, so that the step computes the appended tokens and nothing else.
+        """
+        self._forget_prefixes()
+        first = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+        self._run([[*prefix, prefix[0]] for prefix in prefixes], [first] * len(prefixes))
+        rng = random.Random(seed)
+        times: dict[int, list[float]] = {n: [] for n in num_tokens}
+        # one unmeasured pass: kernels set themselves up at the first sight of a shape
+        for repeat in range(-1, repeats):
+            for n in num_tokens:
+                prompts = [[*prefix, *rng.choices(prefix, k=n)] for prefix in prefixes]
+                params = [{**first, "temperature": 1.0, "seed": i} for i in range(len(prompts))]
+                result = self._run(prompts, params)
+                if len(result["step_s"]) != 1:
+                    raise RuntimeError(f"{len(prompts)} x {n} tokens took {len(result['step_s'])} steps instead of one")
+                if repeat >= 0:
+                    times[n].append(result["wall_s"] * 1e3)
+        return times
+
+    def reload(self, folder: str) -> None:
+        """Replace the weights by those of the checkpoint in `folder`, of the same shape."""
+        # not `model.load_weights`: on CPU, layers hold their weights packed, which only a reload undoes
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._forget_prefixes()
+
+    def report_rewards(self, rewards: dict[str, float]) -> dict[str, int] | None:
+        """Tell our engine what requests (by name) earned; how many of them it knew, or None if it takes no rewards."""
+        return self._tell("report_rewards", rewards)
+
+    def begin_epoch(self) -> int | None:
+        """Tell our engine that every problem will be asked again; None if it keeps no epochs."""
+        return self._tell("begin_epoch")
+
+    def _tell(self, name: str, *arguments: Any) -> Any:
+        from vllm_specrollout.errors import UnsupportedError
+
+        for module in ("vllm_specrollout", "vllm_specrollout.reports"):
+            with contextlib.suppress(ModuleNotFoundError, UnsupportedError):
+                function = getattr(importlib.import_module(module), name, None)
+                if function is not None:
+                    return function(self.llm, *arguments)
+        return None
+
+    def rpc(self, method: str, **arguments: Any) -> Any:
+        """What the (first) worker answers to a method of its, called by name."""
+        return self.llm.collective_rpc(method, kwargs=arguments)[0]
+
+    def generate_in_waves(
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        arrives_after: list[int],
+        reload_after: int | None = None,
+        folder: str = "",
+        stats: bool = False,
+    ) -> dict[str, Any]:
+        """As `generate`, with requests that arrive once so many others have finished.
+
+        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: only then does the engine stand still between two steps, so that an
+        arrival meets the same step in every run.
+
+        Args:
+            arrives_after: per request, ascending: how many must have finished.
+            reload_after: once so many have finished, the weights are loaded anew from `folder`; the clock stands still.
+        """
+        self._forget_prefixes()
+        if stats:
+            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        finish_s, step_s = [0.0] * len(prompts), []
+        added = finished = 0
+        begin = time.perf_counter()
+        while finished < len(prompts):
+            while added < len(prompts) and arrives_after[added] <= finished:
+                self._add(str(added), prompts[added], params[added])
+                added += 1
+            outputs = self.core.step()
+            now = time.perf_counter() - begin
+            step_s.append(now)
+            for output in outputs:
+                if output.finished:
+                    i, finished = int(output.request_id), finished + 1
+                    token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
+            if reload_after is not None and finished >= reload_after:
+                reload_after, paused = None, time.perf_counter()
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+                begin += time.perf_counter() - paused
+        result = {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
+        if stats:
+            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+        # an empty step, which tells the worker of the last endings before anybody changes its policy
+        self.core.step()
+        return result
+
+    def order_queue(self, longest_first: bool) -> None:
+        """Switch the order of waiting requests, in our engine; it remembers lengths either way.
+
+        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: the scheduler is in this process.
+        """
+        self.core.engine_core.engine_core.scheduler.is_reordering = longest_first
+
+    def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.core.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+    def shape(self) -> dict[str, Any]:
+        """What may be drafted for this model, and why not more; only for our engine."""
+        stats = self.llm.collective_rpc("spec_rollout_stats")[0]
+        return {"shape": stats["shape"], "reason": stats["shape_reason"]}
+
+    def block_size(self) -> int:
+        return int(self.core.vllm_config.cache_config.block_size)
+
+    def _forget_prefixes(self) -> None:
+        # stock and ours may differ in block size, so what one would find in its cache the other might not
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: requests still hold blocks")
+
+    def _run(
+        self, prompts: list[list[int]], params: list[dict[str, Any]], ids: list[str] | None = None
+    ) -> dict[str, Any]:
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        finish_s, step_s = [0.0] * len(prompts), []
+        names = list(map(str, range(len(prompts)))) if ids is None else ids
+        number = {name: i for i, name in enumerate(names)}
+        # paused while the requests arrive, so that every run schedules them in the same steps
+        self.llm.sleep(level=0)
+        for i, (prompt, values) in enumerate(zip(prompts, params, strict=True)):
+            self._add(names[i], prompt, values)
+        begin = time.perf_counter()
+        self.llm.wake_up(tags=["scheduling"])
+        while self.core.has_unfinished_requests():
+            outputs = self.core.step()
+            now = time.perf_counter() - begin
+            step_s.append(now)
+            for output in outputs:
+                if output.finished:
+                    i = number[output.request_id]
+                    token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
+        return {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
+
+    def close(self) -> None:
+        self.core.engine_core.shutdown()
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder, by path, as all that is ours; workers get its functions by value, for want of a name."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def serve(connection: Connection) -> None:
+    """Build the engine that the first message describes, then answer one message after another until the pipe ends."""
+    start = connection.recv()
+    try:
+        if start["is_ours"]:
+            # its import is what makes `LLM(spec_rollout=...)` work
+            importlib.import_module("vllm_specrollout")
+        from vllm import LLM
+
+        engine = Engine(LLM(**start["arguments"]))
+    except Exception as error:
+        connection.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+        return
+    connection.send({"result": None})
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while (message := connection.recv()) is not None:
+            operation, arguments = message
+            try:
+                connection.send({"result": getattr(engine, operation)(**arguments)})
+            except Exception as error:
+                connection.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+    engine.close()
+
+
+# vLLM's workers are spawned, and import this file again under another name; or they are forked, and keep what is set
+if __name__ in ("__main__", "__mp_main__"):
+    # whoever finds this process hanging can ask where
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    interpreter = _beside("interpreter")
+    if interpreter.is_asked_for():
+        interpreter.prepare()
+if __name__ == "__main__":
+    descriptor = int(sys.argv[1])
+    # no worker may hold the pipe open after this process is gone
+    os.set_inheritable(descriptor, False)
+    serve(Connection(descriptor))

@@ -1,0 +1,186 @@
+"""Stock and ours, each in a process of its own, all alive at once; who runs when, and what stock's steps cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..policy.reward import problems
+from ..policy.tasks import Problem
+from ..policy.tokenizer import prompt_text
+from .engine_process import EngineProcess, EngineSpec, wait_until_quiet
+from .rows import Pair
+from .runs import Run, first_difference
+
+STOCK, OURS = "stock", "ours"
+PROMPT_LEN = 256
+"""Most tokens of a prompt; the tasks' prompts have 15 to 100."""
+IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Engines without a core apart: requests arrive at the same step in every run, and an idle engine waits on its pipe."""
+WARM_UP_TOKENS = 16
+Report = Callable[[str, int], None]
+"""Told what happens now, and how many units of progress are done since."""
+A = TypeVar("A", bound=Hashable)
+_EXTEND_REPEATS = 5
+_TITLES = {STOCK: STOCK, OURS: "spec rollout"}
+
+
+class Engines:
+    """Started engines by name; a context manager.
+
+    Args:
+        arguments: of `vllm.LLM`, the same for all.
+        environment: variables of all their processes.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        report: Report,
+        *,
+        kv_gib: int,
+        is_verbose: bool,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._arguments, self._report, self._environment = arguments, report, environment or {}
+        self._common: dict[str, Any] = {"kv_gib": kv_gib, "is_verbose": is_verbose}
+        self._stack = ExitStack()
+        self._processes: dict[str, EngineProcess] = {}
+        # what stock answered to the same requests the first time
+        self._first: dict[str, Run] = {}
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> EngineProcess:
+        return self._processes[name]
+
+    def close(self) -> None:
+        """End all engines."""
+        self._stack.close()
+        self._processes.clear()
+
+    def start(
+        self,
+        name: str,
+        spec_rollout: dict[str, Any] | None = None,
+        *,
+        has_plugin: bool | None = None,
+        environment: dict[str, str] | None = None,
+        **more: Any,
+    ) -> EngineProcess:
+        """Start one more; one unit of progress.
+
+        Args:
+            spec_rollout: our configuration; None: drafts nothing.
+            has_plugin: whether our plugin is loaded; default: if there is a configuration.
+            more: further arguments of `vllm.LLM`.
+        """
+        self._report(f"starting the {name} engine", 0)
+        spec = EngineSpec(
+            name=_TITLES.get(name, name),
+            arguments={**self._arguments, **more},
+            has_plugin=spec_rollout is not None if has_plugin is None else has_plugin,
+            spec_rollout=spec_rollout,
+            environment={**self._environment, **(environment or {})},
+            **self._common,
+        )
+        self._processes[name] = self._stack.enter_context(EngineProcess(spec))
+        self._report("", 1)
+        return self._processes[name]
+
+    def ask(self, name: str, operation: str, **arguments: Any) -> Any:
+        """As `EngineProcess.ask`, once every other engine has left the processor alone."""
+        self.wait_for(name)
+        return self[name].ask(operation, **arguments)
+
+    def wait_for(self, name: str) -> None:
+        """Wait until this engine has the processor for itself."""
+        if self._environment != IN_ONE_PROCESS:
+            wait_until_quiet(list(self._processes.values()), self[name])
+
+    def run(
+        self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], how: str = "generate", **more: Any
+    ) -> Run:
+        """These requests to their ends, by one engine; stock's answers are compared with its first ones.
+
+        Args:
+            how: an operation of `engine_child.Engine` that runs requests; `more` are its arguments.
+        """
+        has_stats = self[name].spec.spec_rollout is not None
+        run = Run.from_child(self.ask(name, how, prompts=list(prompts), params=params, stats=has_stats, **more))
+        if name == STOCK:
+            first = self._first.setdefault(json.dumps([prompts, params]), run)
+            run = replace(run, itself=first_difference(first, run))
+        return run
+
+    def record(self, *requests: Any, **more: Any) -> Run:
+        """Stock's answers, given twice: also its warm-up, and the comparison of stock with itself."""
+        self.run(STOCK, *requests, **more)
+        return self.run(STOCK, *requests, **more)
+
+    def encode(self, chosen: Sequence[Problem], most: int = PROMPT_LEN) -> list[list[int]]:
+        """Prompt tokens of each problem, at most so many."""
+        found = self[STOCK].ask("encode", texts=[prompt_text(problem.prompt) for problem in chosen])
+        return [ids[:most] for ids in found]
+
+    def prompts(self, count: int, most: int = PROMPT_LEN) -> list[list[int]]:
+        """Prompts of the tasks, the same in every benchmark that does not say otherwise."""
+        return self.encode(problems(count, seed=0), most)
+
+    def extend_ms(self, prefixes: list[list[int]], num_tokens: list[int], seed: int) -> dict[int, list[float]]:
+        """n -> milliseconds of stock's steps that append n tokens to each prefix, which fill whole KV cache blocks."""
+        return self.ask(STOCK, "extend", prefixes=prefixes, num_tokens=num_tokens, repeats=_EXTEND_REPEATS, seed=seed)
+
+
+def interleaved(number: int, arms: Sequence[A]) -> list[A | None]:
+    """Who runs when in one round; None is stock. Even: stock, then all. Odd: backwards, stock in their middle.
+
+    So drift of the host favours nobody: of one arm and stock, each goes first in every other round.
+    """
+    if number % 2 == 0:
+        return [None, *arms]
+    middle = -(-len(arms) // 2)
+    backwards: list[A | None] = list(reversed(arms))
+    return [*backwards[:middle], None, *backwards[middle:]]
+
+
+def run_round(number: int, arms: Sequence[A], run: Callable[[A | None], Run | None]) -> dict[A, Pair]:
+    """One run of each in that order, paired with stock's of this round; round -1 is the warm-up.
+
+    Args:
+        run: what an arm runs (None: stock); None leaves it out.
+    """
+    runs = {arm: found for arm in interleaved(number, arms) if (found := run(arm)) is not None}
+    stock = runs.pop(None)
+    return {arm: Pair(stock=stock, ours=found, is_timed=number >= 0) for arm, found in runs.items() if arm is not None}
+
+
+def sampling(
+    seed: int, max_tokens: int, options: dict[str, Any] | None = None, *, is_to_the_end: bool = False
+) -> dict[str, Any]:
+    """`SamplingParams` of one request at temperature 1.
+
+    Args:
+        options: the request's own for our engine; None: none, as for stock.
+        is_to_the_end: go on to `max_tokens` whatever is sampled.
+    """
+    values: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": max_tokens}
+    if is_to_the_end:
+        values["ignore_eos"] = True
+    if options is not None:
+        values["extra_args"] = {"spec_rollout": options}
+    return values
+
+
+def write_answers(path: Path, answers: dict[str, Sequence[int]]) -> Path:
+    """What the oracle drafts: problem id -> tokens."""
+    path.write_text(json.dumps({name: list(ids) for name, ids in answers.items()}), encoding="utf-8")
+    return path

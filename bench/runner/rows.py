@@ -1,0 +1,195 @@
+"""The rows of a report: from paired runs to ratios. Pure.
+
+A row whose outputs differ keeps its counts and loses every time: there is no speed of a wrong answer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from .ideal import StepTimes, ideal_speedup
+from .runs import Run, WorkerTotals, first_difference
+
+R = TypeVar("R", bound="Row")
+SPEEDS = (
+    *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
+    *("tokens_per_s", "stock_tokens_per_s", "overhead_ms_per_step", "draft_ms_per_step", "stock_step_ms", "rounds_s"),
+)
+"""Fields of a row that are told only if outputs are identical."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two runs of the same requests, one right after the other."""
+
+    stock: Run
+    ours: Run
+    # a warm-up run counts for identity, not for time
+    is_timed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a report; docs/reference/bench.md says what each field means. None: not measured, or not told."""
+
+    name: str
+    batch: int
+    draft: int
+    num_requests: int
+    output_tokens: int
+    identical: bool
+    difference: str | None
+    speedup: float | None
+    # lower and upper, over rounds
+    speedup_quartiles: tuple[float, float] | None
+    ideal: float | None
+    efficiency: float | None
+    decode_speedup: float | None
+    makespan_s: float | None
+    stock_makespan_s: float | None
+    tokens_per_s: float | None
+    stock_tokens_per_s: float | None
+    steps: int
+    stock_steps: int
+    tokens_per_step: float | None
+    nodes_per_step: float | None
+    verified_per_accepted: float | None
+    overhead_ms_per_step: float | None
+    draft_ms_per_step: float | None
+    # tokens per request -> milliseconds of a stock step at this batch
+    stock_step_ms: dict[str, float] | None
+    # per timed round: [stock seconds, our seconds]
+    rounds_s: list[list[float]] | None
+
+
+def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: StepTimes | None = None) -> Row:
+    """Sum up all pairs of one configuration.
+
+    Args:
+        times: stock's step times at this batch; None leaves `ideal` and `efficiency` out.
+    """
+    timed = [pair for pair in pairs if pair.is_timed]
+    last = timed[-1]
+    difference = _difference(pairs)
+    counts = _counts(last.ours)
+    values: dict[str, Any] = dict.fromkeys(SPEEDS)
+    if difference is None:
+        values = _speeds(timed, counts, times)
+    return Row(
+        name=name,
+        batch=batch,
+        draft=draft,
+        num_requests=len(last.stock.token_ids),
+        output_tokens=last.stock.num_tokens,
+        identical=difference is None,
+        difference=difference,
+        steps=len(last.ours.step_s),
+        stock_steps=len(last.stock.step_s),
+        **counts,
+        **values,
+    )
+
+
+def extended(cls: type[R], row: Row, **more: Any) -> R:
+    """The row with fields of its scenario."""
+    return cls(**{one.name: getattr(row, one.name) for one in fields(Row)}, **more)
+
+
+def without_speed(row: R) -> R:
+    """The row of a cell in which another one's outputs differ: there is nothing to compare its speed with."""
+    return replace(row, **dict.fromkeys(SPEEDS))
+
+
+def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
+    """How many times as long the first takes as the second, median over rounds."""
+    timed = [[pair.ours.wall_s for pair in pairs if pair.is_timed] for pairs in (ours, than)]
+    return statistics.median(one / other for one, other in zip(*timed, strict=True))
+
+
+def speedup(pairs: Sequence[Pair]) -> float:
+    """Stock's makespan by ours, median over rounds."""
+    return statistics.median(pair.stock.wall_s / pair.ours.wall_s for pair in pairs if pair.is_timed)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper; of one value, that value twice."""
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _difference(pairs: Sequence[Pair]) -> str | None:
+    """Stock against itself first: what it does not repeat, nobody can be compared with."""
+    itself = [pair.stock.itself for pair in pairs if pair.stock.itself is not None]
+    found = itself or [d for pair in pairs if (d := first_difference(pair.stock, pair.ours)) is not None]
+    if not found:
+        return None
+    more = f"; in {len(found)} runs" if len(found) > 1 else ""
+    return ("stock against itself: " if itself else "") + found[0].as_text("then" if itself else "ours") + more
+
+
+def _speeds(timed: Sequence[Pair], counts: dict[str, Any], times: StepTimes | None) -> dict[str, Any]:
+    """The fields of SPEEDS."""
+    last, ideal = timed[-1], None
+    if times is not None and counts["tokens_per_step"] is not None:
+        ideal = ideal_speedup(counts["tokens_per_step"], counts["nodes_per_step"] or 0.0, times)
+    faster = speedup(timed)
+    ours_s = statistics.median(pair.ours.wall_s for pair in timed)
+    stock_s = statistics.median(pair.stock.wall_s for pair in timed)
+    return {
+        "speedup": faster,
+        "speedup_quartiles": quartiles([pair.stock.wall_s / pair.ours.wall_s for pair in timed]),
+        "ideal": ideal,
+        "efficiency": None if ideal is None else faster / ideal,
+        "decode_speedup": _decode_speedup(timed),
+        "makespan_s": ours_s,
+        "stock_makespan_s": stock_s,
+        "tokens_per_s": last.ours.num_tokens / ours_s,
+        "stock_tokens_per_s": last.stock.num_tokens / stock_s,
+        **_per_step_ms(timed),
+        "stock_step_ms": None if times is None else {str(n): ms for n, ms in sorted(times.items())},
+        "rounds_s": [[pair.stock.wall_s, pair.ours.wall_s] for pair in timed],
+    }
+
+
+def _counts(run: Run) -> dict[str, Any]:
+    """Per request and step. The step that computes the prompt is left out: it has no draft and yields one token."""
+    names = ("tokens_per_step", "nodes_per_step", "verified_per_accepted")
+    totals = run.totals
+    if totals is None:
+        return dict(zip(names, (1.0, 0.0, None), strict=True))
+    decode_steps = totals.request_steps - len(run.token_ids)
+    if decode_steps <= 0:
+        return dict.fromkeys(names)
+    values = (
+        # what a request was given, not what the worker sampled: tokens after a stop are dropped
+        (run.num_tokens - len(run.token_ids)) / decode_steps,
+        totals.drafted / decode_steps,
+        totals.drafted / totals.accepted if totals.accepted else None,
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def _decode_speedup(timed: Sequence[Pair]) -> float | None:
+    if any(pair.ours.decode_s <= 0 or pair.stock.decode_s <= 0 for pair in timed):
+        return None
+    return statistics.median(pair.stock.decode_s / pair.ours.decode_s for pair in timed)
+
+
+def _per_step_ms(timed: Sequence[Pair]) -> dict[str, Any]:
+    """What a step of ours costs beyond the forward pass, and the drafting part of it."""
+    known = [(pair.ours, totals) for pair in timed if (totals := pair.ours.totals) is not None]
+    if not known:
+        return {"overhead_ms_per_step": None, "draft_ms_per_step": None}
+    return {
+        "overhead_ms_per_step": statistics.median(_overhead_ms(run, totals) for run, totals in known),
+        "draft_ms_per_step": statistics.median(totals.draft_ms / totals.steps for _, totals in known),
+    }
+
+
+def _overhead_ms(run: Run, totals: WorkerTotals) -> float:
+    return (run.wall_s * 1e3 - totals.forward_ms) / totals.steps

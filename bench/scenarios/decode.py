@@ -1,0 +1,220 @@
+"""`specrollout bench engine`: decoding speed with drafts of known quality, against stock vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+
+from vllm_specrollout import cli_flags
+from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout.errors import ConfigError
+
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, Report, run_round, sampling, write_answers
+from ..runner.ideal import step_times
+from ..runner.models import check_length, find_model
+from ..runner.report import Found, host, print_rows
+from ..runner.rows import Pair, Row, make_row
+from ..runner.run import command
+from ..runner.runs import Run
+from ..runner.scenario import EngineScenario, Session, flag
+
+SHAPES = ("tree", "chain", "both")
+INSTALLED, IDLE = "installed", "idle"
+# a context longer than any n-gram looked up here ever repeats: this drafter is asked every step and never drafts
+_NEVER_DRAFTS = {"drafters": ["ngram"], "budget": "fixed", "ngram": {"min_match": 64, "max_match": 64}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One thing measured against stock: an engine, and how much it may draft."""
+
+    name: str
+    # which engine runs it
+    engine: str
+    # draft tokens per request and step; 0 where nothing is drafted
+    draft: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode(EngineScenario):
+    """Decode with drafts of known accuracy (the oracle drafter) and without: speed-up, ideal, efficiency."""
+
+    bench: ClassVar[str] = "engine"
+
+    size: str | None = flag(None, is_setting=False)
+    """Random weights of this size: 1M, 3M, 30M, 150M or 400M."""
+    model: Path | None = flag(None, is_setting=False)
+    """A model's folder, instead of random weights."""
+    batches: tuple[int, ...] = flag((1, 4, 16), "--batch", within=(1, 256))
+    """Requests at once."""
+    drafts: tuple[int, ...] = flag((3, 7, 15), "--draft", within=(1, MAX_NODES))
+    """Draft tokens per request and step."""
+    tokens: int = flag(96, within=(2, 1 << 16))
+    """Tokens generated per request."""
+    accuracy: tuple[float, ...] = flag((1.0,), parse=cli_flags.probabilities)
+    """Probability that the draft of rank 1, 2, ... is right; several ranks make trees."""
+    shape: str = flag("tree", choices=SHAPES)
+    """tree, chain (first rank only), or both."""
+    rounds: int = flag(3, "--rounds", "--repeats", within=(1, 1000))
+    """Timed rounds; the medians are reported."""
+    is_off_path: bool = flag(False, "--off-path")
+    """Measure what the plugin costs while it drafts nothing."""
+    is_eager: bool = flag(True, "--eager/--compiled")
+    """Without or with torch.compile, in both."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size is not None and self.model is not None:
+            raise ConfigError("`--size` and `--model` are both given", "give one: a size is of random weights")
+        if self.shape == "both" and len(self.accuracy) == 1:
+            raise ConfigError(
+                "`--shape both` compares a chain with a tree, and one rank makes no tree",
+                "give more ranks, for example `--accuracy 0.6,0.2`",
+            )
+
+    def arms(self) -> list[Arm]:
+        if self.is_off_path:
+            return [
+                Arm(name="installed, off", engine=INSTALLED, draft=0),
+                Arm(name="on, no drafts", engine=IDLE, draft=0),
+            ]
+        shapes = ("chain", "tree") if self.shape == "both" else (self.shape,)
+        # one rank is a chain, whatever shape is allowed
+        titles = {"tree": "tree" if len(self.accuracy) > 1 else "chain", "chain": "chain"}
+        return [Arm(name=titles[shape], engine=shape, draft=draft) for shape in shapes for draft in self.drafts]
+
+    def spec_rollout(self, engine: str, oracle: Path) -> dict[str, Any] | None:
+        """Our configuration of an engine named by an arm; None for one without drafts."""
+        if engine in (STOCK, INSTALLED):
+            return None
+        if engine == IDLE:
+            return dict(_NEVER_DRAFTS)
+        largest = max(self.drafts)
+        ranks = self.accuracy if engine == "tree" else self.accuracy[:1]
+        return {
+            "drafters": ["oracle"],
+            "budget": "fixed",
+            "shape": engine,
+            "max_draft_tokens": largest,
+            "max_depth": largest,
+            "oracle": {"path": str(oracle), "accuracy": list(ranks)},
+        }
+
+    def max_model_len(self) -> int:
+        """Room for prompts, answers, and the step-time measurement's prefix."""
+        return PROMPT_LEN + self.tokens + 2 * PROMPT_LEN
+
+    def params(self, batch: int, draft: int | None) -> list[dict[str, Any]]:
+        """`SamplingParams` of each request: without our options (draft None), or with them."""
+        made = []
+        for i in range(batch):
+            options: dict[str, Any] | None = None
+            if draft is not None:
+                options = {"problem_id": problem_id(batch, i), **({"max_draft_tokens": draft} if draft else {})}
+            made.append(sampling(self.seed + i, self.tokens, options, is_to_the_end=True))
+        return made
+
+    def measure(self, session: Session) -> Found:
+        folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=False)
+        check_length(folder, self.max_model_len())
+        arms = self.arms()
+        engines = len({arm.engine for arm in arms}) + 1
+        per_batch = 1 + len(arms) * (self.rounds + 1) + (0 if self.is_off_path else self.rounds)
+        report = session.display.steps(engines + len(self.batches) * per_batch)
+        # all prompts, and all drafts, in one step; the step-time prefixes are longer than both
+        shape = {"seqs": max(self.batches), "length": self.max_model_len(), "width": 2 * PROMPT_LEN}
+        arguments = self.arguments(folder, **shape, is_eager=self.is_eager)
+        with Engines(arguments, report, kv_gib=self.kv_gib, is_verbose=self.verbose) as running:
+            return Found(model=title, rows=_Bench(self, running, report).run(session.scratch / "oracle.json"))
+
+    def show(self, found: Found, out: Console) -> None:
+        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {_join(self.accuracy)}"
+        what = f"{found.model}, {self.dtype}, {self.tokens} tokens per request, {drafts}; {host()['cpu']}"
+        out.print(what, markup=False)
+        print_rows(found.rows, out)
+
+
+def problem_id(batch: int, request: int) -> str:
+    """The oracle's key. Per batch, since stock's rounding, and so its tokens, may differ from batch to batch."""
+    return f"{batch}/{request}"
+
+
+class _Bench:
+    def __init__(self, scenario: Decode, engines: Engines, report: Report) -> None:
+        self._scenario, self._engines, self._report = scenario, engines, report
+        self._prompts: list[list[int]] = []
+
+    def run(self, oracle: Path) -> list[Row]:
+        """All batches under all arms, round by round."""
+        scenario, arms = self._scenario, self._scenario.arms()
+        self._engines.start(STOCK)
+        self._record(oracle)
+        for engine in dict.fromkeys(arm.engine for arm in arms):
+            self._engines.start(engine, scenario.spec_rollout(engine, oracle), has_plugin=True)
+        pairs: dict[tuple[int, Arm], list[Pair]] = {(n, arm): [] for n in scenario.batches for arm in arms}
+        extend: dict[int, dict[int, list[float]]] = {batch: {} for batch in scenario.batches}
+        for number in range(-1, scenario.rounds):
+            for batch, arm in pairs:
+                pairs[batch, arm].append(self._pair(number, batch, arm))
+                if number >= 0 and arm is arms[-1] and not scenario.is_off_path:
+                    self._extend(batch, extend[batch])
+        return [_row(batch, arm, own, extend[batch]) for (batch, arm), own in pairs.items()]
+
+    def _record(self, oracle: Path) -> None:
+        """Stock's answers at every batch, for the oracle."""
+        self._prompts = self._engines.prompts(max(self._scenario.batches))
+        recorded: dict[str, Sequence[int]] = {}
+        for batch in self._scenario.batches:
+            self._report(f"recording batch {batch}", 0)
+            run = self._engines.record(self._prompts[:batch], self._scenario.params(batch, None))
+            recorded |= {problem_id(batch, i): ids for i, ids in enumerate(run.token_ids)}
+            self._report("", 1)
+        write_answers(oracle, recorded)
+
+    def _pair(self, number: int, batch: int, arm: Arm) -> Pair:
+        when = f"round {number + 1} of {self._scenario.rounds}" if number >= 0 else "warm-up"
+        self._report(f"{when}: batch {batch}, {arm.name}" + (f" {arm.draft}" if arm.draft else ""), 0)
+
+        def run(one: Arm | None) -> Run:
+            name = STOCK if one is None else one.engine
+            draft = arm.draft if name not in (STOCK, INSTALLED) else None
+            return self._engines.run(name, self._prompts[:batch], self._scenario.params(batch, draft))
+
+        pair = run_round(number, [arm], run)[arm]
+        self._report("", 1)
+        return pair
+
+    def _extend(self, batch: int, times: dict[int, list[float]]) -> None:
+        """One round of stock's step times at this batch, over prefixes about as long as the context half way."""
+        self._report(f"stock's step times at batch {batch}", 0)
+        scenario, prompts = self._scenario, self._prompts[:batch]
+        block = self._engines[STOCK].ask("block_size")
+        half_way = max(map(len, prompts)) + scenario.tokens // 2
+        length = min(max(1, round(half_way / block)) * block, scenario.max_model_len() // block * block - block)
+        prefixes = [_repeat(prompt, i, max(block, length)) for i, prompt in enumerate(prompts)]
+        wanted = [1, *(1 + draft for draft in scenario.drafts)]
+        for n, milliseconds in self._engines.extend_ms(prefixes, wanted, seed=batch).items():
+            times.setdefault(n, []).extend(milliseconds)
+        self._report("", 1)
+
+
+def _row(batch: int, arm: Arm, pairs: Sequence[Pair], extend: dict[int, list[float]]) -> Row:
+    decode_ms = [ms for pair in pairs if pair.is_timed for ms in pair.stock.step_ms()]
+    return make_row(arm.name, batch, arm.draft, pairs, step_times(decode_ms, extend or {1: [0.0]}))
+
+
+def _repeat(prompt: list[int], request: int, length: int) -> list[int]:
+    """A prefix of `length` tokens, different for every request, so that no two share cached blocks."""
+    unit = [*prompt[request % len(prompt) :], *prompt[: request % len(prompt)]]
+    return (unit * (length // len(unit) + 1))[:length]
+
+
+def _join(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+bench_engine = command(Decode)

@@ -1,0 +1,118 @@
+"""Why the slowest requests took so long: what was decided for them, stretch by stretch. Pure but for the printing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from vllm_specrollout.journal import Stretch, condensed
+
+from ..policy.tasks import Problem
+from ..runner.runs import Run
+
+_MOST_LINES = 12
+_MOST_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """One request of a rollout, and what was decided for it."""
+
+    problem_id: str
+    # of the problem's answers, from 1
+    answer: int
+    num_tokens: int
+    # seconds since the run's start
+    finish_s: float
+    # in order; times since the run's start. Empty: the budget was never asked
+    stretches: tuple[Stretch, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def slowest(
+    run: Run, told: Sequence[Mapping[str, Any]], problems: Sequence[Problem], samples: int, count: int
+) -> list[Explained]:
+    """The requests that ended last, the very last one first.
+
+    Args:
+        run: of our engine; all samples of the first problem, then of the second, ...
+        told: the worker's `spec_rollout_explained` after that run; names are the requests' numbers.
+    """
+    by_name = {entry["name"]: [Stretch(**stretch) for stretch in entry["stretches"]] for entry in told}
+    last = sorted(range(len(run.finish_s)), key=lambda i: -run.finish_s[i])[:count]
+    found = []
+    for i in last:
+        stretches = by_name.get(str(i), [])
+        for stretch in stretches:
+            stretch.end = min(stretch.end, len(run.token_ids[i]))
+            # the worker's clock starts with the end of the first step
+            stretch.begin_s += run.step_s[0]
+            stretch.end_s += run.step_s[0]
+        found.append(
+            Explained(
+                problem_id=problems[i // samples].problem_id,
+                answer=i % samples + 1,
+                num_tokens=len(run.token_ids[i]),
+                finish_s=run.finish_s[i],
+                stretches=tuple(condensed(stretches, _MOST_LINES)),
+            )
+        )
+    return found
+
+
+def print_explained(explained: Sequence[Explained], out: Console) -> None:
+    """A table per request, a line per stretch."""
+    for number, one in enumerate(explained, 1):
+        steps = sum(stretch.steps for stretch in one.stretches)
+        begin = f" (begun at {one.stretches[0].begin_s:.2f} s)" if one.stretches else ""
+        out.print(
+            f"\nslowest {number}: {one.problem_id}, answer {one.answer}: {one.num_tokens} tokens in {steps} steps,"
+            f" done at {one.finish_s:.2f} s{begin}",
+            markup=False,
+            highlight=False,
+        )
+        if one.stretches:
+            out.print(_table(one.stretches))
+        else:
+            out.print("the budget was never asked for it: `specrollout doctor --model` says what may be drafted")
+
+
+def _table(stretches: Sequence[Stretch]) -> Table:
+    table = Table(pad_edge=False)
+    for title in ("tokens", "from s", "running"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("why")
+    for title in ("steps", "nodes/ step", "accepted/ step", "expected/ step", "ms/ step", "expected (plain) ms"):
+        table.add_column(title, justify="right")
+    for one in stretches:
+        steps = one.steps
+        table.add_row(
+            f"{one.first}-{one.end}",
+            f"{one.begin_s:.2f}",
+            f"{one.batch / steps:.0f}",
+            reasons_text(one.reasons),
+            str(steps),
+            f"{one.nodes / steps:.1f}",
+            f"{one.accepted / steps:.1f}",
+            f"{one.expected / steps:.1f}" if one.expected > 0.0 else "-",
+            f"{(one.end_s - one.begin_s) * 1e3 / steps:.1f}",
+            f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else "-",
+        )
+    return table
+
+
+def reasons_text(reasons: Mapping[str, int]) -> str:
+    """`pays`, or `pays 61 %, nothing proposed 39 %`: most frequent first, at most three by name."""
+    if len(reasons) == 1:
+        return next(iter(reasons))
+    steps = sum(reasons.values())
+    ranked = sorted(reasons.items(), key=lambda item: -item[1])
+    named = ranked[:_MOST_REASONS]
+    parts = [f"{reason} {100 * count / steps:.0f} %" for reason, count in named]
+    other = steps - sum(count for _, count in named)
+    return ", ".join([*parts, f"other {100 * other / steps:.0f} %"] if other else parts)

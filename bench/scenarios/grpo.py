@@ -1,0 +1,250 @@
+"""`specrollout bench grpo`: GRPO of the small policy, rolled out by stock vLLM, vLLM's own speculation and ours."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+
+from vllm_specrollout.config import parse
+from vllm_specrollout.errors import ConfigError
+
+from ..grpo.arms import Arm, Request, overlaid, suffix_problem
+from ..grpo.loop import Loop, Models, Outcome, num_units
+from ..grpo.rows import SUFFIX, epoch_rows
+from ..grpo.show import print_ablation, print_epochs, print_notes
+from ..policy.grpo import GrpoConfig
+from ..policy.reward import problems
+from ..policy.tasks import FAMILIES, Problem
+from ..runner.engines import OURS, PROMPT_LEN, STOCK, Engines
+from ..runner.models import check_length, find_model
+from ..runner.plots import plot_epochs
+from ..runner.report import Found
+from ..runner.run import command
+from ..runner.scenario import EngineScenario, Session, check_picture, flag
+
+ENGINES = (STOCK, "ngram", SUFFIX, OURS)
+# vLLM's own drafters, by `speculative_config`; what is not named has vLLM's default
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 7, "prompt_lookup_min": 3}
+ABLATIONS: Mapping[str, Mapping[str, Any]] = {
+    "no rewards": {"history": {"reward_weight": 0.0}},
+    "no siblings": {"history": {"siblings": False}},
+    "one epoch": {"history": {"epochs": 1}},
+    "global index": {"history": {"scope": "global"}},
+}
+"""Variants of ours: name -> what is laid over its configuration."""
+_QUICK = {"problems": 2, "problems_per_step": 2, "samples": 2, "epochs": 2, "batch": 4, "max_tokens": 24}
+"""What `--quick` puts in place of the sizes."""
+_UPDATE = GrpoConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo(EngineScenario):
+    """Train the small policy by GRPO, rolled out by stock vLLM and by others, their tokens compared."""
+
+    bench: ClassVar[str] = "grpo"
+
+    model: Path | None = flag(None, is_setting=False)
+    """The policy's folder; default: the one that comes with the project."""
+    size: str = flag("150M", is_setting=False)
+    """Cost of the model the engines run: 30M, 150M, 400M, or `none` for the policy as it is."""
+    engines: tuple[str, ...] = flag((STOCK, OURS), choices=ENGINES)
+    """Which engines roll out: stock, ngram, suffix, ours."""
+    spec_rollout: dict[str, Any] = flag({"drafters": ["history"]})
+    """Our engine's configuration, JSON or a file of it."""
+    ngram: dict[str, Any] = flag(_NGRAM)
+    """`speculative_config` of the ngram engine."""
+    suffix: dict[str, Any] = flag({"method": "suffix"})
+    """`speculative_config` of the suffix engine."""
+    suffix_path: str = flag("", is_setting=False)
+    """Folder that holds arctic_inference, if not installed."""
+    ablate: bool = flag(False)
+    """Also run ours without one part of its history each."""
+    problems: int = flag(16, within=(1, 10_000))
+    """Problems of the fixed set, from the training split."""
+    problems_per_step: int = flag(8, within=(1, 10_000))
+    """Problems between two updates; divides --problems."""
+    samples: int = flag(8, within=(2, 1000))
+    """Answers to each problem."""
+    epochs: int = flag(6, within=(1, 10_000))
+    """Passes over the problems."""
+    family: str | None = flag(None, choices=FAMILIES)
+    """arith or puzzle; default: both in turns."""
+    batch: int = flag(16, within=(1, 256))
+    """Requests at once (max_num_seqs)."""
+    max_tokens: int = flag(256, within=(2, 1 << 16))
+    """Tokens after which an answer is cut."""
+    learning_rate: float = flag(_UPDATE.learning_rate)
+    """Of AdamW."""
+    clip: float = flag(_UPDATE.clip_low)
+    """Ratios outside 1 +- this earn nothing more."""
+    kl: float = flag(_UPDATE.kl_weight)
+    """Weight of the KL divergence from the first policy."""
+    inner_epochs: int = flag(_UPDATE.inner_epochs)
+    """Passes over a rollout's answers."""
+    minibatches: int = flag(_UPDATE.minibatches)
+    """Optimiser steps per pass."""
+    threads: int = flag(1, within=(1, 256))
+    """Torch threads of the trainer."""
+    seed: int = flag(0, within=(0, 1 << 30))
+    """Of the problems, their order and sampling."""
+    quick: bool = flag(False, is_setting=False)
+    """A few short answers only, whatever the sizes say."""
+    plot: Path | None = flag(None, is_setting=False)
+    """Draw rewards, tokens and times into this file."""
+    trace: Path | None = flag(None, is_setting=False)
+    """Write every rollout's answers into this folder."""
+    save: Path | None = flag(None, is_setting=False)
+    """Write the trained policy into this folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.problems % self.problems_per_step:
+            raise ConfigError(
+                f"`--problems` is {self.problems}, no multiple of `--problems-per-step`, {self.problems_per_step}",
+                "every step of every epoch needs as many problems: change one of the two",
+            )
+
+    def resolved(self) -> Grpo:
+        return replace(self, **_QUICK) if self.quick else self  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        super().check()
+        _ = self.grpo, self.arms()
+        for folder, name in ((self.trace, "--trace"), (self.save, "--save")):
+            if folder is not None and folder.is_file():
+                raise ConfigError(f"`{name}` is `{folder}`, which is a file", "name a folder")
+        if self.trace is not None and any(self.trace.glob("rollout-*")):
+            cause = f"`--trace` is `{self.trace}`, which holds another trace"
+            raise ConfigError(cause, "name a new folder, or empty this one")
+        check_picture(self.plot)
+
+    @property
+    def grpo(self) -> GrpoConfig:
+        """
+        Raises:
+            ConfigError: a value outside its limits.
+        """
+        clips = {"clip_low": self.clip, "clip_high": self.clip, "kl_weight": self.kl}
+        passes = {"inner_epochs": self.inner_epochs, "minibatches": self.minibatches}
+        return GrpoConfig(learning_rate=self.learning_rate, seed=self.seed, **clips, **passes)  # type: ignore[arg-type]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.problems // self.problems_per_step
+
+    @property
+    def num_steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    def settings(self) -> dict[str, Any]:
+        arms = [arm.as_dict() for arm in self.arms()]
+        return {**super().settings(), "grpo": asdict(self.grpo), "engines": arms}
+
+    def arms(self) -> list[Arm]:
+        """Stock first, then the others asked for; with `ablate`, the variants of ours after it.
+
+        Raises:
+            ConfigError: `stock` is left out, or our configuration is wrong.
+        """
+        if STOCK not in self.engines:
+            cause = f"`--engines` is {','.join(self.engines)}, without stock"
+            raise ConfigError(cause, "add `stock`: training goes on from its rollouts")
+        made = [
+            Arm(name=STOCK),
+            Arm(name="ngram", speculative=self.ngram),
+            Arm(name=SUFFIX, speculative=self.suffix, import_path=self.suffix_path),
+            Arm(name=OURS, spec_rollout=self.spec_rollout),
+        ]
+        arms = [arm for arm in made if arm.name in self.engines or (arm.is_ours and self.ablate)]
+        if self.ablate:
+            named = self.spec_rollout.get("drafters")
+            if "history" not in (named or ()):
+                cause = f"`--ablate` varies the history drafter, and `--spec-rollout` names {named}"
+                raise ConfigError(cause, 'add "history" to its drafters')
+            arms += [Arm(name=name, spec_rollout=overlaid(self.spec_rollout, over)) for name, over in ABLATIONS.items()]
+        for arm in arms:
+            if arm.is_ours:
+                parse(dict(arm.spec_rollout or {}), "--spec-rollout")
+        return arms
+
+    def problem_set(self) -> list[Problem]:
+        """The problems of the loop, equal for equal scenarios."""
+        return problems(self.problems, self.seed, self.family, split="train")
+
+    def problems_of_step(self, chosen: Sequence[Problem], step: int) -> list[Problem]:
+        """Which problems step `step` (from 0) rolls out: each epoch is a new order of the whole set, cut into steps."""
+        epoch, part = divmod(step, self.steps_per_epoch)
+        order = list(chosen)
+        random.Random(f"order/{self.seed}/{epoch}").shuffle(order)
+        return order[part * self.problems_per_step : (part + 1) * self.problems_per_step]
+
+    def requests_of_step(
+        self, chosen: Sequence[Problem], prompts: Mapping[str, Sequence[int]], step: int
+    ) -> list[Request]:
+        """All samples of the step's first problem, then of the second, ...
+
+        Args:
+            prompts: problem id -> prompt tokens.
+        """
+        return [
+            Request(
+                # no name comes twice in a run: engines that keep answers by name must not take one for another
+                request_id=f"{step}/{problem.problem_id}/{sample}",
+                problem=problem,
+                sample=sample,
+                seed=zlib.crc32(f"{self.seed}/{step}/{problem.problem_id}/{sample}".encode()),
+                prompt_ids=tuple(prompts[problem.problem_id]),
+            )
+            for problem in self.problems_of_step(chosen, step)
+            for sample in range(self.samples)
+        ]
+
+    def measure(self, session: Session) -> Found:
+        size = None if self.size == "none" else self.size
+        arms, notes = self.arms(), []
+        if any(arm.name == SUFFIX for arm in arms) and (problem := suffix_problem(self.suffix_path)) is not None:
+            arms = [arm for arm in arms if arm.name != SUFFIX]
+            why = f"suffix was left out: arctic_inference cannot be imported ({problem})"
+            notes.append(f"{why}; name its folder with `--suffix-path`")
+        policy, _ = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
+        served, title = find_model(self.model, size, self.dtype, self.cache, session.display, is_policy=True)
+        length = PROMPT_LEN + self.max_tokens
+        check_length(served, length)
+        together = [arm for arm in arms if arm.name not in ABLATIONS]
+        variants = [arm for arm in arms if arm.name in ABLATIONS]
+        report = session.display.steps(num_units(self, together, variants))
+        arguments = self.arguments(served, seqs=self.batch, length=length, width=2 * PROMPT_LEN)
+
+        def make_engines() -> Engines:
+            return Engines(arguments, report, kv_gib=self.kv_gib, is_verbose=self.verbose)
+
+        outcome = Loop(self, Models(policy=policy, size=size), make_engines, report).run(together, variants)
+        outcome = replace(outcome, notes=(*notes, *outcome.notes))
+        rows = epoch_rows(outcome.steps)
+        extra = {"epochs": [asdict(row) for row in rows], "notes": list(outcome.notes)}
+        return Found(model=title, rows=outcome.steps, extra=extra, more=(outcome, rows))
+
+    def _title(self, found: Found) -> str:
+        sizes = f"{self.problems} problems x {self.samples} answers x {self.epochs} epochs, {self.batch} at once"
+        return f"{found.model}{', as it is' if self.size == 'none' else ''}, {self.dtype}: {sizes}"
+
+    def show(self, found: Found, out: Console) -> None:
+        outcome: Outcome
+        outcome, rows = found.more
+        out.print(self._title(found), markup=False)
+        print_epochs(rows, out)
+        if self.ablate:
+            print_ablation(rows, out)
+        print_notes(outcome.steps, outcome.notes, out)
+
+    def draw(self, found: Found, path: Path) -> None:
+        plot_epochs(found.rows, found.more[1], self._title(found), path)
+
+
+bench_grpo = command(Grpo)

@@ -1,0 +1,300 @@
+"""`specrollout bench sweep`: `auto` against stock and against every fixed draft length, over batches and accuracies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+
+from vllm_specrollout import cli_flags
+from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout.errors import ConfigError
+
+from ..runner.budgets import AUTO, Budget, BudgetEngines, first_identical
+from ..runner.engines import OURS, STOCK, Report, run_round, sampling
+from ..runner.models import check_length, find_model
+from ..runner.plots import plot_sweep
+from ..runner.report import Found
+from ..runner.rows import Pair, Row, extended, make_row, ratio, speedup, without_speed
+from ..runner.run import command
+from ..runner.runs import Run, first_difference
+from ..runner.scenario import EngineScenario, Session, check_picture, flag
+from .rollout import DRAFTERS
+
+PROMPT_LEN = 64
+"""Most tokens of a prompt: short, so that the runs are decoding."""
+LIMIT = 0.97
+"""The least of both ratios that passes: auto to stock, and auto to the best fixed draft length."""
+HOPELESS = 0.85
+"""Longer drafts are not tried in a cell where one reached less than this share of the best before it."""
+_TOKENS = {1: 64, 2: 64, 4: 48, 8: 40, 16: 32, 32: 24, 256: 20}
+_Pairs = dict[Budget, list[Pair]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One batch at one quality of drafts."""
+
+    batch: int
+    # None: real drafters
+    accuracy: float | None
+
+    @property
+    def title(self) -> str:
+        return f"batch {self.batch}" + ("" if self.accuracy is None else f", accuracy {self.accuracy:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow(Row):
+    """A row of one cell; `speedup` is the ratio to stock."""
+
+    accuracy: float | None
+    # of the first request's noise
+    seed: int
+    # False: outputs differ, so no speed is told and the cell decides nothing
+    is_comparable: bool
+    # the best fixed draft length's makespan / this one's, median over rounds; on the row of `auto` only
+    auto_to_best: float | None
+    # the draft length that was best; on the row of `auto` only
+    best_draft: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(EngineScenario):
+    """Compare `auto` with stock and with every fixed draft length, at many batches and qualities of drafts."""
+
+    bench: ClassVar[str] = "sweep"
+    draws_what_is_left: ClassVar[bool] = True
+
+    size: str | None = flag(None, is_setting=False)
+    """Random weights of this size (default: 150M); or the policy's."""
+    model: Path | None = flag(None, is_setting=False)
+    """A model's folder, instead of random weights."""
+    is_policy: bool = flag(False, "--policy")
+    """The project's policy with its real drafters, instead of the oracle."""
+    batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32, 64), "--batch", within=(1, 256))
+    """Requests at once."""
+    accuracies: tuple[float, ...] = flag((0.5, 0.7, 0.9, 0.0), "--accuracy", parse=cli_flags.shares)
+    """Probabilities that a draft token is right."""
+    drafts: tuple[int, ...] = flag((1, 3, 7, 15), "--draft", within=(1, MAX_NODES))
+    """Fixed draft lengths."""
+    tokens: int | None = flag(None, within=(4, 1 << 16))
+    """Tokens per request; default: 20 to 64, by batch."""
+    rounds: int = flag(3, within=(1, 1000))
+    """Timed rounds; the medians are reported."""
+    plot: Path | None = flag(None, is_setting=False)
+    """Draw the speed-ups into this file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is not None and (self.is_policy or self.size is not None):
+            raise ConfigError("`--model` is given beside `--policy` or `--size`", "give `--model` alone")
+
+    def resolved(self) -> Sweep:
+        return replace(self, accuracies=()) if self.is_policy else self
+
+    def check(self) -> None:
+        super().check()
+        check_picture(self.plot)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "tokens": {str(batch): self.tokens_of(batch) for batch in self.batches}}
+
+    def tokens_of(self, batch: int) -> int:
+        """Tokens per request: fewer at large batches, whose steps take long."""
+        if self.tokens is not None:
+            return self.tokens
+        return next(tokens for most, tokens in _TOKENS.items() if batch <= most)
+
+    def cells(self) -> list[Cell]:
+        kinds: tuple[float | None, ...] = self.accuracies or (None,)
+        return [Cell(batch=batch, accuracy=accuracy) for batch in self.batches for accuracy in kinds]
+
+    def spec_rollout(self) -> dict[str, Any]:
+        """Our engine's configuration: chains, as long as the longest asked for."""
+        longest = max(self.drafts)
+        drafters = ["oracle"] if self.accuracies else list(DRAFTERS)
+        return {"drafters": drafters, "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
+
+    def measure(self, session: Session) -> Found:
+        is_policy = self.is_policy
+        folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=is_policy)
+        length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1
+        check_length(folder, length)
+        report = session.display.steps(len(self.cells()) + 2)
+        arguments = self.arguments(folder, seqs=max(self.batches), length=length, width=PROMPT_LEN + MAX_NODES)
+        shared: dict[str, Any] = {"kv_gib": self.kv_gib, "is_verbose": self.verbose}
+        rows: list[SweepRow] = []
+        with BudgetEngines(arguments, report, self.spec_rollout(), session.scratch, **shared) as engines:
+            bench = _Bench(self, engines, report)
+            for cell in self.cells():
+                own = bench.cell(cell)
+                session.display.out.print(cell_text(own), markup=False, highlight=False)
+                rows += own
+                report("", 1)
+        return Found(model=title, rows=rows, extra={"summary": summary(rows)})
+
+    def show(self, found: Found, out: Console) -> None:
+        told = found.extra["summary"]
+        for key, title in (("to_stock", "auto / stock"), ("to_best_fixed", "auto / best fixed")):
+            worst = told[key]
+            if worst is None:
+                out.print(f"{title}: nothing to compare", markup=False)
+                continue
+            where = Cell(batch=worst["batch"], accuracy=worst["accuracy"]).title
+            verdict = "met" if worst["is_met"] else f"NOT met in {worst['num_below']} of {told['num_cells']} cells"
+            text = f"{title}: worst {worst['worst']:.3f} ({where}); at least {told['limit']}: {verdict}"
+            out.print(text, markup=False)
+        if told["num_not_comparable"]:
+            out.print(f"{told['num_not_comparable']} of {told['num_cells']} cells are not comparable", markup=False)
+
+    def draw(self, found: Found, path: Path) -> None:
+        plot_sweep(found.rows, LIMIT, f"{found.model}, {self.dtype}", path)
+
+
+class _Bench:
+    def __init__(self, scenario: Sweep, engines: BudgetEngines, report: Report) -> None:
+        self._scenario, self._engines, self._report = scenario, engines, report
+        self._prompts = engines.prompts(max(scenario.batches), PROMPT_LEN)
+        # (batch, seed) -> stock's answers
+        self._answers: dict[tuple[int, int], Run] = {}
+        # batch -> the seed that met no tie last: cells of one batch share it
+        self._seed: dict[int, int] = {}
+
+    def cell(self, cell: Cell) -> list[SweepRow]:
+        """The cell's rows with the first seed whose outputs are all stock's; with the last one if there is none."""
+
+        def rows_of(seed: int) -> list[SweepRow]:
+            return cell_rows(cell, seed, self._pairs(cell, seed))
+
+        rows, number = first_identical(self._scenario.seed, self._seed.get(cell.batch, 0), rows_of)
+        if all(row.is_comparable for row in rows):
+            self._seed[cell.batch] = number
+        return rows
+
+    def _pairs(self, cell: Cell, seed: int) -> _Pairs:
+        run = self._runner(cell, seed)
+        if (cell.batch, seed) not in self._answers:
+            run(None)
+            self._answers[cell.batch, seed] = run(None)
+        stock = self._answers[cell.batch, seed]
+        if cell.accuracy is not None:
+            self._engines.set_answers(stock, cell.accuracy)
+        fixed = [Budget(name="fixed", max_draft_tokens=draft) for draft in self._scenario.drafts]
+        pairs: _Pairs = {AUTO: [], **{arm: [] for arm in fixed}}
+        self._report(f"{cell.title}: warm-up", 0)
+        self._engines.set_budget(AUTO)
+        warm_up = run(AUTO, is_kept=True)
+        if first_difference(stock, warm_up) is not None:
+            # another seed is needed; one timed pair is enough for a row without times
+            return {AUTO: [Pair(stock=stock, ours=warm_up)]}
+        pairs[AUTO].append(Pair(stock=stock, ours=warm_up, is_timed=False))
+        for number in range(self._scenario.rounds):
+            self._report(f"{cell.title}: round {number + 1} of {self._scenario.rounds}", 0)
+            arms = [arm for arm in pairs if arm == AUTO or number == 0 or pairs[arm]]
+            for arm, pair in run_round(number, arms, _until_hopeless(run) if number == 0 else run).items():
+                pairs[arm].append(pair)
+        return {arm: own for arm, own in pairs.items() if own}
+
+    def _runner(self, cell: Cell, seed: int) -> Callable[..., Run]:
+        scenario, prompts = self._scenario, self._prompts[: cell.batch]
+
+        def run(arm: Budget | None, is_kept: bool = False) -> Run:
+            if arm is not None and not is_kept:
+                # `auto` comes back as it was left, with what its warm-up taught it
+                self._engines.set_budget(arm, is_fresh=arm != AUTO)
+            values = params(seed, cell.batch, scenario.tokens_of(cell.batch), is_ours=arm is not None)
+            return self._engines.run_waves(STOCK if arm is None else OURS, prompts, values)
+
+        return run
+
+
+def _until_hopeless(run: Callable[[Budget | None], Run]) -> Callable[[Budget | None], Run | None]:
+    """Longer drafts after shorter ones, until one is clearly worse."""
+    speeds: list[float] = []
+
+    def tried(arm: Budget | None) -> Run | None:
+        if is_hopeless(speeds):
+            return None
+        found = run(arm)
+        if arm not in (None, AUTO):
+            speeds.append(1.0 / found.wall_s)
+        return found
+
+    return tried
+
+
+def params(seed: int, batch: int, tokens: int, *, is_ours: bool) -> list[dict[str, Any]]:
+    """`SamplingParams` of each request of a cell."""
+    return [
+        sampling(seed + i, tokens, {"problem_id": str(i)} if is_ours else None, is_to_the_end=True)
+        for i in range(batch)
+    ]
+
+
+def cell_rows(cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]]) -> list[SweepRow]:
+    """The rows of a cell, `auto` first."""
+    rows = {arm: make_row(arm.name, cell.batch, arm.max_draft_tokens or 0, own) for arm, own in pairs.items()}
+    is_comparable = all(row.identical for row in rows.values())
+    rounds = sum(pair.is_timed for pair in pairs[AUTO])
+    fixed = [arm for arm, own in pairs.items() if arm != AUTO and sum(pair.is_timed for pair in own) == rounds]
+    best = max(fixed, key=lambda arm: speedup(pairs[arm]), default=None) if is_comparable else None
+    found = []
+    for arm, row in rows.items():
+        told = best if arm == AUTO else None
+        found.append(
+            extended(
+                SweepRow,
+                row if is_comparable else without_speed(row),
+                accuracy=cell.accuracy,
+                seed=seed,
+                is_comparable=is_comparable,
+                auto_to_best=None if told is None else ratio(pairs[told], pairs[AUTO]),
+                best_draft=None if told is None else told.max_draft_tokens,
+            )
+        )
+    return found
+
+
+def is_hopeless(speeds: Sequence[float]) -> bool:
+    """Whether still longer drafts need not be tried, by those tried so far, in ascending order of length."""
+    return len(speeds) > 1 and speeds[-1] < HOPELESS * max(speeds[:-1])
+
+
+def cell_text(rows: Sequence[SweepRow]) -> str:
+    """One line for a cell."""
+    auto = rows[0]
+    where = f"batch {auto.batch:3d}" + ("" if auto.accuracy is None else f"  accuracy {auto.accuracy:.2f}")
+    if auto.speedup is None or auto.auto_to_best is None:
+        reason = next((row.difference for row in rows if not row.identical), "no fixed draft length ran")
+        return f"{where}  not comparable: {reason}"
+    fixed = "  ".join(f"{row.draft}: {row.speedup:.2f}x" for row in rows[1:] if row.speedup is not None)
+    best = f"auto/best fixed ({auto.best_draft}) {auto.auto_to_best:.2f}"
+    return f"{where}  auto {auto.speedup:.2f}x  fixed {fixed}  {best}"
+
+
+def summary(rows: Sequence[SweepRow]) -> dict[str, Any]:
+    """The worst cell of both criteria, and how many cells could not be compared."""
+    autos = [row for row in rows if row.name == AUTO.name]
+    found: dict[str, Any] = {
+        "limit": LIMIT,
+        "num_cells": len(autos),
+        "num_not_comparable": sum(not row.is_comparable for row in autos),
+    }
+    for key, field in (("to_stock", "speedup"), ("to_best_fixed", "auto_to_best")):
+        told = [row for row in autos if getattr(row, field) is not None]
+        worst = min(told, key=lambda row: getattr(row, field), default=None)
+        found[key] = worst and {
+            "worst": getattr(worst, field),
+            "batch": worst.batch,
+            "accuracy": worst.accuracy,
+            "num_below": sum(getattr(row, field) < LIMIT for row in told),
+            "is_met": getattr(worst, field) >= LIMIT,
+        }
+    return found
+
+
+bench_sweep = command(Sweep)

@@ -1,0 +1,65 @@
+"""Figures of an RL loop: summed up per epoch, per generated token, and none of answers that differ."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from bench.grpo.rows import EngineRun, StepRow, epoch_rows
+from bench.grpo.show import print_epochs
+
+
+def run(engine, wall_s, num_tokens, **changes):
+    values = {"steps": 10, "reward": 0.5, "num_differing": 0, "identical": None, "difference": None, "idle_cores": 0.0}
+    values |= {"drafted": None, "accepted": None}
+    return EngineRun(engine=engine, wall_s=wall_s, num_tokens=num_tokens, **(values | changes))
+
+
+def row(step, epoch, runs, reward=0.5):
+    return StepRow(
+        step=step,
+        epoch=epoch,
+        weights_version=step,
+        reward=reward,
+        solved=1.0,
+        mean_tokens=10.0,
+        cut_share=0.0,
+        runs=tuple(runs),
+        update={},
+        train_s=1.0,
+        push_s=1.0,
+        inflation_error=None,
+    )
+
+
+def test_ratios_are_per_generated_token_and_summed_before_they_are_divided():
+    runs = [
+        [run("stock", 10.0, 100), run("suffix", 8.0, 160), run("ours", 4.0, 100, identical=True)],
+        [run("stock", 20.0, 100), run("suffix", 7.0, 40), run("ours", 5.0, 100, identical=True)],
+    ]
+    (only,) = epoch_rows([row(0, 0, runs[0], reward=0.2), row(1, 0, runs[1], reward=0.4)])
+    stock, suffix, ours = only.engines
+    assert only.reward == pytest.approx(0.3)
+    assert (stock.speedup, stock.speedup_on_suffix) == (None, pytest.approx((15 / 200) / (30 / 200)))
+    assert suffix.speedup == pytest.approx((30 / 200) / (15 / 200))
+    assert ours.speedup == pytest.approx(30 / 9)
+    assert ours.speedup_on_suffix == pytest.approx((15 / 200) / (9 / 200))
+    assert (ours.identical, suffix.identical, ours.tokens_per_step) == (True, None, 10.0)
+
+
+def test_answers_that_differ_cost_the_epoch_its_speed_and_no_other_epoch():
+    good = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=True)]
+    bad = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=False, num_differing=1, difference="request 0")]
+    first, second, whole, later = (r.engines[1] for r in epoch_rows([row(0, 0, bad), row(1, 1, good)]))
+    assert (first.identical, first.speedup) == (False, None)
+    assert (second.identical, second.speedup) == (True, 2.0)
+    assert (whole.identical, whole.speedup) == (False, None)
+    assert later.speedup == 2.0
+
+
+def test_no_seconds_are_printed_of_answers_that_differ():
+    bad = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=False, num_differing=1, difference="request 0")]
+    out = io.StringIO()
+    print_epochs(epoch_rows([row(0, 0, bad)]), Console(file=out, width=160))
+    assert "10.0 (10)" in out.getvalue() and "- (10)" in out.getvalue() and "5.0" not in out.getvalue()
+    assert not row(0, 0, bad).identical

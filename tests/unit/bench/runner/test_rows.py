@@ -1,0 +1,117 @@
+"""Rows are ratios of paired runs, and a row whose outputs differ has no speed."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bench.runner.report import SCHEMA, Found, as_json
+from bench.runner.rows import SPEEDS, Pair, make_row, quartiles
+from bench.runner.runs import first_difference
+
+
+@pytest.fixture
+def make_pair(make_run):
+    """9 tokens: stock in 9 steps of a second; ours in a prompt step and 2 verify steps of 3 nodes, all accepted."""
+
+    def make(ours_s=3.0, tokens=range(9), **others):
+        stock = make_run([range(9)], [float(i) for i in range(1, 10)])
+        totals = {"steps": 3, "request_steps": 3, "drafted": 6, "accepted": 6, "output_tokens": 9, "forward_ms": 1500.0}
+        ours = make_run([tokens], [ours_s / 3, 2 * ours_s / 3, ours_s], **totals)
+        return Pair(stock=stock, ours=ours, **others)
+
+    return make
+
+
+def test_speedup_is_the_ratio_of_makespans_and_efficiency_its_share_of_the_ideal(make_pair):
+    row = make_row("chain", 1, 3, [make_pair()], {1: 1000.0, 4: 1250.0})
+    assert row.identical
+    assert row.speedup == 3.0
+    assert row.tokens_per_step == 4.0
+    assert row.nodes_per_step == 3.0
+    assert row.ideal == 4.0 * 1000.0 / 1250.0
+    assert row.efficiency == pytest.approx(3.0 / 3.2)
+    assert row.decode_speedup == pytest.approx(8.0 / 2.0)
+    assert row.verified_per_accepted == 1.0
+    assert (row.stock_steps, row.steps) == (9, 3)
+    assert row.overhead_ms_per_step == (3000.0 - 1500.0) / 3
+
+
+def test_speedup_is_the_median_over_rounds(make_pair):
+    row = make_row("chain", 1, 3, [make_pair(3.0), make_pair(90.0), make_pair(4.5)])
+    assert row.speedup == 2.0
+    assert row.makespan_s == 4.5
+    assert row.rounds_s == [[9.0, 3.0], [9.0, 90.0], [9.0, 4.5]]
+
+
+def test_a_warm_up_run_is_not_timed(make_pair):
+    row = make_row("chain", 1, 3, [make_pair(900.0, is_timed=False), make_pair(3.0)])
+    assert row.speedup == 3.0
+
+
+def test_a_row_whose_outputs_differ_tells_where_and_no_speed(make_pair):
+    wrong = make_pair(tokens=[0, 1, 2, 3, 77, 5, 6, 7, 8])
+    row = make_row("chain", 1, 3, [make_pair(), wrong], {1: 1.0, 4: 1.0})
+    assert not row.identical
+    assert row.difference == "request 0, token 4: stock 4, ours 77"
+    assert {name: getattr(row, name) for name in SPEEDS} == dict.fromkeys(SPEEDS)
+    assert row.tokens_per_step == 4.0
+
+
+def test_a_difference_in_the_warm_up_counts(make_pair):
+    row = make_row("chain", 1, 3, [make_pair(tokens=range(1, 10), is_timed=False), make_pair()])
+    assert not row.identical
+    assert row.speedup is None
+
+
+def test_an_engine_without_drafts_has_an_ideal_of_one(make_run):
+    run = make_run([range(3)], [1.0, 2.0, 3.0])
+    row = make_row("installed, off", 1, 0, [Pair(stock=run, ours=run)], {1: 1000.0})
+    assert (row.speedup, row.ideal, row.efficiency) == (1.0, 1.0, 1.0)
+    assert row.overhead_ms_per_step is None
+
+
+def test_drafts_that_are_never_accepted_have_no_verified_per_accepted(make_run):
+    run = make_run([range(3)], [1.0, 2.0, 3.0], steps=3, request_steps=3, drafted=4, forward_ms=1.0)
+    row = make_row("chain", 1, 2, [Pair(stock=run, ours=run)], {1: 1.0, 3: 2.0})
+    assert row.verified_per_accepted is None
+    assert row.ideal == 1.0 / 2.0
+
+
+def test_the_report_is_json_with_a_schema_number_and_the_promised_fields(make_pair):
+    row = make_row("chain", 1, 3, [make_pair()], {1: 1000.0, 4: 1250.0})
+    found = Found(model="m", rows=[row], extra={"mean_reward": 1.0})
+    body = json.loads(as_json("engine", {"rounds": 1}, found))
+    assert body["settings"] == {"model": "m", "rounds": 1}
+    assert set(body) >= {"host", "versions", "command"} and "commit" in body["versions"]
+    assert body["schema"] == SCHEMA
+    assert body["mean_reward"] == 1.0
+    promised = [
+        "name",
+        "batch",
+        "draft",
+        "speedup",
+        "ideal",
+        "efficiency",
+        "identical",
+        "makespan_s",
+        "tokens_per_step",
+    ]
+    assert all(body["rows"][0][name] is not None for name in promised)
+    assert body["rows"][0]["stock_step_ms"] == {"1": 1000.0, "4": 1250.0}
+
+
+def test_quartiles_stand_beside_the_median(make_pair):
+    row = make_row("chain", 1, 3, [make_pair(9.0), make_pair(4.5), make_pair(3.0), make_pair(2.25), make_pair(1.8)])
+    assert row.speedup == 3.0
+    assert row.speedup_quartiles == (2.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0)
+
+
+def test_what_stock_does_not_repeat_is_compared_with_nobody(make_run):
+    first, again = make_run([[1, 2]], [1.0, 2.0]), make_run([[1, 3]], [1.0, 2.0])
+    itself = first_difference(first, again)
+    pairs = [Pair(stock=first, ours=first), Pair(stock=dataclasses.replace(again, itself=itself), ours=again)]
+    row = make_row("chain", 1, 3, pairs)
+    assert not row.identical and row.speedup is None
+    assert row.difference == "stock against itself: request 0, token 1: stock 2, then 3"

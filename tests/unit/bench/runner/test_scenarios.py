@@ -1,0 +1,100 @@
+"""Every scenario through the runner, with engines that answer at once: what is run, reported, and refused a speed."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.runner import engines
+from bench.scenarios.decode import bench_engine
+from bench.scenarios.load import bench_ramp
+from bench.scenarios.rollout import bench_rollout
+from bench.scenarios.sweep import bench_sweep
+from tests.unit.bench.runner.fake_engines import FakeProcess
+
+SCENARIOS = {
+    "engine": (bench_engine, ["--batch", "1,3", "--draft", "2,6", "--tokens", 24]),
+    "off path": (bench_engine, ["--batch", "2", "--tokens", 24, "--off-path"]),
+    "rollout": (bench_rollout, ["--prompts", 3, "--samples", 2, "--batch", 4, "--max-tokens", 40]),
+    "sweep": (bench_sweep, ["--batch", "1,3", "--accuracy", "0.9", "--draft", "1,3", "--tokens", 12]),
+    "ramp": (bench_ramp, ["--budget", "off,fixed", "--requests", 9, "--tokens", 12]),
+    "tail": (bench_ramp, ["--tail", "--tokens", 12]),
+}
+ROWS = {"engine": 4, "off path": 2, "rollout": 1, "sweep": 6, "ramp": 15, "tail": 3}
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Run a scenario with fake engines: (exit status, the report, what was printed)."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 4096}')
+
+    def run(name, *flags, **behaviour):
+        monkeypatch.setattr(engines, "EngineProcess", type("Fake", (FakeProcess,), behaviour))
+        function, arguments = SCENARIOS[name]
+        app, report = typer.Typer(), tmp_path / "report.json"
+        app.command()(function)
+        given = ["--model", model, "--rounds", 2, "--json", report, *arguments, *flags]
+        result = CliRunner().invoke(app, [str(argument) for argument in given])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, json.loads(report.read_text()), result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_identical_outputs_are_told_with_their_speed(measured, name):
+    status, report, _ = measured(name)
+    assert (status, len(report["rows"])) == (0, ROWS[name])
+    for row in report["rows"]:
+        assert row["identical"] and len(row["rounds_s"]) == 2
+        assert row["speedup"] == pytest.approx(1.0 if row["name"] == "installed, off" else 2.0)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_one_wrong_token_costs_every_speed_and_the_exit_status(measured, name):
+    status, report, printed = measured(name, is_ours_wrong=True)
+    wrong = [row for row in report["rows"] if row["name"] != "installed, off"]
+    assert status == 1 and wrong
+    for row in wrong:
+        assert not row["identical"] and "ours" in row["difference"]
+        assert row["speedup"] is row["makespan_s"] is row["rounds_s"] is row["tokens_per_s"] is None
+    assert "2.00x" not in printed
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nobody_is_compared_with_stock_that_does_not_repeat_itself(measured, name):
+    status, report, printed = measured(name, is_stock_unsteady=True)
+    assert status == 1
+    assert all(row["speedup"] is None for row in report["rows"])
+    assert "2.00x" not in printed
+
+
+def test_a_sweep_tries_three_seeds_before_it_gives_a_cell_up(measured):
+    _, report, _ = measured("sweep", is_ours_wrong=True)
+    assert {row["seed"] for row in report["rows"]} == {2 * 1_000_003}
+    assert report["summary"]["num_not_comparable"] == 2
+
+
+def test_a_sweep_names_the_best_fixed_length_and_a_ramp_the_best_budget(measured):
+    _, sweep, _ = measured("sweep")
+    assert sweep["rows"][0]["auto_to_best"] == pytest.approx(1.0) and sweep["rows"][0]["best_draft"] == 1
+    assert sweep["settings"]["tokens"] == {"1": 12, "3": 12}
+    _, ramp, printed = measured("ramp")
+    assert ramp["summary"]["drain"]["best"] == "off" and "auto / off: 1.000" in printed
+    assert ramp["settings"]["patterns"][0] == "drain"
+    assert measured("tail")[1]["settings"]["patterns"] == ["tail"]
+
+
+def test_settings_name_the_model_and_no_place_of_it(measured, tmp_path):
+    _, report, _ = measured("engine")
+    assert report["settings"]["model"] == "model"
+    assert str(tmp_path) not in json.dumps({**report, "command": ""})
+
+
+def test_a_rollout_tells_rewards_and_samples(measured):
+    _, report, printed = measured("rollout", "--show-samples", 2)
+    assert len(report["samples"]) == 2 and "mean reward" in printed
+    assert report["rows"][0]["ideal"] > 0.0 and report["stock_ms_by_rows"]

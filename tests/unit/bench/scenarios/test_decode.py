@@ -1,0 +1,66 @@
+"""Decoding with drafts of known quality: which arms, with which settings and requests."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.scenarios.decode import Decode, problem_id
+from vllm_specrollout.config import parse, parse_request
+from vllm_specrollout.errors import ConfigError
+
+TREES = Decode(batches=(1, 4), drafts=(3, 7), accuracy=(0.6, 0.2), shape="both", rounds=2)
+
+
+def test_chain_and_tree_are_measured_by_engines_of_their_own():
+    assert [(arm.name, arm.engine, arm.draft) for arm in TREES.arms()] == [
+        ("chain", "chain", 3),
+        ("chain", "chain", 7),
+        ("tree", "tree", 3),
+        ("tree", "tree", 7),
+    ]
+
+
+def test_the_chain_drafts_the_first_rank_only():
+    chain, tree = (parse(TREES.spec_rollout(name, Path("oracle.json"))) for name in ("chain", "tree"))
+    assert (chain.shape, chain.oracle.accuracy) == ("chain", (0.6,))
+    assert (tree.shape, tree.oracle.accuracy) == ("tree", (0.6, 0.2))
+    assert tree.max_draft_tokens == tree.max_depth == 7
+    assert tree.budget == "fixed"
+
+
+def test_one_rank_is_called_a_chain():
+    assert {arm.name for arm in Decode().arms()} == {"chain"}
+
+
+def test_off_path_measures_the_plugin_without_drafts():
+    plan = Decode(is_off_path=True)
+    assert [arm.engine for arm in plan.arms()] == ["installed", "idle"]
+    assert plan.spec_rollout("installed", Path("oracle.json")) is None
+    idle = parse(plan.spec_rollout("idle", Path("oracle.json")))
+    assert (idle.drafters, idle.ngram.min_match) == (("ngram",), 64)
+
+
+def test_requests_of_both_engines_differ_in_nothing_but_their_options():
+    stock, ours = TREES.params(4, None), TREES.params(4, 3)
+    options = [values.pop("extra_args")["spec_rollout"] for values in ours]
+    assert ours == stock
+    assert [values["seed"] for values in stock] == [0, 1, 2, 3]
+    parsed = [parse_request(option) for option in options]
+    assert [option.problem_id for option in parsed] == [problem_id(4, i) for i in range(4)]
+    assert {option.max_draft_tokens for option in parsed} == {3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"shape": "bush"}, "`--shape` is 'bush', which does not exist"),
+        ({"dtype": "float16"}, "`--dtype` is 'float16', which does not exist"),
+        ({"tokens": 1}, "`--tokens` is 1, outside 2 to 65536"),
+        ({"rounds": 0}, "`--rounds` is 0, outside 1 to 1000"),
+        ({"shape": "both"}, "`--shape both` compares a chain with a tree, and one rank makes no tree"),
+    ],
+)
+def test_a_scenario_that_makes_no_sense_is_refused(changes, cause):
+    with pytest.raises(ConfigError) as caught:
+        Decode(**changes)
+    assert caught.value.cause == cause

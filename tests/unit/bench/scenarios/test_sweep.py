@@ -1,0 +1,54 @@
+"""What a sweep's cells come to. Runs are made by hand."""
+
+from bench.runner.budgets import AUTO, Budget
+from bench.runner.rows import Pair
+from bench.runner.runs import Run
+from bench.scenarios.sweep import Cell, Sweep, cell_rows, is_hopeless, summary
+
+THREE, SEVEN = (Budget(name="fixed", max_draft_tokens=n) for n in (3, 7))
+
+
+def run(seconds, tokens=(1, 2)):
+    return Run(token_ids=(tuple(tokens),), finish_s=(seconds,), step_s=(seconds / 2, seconds))
+
+
+def pairs(seconds, tokens=(1, 2)):
+    return [Pair(stock=run(4.0), ours=run(seconds, tokens))]
+
+
+def test_auto_is_compared_with_the_fastest_fixed_length() -> None:
+    rows = cell_rows(Cell(batch=1, accuracy=0.5), 0, {AUTO: pairs(2.0), THREE: pairs(1.0), SEVEN: pairs(3.0)})
+    assert (rows[0].speedup, rows[0].auto_to_best, rows[0].best_draft) == (2.0, 0.5, 3)
+    assert rows[1].auto_to_best is None
+
+
+def test_no_speed_is_told_in_a_cell_where_one_output_differs() -> None:
+    rows = cell_rows(Cell(batch=1, accuracy=0.5), 0, {AUTO: pairs(2.0), THREE: pairs(1.0, tokens=(1, 3))})
+    assert [row.identical for row in rows] == [True, False]
+    assert all(row.speedup is row.makespan_s is row.auto_to_best is None for row in rows)
+    assert summary(rows)["num_not_comparable"] == 1
+
+
+def test_the_summary_names_the_worst_cell_of_each_criterion() -> None:
+    rows = cell_rows(Cell(batch=1, accuracy=0.5), 0, {AUTO: pairs(2.0), THREE: pairs(1.0)})
+    rows += cell_rows(Cell(batch=4, accuracy=0.0), 0, {AUTO: pairs(8.0), THREE: pairs(16.0)})
+    found = summary(rows)
+    assert (found["to_stock"]["batch"], found["to_stock"]["worst"], found["to_stock"]["is_met"]) == (4, 0.5, False)
+    assert (found["to_best_fixed"]["batch"], found["to_best_fixed"]["num_below"]) == (1, 1)
+
+
+def test_longer_drafts_are_given_up_only_after_a_clear_loss() -> None:
+    assert not is_hopeless([1.0])
+    assert not is_hopeless([1.0, 0.9])
+    assert is_hopeless([0.5, 1.0, 0.8])
+
+
+def test_larger_batches_generate_fewer_tokens_unless_told() -> None:
+    assert Sweep().tokens_of(1) > Sweep().tokens_of(16) > Sweep().tokens_of(64)
+    assert Sweep(tokens=9).tokens_of(64) == 9
+
+
+def test_the_policys_drafters_have_no_accuracy_to_set() -> None:
+    scenario = Sweep(is_policy=True).resolved()
+    assert [cell.accuracy for cell in scenario.cells()] == [None] * len(scenario.batches)
+    assert scenario.spec_rollout()["drafters"] == ["ngram"]

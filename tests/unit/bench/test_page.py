@@ -1,0 +1,56 @@
+"""docs/benchmarks.md is what bench/results says, and bench/results is small enough to be read."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.runner.results import SCENARIOS
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted((ROOT / "bench" / "results").glob("*"))
+
+
+@pytest.fixture(scope="module")
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_benchmarks", ROOT / "docs" / "benchmarks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_results_would_write(generator):
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run `make docs`"
+
+
+def test_every_kept_command_and_commit_stands_on_the_page(generator):
+    text = generator.page()
+    for path in FILES:
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+            assert run["command"] in text and run["commit"][:10] in text
+            assert {"cpu", "cores", "memory_gib"} <= set(run["host"])
+
+
+def test_there_is_at_most_one_short_file_per_scenario():
+    assert {path.name for path in FILES} <= {f"{name}.json" for name in SCENARIOS}
+    assert [path.name for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 200] == []
+
+
+def test_a_row_whose_outputs_differ_shows_no_speed(generator):
+    assert generator.speedup({"identical": False, "speedup": None}) == "outputs differ"
+    assert generator.speedup({"speedup": 2.0, "speedup_quartiles": [1.5, 2.5], "rounds": 3}) == "2.00x (1.50 to 2.50)"
+    assert generator.speedup({"speedup": 2.0, "speedup_quartiles": [2.0, 2.0], "rounds": 1}) == "2.00x"
+
+
+def test_gpu_rows_have_a_table_of_their_own(generator):
+    times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}}
+    rows = [{"step": "kernels", "name": "verify", "is_right": True, "times": times, "roof_us": 1.0}]
+    text = generator._TABLES["kernels"]({"rows": rows})
+    assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | - | 1.00 | - | - | - |" in text
+
+
+def test_no_kept_row_tells_a_speed_of_outputs_that_differ():
+    rows = [row for path in FILES for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
+    assert all("speedup" not in row for row in rows if row.get("identical") is False)
+    assert any(row.get("identical") for row in rows)
