@@ -1,34 +1,36 @@
-"""For the type checker alone: what tests and benchmarks hand to an engine as drafter or budget is one.
+"""For the type checker alone: what tests and benchmarks hand to an engine as drafter, budget or listener is one.
 
 A method that is missing would otherwise be noticed only where it is called, if at all.
 """
 
 from __future__ import annotations
 
-from bench.host import test_drafting_time, test_host_time
+from bench.host import trees
+from tests import drafters
 from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
-from tests.unit import test_containment, test_journal, test_metrics, test_step
-from tests.unit.replay import test_recorder
+from tests.unit import test_containment, test_speculator
+from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.drafters.base import Drafter
-from vllm_specrollout.policies.budget import Policy
+from vllm_specrollout.observe.listener import Listener
+from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.observe.recorder import Recorder
+from vllm_specrollout.observe.switches import SwitchCounter
+from vllm_specrollout.observe.timeline import TimelineListener
 
 DRAFTERS: list[type[Drafter]] = [
+    drafters.Says,
     fuzz.FuzzDrafter,
     pausing.Always,
-    test_v1_small.Errs,
     test_containment.Sound,
     test_distribution.Drafts,
-    test_drafting_time.Ready,
-    test_host_time.Ready,
-    test_journal.Proposes,
-    test_metrics.Repeats,
-    test_recorder.Proposes,
-    test_step.Says,
+    test_v1_small.Errs,
+    trees.Ready,
 ]
-BUDGETS: list[type[Policy]] = [
-    test_v1_small.Forgets,
+BUDGETS: list[type[Budget]] = [
     pausing.NeverPays,
     test_containment.Broken,
-    test_drafting_time.TakesAll,
+    test_speculator.Remembers,
+    test_v1_small.Forgets,
 ]
+LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter, TimelineListener]

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from vllm_specrollout.journal import Stretch, condensed
+
+from vllm_specrollout.observe.timeline import Segment, summarise
 
 from ..policy.tasks import Problem
 from ..runner.runs import Run
@@ -28,7 +29,7 @@ class Explained:
     # seconds since the run's start
     finish_s: float
     # in order; times since the run's start. Empty: the budget was never asked
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Segment, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,7 +44,7 @@ def slowest(
         run: of our engine; all samples of the first problem, then of the second, ...
         told: the worker's `spec_rollout_explained` after that run; names are the requests' numbers.
     """
-    by_name = {entry["name"]: [Stretch(**stretch) for stretch in entry["stretches"]] for entry in told}
+    by_name = {entry["name"]: [Segment(**stretch) for stretch in entry["stretches"]] for entry in told}
     last = sorted(range(len(run.finish_s)), key=lambda i: -run.finish_s[i])[:count]
     found = []
     for i in last:
@@ -59,7 +60,7 @@ def slowest(
                 answer=i % samples + 1,
                 num_tokens=len(run.token_ids[i]),
                 finish_s=run.finish_s[i],
-                stretches=tuple(condensed(stretches, _MOST_LINES)),
+                stretches=tuple(summarise(stretches, _MOST_LINES)),
             )
         )
     return found
@@ -82,7 +83,7 @@ def print_explained(explained: Sequence[Explained], out: Console) -> None:
             out.print("the budget was never asked for it: `specrollout doctor --model` says what may be drafted")
 
 
-def _table(stretches: Sequence[Stretch]) -> Table:
+def _table(stretches: Sequence[Segment]) -> Table:
     table = Table(pad_edge=False)
     for title in ("tokens", "from s", "running"):
         table.add_column(title, justify="right", no_wrap=True)

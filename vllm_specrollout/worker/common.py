@@ -63,7 +63,7 @@ class SpecRolloutOutput(ModelRunnerOutput):
     # V1 runner: the next step's drafts
     drafts: DraftTokenIds | None = None
     report: DraftReport | None = None
-    # what the worker counted since its last output: see vllm_specrollout.metrics
+    # what the worker counted since its last output: see vllm_specrollout.observe.metrics
     counts: dict[str, int] = field(default_factory=dict)
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_specrollout.observe.timeline import Timeline, TimelineListener
+from vllm_specrollout.observe.timeline import TimelineListener
 
 
 class ExplainsMixin:
@@ -21,7 +21,7 @@ class ExplainsMixin:
         speculator = self.model_runner.speculator
         speculator.listeners = [one for one in speculator.listeners if not isinstance(one, TimelineListener)]
         if keep > 0:
-            speculator.listeners.append(TimelineListener(Timeline(keep), time.perf_counter))
+            speculator.listeners.append(TimelineListener(keep, time.perf_counter))
 
     def spec_rollout_explained(self) -> list[dict[str, Any]]:
         """What was written down since: per request its name, and its segments as plain values, in order."""

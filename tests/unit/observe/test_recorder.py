@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllm_specrollout.policies import budget as old
 
 from tests.trees import batch_of, chain, limits_of, tree_of
 from tests.unit.observe.engine import Rollout, ending, record_of, timing_of, view
@@ -65,7 +64,7 @@ def trace_of(sink):
 def test_a_recording_replays_to_the_steps_that_were_recorded(runner, is_late, size):
     rollout, sink = recorded(runner, is_late, budget=FixedBudget(*size))
     trace = trace_of(sink)
-    result = replay(trace, old.FixedBudget(*size), LINE)
+    result = replay(trace, FixedBudget(*size), LINE)
     assert list(result.nodes) == rollout.nodes
     assert (result.drafted, result.accepted) == (sum(rollout.nodes), sum(rollout.accepted))
     assert sum(rollout.accepted) > 0
@@ -74,7 +73,7 @@ def test_a_recording_replays_to_the_steps_that_were_recorded(runner, is_late, si
 @RUNNERS
 def test_a_recording_without_drafts_replays_to_as_many_steps(runner):
     rollout, sink = recorded(runner, pauses=frozenset(range(99)))
-    result = replay(trace_of(sink), old.FixedBudget(4, 3), LINE)
+    result = replay(trace_of(sink), FixedBudget(4, 3), LINE)
     assert result.steps == len(rollout.nodes) == max(map(len, ANSWERS.values())) and result.drafted == 0
 
 
@@ -85,7 +84,7 @@ def test_a_recording_is_read_back_from_its_file(runner, tmp_path):
     trace = read_trace(path)
     assert not trace.is_cut and len(trace.steps) == len(rollout.nodes)
     assert [trace.ends[i].token_ids.tolist() for i in range(3)] == list(ANSWERS.values())
-    assert list(replay(trace, old.FixedBudget(4, 3), LINE).nodes) == rollout.nodes
+    assert list(replay(trace, FixedBudget(4, 3), LINE).nodes) == rollout.nodes
 
 
 @RUNNERS

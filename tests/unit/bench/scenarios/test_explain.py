@@ -4,13 +4,13 @@ from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
-from vllm_specrollout.journal import Stretch
 
 from bench.policy.reward import problems
 from bench.scenarios.explain import print_explained, reasons_text, slowest
+from vllm_specrollout.observe.timeline import Segment
 
-PAYS = Stretch(1, 9, 0.5, 0.6, {"pays": 4}, 12, 6, 7.0, 4, 100.0, 80.0, 8)
-OFF = Stretch(9, 14, 0.6, 0.7, {"off: batch": 3, "nothing proposed": 1}, batch=4)
+PAYS = Segment(1, 9, 0.5, 0.6, {"pays": 4}, 12, 6, 7.0, 4, 100.0, 80.0, 8)
+OFF = Segment(9, 14, 0.6, 0.7, {"off: batch": 3, "nothing proposed": 1}, batch=4)
 
 
 @pytest.fixture
