@@ -15,7 +15,7 @@ BLOCK = 32
 
 
 def bushy(rng: np.random.Generator, nodes: int, source: int = 0, tokens: int = 0) -> DraftTree:
-    """A tree with two children for the likely nodes; with `tokens` they are drawn from so many, so that drafters agree."""
+    """A tree with two children for the likely nodes; its tokens are drawn from so many, so that drafters may agree."""
     parents = [-1, *(int(rng.integers(max(-1, i // 2 - 1), i)) for i in range(1, nodes))]
     return order(
         DraftTree(

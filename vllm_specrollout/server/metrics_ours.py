@@ -1,4 +1,4 @@
-"""`vllm:spec_rollout_*` in vLLM's own /metrics: the counts of `vllm_specrollout.observe.metrics` as prometheus knows them."""
+"""`vllm:spec_rollout_*` in vLLM's own /metrics: what `observe.metrics` counts, as prometheus knows it."""
 
 from __future__ import annotations
 
