@@ -14,9 +14,7 @@ from vllm_specrollout.types import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-KNOTS: Floats = np.asarray(
-    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], dtype=np.float64
-)
+KNOTS: Floats = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], dtype=np.float64)
 """Rows at which the line may bend; the last piece has no end. Dense where kernels' tiles make few rows jump."""
 NUM_OTHERS = 6
 """Terms before the pieces: fixed, request, any drafts, tree, branch, token of context."""

@@ -31,7 +31,9 @@ PLANS = {
     "gpu b48 .55": Plan(requests=192, batch=48, median=50, acceptance=(0.55,) * 8, cost=GPU, seed=1),
     "gpu b48 boast": Plan(requests=192, batch=48, median=50, acceptance=(0.45,) * 8, told=0.4, cost=GPU, seed=2),
     "gpu-small b256 .5": Plan(requests=512, batch=256, median=80, acceptance=(0.5,) * 6, cost=GPU_SMALL, seed=3),
-    "gpu-small b128 .3": Plan(requests=256, batch=128, median=80, acceptance=(0.3,) * 6, told=0.5, cost=GPU_SMALL, seed=4),
+    "gpu-small b128 .3": Plan(
+        requests=256, batch=128, median=80, acceptance=(0.3,) * 6, told=0.5, cost=GPU_SMALL, seed=4
+    ),
     "gpu-7b b64 .7": Plan(requests=192, batch=64, median=80, acceptance=(0.7,) * 8, cost=GPU_7B, seed=5),
     "gpu-7b b16 tree": Plan(requests=64, batch=16, median=80, acceptance=(0.4,) * 6, sibling=0.3, cost=GPU_7B, seed=6),
     "gpu-7b b64 drift": Plan(
@@ -44,12 +46,12 @@ PLANS = {
     "eager b32 .5": Plan(requests=128, batch=32, median=80, acceptance=(0.5,) * 8, cost=EAGER, seed=12),
     "eager b8 poor": Plan(requests=32, batch=8, median=80, acceptance=(0.3,) * 6, told=0.3, cost=EAGER, seed=13),
     "cpu b8 fading": Plan(requests=32, batch=8, median=80, longest=400, seed=14, cost=CPU),
-    "cpu b16 tail": Plan(
-        requests=48, batch=16, median=50, spread=1.2, longest=600, sibling=0.3, seed=15, cost=CPU
-    ),
+    "cpu b16 tail": Plan(requests=48, batch=16, median=50, spread=1.2, longest=600, sibling=0.3, seed=15, cost=CPU),
     "cpu b32 boast": Plan(requests=96, batch=32, median=60, acceptance=(0.4,) * 6, told=0.5, seed=16, cost=CPU),
     "cpu b64 .6": Plan(requests=192, batch=64, median=60, acceptance=(0.6,) * 8, seed=17, cost=CPU),
     "cpu b16 useless": Plan(requests=48, batch=16, median=100, acceptance=(0.05,) * 8, told=0.2, seed=18, cost=CPU),
-    "cpu-small b8 boast": Plan(requests=48, batch=8, median=60, acceptance=(0.35,) * 8, told=0.4, seed=19, cost=CPU_SMALL),
+    "cpu-small b8 boast": Plan(
+        requests=48, batch=8, median=60, acceptance=(0.35,) * 8, told=0.4, seed=19, cost=CPU_SMALL
+    ),
     "cpu-small b4 .9": Plan(requests=24, batch=4, median=120, acceptance=(0.9,) * 12, seed=20, cost=CPU_SMALL),
 }
