@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.checks import check_choice
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.policies import presets
 from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Trace
@@ -45,15 +45,15 @@ def replay_command(
     seed: Annotated[int, typer.Option(help="Of the budgets that draw lots.")] = 0,
 ) -> None:
     """Run budgets on recorded rollouts again, without an engine: who would have been done first?"""
-    names = strategies(strategy)
+    chosen = strategies(strategy)
     if json is not None and not json.resolve().parent.is_dir():
         raise ConfigError(f"`--json` is `{json}`, in a folder that does not exist", "make the folder first")
     out = Console()
     rows: list[ReplayRow] = []
     for path in traces:
         trace = read_trace(path)
-        found = run_all(trace, names, seed)
-        own = [_row(name, path.name, found[name]) for name in names]
+        found = run_all(trace, chosen, seed)
+        own = [_row(name, path.name, found[name]) for name in chosen]
         _print(path, trace, own, found, out)
         rows += own
     if json is not None:
@@ -68,14 +68,14 @@ def strategies(text: str) -> tuple[str, ...]:
         ConfigError: a name that no budget has.
     """
     if text.strip() == "all":
-        return presets.names()
+        return names()
     chosen = tuple(part.strip() for part in text.split(","))
     for name in chosen:
-        check_choice("--strategy", name, presets.names())
+        check_choice("--strategy", name, names())
     return tuple(dict.fromkeys(chosen))
 
 
-def run_all(trace: Trace, names: Sequence[str], seed: int = 0) -> dict[str, Result]:
+def run_all(trace: Trace, budgets: Sequence[str], seed: int = 0) -> dict[str, Result]:
     """Each budget, fresh, on one trace; and `off`, which the others are compared with.
 
     Raises:
@@ -83,11 +83,11 @@ def run_all(trace: Trace, names: Sequence[str], seed: int = 0) -> dict[str, Resu
     """
     header, cost = trace.header, cost_of(trace)
     results = {}
-    for name in dict.fromkeys((*names, "off")):
+    for name in dict.fromkeys((*budgets, "off")):
         config = SpecRolloutConfig(
             budget=name, max_draft_tokens=header.max_draft_tokens, max_depth=header.max_depth, shape=header.shape
         )
-        results[name] = replay(trace, presets.make_policy(config, seed=seed), cost)
+        results[name] = replay(trace, make_budget(config, seed=seed), cost)
     return results
 
 

@@ -64,10 +64,10 @@ def check_that_drafts_preempt_nobody(
     assert len(by_stock) >= least
     answers = {case.problem_id: tokens for case, tokens in zip(cases, truth, strict=True)}
     with engine(path, "float32", is_ours=True, spec_rollout=spec_rollout, **kwargs) as ours:
-        own = list(ours.runner.speculator.drafters)
+        own = list(ours.runner.spec_rollout.drafters)
         with preemptions() as by_ours:
             for drafters in (own, [FuzzDrafter(answers, VOCAB, seed=3)]):
-                ours.runner.speculator.replace_drafters(drafters)
+                ours.runner.spec_rollout.replace_drafters(drafters)
                 before = _accepted(ours)
                 assert _tokens(ours, cases) == truth
                 assert _tokens(ours, cases) == truth

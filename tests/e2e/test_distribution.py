@@ -61,7 +61,7 @@ def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kin
     first = _softmax(ours, prompt)
     by_likelihood = [ALLOWED[i] for i in np.argsort(-first)]
     drafts = {"right": by_likelihood[:3], "wrong": by_likelihood[-3:], "mixed": by_likelihood[::4]}[kind]
-    ours.runner.speculator.replace_drafters([Drafts(drafts)])
+    ours.runner.spec_rollout.replace_drafters([Drafts(drafts)])
     ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     params = SamplingParams(max_tokens=4, allowed_token_ids=ALLOWED, ignore_eos=True)
     requests = [{"prompt_token_ids": prompt}] * SAMPLES

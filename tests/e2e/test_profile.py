@@ -22,7 +22,7 @@ if __name__ == "__main__":
     settings = {"profile": sys.argv[2]}
     llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, spec_rollout=settings)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    print("known:", worker.model_runner.speculator.budget.cost.is_known)
+    print("known:", worker.model_runner.spec_rollout.budget.cost.is_known)
     llm.llm_engine.engine_core.shutdown()
 """
 

@@ -35,7 +35,7 @@ class Raises(Always):
         return super().propose(batch, limits)
 
 def give_the_first_rank_a_bad_drafter(worker):
-    speculator = worker.model_runner.speculator
+    speculator = worker.model_runner.spec_rollout
     speculator.guard.is_strict = False
     if speculator.drafters:
         speculator.replace_drafters([Raises()])

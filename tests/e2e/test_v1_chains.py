@@ -52,7 +52,7 @@ def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
     answers: Any = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, dtype, is_ours=True, spec_rollout={"max_draft_tokens": 8}) as ours:
         assert ours.runner.shape[0].value == "chain"
-        ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, seed=2)])
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=2)])
         drafted = run(ours.llm, requests)
         assert ours.runner.stats.accepted > 0 and not ours.runner.stats.branches_committed
     report = compare(requests, truth, drafted, dtype)
@@ -69,7 +69,7 @@ def test_drafts_beyond_what_noise_may_take_are_cut_and_cost_no_token(
         truth = run(stock.llm, requests)
     answers: Any = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, "bfloat16", is_ours=True, spec_rollout={"max_draft_tokens": 8}) as ours:
-        ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, seed=2)])
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=2)])
         drafted = run(ours.llm, requests)
         stats = ours.runner.stats
         assert 0 < stats.drafted <= 5 * stats.steps

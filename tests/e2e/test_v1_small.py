@@ -36,7 +36,7 @@ def test_unseeded_requests_draw_nothing_from_the_processs_random_states(ours: En
 
 def test_after_drafts_did_not_pay_drafters_are_asked_again_after_so_many_steps(ours: Engine) -> None:
     budget = NeverPays(lambda: ours.runner.stats.steps)
-    speculator = ours.runner.speculator
+    speculator = ours.runner.spec_rollout
     speculator.budget, speculator.backoff = budget, Backoff()
     speculator.replace_drafters([Always()])
     params = SamplingParams(seed=1, max_tokens=STEPS + 3, ignore_eos=True)
@@ -81,7 +81,7 @@ class Forgets(FixedBudget):
 def test_a_running_engine_survives_what_errs_and_yields_the_same_tokens(
     ours: Engine, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    speculator = ours.runner.speculator
+    speculator = ours.runner.spec_rollout
     prompts = [{"prompt_token_ids": [9 + i, 40, 41]} for i in range(3)]
     params = [SamplingParams(seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
     speculator.budget, speculator.backoff = FixedBudget(4, 4), Backoff()

@@ -34,7 +34,7 @@ def _drafted_trees(ours: Engine) -> None:
     assert ours.runner.shape[0].value == "tree"
     assert ours.runner.stats.branches_committed > 0
     # the name under which trainers look for what drafts
-    assert ours.runner.drafter is ours.runner.speculator
+    assert ours.runner.drafter is ours.runner.spec_rollout
 
 
 def _scheduled_ahead(ours: Engine) -> None:
@@ -126,7 +126,7 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
     assert any(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(truth, base, strict=True))
     answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, "float32", is_ours=True, spec_rollout=TREE, **settings) as ours:
-        ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, seed=4)])
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=4)])
         drafted = generate(ours.llm, requests)
         assert ours.runner.stats.branches_committed > 0
 

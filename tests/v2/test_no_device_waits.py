@@ -55,7 +55,7 @@ def test_a_step_reads_nothing_back_from_the_device(tmp_path: Path) -> None:
     with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 8}, max_num_seqs=8) as ours:
         truth = run(ours.llm, requests, enabled=False)
         answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
-        ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
         with Detector() as detector:
             run(ours.llm, requests)
         assert ours.runner.stats.branches_committed > 0

@@ -43,16 +43,16 @@ def test_pauses_are_those_of_the_v1_runner_and_end_with_the_run(ours: Engine) ->
     check_unseeded_requests_leave_randomness_alone(ours)
     # what does not pay: asked again after as many engine steps as on the V1 runner
     budget = NeverPays(lambda: runner._step)
-    _start(runner.speculator, budget, Always())
+    _start(runner.spec_rollout, budget, Always())
     _answer(ours, STEPS + 3)
     assert budget.gaps == GAPS
     # what is not there: nobody waits for tokens to draft from, for longer and longer
-    _start(runner.speculator, FixedBudget(4, 4), Always([]))
+    _start(runner.spec_rollout, FixedBudget(4, 4), Always([]))
     _answer(ours, 60)
     # statistics that are reset meanwhile set nobody's clock back
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     assert stats["drafted"] == 0 and stats["failures"] == {}
-    runner.speculator.replace_drafters([Always()])
+    runner.spec_rollout.replace_drafters([Always()])
     _answer(ours, LONGEST_PAUSE + 8)
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert stats["drafted"] > 0

@@ -43,7 +43,7 @@ def _rollout(ours: Engine) -> None:
         case.problem_id: list(output.outputs[0].token_ids)
         for case, output in zip([*requests, long], truth, strict=True)
     }
-    ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+    ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
     for batch in (requests[:1], [*requests, long], [long]):
         ours.llm.reset_prefix_cache()
         run(ours.llm, batch)

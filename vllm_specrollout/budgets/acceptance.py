@@ -1,6 +1,6 @@
 """How likely a drafted node is accepted: what drafters say, corrected by what became of it.
 
-What belongs here: counts per drafter and tenth of probability, and the factors for `merge_select` that follow from them.
+What belongs here: counts per drafter and tenth of probability, and the factors for `merge_select` that follow.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ goes back to SmartSpec's goodput: over all sets of nodes, the largest of
 
     (requests + sum of the probabilities that each node is reached) / (milliseconds of the step)
 
-Sorted by probability, the nodes of all trees form one list in which every prefix is a set of subtrees, so one pass finds
-the best set. The empty set is plain decoding.
+Sorted by probability, the nodes of all trees form one list in which every prefix is a set of subtrees. So one pass
+finds the best set. The empty set is plain decoding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.trees.merge import Prices, merge_select
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch, empty_trees
 
-PLAIN_EVERY = 256
-"""After so many steps with drafts, and before the first, one goes without: what drafts are compared with is measured."""
+PLAIN_SOON, PLAIN_LATER = 8, 256
+"""After so many steps with drafts one goes without, to measure what drafts are compared with: soon until `PLAIN_ENOUGH`
+have been measured, since one may have been disturbed, and rarely from then on."""
+PLAIN_ENOUGH = 2
 _ANY = 1 << 30
 
 
@@ -35,8 +37,10 @@ class GoodputBudget(BaseBudget):
         super().__init__(max_nodes, max_depth)
         self.cost = StepCost()
         self.acceptance = Acceptance()
-        # steps with drafts since one without was measured
-        self._drafted = PLAIN_EVERY
+        # steps with drafts since the last one without; the first step goes without
+        self._drafted = PLAIN_LATER
+        # steps without drafts that were measured
+        self._num_plain = 0
 
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
@@ -45,7 +49,7 @@ class GoodputBudget(BaseBudget):
         num_nodes = sum(proposal.num_nodes for proposal in proposals)
         if not num_nodes:
             return self._without("nothing proposed", batch, plain_ms, pays=False)
-        if self._drafted >= PLAIN_EVERY:
+        if self._drafted >= (PLAIN_SOON if self._num_plain < PLAIN_ENOUGH else PLAIN_LATER):
             self._drafted = 0
             return self._without("plain, to know its cost", batch, plain_ms, pays=True)
         self._drafted += 1
@@ -66,12 +70,13 @@ class GoodputBudget(BaseBudget):
         if record.timing is not None:
             self.cost.observe(record.timing)
             if record.timing.is_decode_only and not record.timing.nodes:
+                self._num_plain += 1
                 self._drafted = 0
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         self.cost.seed(timings)
-        if self.cost.is_known:
-            self._drafted = 0
+        self._num_plain = sum(timing.is_decode_only and not timing.nodes for timing in timings)
+        self._drafted = 0
 
     def _without(self, reason: str, batch: RequestBatch, plain_ms: float, *, pays: bool) -> StepPlan:
         trees = empty_trees(batch.request_ids)

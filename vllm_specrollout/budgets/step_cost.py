@@ -1,8 +1,8 @@
 """What a decode step costs in milliseconds, learned while the engine runs.
 
-What belongs here: a table of step times by the rows of the forward pass (requests and draft nodes), and what drafts cost
-beside their rows. The table has a value at each of `KNOTS` rows, is straight between them and never falls. All values
-come from one least-squares fit to the steps seen, in relative error, so that a disturbed step hardly counts:
+What belongs here: a table of step times by the rows of the forward pass (requests and draft nodes), and what drafts
+cost beside their rows. The table has a value at each of `KNOTS` rows, is straight between them and never falls. All
+values come from one least-squares fit to the steps seen, in relative error, so that a disturbed step counts little:
 
     step_ms = table(rows) + draft * [any nodes] + branch * branches
 
@@ -13,7 +13,6 @@ cost infinitely much, so that what is believed of them is tested before it is re
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -39,6 +38,7 @@ _NOISE = 0.05  # relative error of one step
 # How far the table may bend at a knot, rise between two knots, and what drafts may cost beside their rows: standard
 # deviations, as shares of a step. They are wide: they decide only what no step has shown.
 _BEND, _RISE, _DRAFT, _BRANCH = 0.3, 100.0, 0.5, 0.02
+_LEAST = 1e-3  # of the usual step: no step takes no time
 
 _NUM = len(KNOTS)
 _AT_DRAFT, _AT_BRANCH, _SIZE = _NUM, _NUM + 1, _NUM + 2
@@ -56,8 +56,10 @@ class StepCost:
         self._line = np.ones(1)
         self._widest = 0
         self._seen = 0
-        # logarithm of what the last steps took over what was predicted
-        self._off: deque[float] = deque(maxlen=RUN)
+        # of the last steps in a row that were off the same way: logarithm of what they took over what was predicted
+        self._off: list[float] = []
+        # what was learned before the first of them
+        self._before = (self._moments, self._products)
 
     @property
     def is_known(self) -> bool:
@@ -102,7 +104,7 @@ class StepCost:
         self._products += x
         self._widest = max(self._widest, timing.batch + timing.nodes)
         self._seen += 1
-        if self._seen <= 2 * _REFIT or self._seen % _REFIT == 0:
+        if self._seen <= 2 * _REFIT or (self._seen % _REFIT == 0 and not self._off):
             self._fit()
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
@@ -118,16 +120,24 @@ class StepCost:
         return self._line
 
     def _watch(self, off: float) -> None:
+        """Tell an engine that has changed its speed from steps that were disturbed."""
+        if abs(off) <= OFF or (self._off and (off > 0.0) != (self._off[0] > 0.0)):
+            self._off.clear()
+        if abs(off) <= OFF:
+            return
+        if not self._off:
+            self._before = (self._moments.copy(), self._products.copy())
         self._off.append(off)
-        if len(self._off) == RUN and (min(self._off) > OFF or max(self._off) < -OFF):
+        if len(self._off) == RUN:
+            self._moments, self._products = self._before
             self._rescale(math.exp(median(self._off)))
+            self._off.clear()
 
     def _rescale(self, factor: float) -> None:
         """All takes `factor` times as long, and what was learned before counts less."""
         # a step's features are divided by its milliseconds, once in the products and twice in the moments
         self._moments *= KEPT / factor**2
         self._products *= KEPT / factor
-        self._off.clear()
         self._fit()
 
     def _fit(self) -> None:
@@ -137,15 +147,18 @@ class StepCost:
         scale = float(_FLAT @ self._products) / level
         moments = self._moments * (scale / _NOISE) ** 2 + _PULL
         products = self._products * (scale / _NOISE**2) + _PULL @ _FLAT
-        terms = np.linalg.solve(moments, products)
+        terms: Floats = np.asarray(np.linalg.solve(moments, products), dtype=np.float64)
         while (below := np.flatnonzero(terms[_NUM:] < 0.0)).size:
             # nothing gets cheaper by drafts: hold that term at 0 and fit the others again
             held = _NUM + below
             moments[held, :] = moments[:, held] = 0.0
             moments[held, held], products[held] = 1.0, 0.0
-            terms = np.linalg.solve(moments, products)
+            terms = np.asarray(np.linalg.solve(moments, products), dtype=np.float64)
             terms[held] = 0.0
-        terms[:_NUM] = np.maximum.accumulate(np.maximum(terms[:_NUM], 1e-3))
+        # Whatever disturbs a step makes it slower: where more rows took less time, the fewer rows' time was wrong.
+        table, known = np.maximum(terms[:_NUM], _LEAST), int(np.searchsorted(KNOTS, self._widest)) + 1
+        table[:known] = np.minimum.accumulate(table[:known][::-1])[::-1]
+        terms[:_NUM] = np.maximum.accumulate(table)
         self._terms = terms * scale
         self._line = self._line[:0]
 
@@ -167,8 +180,7 @@ def _pull() -> Floats:
     rises = slopes * KNOTS[:-1, None] / _RISE
     bends = np.diff(slopes, axis=0) * KNOTS[1:-1, None] / _BEND
     others = np.diag([1e-2] + [0.0] * (_NUM - 1) + [_DRAFT**-2, _BRANCH**-2])
-    pull: Floats = rises.T @ rises + bends.T @ bends + others
-    return pull
+    return np.asarray(rises.T @ rises + bends.T @ bends + others, dtype=np.float64)
 
 
 _PULL: Floats = _pull()

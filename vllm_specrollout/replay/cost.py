@@ -7,8 +7,8 @@ steps first and fitted on its own, since a budget that asks no drafter does not 
               + context * tokens attended to + ask + ask_request * requests asked for        (if drafters were asked)
               + prompt + prompt_row * rows                                                   (if prompts were computed)
 
-Where a line that bends in the rows (broken_line.py) fits the steps better than a straight one, it is taken instead: a batch
-of one and a batch with two hundred nodes do not lie on one line.
+Where a line that bends in the rows (broken_line.py) fits the steps better than a straight one, it is taken instead: a
+batch of one and a batch with two hundred nodes do not lie on one line.
 """
 
 from __future__ import annotations

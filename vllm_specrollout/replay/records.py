@@ -28,7 +28,7 @@ class Header:
     """The engine that was recorded."""
 
     model: str = ""
-    # the model runner, `v1` or `v2`: it decides how late policies learn what a step cost
+    # the model runner, `v1` or `v2`: it decides how late budgets learn what a step cost
     runner: str = "v1"
     max_num_seqs: int
     max_num_batched_tokens: int = 1 << 30
@@ -43,7 +43,7 @@ class Header:
 
     @property
     def lag(self) -> int:
-        """How many steps later than its drafts' verdicts a policy learns a step's time."""
+        """How many steps later than its drafts' verdicts a budget learns a step's time."""
         return 1 if self.runner == "v1" else 0
 
 
@@ -68,7 +68,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What the drafters proposed for a request, before the policy cut it."""
+    """What the drafters proposed for a request, before the budget cut it."""
 
     request: int
     # tokens generated when it was made: a node of depth d stands for token `position + d - 1` of the answer
@@ -78,7 +78,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What became of the draft that the recorded policy chose."""
+    """What became of the draft that the recorded budget chose."""
 
     request: int
     drafted: int
@@ -87,7 +87,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step, as the policy saw it: verdicts, a step's cost, then the next drafts."""
+    """One step, as the budget saw it: verdicts, a step's cost, then the next drafts."""
 
     # milliseconds since the recording began, when the step's verdicts were known
     at_ms: float

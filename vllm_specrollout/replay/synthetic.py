@@ -69,7 +69,7 @@ class Plan:
 
 
 def make_trace(plan: Plan) -> Trace:
-    """A trace with a proposal at every position of every answer, so that no policy stands where nothing is known.
+    """A trace with a proposal at every position of every answer, so that no budget stands where nothing is known.
 
     Its steps carry no timings: the plan's cost line stands in the header.
 

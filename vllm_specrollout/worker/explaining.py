@@ -9,7 +9,7 @@ from vllm_specrollout.observe.timeline import TimelineListener
 
 
 class ExplainsMixin:
-    """Mixed into vLLM's workers, whose model runner has a `speculator`. Until it is asked, nothing is written down."""
+    """Mixed into vLLM's workers, whose model runner has a `spec_rollout`. Until it is asked, nothing is written down."""
 
     model_runner: Any
 
@@ -18,12 +18,12 @@ class ExplainsMixin:
 
         Of requests that ended, the last `keep` are told of; 0 ends the writing.
         """
-        speculator = self.model_runner.speculator
+        speculator = self.model_runner.spec_rollout
         speculator.listeners = [one for one in speculator.listeners if not isinstance(one, TimelineListener)]
         if keep > 0:
             speculator.listeners.append(TimelineListener(keep, time.perf_counter))
 
     def spec_rollout_explained(self) -> list[dict[str, Any]]:
         """What was written down since: per request its name, and its segments as plain values, in order."""
-        listeners = self.model_runner.speculator.listeners
+        listeners = self.model_runner.spec_rollout.listeners
         return next((one.rows() for one in listeners if isinstance(one, TimelineListener)), [])

@@ -13,10 +13,10 @@ _COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
 
 
 class ServesTrainers(WatchesPolicy):
-    """Mixed into vLLM's workers, whose model runner has a `speculator`. Ranks that do not draft keep no history."""
+    """Mixed into vLLM's workers, whose model runner has a `spec_rollout`. Ranks that do not draft keep no history."""
 
     def _history(self) -> HistoryDrafter | None:
-        drafters = self.model_runner.speculator.drafters
+        drafters = self.model_runner.spec_rollout.drafters
         return next((drafter for drafter in drafters if isinstance(drafter, HistoryDrafter)), None)
 
     def spec_rollout_report_rewards(self, rewards: Sequence[tuple[Sequence[str], float]]) -> dict[str, int]:
@@ -52,5 +52,5 @@ class ServesTrainers(WatchesPolicy):
                 history.finish(ending)
             history.close()
         if runner is not None:
-            runner.speculator.close()
+            runner.spec_rollout.close()
         super().shutdown()

@@ -105,8 +105,8 @@ def measure(
         for i, batch in enumerate(batches):
             on_batch(i, len(batches))
             sweep = Sweep(kinds)
-            runner.speculator.budget = sweep
-            runner.speculator.replace_drafters([RandomDrafter(vocab_size, sweep)])
+            runner.spec_rollout.budget = sweep
+            runner.spec_rollout.replace_drafters([RandomDrafter(vocab_size, sweep)])
             _run(llm, batch, vocab_size, sweep, rounds * len(kinds))
             timings += undisturbed(sweep.timings)
         on_batch(len(batches), len(batches))

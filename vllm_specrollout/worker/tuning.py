@@ -44,7 +44,7 @@ class ChangingOracle(BaseDrafter):
 
 
 class TunableMixin:
-    """Mixed into vLLM's workers, whose model runner has a `speculator`."""
+    """Mixed into vLLM's workers, whose model runner has a `spec_rollout`."""
 
     model_runner: Any
     vllm_config: Any
@@ -71,7 +71,7 @@ class TunableMixin:
             ConfigError: an unknown name, or more than the engine allows.
             TraceError: the file cannot be made.
         """
-        speculator = self.model_runner.speculator
+        speculator = self.model_runner.spec_rollout
         kept = self.__dict__.setdefault("_spec_rollout_budgets", {})
         key = (name, max_draft_tokens, max_depth, is_profiled)
         speculator.backoff = type(speculator.backoff)()
@@ -109,7 +109,7 @@ class TunableMixin:
         return self._switches().start_over()
 
     def _switches(self) -> SwitchCounter:
-        listeners = self.model_runner.speculator.listeners
+        listeners = self.model_runner.spec_rollout.listeners
         for listener in listeners:
             if isinstance(listener, SwitchCounter):
                 return listener
@@ -129,7 +129,7 @@ class TunableMixin:
         Raises:
             ConfigError: the engine has no `oracle`, or the file or the accuracy cannot be used.
         """
-        speculator = self.model_runner.speculator
+        speculator = self.model_runner.spec_rollout
         drafters = list(speculator.drafters)
         at = next((i for i, drafter in enumerate(drafters) if drafter.name == "oracle"), None)
         if at is None:

@@ -51,7 +51,7 @@ def check_identity(
         plain = run(ours.llm, requests, enabled=False)
         for number in range(rounds):
             quality = QUALITIES[number % len(QUALITIES)]
-            ours.runner.speculator.replace_drafters(
+            ours.runner.spec_rollout.replace_drafters(
                 FuzzDrafter(answers, VOCAB, seed=number + 1000 * other, quality=quality)
                 for other in range(num_drafters)
             )

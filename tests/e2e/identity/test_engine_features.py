@@ -83,7 +83,7 @@ def test_aborted_requests_leave_the_others_alone_and_nothing_behind(models: Path
         truth = run(stock.llm, requests)
     answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, "bfloat16", is_ours=True) as ours:
-        ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, seed=3)])
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=3)])
         llm_engine, finished = ours.llm.llm_engine, {}
         for case in requests:
             llm_engine.add_request(case.problem_id, {"prompt_token_ids": case.prompt}, case.sampling())
@@ -121,7 +121,7 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
     assert any(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(truth, base, strict=True))
     answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
     with engine(path, "float32", is_ours=True, **settings) as ours:
-        ours.runner.speculator.replace_drafters([FuzzDrafter(answers, VOCAB, seed=4)])
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=4)])
         report = compare(requests, truth, generate(ours), "float32")
         assert ours.runner.stats.accepted > 0
     assert not report.failures, report.failures

@@ -1,25 +1,42 @@
-"""Small traces and policies that tests share."""
+"""Small traces and a budget that tests share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
-from vllm_specrollout.types import Choice, Decision, DraftTree, Ending, Feedback, RequestView, Shape, StepTiming
+from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.types import (
+    Choice,
+    Decision,
+    DraftLimits,
+    DraftTree,
+    Ending,
+    Feedback,
+    RequestBatch,
+    RequestView,
+    Shape,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+)
 
 LINE = CostLine(fixed=10.0, request=1.0, draft=2.0, node=0.5, branch=0.25, ask=0.1, prompt_row=0.01)
 
 
-def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5) -> DraftTree:
+def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5, source: int = 0) -> DraftTree:
     n = len(tokens)
     return DraftTree(
         np.asarray(tokens, dtype=np.int32),
         np.asarray(parents, dtype=np.int32),
         np.full(n, np.log(probability), dtype=np.float32),
-        np.zeros(n, dtype=np.int32),
+        np.full(n, source, dtype=np.int32),
     )
 
 
@@ -57,8 +74,49 @@ class ListSink:
         self.is_closed = True
 
 
+class ScriptedBudget(BaseBudget):
+    """A budget that allows so many nodes, verifies all of them, and remembers every call."""
+
+    def __init__(self, max_nodes: int = 2, max_depth: int = 2, *, off: Sequence[int] = (), drafters: int | None = None):
+        """Args:
+        off: calls of `steps_off` that are answered with 1.
+        drafters: bits of those that are asked; None: all are.
+        """
+        super().__init__(max_nodes, max_depth)
+        self.off, self.drafters = set(off), drafters
+        self.calls: list[tuple[str, object]] = []
+        self.asked = 0
+
+    def of(self, name: str) -> list:
+        return [what for call, what in self.calls if call == name]
+
+    def steps_off(self, num_requests: int) -> int:
+        self.asked += 1
+        return int(self.asked - 1 in self.off)
+
+    def limits(self, batch: RequestBatch) -> DraftLimits:
+        self.calls.append(("limits", batch))
+        limits = super().limits(batch)
+        if self.drafters is None:
+            return limits
+        return replace(limits, drafters=np.full(batch.size, self.drafters, dtype=np.uint32))
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        self.calls.append(("choose", (proposals, draft_ms)))
+        trees = merge_select(proposals, limits).trees
+        return StepPlan(trees, "scripted", pays=bool(trees.num_nodes))
+
+    def observe(self, record: StepRecord) -> None:
+        self.calls.append(("observe", record))
+
+    def finish(self, ending: Ending) -> None:
+        self.calls.append(("finish", ending))
+
+
 class Scripted:
-    """A policy that allows so many nodes, verifies all of them, and remembers every call."""
+    """A policy of the recorder's that allows so many nodes, verifies all of them, and remembers every call."""
 
     def __init__(self, max_nodes: int = 2, max_depth: int = 2) -> None:
         self.bounds = (max_nodes, max_depth)

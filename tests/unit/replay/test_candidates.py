@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.replay.builders import trace_of, tree
-from vllm_specrollout.replay.candidates import RecordedTrees, below, cut
+from vllm_specrollout.replay.candidates import RecordedTrees, batch_of, below, cut, of_sources
 from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.trees.build import check, from_paths, is_ordered, path_to
 from vllm_specrollout.types import Decision, DraftTree, Shape
@@ -45,3 +47,18 @@ def test_a_drafter_heeds_nodes_depth_and_shape_but_no_probability() -> None:
     assert words(cut(draft, decision)) == [(1,), (1, 2), (1, 3)]
     assert words(cut(draft, Decision(8, 8, Shape.CHAIN))) == [(1,), (1, 2), (1, 2, 4)]
     assert cut(draft, Decision(0, 0, Shape.OFF)).size == 0
+
+
+def test_the_trees_of_a_batch_stand_one_behind_another() -> None:
+    branching = tree([1, 2, 3], [-1, 0, 0])
+    batch = batch_of(["a", "b", "c"], [branching, tree([], []), tree([7], [-1], source=2)])
+    assert batch.node_start.tolist() == [0, 3, 3, 4] and batch.depth.tolist() == [1, 2, 2, 1]
+    assert words(batch.tree(0)) == words(branching) and batch.tree(2).source.tolist() == [2]
+    assert batch_of(["a"], [tree([], [])]).num_nodes == 0
+
+
+def test_without_its_parent_a_drafters_node_goes_too() -> None:
+    mixed = replace(tree([1, 2, 3, 4], [-1, 0, 1, -1]), source=np.asarray([0, 1, 0, 1], dtype=np.int32))
+    assert words(of_sources(mixed, 0b01)) == [(1,)]
+    assert words(of_sources(mixed, 0b10)) == [(4,)]
+    assert of_sources(mixed, 0b11) is mixed

@@ -4,18 +4,19 @@ import numpy as np
 import pytest
 from vllm_specrollout.policies import presets
 
-from tests.unit.replay.builders import LINE, Scripted, header, trace_of, tree
+from tests.unit.replay.builders import LINE, ScriptedBudget, header, trace_of, tree
+from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay.cost import Load
 from vllm_specrollout.replay.records import Candidates
-from vllm_specrollout.replay.simulate import accepted_nodes, replay
+from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.replay.synthetic import Plan, make_trace
 from vllm_specrollout.types import Status
 
 
 def budget(name: str, nodes: int = 8, depth: int = 8, seed: int = 0):
-    return presets.make_policy(SpecRolloutConfig(budget=name, max_draft_tokens=nodes, max_depth=depth), seed=seed)
+    return make_budget(SpecRolloutConfig(budget=name, max_draft_tokens=nodes, max_depth=depth), seed=seed)
 
 
 def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
@@ -25,7 +26,7 @@ def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
         Candidates(0, 1, tree([2, 3, 9], [-1, 0, 1])),
         Candidates(0, 4, tree([8], [-1])),
     ]
-    policy = Scripted(max_nodes=3, max_depth=3)
+    policy = ScriptedBudget(max_nodes=3, max_depth=3)
     result = replay(trace_of([[1, 2, 3, 4, 5], [7]], drafts), policy)
     # prompts: two requests, 20 rows, both asked for          10 + 2*1 + 20*0.01 + 0.1         = 12.3; 1 and 7 come
     # request 0 alone, three nodes, asked for again           10 + 1 + 2 + 3*0.5 + 0.1         = 14.6; 2 3 4 come
@@ -38,31 +39,72 @@ def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
     assert result.finish_ms == pytest.approx((40.5, 12.3))
 
 
-def test_a_policy_learns_a_steps_time_one_step_late_and_an_ending_before_the_next_step():
-    policy = Scripted(max_nodes=3, max_depth=3)
-    replay(trace_of([[1, 2, 3, 4, 5], [7]], [Candidates(0, 1, tree([2, 3, 9], [-1, 0, 1]))]), policy)
-    assert policy.timings[0] is None
-    assert policy.timings[1].step_ms == pytest.approx(12.3)
-    assert not policy.timings[1].is_decode_only and policy.timings[1].tokens == 2
-    assert policy.timings[2].nodes == 3 and policy.timings[2].tokens == 3 and policy.timings[2].trees == 1
-    order = [name if name != "finish" else value for name, value in policy.calls]
-    assert order[:5] == ["observe", "decide", "choose", "r1", "observe"]
-    assert policy.endings[0].token_ids.tolist() == [7] and policy.endings[0].status is Status.FINISHED
+def test_a_budget_learns_of_a_step_one_step_late_and_of_an_ending_before_it() -> None:
+    budget = ScriptedBudget(max_nodes=3, max_depth=3)
+    replay(trace_of([[1, 2, 3, 4, 5], [7]], [Candidates(0, 1, tree([2, 3, 9], [-1, 0, 1]))]), budget)
+    order = [name for name, _ in budget.calls]
+    # the first step's record comes at the end of the second, in which the second request is over
+    assert order[:6] == ["limits", "choose", "finish", "observe", "limits", "choose"]
+    first, second = budget.of("observe")[:2]
+    assert first.plan is None and first.timing.step_ms == pytest.approx(12.3)
+    assert not first.timing.is_decode_only and first.timing.tokens == 2
+    assert second.plan is not None and second.timing.nodes == 3 and second.timing.tokens == 3
+    assert second.timing.trees == 1 and second.timing.ask_ms == pytest.approx(0.1)
+    ending = budget.of("finish")[0]
+    assert ending.token_ids.tolist() == [7] and ending.status is Status.FINISHED
 
 
-def test_on_the_second_runner_a_step_and_its_time_are_learned_together():
+def test_on_the_second_runner_a_step_is_learned_of_at_once() -> None:
     trace = trace_of([[1, 2, 3]])
-    policy = Scripted()
-    replay(replace(trace, header=header(runner="v2")), policy)
-    assert [timing.step_ms for timing in policy.timings] == pytest.approx([11.1, 11.1, 11.1])
+    budget = ScriptedBudget()
+    replay(replace(trace, header=header(runner="v2")), budget)
+    assert [record.timing.step_ms for record in budget.of("observe")] == pytest.approx([11.1, 11.1, 11.1])
+    assert [name for name, _ in budget.calls][:3] == ["observe", "limits", "choose"]
 
 
-def test_feedback_names_the_accepted_nodes_of_the_tree_that_was_verified():
-    policy = Scripted(max_nodes=4, max_depth=3)
+def test_a_record_names_the_accepted_nodes_and_what_was_planned() -> None:
+    budget = ScriptedBudget(max_nodes=4, max_depth=3)
     branching = tree([9, 2, 3], [-1, -1, 1])
-    replay(trace_of([[1, 2, 3, 4]], [Candidates(0, 1, branching)]), policy)
-    (feedback,) = policy.feedback[1]
-    assert feedback.accepted_nodes.tolist() == [1, 2] and feedback.drafted == 3 and feedback.batch == 1
+    replay(trace_of([[1, 2, 3, 4, 5, 6]], [Candidates(0, 1, branching)]), budget)
+    record = budget.of("observe")[1]
+    # the drafter is as sure of 9 as of 2, and 9 stands first
+    assert record.trees.token_ids.tolist() == [9, 2, 3] and record.timing.branches == 1
+    assert record.result.num_accepted.tolist() == [2] and record.result.accepted.tolist() == [1, 2]
+    assert record.plan.trees is record.trees and record.batch.request_ids == ["r0"]
+
+
+def test_the_drafts_of_an_answer_that_is_over_are_not_verified() -> None:
+    budget = ScriptedBudget(max_nodes=4, max_depth=4)
+    drafts = [Candidates(0, 1, tree([2, 3], [-1, 0])), Candidates(1, 1, tree([2, 3], [-1, 0]))]
+    result = replay(trace_of([[1], [1, 2, 3, 4, 5]], drafts), budget)
+    record = budget.of("observe")[1]
+    assert record.plan.trees.sizes.tolist() == [2, 2] and record.trees.sizes.tolist() == [0, 2]
+    assert (result.drafted, result.accepted) == (2, 2)
+
+
+def test_a_budget_that_is_off_for_a_step_is_not_asked_for_limits() -> None:
+    trace = trace_of([[1, 2, 3, 4]], [Candidates(0, 1, tree([2], [-1])), Candidates(0, 2, tree([3], [-1]))])
+    budget = ScriptedBudget(off=[0])
+    result = replay(trace, budget)
+    assert result.nodes == (0, 0, 1) and budget.asked == 3
+    assert result.step_ms[0] == pytest.approx(10.0 + 1.0 + 10 * LINE.prompt_row)
+
+
+def test_drafters_are_left_alone_after_four_steps_that_did_not_pay() -> None:
+    budget = ScriptedBudget()
+    replay(trace_of([list(range(12))]), budget)
+    # nothing is ever proposed: asked in steps 0 to 3 and 8
+    assert len(budget.of("choose")) == 5 and budget.asked == 5
+
+
+def test_a_drafter_that_is_not_asked_proposes_nothing() -> None:
+    mixed = tree([2, 9, 3], [-1, -1, 0])
+    mixed = replace(mixed, source=np.asarray([1, 0, 1], dtype=np.int32))
+    for drafters, kept in ((0b11, [2, 9, 3]), (0b10, [2, 3]), (0b01, [9])):
+        budget = ScriptedBudget(8, 8, drafters=drafters)
+        replay(trace_of([[1, 2, 3, 4]], [Candidates(0, 1, mixed)]), budget)
+        (proposal,), draft_ms = budget.of("choose")[0]
+        assert proposal.token_ids.tolist() == kept and draft_ms == pytest.approx(LINE.ask)
 
 
 def test_without_drafts_a_rollout_is_the_sum_of_its_plain_steps():
@@ -80,7 +122,7 @@ def test_without_drafts_a_rollout_is_the_sum_of_its_plain_steps():
     assert result.makespan_ms == pytest.approx(total)
 
 
-@pytest.mark.parametrize("name", presets.names())
+@pytest.mark.parametrize("name", names())
 def test_every_budget_yields_every_token_and_the_same_replay_twice(name: str):
     trace = make_trace(Plan(requests=10, batch=4, median=30, sibling=0.3, seed=5))
     first, second = (replay(trace, budget(name, nodes=16, seed=1)) for _ in range(2))
@@ -112,14 +154,7 @@ def test_a_prompt_beyond_the_steps_room_is_computed_in_pieces():
     assert result.step_ms == pytest.approx((11.1, 11.1, 11.05, 11.0))
 
 
-def test_a_walk_follows_siblings_and_stops_at_the_first_token_that_nobody_drafted():
-    branching = tree([5, 6, 7, 8], [-1, -1, 1, 0])
-    assert accepted_nodes(branching, np.asarray([6, 7, 1], dtype=np.int32)) == [1, 2]
-    assert accepted_nodes(branching, np.asarray([1], dtype=np.int32)) == []
-    assert accepted_nodes(branching, np.asarray([], dtype=np.int32)) == []
-
-
 def test_a_trace_without_a_single_end_is_refused():
     trace = replace(trace_of([[1]]), ends={})
     with pytest.raises(SpecRolloutError, match="no request of the trace has an end"):
-        replay(trace, Scripted(), LINE)
+        replay(trace, ScriptedBudget(), LINE)

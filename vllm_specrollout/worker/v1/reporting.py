@@ -26,7 +26,7 @@ class ReportsV1(_Base):
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         stats["request_reasons"] = runner.book.desk.reasons()
-        stats["failures"] = dict(runner.speculator.guard.failures)
+        stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:
             runner.stats = Stats()
         return stats

@@ -64,12 +64,12 @@ class SpecRolloutV1(_Base):
         super().__init__(vllm_config, device)
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
-        self.speculator, self.metrics = make_speculator(vllm_config, "v1")
+        self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.policy_version = PolicyVersion()
         self.stats = Stats()
         self.book = RequestBook(Shape.OFF, self.noise.tape)
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
-        self.drafting = Drafting(self.speculator, self.parallel_config.tensor_parallel_size)
+        self.drafting = Drafting(self.spec_rollout, self.parallel_config.tensor_parallel_size)
         self.step = StepState(0, 0.0, 0)
         # drafts on their way through the scheduler
         self._planned = NO_DRAFTS
@@ -112,7 +112,7 @@ class SpecRolloutV1(_Base):
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self.book.forget(req_id)
-        self.speculator.forget(req_id)
+        self.spec_rollout.forget(req_id)
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class SpecRolloutV1(_Base):
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:
                 entry = self.book.get(self.requests[req_id])
-                self.speculator.finish(entry.ended(num_tokens, status, self.policy_version.current()))
+                self.spec_rollout.finish(entry.ended(num_tokens, status, self.policy_version.current()))
         result = super()._update_states(scheduler_output)
         # The tapes own the generators. (vLLM 0.32 also rewinds those it finds here after a prefill chunk, which a CPU
         # generator cannot do: stock CPU engines stop with an error when a seeded prompt is prefilled in chunks.)

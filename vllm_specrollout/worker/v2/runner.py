@@ -61,8 +61,8 @@ class SpecRolloutV2(_Base):
         self.req_states.draft_tokens = torch.zeros(
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
-        self.speculator, self.metrics = make_speculator(vllm_config, "v2")
-        drafting = Drafting(self.speculator, self.parallel_config.tensor_parallel_size)
+        self.spec_rollout, self.metrics = make_speculator(vllm_config, "v2")
+        drafting = Drafting(self.spec_rollout, self.parallel_config.tensor_parallel_size)
         self.host = Host(drafting, self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
@@ -93,7 +93,7 @@ class SpecRolloutV2(_Base):
     @property
     def drafter(self) -> Speculator:
         """The name under which trainers look for it."""
-        return self.speculator
+        return self.spec_rollout
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class SpecRolloutV2(_Base):
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
         trees, after = self._trees, self._step + 1
-        asks_at = after + self.speculator.steps_off(after, self._num_running)
+        asks_at = after + self.spec_rollout.steps_off(after, self._num_running)
         return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
 
 

@@ -70,7 +70,7 @@ class SpeculatingWorker(ExplainsMixin, ServesTrainers, TunableMixin, _Base):
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         stats["request_reasons"] = runner.desk.reasons()
-        stats["failures"] = dict(runner.speculator.guard.failures)
+        stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:
             runner.stats = Stats()
         return stats

@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+
+from tests.unit.budgets.builders import batch, chains, record, step
+from tests.unit.replay import gate
+from vllm_specrollout.budgets.base import FixedBudget, OffBudget
+from vllm_specrollout.budgets.goodput import PLAIN_LATER, GoodputBudget
+from vllm_specrollout.replay.cost import CostLine
+from vllm_specrollout.replay.simulate import Result, replay
+from vllm_specrollout.replay.synthetic import Plan, make_trace
+from vllm_specrollout.types import StepPlan, StepTiming
+
+LINE = CostLine(fixed=10.0, request=0.1, node=0.1)
+
+
+def timing(num_requests: int, num_nodes: int) -> StepTiming:
+    return step(num_requests, num_nodes, LINE.fixed + 0.1 * (num_requests + num_nodes))
+
+
+def experienced(max_nodes: int = 8) -> GoodputBudget:
+    """One that knows what steps of eight requests cost."""
+    budget = GoodputBudget(max_nodes, 8)
+    budget.seed([timing(8, nodes) for nodes in (0, 8, 32, 64) * 10])
+    return budget
+
+
+def choose(budget: GoodputBudget, probability: float, length: int = 8, draft_ms: float = 0.1) -> StepPlan:
+    requests = batch(8)
+    return budget.choose([chains(8, length, probability)], budget.limits(requests), requests, draft_ms)
+
+
+def run(plan: Plan, budget: GoodputBudget | FixedBudget | OffBudget | None = None) -> Result:
+    trace = make_trace(plan)
+    return replay(trace, budget or GoodputBudget(trace.header.max_draft_tokens, trace.header.max_depth))
+
+
+def test_the_first_step_goes_without_drafts_to_be_measured() -> None:
+    budget = GoodputBudget(8, 8)
+    plan = choose(budget, 0.9)
+    assert plan.trees.num_nodes == 0 and plan.reason == "plain, to know its cost" and plan.is_on and plan.pays
+    assert choose(budget, 0.9).trees.num_nodes > 0
+
+
+def test_the_chosen_nodes_are_those_of_the_most_tokens_per_millisecond() -> None:
+    budget = experienced()
+    plan = choose(budget, 0.6)
+    # a node of depth d is reached with 0.6^d; the whole batch goes to the same depth
+    rates = [8 * sum(0.6**d for d in range(depth + 1)) / budget.cost.predict(8, 8 * depth) for depth in range(9)]
+    best = int(np.argmax(rates))
+    assert plan.trees.sizes.tolist() == [best] * 8 and 0 < best < 8
+    assert plan.reason == "goodput" and plan.pays
+    assert plan.expected_tokens == pytest.approx(8 * sum(0.6**d for d in range(1, best + 1)), rel=1e-3)
+    assert plan.plain_ms == pytest.approx(10.8, rel=0.02)
+    assert plan.expected_ms == pytest.approx(10.8 + 0.1 * 8 * best + 0.1, rel=0.05)
+
+
+def test_where_nothing_pays_the_best_set_is_verified_to_learn_from_it() -> None:
+    plan = choose(experienced(), 0.02)
+    assert plan.reason == "drafts do not pay" and not plan.pays
+    assert plan.trees.num_nodes > 0 and plan.expected_tokens < 1.0
+
+
+def test_drafts_that_save_less_than_asking_costs_do_not_pay() -> None:
+    assert choose(experienced(), 0.3, length=1).pays
+    dear = choose(experienced(), 0.3, length=1, draft_ms=5.0)
+    # drafters have been asked already, so what they proposed is verified
+    assert not dear.pays and dear.trees.num_nodes == 8
+
+
+def test_with_nothing_proposed_there_is_nothing_to_choose() -> None:
+    plan = choose(experienced(), 0.5, length=0)
+    assert plan.reason == "nothing proposed" and not plan.pays and plan.trees.num_nodes == 0
+
+
+def test_a_step_without_drafts_is_measured_again_after_a_long_while() -> None:
+    budget = experienced()
+    reasons = [choose(budget, 0.9).reason for _ in range(2 * PLAIN_LATER + 2)]
+    assert [i for i, reason in enumerate(reasons) if reason != "goodput"] == [PLAIN_LATER, 2 * PLAIN_LATER + 1]
+
+
+def test_a_drafter_that_claims_too_much_is_written_off_and_comes_back() -> None:
+    budget = experienced()
+    trees = chains(8, 8, 0.9)
+    assert choose(budget, 0.9).pays
+    for _ in range(30):
+        budget.observe(record(trees, [0] * 8))
+    assert not choose(budget, 0.9).pays
+    for _ in range(30):
+        budget.observe(record(trees, [7] * 8))
+    assert choose(budget, 0.9).pays
+
+
+def test_the_same_steps_give_the_same_plans() -> None:
+    plan = Plan(requests=12, batch=4, median=30, sibling=0.3, seed=3)
+    assert run(plan) == run(plan)
+
+
+def test_on_a_gpus_line_auto_is_as_fast_as_the_best_fixed_width() -> None:
+    plan = gate.PLANS["gpu b48 .55"]
+    trace = make_trace(plan)
+    fixed = min(replay(trace, FixedBudget(width, width)).makespan_ms for width in (2, 3, 4, 6))
+    auto = replay(trace, GoodputBudget(trace.header.max_draft_tokens, trace.header.max_depth))
+    assert fixed / auto.makespan_ms >= 0.98
+
+
+@pytest.mark.parametrize("line", [gate.CPU, gate.GPU, gate.EAGER, gate.KNEE], ids=["cpu", "gpu", "eager", "knee"])
+def test_a_useless_drafter_costs_at_most_three_percent(line: CostLine) -> None:
+    plan = Plan(requests=24, batch=12, median=150, spread=0.3, acceptance=(0.01,) * 8, told=0.05, cost=line)
+    assert run(plan).makespan_ms <= 1.03 * run(plan, OffBudget()).makespan_ms
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_is_never_much_slower_than_plain_decoding_on_any_line(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    line = CostLine(
+        fixed=float(rng.uniform(2.0, 30.0)),
+        request=(node := float(np.exp(rng.uniform(np.log(0.005), np.log(0.6))))),
+        node=node,
+        draft=float(rng.uniform(0.0, 3.0)),
+        ask=float(rng.uniform(0.0, 0.3)),
+        prompt_row=node,
+    )
+    plan = Plan(
+        requests=32,
+        batch=int(rng.choice([4, 8, 16])),
+        median=120,
+        spread=0.4,
+        acceptance=(float(rng.uniform(0.05, 0.9)),) * 6,
+        told=float(rng.uniform(0.2, 1.0)),
+        cost=line,
+        seed=seed,
+    )
+    assert run(plan).makespan_ms <= 1.02 * run(plan, OffBudget()).makespan_ms
