@@ -124,8 +124,9 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
     Returns:
         "by_rows": per number of rows, "steps", their median "ms" and "fitted_ms", of steps without branches.
         "line": milliseconds of plain steps of so many rows, of having drafts at all, of a branch.
-        "error": the median relative error of the cost table on these steps. "c_peak": rows of the knee (FastGRPO, Appendix B), None if time does not grow yet; "is_corner": False if that is the
-        roofline of a straight line.
+        "error": the median relative error of the cost table on these steps.
+        "c_peak": rows of the knee (FastGRPO, Appendix B), None if time does not grow yet.
+        "is_corner": False if that is the knee of a straight line.
     """
     cost, knee = StepCost(), FastGrpoBudget(1, 1)
     cost.seed(shuffled(timings))

@@ -51,12 +51,10 @@ class RequestView:
     # tokens the request may still generate (max_tokens and the model's length); a draft deeper than that is waste
     max_new_tokens: int
     shape: Shape = Shape.TREE
-    # the request's own limit on draft tokens per step
-    max_draft_tokens: int = 1 << 30
+    max_draft_tokens: int = 1 << 30  # per step: the request's own limit
     problem_id: str = ""
     weights_version: int = 0
-    # the name that its client knows it by
-    name: str = ""
+    name: str = ""  # that its client knows it by
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +68,8 @@ class Ending:
     # [num_tokens] the answer, without what was sampled beyond its end
     token_ids: IntArray
     status: Status
-    # of the policy when the request ended
-    weights_version: int = 0
-    # the name that its client knows it by
-    name: str = ""
+    weights_version: int = 0  # of the policy when the request ended
+    name: str = ""  # that its client knows it by
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +179,17 @@ class RequestBatch:
     is_chain: BoolArray
     # [R] of the views
     request_ids: Sequence[str]
-    # tokens in the KV cache, all requests together
-    context: int = 0
+    # [R] int32: tokens that each has, prompt included; a view's own move on, these stay
+    num_tokens: IntArray
 
     @property
     def size(self) -> int:
         return len(self.views)
+
+    @property
+    def context(self) -> int:
+        """Tokens in the KV cache, all requests together."""
+        return int(self.num_tokens.sum())
 
     @classmethod
     def of(cls, views: Sequence[RequestView], *, may_branch: bool = True) -> RequestBatch:
@@ -204,7 +205,7 @@ class RequestBatch:
             np.minimum(np.asarray(depth, np.int64), MOST_NODES).astype(np.int32),
             np.asarray(is_chain, np.bool_),
             [view.request_id for view in views],
-            sum(len(view.token_ids) for view in views),
+            np.asarray([len(view.token_ids) for view in views], np.int32),
         )
 
 
@@ -256,8 +257,7 @@ class StepPlan:
     # why as much, or as little: a few words out of a small set, fit to be a metric's label
     reason: str
     is_on: bool = True  # False: drafters were not even asked
-    # whether asking paid, the asking included; where it does not for some steps in a row, it is left for a while
-    pays: bool = True
+    pays: bool = True  # what asking cost is counted; drafters are left alone after some steps that did not
     # [N] float32: probability that the target walks down to each node, as the budget has it; None: it has no idea
     reach: FloatArray | None = field(default=None, repr=False)
     # milliseconds expected of the step, with the drafts and without any; 0.0 where the budget has no expectation

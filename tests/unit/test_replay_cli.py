@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_specrollout.policies import presets
 
 from vllm_specrollout.budgets.registry import names
 from vllm_specrollout.cli import app

@@ -88,6 +88,8 @@ class _Open:
     begin_s: float
     # the recorded step that begins there; its end is known when the request is next seen. None: there is none
     step: Segment | None = None
+    # steps behind that one in which nobody was asked
+    unasked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,10 @@ class TimelineListener(BaseListener):
                 if one is not None:  # else it is over and not kept
                     self._tell(view.request_id, one, step.first, step.begin_s)
                     one.step = step
+        elif record.plan is None:
+            for request_id in record.trees.request_ids:
+                if request_id in self._open:
+                    self._open[request_id].unasked += 1
         self._tell_ends()
 
     def finished(self, ending: Ending) -> None:
@@ -172,8 +178,8 @@ class TimelineListener(BaseListener):
         self._plans.take_all()
         self._tell_ends()
         for request_id, one in self._open.items():
-            if one.step is not None:
-                self._tell(request_id, one, one.first + one.step.accepted + 1, self._stepped_s)
+            drafted = 0 if one.step is None else one.step.accepted + 1
+            self._tell(request_id, one, one.first + drafted + one.unasked, self._stepped_s)
         return self._timeline.segments()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -201,7 +207,7 @@ class TimelineListener(BaseListener):
                 unasked = Segment(end - rest, end, middle_s, end_s, {UNASKED: rest}, batch=rest * self._num_requests)
                 self._timeline.add(request_id, one.name, unasked)
             one.first = end
-        one.begin_s, one.step = end_s, None
+        one.begin_s, one.step, one.unasked = end_s, None, 0
 
     def _tell_ends(self) -> None:
         """Requests that are over, and of which no record can come any more, or which are not kept anyhow."""
@@ -223,8 +229,9 @@ def _steps_of(record: StepRecord, plan: StepPlan, batch: RequestBatch, note: _No
     expected = np.bincount(owner, np.zeros(len(owner)) if plan.reach is None else plan.reach, batch.size)
     reasons = _reasons_of(plan, note.limits.max_nodes > 0, proposed > 0, sizes > 0)
     steps = []
-    for view, reason, share in zip(batch.views, reasons, expected.tolist(), strict=True):
-        first = _position(view)
+    columns = (batch.views, batch.num_tokens.tolist(), reasons, expected.tolist())
+    for view, num_tokens, reason, share in zip(*columns, strict=True):
+        first = num_tokens - view.num_prompt_tokens
         nodes, accepted = verified.get(view.request_id, (0, 0))
         step = Segment(first, first, note.begin_s, note.begin_s, {reason: 1}, nodes, accepted, share, batch=batch.size)
         step.foretold = int(plan.expected_ms > 0.0)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.trees.build import depths, select
-from vllm_specrollout.trees.prune import prune
-from vllm_specrollout.types import EMPTY_TREE, ROOT, Decision, DraftTree, IntArray, TreeBatch, empty_trees
+from vllm_specrollout.trees.follow import below
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, IntArray, TreeBatch, empty_trees
 
 
 class RecordedTrees:
@@ -38,41 +37,7 @@ class RecordedTrees:
         if nearest < 0:
             return EMPTY_TREE
         root = positions[nearest]
-        return below(self._trees[request][root], truth[root:position])
-
-
-def below(tree: DraftTree, path: Sequence[int] | IntArray) -> DraftTree:
-    """The subtree under the node that these tokens lead to from the root; empty if they leave the tree."""
-    children = {
-        (parent, token): node
-        for node, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True))
-    }
-    node = ROOT
-    for token in path:
-        child = children.get((node, int(token)))
-        if child is None:
-            return EMPTY_TREE
-        node = child
-    if node == ROOT:
-        return tree
-    kept = [node]
-    known = {node}
-    for i, parent in enumerate(tree.parents.tolist()):
-        if parent in known:
-            known.add(i)
-            kept.append(i)
-    if len(kept) == 1:
-        return EMPTY_TREE
-    subtree = select(replace(tree, parents=_cut_at(tree.parents, node)), kept)
-    # its first node is the new root: every index below it moves up by one
-    return DraftTree(subtree.token_ids[1:], subtree.parents[1:] - 1, subtree.log_q[1:], subtree.source[1:])
-
-
-def _cut_at(parents: IntArray, node: int) -> IntArray:
-    """The same parents, with `node` as a root."""
-    changed = parents.copy()
-    changed[node] = ROOT
-    return changed
+        return below(self._trees[request][root], truth[root:position])[0] or EMPTY_TREE
 
 
 def batch_of(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
@@ -107,10 +72,3 @@ def of_sources(tree: DraftTree, wanted: int) -> DraftTree:
             known.add(i)
             kept.append(i)
     return tree if len(kept) == tree.size else select(tree, kept)
-
-
-def cut(tree: DraftTree, decision: Decision) -> DraftTree:
-    """What a drafter would have proposed under this decision: it heeds nodes, depth and shape, not probabilities."""
-    if not tree.size:
-        return tree
-    return prune(tree, replace(decision, min_probability=0.0, path_cost=0.0))

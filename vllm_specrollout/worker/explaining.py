@@ -9,7 +9,7 @@ from vllm_specrollout.observe.timeline import TimelineListener
 
 
 class ExplainsMixin:
-    """Mixed into vLLM's workers, whose model runner has a `spec_rollout`. Until it is asked, nothing is written down."""
+    """Mixed into vLLM's workers, whose runner has a `spec_rollout`. Until it is asked, nothing is written down."""
 
     model_runner: Any
 

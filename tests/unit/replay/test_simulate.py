@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vllm_specrollout.policies import presets
 
 from tests.unit.replay.builders import LINE, ScriptedBudget, header, trace_of, tree
 from vllm_specrollout.budgets.registry import make_budget, names

@@ -67,12 +67,12 @@ class RequestBook:
         self._entries.pop(request_id, None)
         self._fresh.pop(request_id, None)
 
-    def begun(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[RequestView]:
-        """Those that may be drafted for and got their first token in this step."""
+    def begun(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[tuple[int, RequestEntry]]:
+        """Those that may be drafted for and got their first token in this step, with their places in the batch."""
         if not self._fresh:
             return []
-        names = [name for name, own in zip(request_ids, tokens, strict=True) if own and name in self._fresh]
-        return [self._fresh.pop(name).view for name in names]
+        rows = zip(request_ids, tokens, strict=True)
+        return [(i, self._fresh.pop(name)) for i, (name, own) in enumerate(rows) if own and name in self._fresh]
 
     def _admit(self, state: CachedRequestState) -> RequestEntry:
         params = state.sampling_params

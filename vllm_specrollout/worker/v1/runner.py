@@ -227,8 +227,10 @@ class SpecRolloutV1(_Base):
             self.drafting.observe(self.drafting.planned, empty_trees(output.req_ids), none, none[:0])
         else:
             self.drafting.observe(self.drafting.planned, trees, sampled.num_accepted, sampled.accepted)
-        for view in self.book.begun(output.req_ids, output.sampled_token_ids):
-            self.drafting.begin(view)
+        batch, version = self.input_batch, self.policy_version.current()
+        for i, entry in self.book.begun(output.req_ids, output.sampled_token_ids):
+            tokens = batch.token_ids_cpu[i, : int(batch.num_tokens_no_spec[i])]
+            self.drafting.begin(entry.seen(tokens, self.max_model_len, version))
 
     def _requests(self, output: ModelRunnerOutput) -> RequestBatch | None:
         """The requests that may be drafted for, as they stand after this step; None where drafting is paused."""

@@ -107,7 +107,7 @@ class Host:
         self.policy_version = PolicyVersion()
         self._last_home: float | None = None
         # got their first token in the step that is taken in
-        self._begun: list[RequestView] = []
+        self._begun: list[HostRequest] = []
 
     def add(self, request: HostRequest) -> None:
         self._requests[request.request_id] = request
@@ -182,8 +182,9 @@ class Host:
                 total.timings.append(timing)
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
             self.drafting.timed(timing)
-            for view in self._begun:
-                self.drafting.begin(view)
+            version = self.policy_version.current()
+            for request in self._begun:
+                self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))
             self._begun.clear()
             total.steps += 1
             total.tokens += tokens
@@ -213,7 +214,7 @@ class Host:
         for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
             if request is not None and count:
                 if request.length == request.num_prompt and request.admission.shape is not Shape.OFF:
-                    self._begun.append(request.view)
+                    self._begun.append(request)
                 request.append(tokens[:count])
         # the last token of each request is the target's own
         drafted = np.maximum(counts.astype(np.int32) - 1, 0)
