@@ -94,5 +94,5 @@ def _print(body: dict[str, Any]) -> None:
 def _knee(body: dict[str, Any]) -> str:
     if body["c_peak"] is None:
         return "C_peak: beyond what was measured, time does not grow yet"
-    kind = "corner" if body["is_corner"] else "no corner: roofline of the fitted line"
+    kind = "corner" if body["is_corner"] else "no corner: a tenth above the time of one row"
     return f"C_peak: {body['c_peak']:.0f} rows ({kind})"

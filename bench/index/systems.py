@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.drafters.ngram import load_core
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.weights import weight_of
 
@@ -49,7 +49,7 @@ class System(Protocol):
 
 class Ours:
     def __init__(self, data: Data, config: HistoryConfig) -> None:
-        self._core = load_core("history")
+        self._core: Any = _core
         self._data = data
         self._config = config
         self._indices: list[Any] = []

@@ -26,7 +26,15 @@ from vllm_specrollout.profile_sweep import (
     undisturbed,
 )
 from vllm_specrollout.trees.build import check, num_paths
-from vllm_specrollout.types import RequestView, Shape, StepTiming
+from vllm_specrollout.types import (
+    NOTHING_ACCEPTED,
+    RequestBatch,
+    RequestView,
+    Shape,
+    StepRecord,
+    StepTiming,
+    empty_trees,
+)
 
 KEY = ProfileKey(model="abc", dtype="bfloat16", device="a CPU, 2 cores, 2 threads", vllm="0.32.0", tensor_parallel=1)
 
@@ -126,24 +134,26 @@ def test_the_sweep_goes_through_all_kinds_and_asks_for_what_it_drafts() -> None:
     sweep = Sweep(drafts())
     drafter = RandomDrafter(50, sweep)
     view = RequestView("r", np.zeros(4, np.int32), 2, 1000)
-    line = dataclasses.replace(view, shape=Shape.CHAIN)
+    batch = RequestBatch.of([view, dataclasses.replace(view, request_id="line", shape=Shape.CHAIN)])
     seen = []
     for _ in range(2 * len(drafts())):
-        decisions = sweep.decide([view, line])
-        trees = sweep.choose(drafter.propose([view, line], decisions), decisions)
-        seen.append((trees[0].size, num_paths(trees[0].parents) if trees[0].size else 1))
-        assert trees[1].size == trees[0].size
-        assert trees[1].parents.tolist() == list(range(-1, trees[1].size - 1))
+        limits = sweep.limits(batch)
+        plan = sweep.choose([drafter.propose(batch, limits)], limits, batch, 0.0)
+        tree, line = plan.trees.tree(0), plan.trees.tree(1)
+        seen.append((tree.size, num_paths(tree.parents) if tree.size else 1))
+        assert line.size == tree.size and plan.pays
+        assert line.parents.tolist() == list(range(-1, line.size - 1))
     assert seen == 2 * [(draft.nodes, draft.width) for draft in drafts()]
 
 
 def test_only_decode_steps_of_the_timed_rounds_count() -> None:
     sweep = Sweep(drafts())
-    sweep.observe([], _step())
+    record = StepRecord(None, empty_trees([]), NOTHING_ACCEPTED)
+    sweep.observe(dataclasses.replace(record, timing=_step()))
     sweep.is_recording = True
-    sweep.observe([], dataclasses.replace(_step(), is_decode_only=False))
-    sweep.observe([], None)
-    sweep.observe([], _step(ms=7.0))
+    sweep.observe(dataclasses.replace(record, timing=dataclasses.replace(_step(), is_decode_only=False)))
+    sweep.observe(record)
+    sweep.observe(dataclasses.replace(record, timing=_step(ms=7.0)))
     assert [timing.step_ms for timing in sweep.timings] == [7.0]
 
 
@@ -159,7 +169,8 @@ def test_the_summary_gives_the_line_and_the_knee_of_what_was_measured() -> None:
         assert row["ms"] == pytest.approx(10.0 + 0.2 * row["rows"], rel=0.03)
         assert row["fitted_ms"] == pytest.approx(row["ms"], rel=0.1)
     assert found["error"] < 0.05
-    assert found["c_peak"] == pytest.approx(50.0, rel=0.3)
+    # where a step takes a tenth more than that of one row
+    assert found["c_peak"] == pytest.approx(6.1, rel=0.3) and not found["is_corner"]
     json.dumps(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from vllm_specrollout import envs
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
@@ -72,6 +74,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             with _off(self):
                 return original(self, *args, **kwargs)
         with readable_errors():
+            _require_core()
             engine = _choose_engine()
             limits.check_engine_args(self, config, engine)
         with _on(self, config, engine):
@@ -194,3 +197,14 @@ def _set_row_invariant_attention() -> None:
             envs.CPU_ATTN_SPLIT_KV,
             value,
         )
+
+
+def _require_core() -> None:
+    """Raises: our C++ module cannot be loaded, without which nothing is drafted or verified."""
+    try:
+        importlib.import_module("vllm_specrollout._core")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the C++ module `vllm_specrollout._core` cannot be loaded: {error}",
+            "install a wheel, or build it from a checkout: pip install --no-build-isolation -e .",
+        ) from error

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tests.trees import chain
 from vllm_specrollout.replay.candidates import batch_of
 from vllm_specrollout.types import (
     RequestBatch,
@@ -14,7 +15,6 @@ from vllm_specrollout.types import (
     StepTiming,
     TreeBatch,
     VerifyResult,
-    chain,
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.reference import ngram as ngram_naive
 from vllm_specrollout.drafter_config import NgramConfig
-from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import ROOT, DraftTree
 
@@ -89,14 +87,3 @@ def test_the_most_recent_places_are_the_ones_compared() -> None:
 def test_a_continuation_stops_where_the_text_ends() -> None:
     tree = ngram_naive.propose([1, 2, 3, 1, 2], CONFIG, 8, 8)
     assert tree.token_ids.tolist() == [3, 1, 2]
-
-
-def test_without_the_compiled_module_the_drafter_says_how_to_get_it(monkeypatch) -> None:
-    from vllm_specrollout.drafters.ngram import NgramDrafter
-
-    # None in sys.modules makes the import fail; the attribute would be found without importing
-    monkeypatch.setitem(sys.modules, "vllm_specrollout._core", None)
-    monkeypatch.delattr("vllm_specrollout._core", raising=False)
-    with pytest.raises(UnsupportedError, match="_core") as caught:
-        NgramDrafter(CONFIG)
-    assert "pip install" in caught.value.hint

@@ -12,18 +12,12 @@ from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
 from vllm_specrollout.trees.merge import merge_select
 from vllm_specrollout.types import (
-    Choice,
-    Decision,
     DraftLimits,
     DraftTree,
     Ending,
-    Feedback,
     RequestBatch,
-    RequestView,
-    Shape,
     StepPlan,
     StepRecord,
-    StepTiming,
     TreeBatch,
 )
 
@@ -113,36 +107,3 @@ class ScriptedBudget(BaseBudget):
 
     def finish(self, ending: Ending) -> None:
         self.calls.append(("finish", ending))
-
-
-class Scripted:
-    """A policy of the recorder's that allows so many nodes, verifies all of them, and remembers every call."""
-
-    def __init__(self, max_nodes: int = 2, max_depth: int = 2) -> None:
-        self.bounds = (max_nodes, max_depth)
-        self.calls: list[tuple[str, object]] = []
-        self.timings: list[StepTiming | None] = []
-        self.feedback: list[Sequence[Feedback]] = []
-        self.endings: list[Ending] = []
-
-    def decide(self, views: Sequence[RequestView]) -> list[Decision]:
-        self.calls.append(("decide", [(v.request_id, v.token_ids.tolist(), v.max_new_tokens) for v in views]))
-        nodes, depth = self.bounds
-        shape = Shape.TREE if nodes else Shape.OFF
-        return [Decision(nodes, depth, shape, reason="scripted") for _ in views]
-
-    def choose(self, trees: Sequence[DraftTree], decisions: Sequence[Decision]) -> list[DraftTree]:
-        self.calls.append(("choose", ([t.token_ids.tolist() for t in trees], list(decisions))))
-        return list(trees)
-
-    def observe(self, feedback: Sequence[Feedback], timing: StepTiming | None) -> None:
-        self.calls.append(("observe", (len(feedback), timing)))
-        self.timings.append(timing)
-        self.feedback.append(feedback)
-
-    def finish(self, ending: Ending) -> None:
-        self.calls.append(("finish", ending.request_id))
-        self.endings.append(ending)
-
-    def explain(self) -> Choice | None:
-        return Choice(True, "scripted", 3)

@@ -1,30 +1,16 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit.replay.builders import trace_of, tree
-from vllm_specrollout.replay.candidates import RecordedTrees, batch_of, below, cut, of_sources
+from vllm_specrollout.replay.candidates import RecordedTrees, batch_of, of_sources
 from vllm_specrollout.replay.records import Candidates
-from vllm_specrollout.trees.build import check, from_paths, is_ordered, path_to
-from vllm_specrollout.types import Decision, DraftTree, Shape
-
-paths = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.floats(0.1, 1.0)), max_size=6)
+from vllm_specrollout.trees.build import path_to
+from vllm_specrollout.types import DraftTree
 
 
 def words(draft: DraftTree) -> list[tuple[int, ...]]:
     return [tuple(draft.token_ids[path_to(draft.parents, i)].tolist()) for i in range(draft.size)]
-
-
-@given(paths, st.lists(st.integers(0, 2), max_size=4))
-def test_what_hangs_below_a_path_is_what_a_search_through_all_nodes_finds(weighted, path: list[int]) -> None:
-    draft = from_paths(weighted, 64, 5)
-    subtree = below(draft, path)
-    wanted = [word[len(path) :] for word in words(draft) if word[: len(path)] == tuple(path) and len(word) > len(path)]
-    assert words(subtree) == wanted
-    check(subtree)
-    assert is_ordered(subtree)
 
 
 def test_between_two_recorded_roots_the_earlier_tree_counts_as_far_as_it_holds() -> None:
@@ -39,14 +25,6 @@ def test_between_two_recorded_roots_the_earlier_tree_counts_as_far_as_it_holds()
     assert words(trees.at(0, 5, truth)) == [(6,)]
     assert trees.at(0, 6, truth).size == 0
     assert trees.at(7, 1, truth).size == 0
-
-
-def test_a_drafter_heeds_nodes_depth_and_shape_but_no_probability() -> None:
-    draft = tree([1, 2, 3, 4], [-1, 0, 0, 1], probability=0.1)
-    decision = Decision(3, 2, Shape.TREE, min_probability=0.9, path_cost=3.0)
-    assert words(cut(draft, decision)) == [(1,), (1, 2), (1, 3)]
-    assert words(cut(draft, Decision(8, 8, Shape.CHAIN))) == [(1,), (1, 2), (1, 2, 4)]
-    assert cut(draft, Decision(0, 0, Shape.OFF)).size == 0
 
 
 def test_the_trees_of_a_batch_stand_one_behind_another() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server import engine_args, engines, limits
 
 STOCK_SIZES = [1, 2, 4, 8, 16, 24, 32]
@@ -75,3 +77,11 @@ def test_where_nothing_is_captured_and_on_other_runners_nothing_changes(monkeypa
 
 def test_switched_off_the_sizes_are_stocks(monkeypatch):
     assert sizes_of(created(monkeypatch, args_of(additional_config={}))) == STOCK_SIZES
+
+
+def test_without_the_compiled_module_the_engine_says_how_to_get_it(monkeypatch):
+    # None in sys.modules makes the import fail
+    monkeypatch.setitem(sys.modules, "vllm_specrollout._core", None)
+    with pytest.raises(UnsupportedError, match="_core") as caught:
+        engine_args._require_core()
+    assert "pip install" in caught.value.hint

@@ -11,11 +11,12 @@ from bench.gpu.parts import Options
 from bench.gpu.plan import Cell, Scene
 from bench.gpu.tasks import FIRST_HOUR, key_of
 from bench.kernels import shapes
+from tests.drafters import ask
 from vllm_specrollout.config import parse, parse_request
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.types import Decision, RequestView, Shape
+from vllm_specrollout.types import RequestView
 
 EVERYTHING = {"work": Path("work"), "rivals": plan.RIVALS}
 
@@ -78,11 +79,10 @@ def test_the_oracle_drafts_as_well_as_the_wanted_tokens_per_step_need(tau, arm):
     assert plan.expected_tokens(accuracy, nodes) == pytest.approx(tau, abs=1e-3)
     answer = np.random.default_rng(0).integers(1000, size=6000).astype(np.int32)
     drafter = OracleDrafter(OracleConfig(path="x", accuracy=accuracy), {"r": answer.tolist()})
-    decision = Decision(nodes, nodes, Shape.CHAIN if arm == "chain" else Shape.TREE)
     at = steps = 0
     while at < len(answer) - nodes - 1:
         view = RequestView("r", np.concatenate([[0], answer[:at]]).astype(np.int32), 1, 10_000, problem_id="r")
-        (tree,) = drafter.propose([view], [decision])
+        (tree,) = ask(drafter, [view], nodes, nodes, is_chain=arm == "chain")
         at += 1 + accepted(tree, answer[at:])
         steps += 1
     assert at / steps == pytest.approx(tau, rel=0.06)
