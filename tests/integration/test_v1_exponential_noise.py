@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
 from vllm_specrollout import _core
+from vllm_specrollout.trees.batch import chains as make_chains
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.noise import ExponentialNoise
-from vllm_specrollout.worker.v1.sampler import Drafts, chain_depths, row_layout
+from vllm_specrollout.worker.v1.sampler import row_layout
 
 pytestmark = pytest.mark.vllm
 
@@ -58,15 +59,13 @@ def _drafted(seeds: list[int], truth: list[list[int]], rng: np.random.Generator)
         for history, answer in zip(out, truth, strict=True):
             chain = answer[len(history) : len(history) + int(rng.integers(0, 6))]
             chains.append([t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in chain])
-        starts = np.cumsum([0, *map(len, chains)], dtype=np.int32)
-        parents = np.concatenate([np.arange(-1, len(c) - 1) for c in chains]).astype(np.int32)
-        tokens = np.concatenate([np.asarray(c, dtype=np.int32) for c in chains]).astype(np.int32)
-        if len(tokens):
+        trees = make_chains([str(seed) for seed in seeds], chains)
+        if trees.num_nodes:
             rows = [_logits(i, out[i] + c[:n]) for i, c in enumerate(chains) for n in range(len(c) + 1)]
-            _, depths = row_layout(Drafts(starts, parents, tokens, chain_depths(starts)))
-            noise.set_nodes(entries, starts, depths)
+            _, depths = row_layout(trees)
+            noise.set_nodes(entries, trees.node_start, depths)
             sampled, _ = noise.sampler(torch.stack(rows), {}, None, None)
-            output, _, num_accepted, _ = _core.walk(starts, parents, tokens, sampled.numpy())
+            output, _, num_accepted, _ = _core.walk(trees.node_start, trees.parents, trees.token_ids, sampled.numpy())
             counts = (num_accepted + 1).tolist()
         else:
             noise.set_roots(entries)
