@@ -20,10 +20,9 @@ from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.trees.merge import Prices, merge_select
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch, empty_trees
 
-PLAIN_SOON, PLAIN_LATER = 8, 256
-"""After so many steps with drafts one goes without, to measure what drafts are compared with: soon until `PLAIN_ENOUGH`
-have been measured, since one may have been disturbed, and rarely from then on."""
-PLAIN_ENOUGH = 2
+FIRST_PLAIN, LAST_PLAIN = 8, 256
+"""Steps with drafts after which one goes without, to measure what drafts are compared with. At first soon, since the
+very first such step may have been disturbed; then after eight times as many each time."""
 _ANY = 1 << 30
 
 
@@ -37,10 +36,8 @@ class GoodputBudget(BaseBudget):
         super().__init__(max_nodes, max_depth)
         self.cost = StepCost()
         self.acceptance = Acceptance()
-        # steps with drafts since the last one without; the first step goes without
-        self._drafted = PLAIN_LATER
-        # steps without drafts that were measured
-        self._num_plain = 0
+        # steps with drafts since the last one without, and after how many the next one goes without: the first does
+        self._drafted, self._plain_after = 0, 0
 
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
@@ -49,8 +46,8 @@ class GoodputBudget(BaseBudget):
         num_nodes = sum(proposal.num_nodes for proposal in proposals)
         if not num_nodes:
             return self._without("nothing proposed", batch, plain_ms, pays=False)
-        if self._drafted >= (PLAIN_SOON if self._num_plain < PLAIN_ENOUGH else PLAIN_LATER):
-            self._drafted = 0
+        if self._drafted >= self._plain_after:
+            self._drafted, self._plain_after = 0, min(max(8 * self._plain_after, FIRST_PLAIN), LAST_PLAIN)
             return self._without("plain, to know its cost", batch, plain_ms, pays=True)
         self._drafted += 1
         # before the first step is measured, its milliseconds and the drafters' cannot be compared
@@ -70,13 +67,12 @@ class GoodputBudget(BaseBudget):
         if record.timing is not None:
             self.cost.observe(record.timing)
             if record.timing.is_decode_only and not record.timing.nodes:
-                self._num_plain += 1
                 self._drafted = 0
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         self.cost.seed(timings)
-        self._num_plain = sum(timing.is_decode_only and not timing.nodes for timing in timings)
-        self._drafted = 0
+        if any(timing.is_decode_only and not timing.nodes for timing in timings):
+            self._plain_after = LAST_PLAIN
 
     def _without(self, reason: str, batch: RequestBatch, plain_ms: float, *, pays: bool) -> StepPlan:
         trees = empty_trees(batch.request_ids)

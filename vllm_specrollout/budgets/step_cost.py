@@ -27,7 +27,7 @@ KNOTS: Floats = np.unique(np.rint(2.0 ** np.arange(0.0, 14.5, 0.5)))
 """Rows at which the table has a value: two per octave. docs/adr/0016-goodput.md has what each constant here earns."""
 GROWTH = 4
 """A step may have so many times the rows of the widest one seen, or of its own requests."""
-MEMORY = 0.99
+MEMORY = 0.995
 """Weight left to a step after each further one."""
 OFF, RUN = 0.12, 6
 """An engine that is off by more than this (natural logarithm), in so many steps in a row, has changed its speed."""

@@ -1,0 +1,37 @@
+"""The default budget keeps up with the best fixed width, on rollouts that differ in cost, batch and acceptance."""
+
+import pytest
+
+from tests.unit.replay.gate import PLANS
+from vllm_specrollout.budgets.base import Budget, FixedBudget, OffBudget
+from vllm_specrollout.budgets.goodput import GoodputBudget
+from vllm_specrollout.replay.simulate import replay
+from vllm_specrollout.replay.synthetic import make_trace
+
+WIDTHS = (1, 2, 4, 8)
+# those that take least time to replay, of each kind
+SUBSET = (
+    "gpu b48 .55",
+    "gpu-7b b16 tree",
+    "gpu-32b b32 .9",
+    "eager b32 .5",
+    "cpu b16 tail",
+    "cpu b32 boast",
+    "cpu-small b8 boast",
+    "cpu-small b4 .9",
+)
+
+
+def test_the_gate_has_twenty_rollouts_from_small_cpus_to_large_batches() -> None:
+    assert len(PLANS) == 20
+    assert {4, 256} <= {plan.batch for plan in PLANS.values()}
+    assert min(plan.told for plan in PLANS.values()) < 0.3
+
+
+@pytest.mark.parametrize("name", SUBSET)
+def test_auto_is_within_two_percent_of_the_best_fixed_width(name: str) -> None:
+    trace = make_trace(PLANS[name])
+    most, depth = trace.header.max_draft_tokens, trace.header.max_depth
+    others: list[Budget] = [OffBudget(), *(FixedBudget(width, min(width, depth)) for width in WIDTHS)]
+    best = min(replay(trace, budget).makespan_ms for budget in others)
+    assert best / replay(trace, GoodputBudget(most, depth)).makespan_ms >= 0.98
