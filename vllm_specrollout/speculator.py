@@ -20,7 +20,7 @@ from vllm_specrollout.drafters.base import Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.late import LateAnswers
-from vllm_specrollout.observe.listener import Listener
+from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.trees.batch import on_host
 from vllm_specrollout.types import (
     DraftLimits,
@@ -129,12 +129,12 @@ class Speculator:
         nothing = empty_trees(batch.request_ids)
         limits = self._budget_does(lambda budget: _one_each(budget.limits(batch), batch.size))
         if limits is None or not limits.wants_any:
-            reason = (limits.reason if limits is not None else "") or "nothing to draft"
+            reason = (limits.reason if limits is not None else "") or NOTHING_TO_DRAFT
             return self._planned(batch, limits, (), StepPlan(nothing, reason, is_on=False, pays=False), begin)
         proposals = self._proposals(batch, limits)
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False)
-            if not self._late:
+            if self.budget.backs_off and not self._late:
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))

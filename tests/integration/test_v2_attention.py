@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 import torch
 
+from tests.trees import batch_of as flat
 from tests.trees import chain
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.types import DraftTree
+from vllm_specrollout.types import EMPTY_TREE, DraftTree
 from vllm_specrollout.worker.v2 import attention as module
 from vllm_specrollout.worker.v2.attention import TreeAttention
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -60,8 +61,9 @@ def batch_of(rows: list[int]):
 def step(layer, trees, **scales):
     rows = [1 + (trees[str(i)].size if str(i) in trees else 0) for i in range(2)]
     layer.inputs.clear()
-    layer.inputs.expect(trees)
-    layer.inputs.set_trees(batch_of(rows), trees)
+    both = flat([trees.get(str(i), EMPTY_TREE) for i in range(2)])
+    layer.inputs.expect(both)
+    layer.inputs.set_trees(batch_of(rows), both)
     query = torch.zeros(sum(rows), 2, 4)
     metadata = SimpleNamespace(
         num_actual_tokens=sum(rows),

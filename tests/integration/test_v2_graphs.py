@@ -14,7 +14,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from tests.trees import chain
+from tests.trees import batch_of, chain
 from vllm_specrollout.scheduling.cudagraphs import plan_graphs
 from vllm_specrollout.types import DraftTree, Shape
 from vllm_specrollout.worker.v2 import graphs as module
@@ -133,9 +133,9 @@ def test_the_largest_graph_is_captured_first(graphs):
 
 def test_what_is_expected_of_a_step_decides_before_its_inputs_are_made():
     inputs = TreeInputs(4, 64, 8, "cpu")
-    for trees, branches in ({"a": chain([1, 2])}, False), ({"a": chain([1]), "b": FORK}, True), ({}, False):
+    for trees, branches in ([chain([1, 2])], False), ([chain([1]), FORK], True), ([], False):
         inputs.clear()
-        inputs.expect(trees)
+        inputs.expect(batch_of(trees))
         assert inputs.has_branches is branches
 
 
@@ -220,7 +220,7 @@ class StockRunner:
     decode_query_len = 1
 
     def prepare_inputs(self, *args):
-        return SimpleNamespace(cu_num_logits_np=np.array([0, 3]), max_query_len=None)
+        return SimpleNamespace(cu_num_logits_np=np.array([0, 3]), max_query_len=None, req_ids=["0"])
 
 
 @pytest.mark.parametrize("desc", [PIECEWISE, replace(MIXED, max_query_len=17)], ids=["piecewise", "bucket"])
@@ -229,7 +229,7 @@ def test_attentions_metadata_is_made_for_what_the_bucket_was_captured_for(desc):
     runner = object.__new__(type("Runner", (SpecRolloutV2, StockRunner), {}))
     runner.inputs = SimpleNamespace(write_tokens=lambda *args: None, set_trees=lambda *args: None)
     runner.req_states = SimpleNamespace(req_id_to_index={}, draft_tokens=None)
-    runner._trees, runner.max_draft_tokens = {"a": chain([1, 2])}, 24
+    runner._trees, runner.max_draft_tokens = batch_of([chain([1, 2])]), 24
     batch = runner.prepare_inputs(None, None, desc, 0)
     assert batch.max_query_len == desc.max_query_len and runner.decode_query_len == 1
 

@@ -153,10 +153,22 @@ def test_a_listener_that_fails_changes_nothing():
     assert guard.failures == {"watching": 6}
 
 
+class BacksOff(FixedBudget):
+    backs_off = True
+
+
+def test_a_fixed_budget_asks_in_every_step_whatever_comes_of_it():
+    drafter = Says("a", [])
+    speculator = Speculator([drafter], FixedBudget(8, 8))
+    for step in range(50):
+        assert not speculator.is_paused(step, 2)
+        speculator.propose(requests_of(2), step)
+    assert len(drafter.asked) == 50
+
+
 def test_what_never_pays_is_asked_about_ever_more_seldom_and_listeners_change_nothing_of_it():
     def asked_steps(listeners):
-        drafter = Says("a", [])
-        speculator = Speculator([drafter], FixedBudget(8, 8), listeners=listeners)
+        speculator = Speculator([Says("a", [])], BacksOff(8, 8), listeners=listeners)
         steps = []
         for step in range(200):
             if not speculator.is_paused(step, 2):

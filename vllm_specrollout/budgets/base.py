@@ -30,6 +30,9 @@ FOR_GOOD = 1 << 30
 class Budget(Protocol):
     """Decides how much to draft. Pure: the same calls give the same answers."""
 
+    backs_off: bool
+    """Whether asking may be left for a while where nothing is proposed; what does not pay is said by each plan."""
+
     def steps_off(self, num_requests: int) -> int:
         """How many of the coming steps go without drafts whichever requests are in them; 0: look at the next one's.
 
@@ -67,7 +70,9 @@ class Budget(Protocol):
 
 
 class BaseBudget:
-    """What most budgets answer alike."""
+    """What most budgets answer alike: they ask in every step, as the published systems do."""
+
+    backs_off = False
 
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         """Args:

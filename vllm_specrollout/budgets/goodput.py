@@ -29,6 +29,8 @@ _ANY = 1 << 30
 class GoodputBudget(BaseBudget):
     """Most tokens per millisecond, by what steps cost and by what was accepted."""
 
+    backs_off = True
+
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         """Args:
         max_nodes, max_depth: the engine's limits for one request.

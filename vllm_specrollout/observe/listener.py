@@ -12,6 +12,10 @@ from typing import Protocol
 from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, RequestView, StepPlan, StepRecord, TreeBatch
 
 
+NOTHING_TO_DRAFT = "nothing to draft"
+"""Reason of a plan for requests none of which may have a draft: nobody decided anything."""
+
+
 class Listener(Protocol):
     """Watches the steps of one engine.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout import _core
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, BaseListener
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
 
 PREFIX = "vllm:spec_rollout_"
@@ -91,7 +91,8 @@ class Metrics(BaseListener):
         self._add("window_tokens", int(np.minimum(limits.max_nodes, limits.max_depth).sum()))
         for proposal in proposals:
             self._by_source("drafted_nodes", np.bincount(proposal.source).tolist())
-        self._decided(plan.is_on, plan.reason, plan.trees.num_nodes)
+        if plan.reason != NOTHING_TO_DRAFT:
+            self._decided(plan.is_on, plan.reason, plan.trees.num_nodes)
 
     def paused(self, num_requests: int, reason: str) -> None:
         self._decided(False, reason, 0)
