@@ -11,7 +11,6 @@ from typing import Protocol
 
 from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, RequestView, StepPlan, StepRecord, TreeBatch
 
-
 NOTHING_TO_DRAFT = "nothing to draft"
 """Reason of a plan for requests none of which may have a draft: nobody decided anything."""
 
