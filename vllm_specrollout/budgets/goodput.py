@@ -20,9 +20,9 @@ from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.trees.merge import Prices, merge_select
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch, empty_trees
 
-FIRST_PLAIN, LAST_PLAIN = 8, 256
-"""Steps with drafts after which one goes without, to measure what drafts are compared with. At first soon, since the
-very first such step may have been disturbed; then after eight times as many each time."""
+FIRST_PLAIN, RARER = 8, 8
+"""Steps with drafts after which one goes without, to measure what drafts are compared with; then so many times as many,
+each time. The first one comes soon, since the step at the very start may have been disturbed."""
 _ANY = 1 << 30
 
 
@@ -49,7 +49,7 @@ class GoodputBudget(BaseBudget):
         if not num_nodes:
             return self._without("nothing proposed", batch, plain_ms, pays=False)
         if self._drafted >= self._plain_after:
-            self._drafted, self._plain_after = 0, min(max(8 * self._plain_after, FIRST_PLAIN), LAST_PLAIN)
+            self._drafted, self._plain_after = 0, max(RARER * self._plain_after, FIRST_PLAIN)
             return self._without("plain, to know its cost", batch, plain_ms, pays=True)
         self._drafted += 1
         # before the first step is measured, its milliseconds and the drafters' cannot be compared
@@ -74,7 +74,7 @@ class GoodputBudget(BaseBudget):
     def seed(self, timings: Sequence[StepTiming]) -> None:
         self.cost.seed(timings)
         if any(timing.is_decode_only and not timing.nodes for timing in timings):
-            self._plain_after = LAST_PLAIN
+            self._plain_after = FIRST_PLAIN
 
     def _without(self, reason: str, batch: RequestBatch, plain_ms: float, *, pays: bool) -> StepPlan:
         trees = empty_trees(batch.request_ids)

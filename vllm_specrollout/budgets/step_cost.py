@@ -31,8 +31,6 @@ MEMORY = 0.995
 """Weight left to a step after each further one."""
 OFF, RUN = 0.12, 6
 """An engine that is off by more than this (natural logarithm), in so many steps in a row, has changed its speed."""
-KEPT = 0.2
-"""Weight left to what was learned on another day: a saved profile, or before the speed changed."""
 _REFIT = 8  # steps after which the table is fitted again; after every step at first
 _NOISE = 0.05  # relative error of one step
 # How far the table may bend at a knot, rise between two knots, and what drafts may cost beside their rows: standard
@@ -95,23 +93,27 @@ class StepCost:
         ms = timing.step_ms - timing.ask_ms
         if not timing.is_decode_only or ms <= 0.0:
             return
-        if self._seen:
+        rows = timing.batch + timing.nodes
+        if rows <= self._widest:
             self._watch(math.log(ms / self.predict(timing.batch, timing.nodes, timing.branches)))
+        else:
+            # what is off where nothing was known says nothing of the engine's speed
+            self._widest = rows
+            self._off.clear()
         x = _features(timing) / ms
         self._moments *= MEMORY
         self._moments += np.outer(x, x)
         self._products *= MEMORY
         self._products += x
-        self._widest = max(self._widest, timing.batch + timing.nodes)
         self._seen += 1
         if self._seen <= 2 * _REFIT or (self._seen % _REFIT == 0 and not self._off):
             self._fit()
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
-        """Start from steps measured earlier on such an engine; they count less than its own."""
+        """Start from steps measured earlier on such an engine; they fade as its own do."""
         for timing in timings:
             self.observe(timing)
-        self._rescale(1.0)
+        self._fit()
 
     def _rows(self, rows: int) -> Floats:
         if rows >= len(self._line):
@@ -130,15 +132,12 @@ class StepCost:
         self._off.append(off)
         if len(self._off) == RUN:
             self._moments, self._products = self._before
-            self._rescale(math.exp(median(self._off)))
+            factor = math.exp(median(self._off))
+            # a step's features are divided by its milliseconds: twice in the moments, once in the products
+            self._moments /= factor**2
+            self._products /= factor
             self._off.clear()
-
-    def _rescale(self, factor: float) -> None:
-        """All takes `factor` times as long, and what was learned before counts less."""
-        # a step's features are divided by its milliseconds, once in the products and twice in the moments
-        self._moments *= KEPT / factor**2
-        self._products *= KEPT / factor
-        self._fit()
+            self._fit()
 
     def _fit(self) -> None:
         level = float(_FLAT @ self._moments @ _FLAT)

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.budgets.builders import batch, chains, record, step
 from tests.unit.replay import gate
 from vllm_specrollout.budgets.base import FixedBudget, OffBudget
-from vllm_specrollout.budgets.goodput import LAST_PLAIN, GoodputBudget
+from vllm_specrollout.budgets.goodput import FIRST_PLAIN, RARER, GoodputBudget
 from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.simulate import Result, replay
 from vllm_specrollout.replay.synthetic import Plan, make_trace
@@ -72,10 +72,11 @@ def test_with_nothing_proposed_there_is_nothing_to_choose() -> None:
     assert plan.reason == "nothing proposed" and not plan.pays and plan.trees.num_nodes == 0
 
 
-def test_a_step_without_drafts_is_measured_again_after_a_long_while() -> None:
+def test_a_step_without_drafts_is_measured_again_soon_and_then_ever_more_rarely() -> None:
     budget = experienced()
-    reasons = [choose(budget, 0.9).reason for _ in range(2 * LAST_PLAIN + 2)]
-    assert [i for i, reason in enumerate(reasons) if reason != "goodput"] == [LAST_PLAIN, 2 * LAST_PLAIN + 1]
+    second = FIRST_PLAIN + 1 + RARER * FIRST_PLAIN
+    reasons = [choose(budget, 0.9).reason for _ in range(second + 100)]
+    assert [i for i, reason in enumerate(reasons) if reason != "goodput"] == [FIRST_PLAIN, second]
 
 
 def test_a_drafter_that_claims_too_much_is_written_off_and_comes_back() -> None:
