@@ -24,18 +24,13 @@ class Budget:
     name: str
     # None: the engine's
     max_draft_tokens: int | None = None
-    length_weight: bool = True
     # whether waiting requests get their places longest first
     longest_first: bool = True
 
     @property
     def title(self) -> str:
         draft = "" if self.max_draft_tokens is None else f" {self.max_draft_tokens}"
-        without = [
-            *([] if self.length_weight else ["length weight"]),
-            *([] if self.longest_first else ["longest first"]),
-        ]
-        return self.name + draft + (f" without {', '.join(without)}" if without else "")
+        return self.name + draft + ("" if self.longest_first else " without longest first")
 
 
 AUTO = Budget(name="auto")
@@ -84,7 +79,6 @@ class BudgetEngines(Engines):
             name=budget.name,
             max_draft_tokens=limit,
             max_depth=limit,
-            length_weight=budget.length_weight,
             is_fresh=is_fresh,
         )
 

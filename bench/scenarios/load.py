@@ -74,7 +74,7 @@ class Ramp(EngineScenario):
     budgets: tuple[str, ...] = flag(BUDGETS, "--budget", choices=BUDGETS)
     """Budgets beside `auto`."""
     is_tail: bool = flag(False, "--tail")
-    """Long-tail rollout of the project's policy, with and without length weight."""
+    """Long-tail rollout of the project's policy, with and without longest-first queueing."""
     requests: int = flag(64, within=(8, 256))
     """Requests of a pattern."""
     tokens: int | None = flag(None, within=(8, 1 << 14))
@@ -114,8 +114,7 @@ class Ramp(EngineScenario):
     def arms(self) -> list[Budget]:
         """`auto` first."""
         if self.is_tail:
-            unweighted = Budget(name="auto", length_weight=False)
-            return [AUTO, unweighted, replace(unweighted, longest_first=False)]
+            return [AUTO, replace(AUTO, longest_first=False)]
         return [AUTO, *(Budget(name=name) for name in self.budgets if name != AUTO.name)]
 
     def measure(self, session: Session) -> Found:
@@ -176,7 +175,7 @@ class _Bench:
                 when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
                 self._report(f"{self._load.name}: {when}, {arm.title}", 0)
                 engines.set_budget(arm, is_fresh=number < 0)
-                if scenario.is_tail and number < 0 and arm.length_weight:
+                if scenario.is_tail and number < 0 and arm.longest_first:
                     # earlier epochs: other answers to the same problems
                     for epoch in range(1, _EPOCHS + 1):
                         self._run(arm, seed + epoch * len(self._prompts))
@@ -210,9 +209,6 @@ class _Bench:
         rows = {arm: make_row(arm.title, batch, 0, own) for arm, own in pairs.items()}
         is_comparable = all(row.identical for row in rows.values())
         others = [arm for arm in pairs if arm != AUTO]
-        if self._scenario.is_tail:
-            # what all of the length weight is worth, not a part of it
-            others = others[-1:]
         best = min(others, key=lambda arm: _wall_s(pairs[arm]), default=None) if is_comparable else None
         found = []
         for arm, row in rows.items():
