@@ -41,7 +41,7 @@ class SpecRolloutConfig:
     shape: str = "tree"
     """`tree`, or `chain` for drafts without branches."""
     budget: str = "auto"
-    """`auto` drafts what yields most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never drafts;
+    """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
     (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
