@@ -47,7 +47,10 @@ def test_pauses_are_those_of_the_v1_runner_and_end_with_the_run(ours: Engine) ->
     _answer(ours, STEPS + 3)
     assert budget.gaps == GAPS
     # what is not there: nobody waits for tokens to draft from, for longer and longer
-    _start(runner.spec_rollout, FixedBudget(4, 4), Always([]))
+    fixed = FixedBudget(4, 4)
+    fixed.backs_off = True
+    _start(runner.spec_rollout, fixed, Always([]))
+    ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     _answer(ours, 60)
     # statistics that are reset meanwhile set nobody's clock back
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
