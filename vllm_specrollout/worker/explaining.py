@@ -25,5 +25,7 @@ class ExplainsMixin:
 
     def spec_rollout_explained(self) -> list[dict[str, Any]]:
         """What was written down since: per request its name, and its segments as plain values, in order."""
+        # a step's record comes with its time, which is known when the next one begins
+        self.model_runner.settle()
         listeners = self.model_runner.spec_rollout.listeners
         return next((one.rows() for one in listeners if isinstance(one, TimelineListener)), [])

@@ -124,10 +124,15 @@ class SpecRolloutV1(_Base):
             own_ms = self._timing.step_ms
             if period_ms < 2.0 * own_ms + 5.0:
                 self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
-            self.drafting.timed(self._timing)
-            self._timing = None
+            self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def settle(self) -> None:
+        """Tell what the last step cost, as far as it is known; the next one's beginning would say it better."""
+        if self._timing is not None:
+            self.drafting.timed(self._timing)
+            self._timing = None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():

@@ -74,7 +74,3 @@ class SpeculatingWorker(ExplainsMixin, ServesTrainers, TunableMixin, _Base):
         if reset:
             runner.stats = Stats()
         return stats
-
-    def spec_rollout_explained(self) -> list[dict[str, Any]]:
-        self.model_runner.settle()
-        return super().spec_rollout_explained()
