@@ -26,6 +26,7 @@ from vllm import LLM, SamplingParams
 from tests.e2e.pausing import Always
 
 class Raises(Always):
+    name = "raises"
     steps = 0
 
     def propose(self, batch, limits):
@@ -73,6 +74,7 @@ def _run(model: str, spec_rollout: object, folder: Path) -> dict[str, Any]:
     script.write_text(SCRIPT)
     environment = {
         **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
