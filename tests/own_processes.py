@@ -17,7 +17,6 @@ FOLDERS = (
     "kernels",
     "v2",
     "integration/test_bench.py",
-    "integration/test_bench_budgets.py",
     "integration/test_first_hour.py",
 )
 STARTED_BY = "test_own_processes.py"
