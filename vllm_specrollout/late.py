@@ -31,29 +31,26 @@ class LateAnswers:
     """At most one answer per drafter is on its way."""
 
     def __init__(self) -> None:
-        self._owed: dict[int, _Owed] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any answer is on its way."""
-        return bool(self._owed)
+        # by the drafter's identity
+        self.owed: dict[int, _Owed] = {}
 
     def owes(self, drafter: Drafter) -> bool:
         """Whether an answer of its has not been collected."""
-        return id(drafter) in self._owed
+        return id(drafter) in self.owed
 
     def add(self, drafter: Drafter, answer: Pending, batch: RequestBatch) -> None:
         """The drafter was asked for this batch, and answers later."""
-        self._owed[id(drafter)] = _Owed(answer, {view.request_id: len(view.token_ids) for view in batch.views})
+        self.owed[id(drafter)] = _Owed(answer, {view.request_id: len(view.token_ids) for view in batch.views})
 
     def drop(self, drafter: Drafter) -> None:
-        self._owed.pop(id(drafter), None)
+        self.owed.pop(id(drafter), None)
 
     def collected(self, drafter: Drafter, batch: RequestBatch) -> TreeBatch | None:
         """The drafter's trees as far as they hold for the batch as it is now; None: they are not ready."""
-        owed = self._owed.get(id(drafter))
+        owed = self.owed.get(id(drafter))
         if owed is None or not owed.answer.is_ready():
             return None
-        del self._owed[id(drafter)]
+        del self.owed[id(drafter)]
         trees = on_host(owed.answer.collect())
         found = {name: i for i, name in enumerate(trees.request_ids)}
         kept: list[DraftTree] = []

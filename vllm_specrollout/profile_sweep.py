@@ -15,8 +15,7 @@ from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.trees.batch import merge_select, proposed
 from vllm_specrollout.types import (
     EMPTY_TREE,
     ROOT,

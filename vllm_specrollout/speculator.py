@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.backoff import Backoff
-from vllm_specrollout.budgets.base import Budget, OffBudget
-from vllm_specrollout.drafters.base import Drafter, Pending
+from vllm_specrollout.budgets.base import Backoff, Budget, OffBudget
+from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.late import LateAnswers
@@ -134,7 +133,7 @@ class Speculator:
         proposals = self._proposals(batch, limits)
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False)
-            if self.budget.backs_off and not self._late:
+            if self.budget.backs_off and not self._late.owed:
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
@@ -166,7 +165,7 @@ class Speculator:
         ]
         collect = functools.partial(self._collected, batch=batch)
         found = [
-            trees if trees is not None else self._drafter_does(drafter, collect)
+            trees if trees is not None or not self._late.owed else self._drafter_does(drafter, collect)
             for drafter, trees in answers
             if drafter in self.drafters
         ]
@@ -174,8 +173,10 @@ class Speculator:
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
-        trees = self._collected(drafter, batch=batch)
-        if self._late.owes(drafter) or not limits.wanted(self._sources[id(drafter)]).any():
+        trees, is_owing = None, False
+        if self._late.owed:
+            trees, is_owing = self._collected(drafter, batch=batch), self._late.owes(drafter)
+        if is_owing or not limits.wanted(self._sources[id(drafter)]).any():
             return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
@@ -225,7 +226,8 @@ class Speculator:
         self._untimed.append(record)
         if trees.num_nodes:
             for drafter in list(self.drafters):
-                self._drafter_does(drafter, lambda drafter: drafter.observe(trees, result))
+                if getattr(type(drafter), "observe", None) is not BaseDrafter.observe:
+                    self._drafter_does(drafter, lambda drafter: drafter.observe(trees, result))
 
     def timed(self, timing: StepTiming | None) -> None:
         """What the oldest step without a time cost (None: not known); budget and listeners learn of it now."""

@@ -1,6 +1,6 @@
 // Several drafters' trees for a batch become the trees that are verified.
 //
-// Specification: tests/reference/merge_select.py; what each step means: vllm_specrollout/trees/merge.py.
+// Specification: tests/reference/merge_select.py; what each step means: vllm_specrollout/trees/batch.py.
 
 #pragma once
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.reference import merge_select as reference
 from tests.trees import batch_of, limits_of, proposed, tree_of
 from vllm_specrollout import _core
-from vllm_specrollout.trees.merge import MOST, Prices, merge_select
+from vllm_specrollout.trees.batch import MOST, Prices, merge_select
 from vllm_specrollout.types import EMPTY_TREE, SOURCES, TENTHS
 
 COLUMNS = ("node_start", "token_ids", "parents", "log_q", "source", "depth")

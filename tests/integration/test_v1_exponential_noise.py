@@ -21,7 +21,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import chains as make_chains
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.v1.noise import ExponentialNoise
+from vllm_specrollout.worker.v1.requests import ExponentialNoise
 from vllm_specrollout.worker.v1.sampler import row_layout
 
 pytestmark = pytest.mark.vllm

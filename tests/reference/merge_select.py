@@ -1,4 +1,4 @@
-"""The specification of `_core.merge_select`: see `vllm_specrollout/trees/merge.py` for what each step means."""
+"""The specification of `_core.merge_select`: see `vllm_specrollout/trees/batch.py` for what each step means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_specrollout.trees.merge import LEAST, MOST, Merged, Prices
+from vllm_specrollout.trees.batch import LEAST, MOST, Merged, Prices
 from vllm_specrollout.types import ROOT, TENTHS, DraftLimits, TreeBatch
 
 

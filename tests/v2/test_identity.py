@@ -72,15 +72,15 @@ def test_drafts_made_after_scheduling_ahead_yield_stocks_tokens(
 
 def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too few blocks for all: requests are thrown out mid-answer, and prefilled again."""
-    from vllm_specrollout.worker.v2.scheduler import LeavesRoom
+    from vllm_specrollout.worker.v2.scheduler import SchedulerMixinV2
 
     counts: list[str] = []
 
     def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         counts.append(request.request_id)
-        return super(LeavesRoom, self)._preempt_request(request, *args, **kwargs)
+        return super(SchedulerMixinV2, self)._preempt_request(request, *args, **kwargs)
 
-    monkeypatch.setattr(LeavesRoom, "_preempt_request", counting, raising=False)
+    monkeypatch.setattr(SchedulerMixinV2, "_preempt_request", counting, raising=False)
     requests = [
         Case("pressure", str(i), list(range(5 + i, 35 + i)), {"max_tokens": 40, "seed": i, "ignore_eos": True})
         for i in range(6)

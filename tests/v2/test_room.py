@@ -20,10 +20,10 @@ BUDGET = 64
 def test_a_long_prompt_beside_drafting_requests_keeps_half_of_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_specrollout.worker.v2.scheduler import LeavesRoom
+    from vllm_specrollout.worker.v2.scheduler import SchedulerMixinV2
 
     pieces: list[tuple[int, int]] = []  # tokens of the long prompt's piece, and of all the room beside it
-    original = LeavesRoom.schedule
+    original = SchedulerMixinV2.schedule
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         left = {r.request_id: r.num_prompt_tokens - r.num_computed_tokens for r in self.running}
@@ -33,7 +33,7 @@ def test_a_long_prompt_beside_drafting_requests_keeps_half_of_every_step(
                 pieces.append((rows, sum(map(len, output.scheduled_spec_decode_tokens.values()))))
         return output
 
-    monkeypatch.setattr(LeavesRoom, "schedule", noting)
+    monkeypatch.setattr(SchedulerMixinV2, "schedule", noting)
     short = [Case("short", str(i), list(range(5 + i, 10 + i)), {"max_tokens": 12, "seed": i}) for i in range(3)]
     long = Case("long", "3", list(range(5, 305)), {"max_tokens": 1, "seed": 3})
     path = small_model(tmp_path, "qwen3", "float32")

@@ -1,7 +1,8 @@
-"""How much is drafted in the next step: the one Protocol of all budgets, and the two that need no thought.
+"""How much is drafted in the next step: the one Protocol of all budgets, the two that need no thought, and pauses.
 
 What belongs here: what every budget answers. A budget is asked for limits before the drafters propose, and chooses
-what is worth verifying afterwards. It never learns who watches it, and it keeps no clock: pauses are the speculator's.
+what is worth verifying afterwards. It never learns who watches it, and it keeps no clock: pauses are the speculator's,
+by the one rule that is here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     DraftLimits,
     Ending,
@@ -25,6 +26,10 @@ from vllm_specrollout.types import (
 
 FOR_GOOD = 1 << 30
 """Steps; more than any engine runs."""
+PATIENCE = 4
+"""Asked steps in a row that may fail to pay before the first pause."""
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64
+"""Steps without drafts; each further pause is twice as long, and one try lies between two."""
 
 
 class Budget(Protocol):
@@ -129,3 +134,35 @@ def bounded(batch: RequestBatch, max_nodes: int, max_depth: int, *, is_chain: bo
     nodes = np.minimum(batch.max_nodes, max_nodes)
     nodes = np.where(chain_only, np.minimum(nodes, depth), nodes)
     return DraftLimits(np.where(depth > 0, nodes, 0).astype(np.int32), depth.astype(np.int32), chain_only)
+
+
+class Backoff:
+    """Pauses drafting: after some steps in a row that did not pay, for ever longer, until one pays."""
+
+    def __init__(self) -> None:
+        self._failed = 0
+        self._pause = FIRST_PAUSE
+        # the first step that may be asked again
+        self._until = 0
+
+    def is_paused(self, step: int) -> bool:
+        """Whether this engine step goes without drafts."""
+        return step < self._until
+
+    def steps_left(self, step: int) -> int:
+        """How many steps from this one on go without drafts."""
+        return max(self._until - step, 0)
+
+    def asked(self, step: int, paid: bool) -> None:
+        """Drafters were asked in this step.
+
+        Args:
+            paid: whether that is expected to pay, the asking counted.
+        """
+        if paid:
+            self._failed, self._pause = 0, FIRST_PAUSE
+            return
+        self._failed += 1
+        if self._failed >= PATIENCE:
+            self._until = step + 1 + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)

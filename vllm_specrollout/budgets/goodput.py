@@ -1,7 +1,7 @@
 """The budget that is on by default: verify the nodes that yield most tokens per millisecond.
 
-What belongs here: the order of the questions. What a step costs is in step_cost.py, whether a node is accepted in
-acceptance.py, which nodes follow from that in `merge_select`. The rule is vLLM's own (adaptive_verification.py), and
+What belongs here: the order of the questions, and how likely a drafted node is accepted. What a step costs is in
+step_cost.py, which nodes follow from both in `merge_select`. The rule is vLLM's own (adaptive_verification.py), and
 goes back to SmartSpec's goodput: over all sets of nodes, the largest of
 
     (requests + sum of the probabilities that each node is reached) / (milliseconds of the step)
@@ -14,16 +14,76 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_specrollout.budgets.acceptance import Acceptance
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.trees.merge import Prices, merge_select
-from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch, empty_trees
+from vllm_specrollout.trees.batch import Prices, merge_select
+from vllm_specrollout.types import (
+    SOURCES,
+    TENTHS,
+    DraftLimits,
+    RequestBatch,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+    empty_trees,
+)
 
 FIRST_PLAIN, RARER = 8, 8
 """Steps with drafts after which one goes without, to measure what drafts are compared with; then so many times as many,
 each time. The first one comes soon, since the step at the very start may have been disturbed."""
 _ANY = 1 << 30
+PRIOR = 20.0
+"""Observations that the drafter's own word counts for."""
+MEMORY = 0.999
+"""Weight left to an observation after each further one of its kind."""
+NEW_WEIGHTS = 0.5
+"""Weight left to all observations when the policy's weights change."""
+
+
+class Acceptance:
+    """Accepted over expected, for each drafter and each tenth of the probability that it gives."""
+
+    def __init__(self) -> None:
+        # [SOURCES, TENTHS] nodes whose parents were accepted; what drafters expected of them; those accepted
+        self._reached = np.zeros((SOURCES, TENTHS))
+        self._expected = np.zeros((SOURCES, TENTHS))
+        self._accepted = np.zeros((SOURCES, TENTHS))
+        self._version: int | None = None
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from what was verified; a node whose parent was rejected says nothing."""
+        if record.batch is not None and record.batch.views:
+            self._weights_are(record.batch.views[0].weights_version)
+        trees, result = record.trees, record.result
+        if not trees.num_nodes:
+            return
+        columns = (trees.node_start, trees.parents, trees.log_q, trees.source)
+        reached, expected, accepted, _, _ = _core.tally(*columns, result.num_accepted, result.accepted)
+        kept = MEMORY**reached
+        self._reached = self._reached * kept + reached
+        self._expected = self._expected * kept + expected
+        self._accepted = self._accepted * kept + accepted
+
+    def calibration(self) -> npt.NDArray[np.float64]:
+        """[SOURCES, TENTHS] factors on the drafters' probabilities; 1 where nothing is known.
+
+        The prior weighs as observations of the kind's own mean probability, so that unlikely nodes are learned about as
+        fast as likely ones.
+        """
+        claimed = self._expected / np.maximum(self._reached, 1e-9)
+        told = PRIOR * np.where(self._reached > 0.0, claimed, 1.0)
+        return (self._accepted + told) / (self._expected + told)
+
+    def _weights_are(self, version: int) -> None:
+        if self._version is not None and version != self._version:
+            for counts in (self._reached, self._expected, self._accepted):
+                counts *= NEW_WEIGHTS
+        self._version = version
 
 
 class GoodputBudget(BaseBudget):

@@ -27,6 +27,8 @@ from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.types import MOST_NODES, DraftLimits, Ending, RequestBatch, RequestView, TreeBatch
 
+_CHECKED_EVERY = 16
+"""Steps after which the library is asked for all running requests' indices, and sees how they have grown."""
 _TAIL = 64  # tokens of the prompt that contexts of an answer's beginning may reach into: the longest context there is
 
 
@@ -71,6 +73,8 @@ class HistoryDrafter(BaseDrafter):
         self.library = library if library is not None else Library(config, self.store, self._make_index)
         self._live: dict[str, _Live] = {}
         self.hits, self.lookups = 0, 0
+        # of the library when it was asked last, and the steps until it is asked again, if nothing changes before
+        self._version, self._steps_left = 0, 0
 
     def _make_index(self) -> Any:
         c = self._config
@@ -83,10 +87,14 @@ class HistoryDrafter(BaseDrafter):
         epoch = self.store.arrived(view.problem_id, view.name or view.request_id, view.weights_version)
         self.library.want(view.problem_id)
         self._live[view.request_id] = _Live(view.problem_id, epoch)
+        self._steps_left = 0
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        if self._version != self.library.version:
+            self._version, self._steps_left = self.library.version, 0
         # written down even if it drafts nothing itself: its siblings may
         lives = [self._written(view) for view in batch.views]
+        self._steps_left = self._steps_left - 1 if self._steps_left else _CHECKED_EVERY - 1
         has_index = np.fromiter((live is not None for live in lives), np.bool_, len(lives))
         wanted = np.where(has_index, np.minimum(limits.wanted(self._source), self._max_nodes), 0).astype(np.int32)
         columns = propose_history(
@@ -108,7 +116,8 @@ class HistoryDrafter(BaseDrafter):
             # preempted since, and back
             self.admit(view)
             live = self._live[view.request_id]
-        index = self.library.get(live.problem_id)
+        # between two checks, an index that is there is the right one, and one that is not is not built yet
+        index = live.index if self._steps_left else self.library.get(live.problem_id)
         if index is None:
             # not held either: what was dropped for memory is to be gone
             live.index = None
@@ -177,6 +186,7 @@ class HistoryDrafter(BaseDrafter):
         Raises:
             ConfigError: `epoch` is below 0.
         """
+        self._steps_left = 0
         return self.store.begin_epoch(epoch)
 
     def as_dict(self) -> dict[str, Any]:

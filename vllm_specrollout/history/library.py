@@ -56,6 +56,8 @@ class Library(Generic[IndexType]):
         self._shelves: OrderedDict[str, Shelf[IndexType]] = OrderedDict()
         # where a request's answer is indexed
         self._problem_of: dict[str, str] = {}
+        self.version = 0
+        """Rises whenever an index is published or dropped: until then, what `get` answered holds."""
         self._num_bytes = 0
         self._epoch = store.epoch
         self._bytes_per_token = _LEAST_GUESS
@@ -171,6 +173,7 @@ class Library(Generic[IndexType]):
                 index.set_weight(document.number, self._weight(document.epoch, document.reward))
 
     def _forget(self, key: str) -> None:
+        self.version += 1
         shelf = self._shelves.pop(key)
         self._num_bytes -= shelf.num_bytes
         for request_id in shelf.documents:
@@ -285,5 +288,6 @@ class Library(Generic[IndexType]):
         if self._epoch != epoch:
             self._weigh(index, documents)
         shelf.index, shelf.documents = index, documents
+        self.version += 1
         self._problem_of |= dict.fromkeys(documents, key)
         return True

@@ -15,7 +15,7 @@ from vllm_specrollout.observe.listener import BaseListener
 from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
 from vllm_specrollout.replay.files import Sink
 from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified
-from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     MOST_NODES,
     DraftLimits,

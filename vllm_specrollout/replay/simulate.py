@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_specrollout.budgets.backoff import Backoff
-from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.replay.candidates import RecordedTrees, batch_of, of_sources
 from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of
 from vllm_specrollout.replay.records import Trace, TraceError

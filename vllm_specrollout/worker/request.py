@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import numpy as np
+import vllm.envs
 
 from vllm_specrollout.types import Ending, IntArray, RequestView, Status
 from vllm_specrollout.worker.admission import Admission
-from vllm_specrollout.worker.endings import external_name
+
+# what vLLM appends to the name that a client knows, so that no two requests share one
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+
+
+@functools.lru_cache(maxsize=65_536)
+def external_name(request_id: str) -> str:
+    """The name under which a client knows a request (with `index_` before it for samples of `n > 1`)."""
+    return request_id if vllm.envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM_SUFFIX.sub("", request_id)
 
 
 class RequestState:

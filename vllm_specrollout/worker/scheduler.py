@@ -1,35 +1,256 @@
-"""The scheduler: stock vLLM's, handed drafts with each step's output."""
+"""vLLM's schedulers, with drafts: what is mixed into them, and what travels between them and the workers.
+
+What belongs here: all that a scheduler does for us on both runners, in the order of its step. Waiting requests are put
+into order, drafts are cut to what plain decoding has no use for, the schedule says what only the scheduler knows, and
+what workers counted goes on to the frontend. What only V2 needs is in v2/scheduler.py.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specrollout.worker.common import SpecRolloutOutput, config_of, with_speculation
-from vllm_specrollout.worker.counts import PassesCounts
-from vllm_specrollout.worker.endings import TellsEndings
-from vllm_specrollout.worker.pressure import DraftsGiveWay
-from vllm_specrollout.worker.queueing import OrdersQueue
+from vllm_specrollout.config import parse_request
+from vllm_specrollout.observe.metrics import encode
+from vllm_specrollout.scheduling.longest_first import Queue, Waiting
+from vllm_specrollout.scheduling.lookahead import Ask, granted
+from vllm_specrollout.types import Status
+from vllm_specrollout.worker.admission import prompt_hash
+from vllm_specrollout.worker.common import config_of, with_speculation
+
+logger = init_logger(__name__)
+
+_Base = Scheduler if TYPE_CHECKING else object
+_STATUS = {RequestStatus.FINISHED_STOPPED: Status.FINISHED, RequestStatus.FINISHED_LENGTH_CAPPED: Status.TRUNCATED}
+_ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
 
 
-class SpecRolloutScheduler(PassesCounts, TellsEndings, OrdersQueue, DraftsGiveWay, Scheduler):
-    """Adds draft tokens to the requests they were made for, and admits long ones first; all else is stock.
+@dataclass(frozen=True)
+class DraftReport:
+    """V2 runner: what the worker tells the scheduler of its drafting."""
+
+    # number of the engine step before which the worker would leave all room empty, so there need not be any
+    asks_at: int = 0
+    # request id -> most placeholders it can use; absent: no limit of its own
+    limits: dict[str, int] = field(default_factory=dict)
+    # request id -> nodes drafted in the step that this output is of
+    drafted: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class SpecRolloutOutput(ModelRunnerOutput):
+    """A step's output with news for the scheduler on board: no second call to the workers is needed to fetch them."""
+
+    # V1 runner: the next step's drafts
+    drafts: DraftTokenIds | None = None
+    report: DraftReport | None = None
+    # what the worker counted since its last output: see vllm_specrollout.observe.metrics
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def carrying(
+        cls,
+        output: ModelRunnerOutput,
+        drafts: DraftTokenIds | None = None,
+        report: DraftReport | None = None,
+        counts: dict[str, int] | None = None,
+    ) -> SpecRolloutOutput:
+        values: dict[str, Any] = {f.name: getattr(output, f.name) for f in fields(output)}
+        return cls(**{**values, "drafts": drafts, "report": report, "counts": counts or {}})
+
+
+def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, Status]]:
+    """Requests that are over: internal name -> (number of tokens generated, how it ended)."""
+    return getattr(scheduler_output, _ENDINGS, {})
+
+
+def waiting_of(scheduler_output: SchedulerOutput) -> int:
+    """Requests that have no place in the batch yet."""
+    return getattr(scheduler_output, _WAITING, 0)
+
+
+def step_of(scheduler_output: SchedulerOutput) -> int:
+    """The number of the engine step, from 1 on."""
+    return getattr(scheduler_output, _STEP, 0)
+
+
+class SchedulerMixin(_Base):
+    """What both runners' schedulers share.
+
+    The queue stays vLLM's own; before places are given, it is put into order. Nothing is reordered where requests have
+    priorities, or while no answer's length is known.
+    """
+
+    # slots that the next step's tokens will need before it is known what became of this one's
+    slots_ahead = 0
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        config = config_of(vllm_config)
+        self.max_draft_tokens = config.max_draft_tokens
+        # The grammar bitmasks need a row per draft token.
+        self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
+        is_wanted = config.queue_order == "longest_first"
+        self._queue = Queue() if is_wanted and self.policy is SchedulingPolicy.FCFS else None
+        # False: lengths are remembered all the same
+        self.is_reordering = True
+        # waiting or running request -> what the policy knows of it
+        self._known: dict[str, Waiting] = {}
+        self._arrived = 0
+        self._endings: dict[str, tuple[int, Status]] = {}
+        self._step = 0
+        """Steps scheduled so far that compute anything: the clock that all pauses go by."""
+        self._counts: dict[str, int] | None = None
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._queue is not None and self.is_reordering and self.waiting:
+            places = self.max_num_active_reqs - len(self.running)
+            if self._queue.is_due(len(self.waiting), places):
+                self._put_in_order(self._queue)
+        if any(request.spec_token_ids for request in self.running):
+            self._cut_drafts()
+        output = super().schedule(*args, **kwargs)
+        if output.finished_req_ids:
+            ended = {
+                name: end for name in output.finished_req_ids if (end := self._endings.pop(name, None)) is not None
+            }
+            setattr(output, _ENDINGS, ended)
+        setattr(output, _WAITING, len(self.waiting))
+        setattr(output, _STEP, self._step)
+        return output
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        self._step += scheduler_output.total_num_scheduled_tokens > 0
+        super()._update_after_schedule(scheduler_output)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if isinstance(model_runner_output, SpecRolloutOutput):
+            self._counts = model_runner_output.counts
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's, with our counts on board.
+
+        `num_kv_fetch_reqs_by_stage` is the one open table of numbers in `SchedulerStats` that vLLM reads by known names
+        only. Ours lie there under names of our own, so nothing of the message between the processes has to change.
+        """
+        stats = super().make_stats(*args, **kwargs)
+        counts, self._counts = self._counts, None
+        if stats is not None and counts:
+            stats.num_kv_fetch_reqs_by_stage.update(encode(counts))
+        return stats
+
+    # --- requests that come and go -----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if self._queue is None:
+            return
+        if len(self.waiting) <= 1:
+            self._arrived = 0
+        params = request.sampling_params
+        options = parse_request(((params and params.extra_args) or {}).get("spec_rollout"))
+        problem_id = options.problem_id or prompt_hash(request.prompt_token_ids)
+        self._known[request.request_id] = Waiting(
+            problem_id, request.max_tokens, self._arrived, num_prompt=request.num_prompt_tokens
+        )
+        self._arrived += 1
+        self._queue.arrive()
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        known = self._known.pop(request.request_id, None)
+        if known is not None and self._queue is not None and request.status in _STATUS:
+            self._queue.observe(known.problem_id, request.num_output_tokens)
+        if request.num_output_tokens:
+            status = _STATUS.get(request.status, Status.ABORTED)
+            self._endings[request.request_id] = (request.num_output_tokens, status)
+        return super()._free_request(request, *args, **kwargs)
+
+    # --- the order of the queue --------------------------------------------------------------------------------------
+
+    def _put_in_order(self, queue: Queue) -> None:
+        waiting = self.waiting
+        assert isinstance(waiting, FCFSRequestQueue)
+        requests = list(waiting)
+        known = [self._as_waiting(request) for request in requests]
+        everybody = [*known, *(self._as_waiting(request) for request in self.running)]
+        # one block is vLLM's, to point at where there is none
+        kinds = len(self.kv_cache_manager.coordinator.single_type_managers)
+        capacity = (self.kv_cache_manager.block_pool.num_gpu_blocks - 1) // kinds * self.block_size
+        is_longest_first = queue.can_be_longest_first(everybody, self.max_num_active_reqs, capacity, self.block_size)
+        order = queue.order(known, is_longest_first)
+        if order == list(range(len(requests))):
+            return
+        if is_longest_first:
+            logger.info_once(
+                "Spec rollout: waiting requests get their places longest first, by earlier answers' lengths"
+            )
+        waiting.clear()
+        waiting.extend(requests[index] for index in order)
+
+    def _as_waiting(self, request: Request) -> Waiting:
+        known = self._known.get(request.request_id, Waiting("", request.max_tokens, 0, True))
+        generated = request.num_output_tokens
+        if generated > 0 or request.status is RequestStatus.PREEMPTED or known.is_preempted:
+            return dataclasses.replace(known, is_preempted=True, generated=generated)
+        return known
+
+    # --- room in the KV cache ----------------------------------------------------------------------------------------
+
+    def _cut_drafts(self) -> None:
+        """Drafts give way: they are cut to what plain decoding has no use for.
+
+        vLLM's scheduler preempts a request when the KV cache has no block left for another one, and draft tokens ask
+        for blocks like any other. Any first part of a draft is a good draft, so cutting costs speed, never tokens.
+        """
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        block_size = min(m.block_size for m in managers)
+        requests: list[Request] = []
+        asks: list[Ask] = []
+        for request in self.running:
+            needed = request.num_tokens + request.num_output_placeholders
+            owned = [len(m.req_to_blocks.get(request.request_id, ())) * m.block_size for m in managers]
+            # what plain decoding takes, of every kind of block
+            more = [max(0, -(-(needed - own) // m.block_size)) for own, m in zip(owned, managers, strict=True)]
+            free -= sum(more)
+            if request.spec_token_ids:
+                sizes = zip(owned, more, managers, strict=True)
+                slack = min(own + count * m.block_size - needed for own, count, m in sizes) - self.slots_ahead
+                requests.append(request)
+                asks.append(Ask(len(request.spec_token_ids), max(slack, 0)))
+        # who waits would take what is free; and each running request may need another block soon
+        is_short = bool(self.waiting) and len(self.running) < self.max_num_active_reqs
+        spare = 0 if is_short else free - len(self.running) * len(managers)
+        if spare >= len(managers) * sum(-(-ask.wanted // block_size) for ask in asks):
+            return  # there is room for all of them, whatever slack they have
+        for request, most in zip(requests, granted(asks, spare, block_size, len(managers)), strict=True):
+            if most < len(request.spec_token_ids):
+                request.spec_token_ids = request.spec_token_ids[:most]
+
+
+class SpecRolloutScheduler(SchedulerMixin, Scheduler):
+    """V1: adds draft tokens to the requests they were made for; all else is stock.
 
     Stock code schedules whatever draft tokens a request carries, so it need not be told that drafts exist. It must not:
     with `num_spec_tokens` set it pads new requests with placeholder drafts, for the sake of GPU graphs.
     """
-
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
-        # The grammar bitmasks need a row per draft token.
-        self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

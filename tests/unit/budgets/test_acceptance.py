@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.unit.budgets.builders import chains, record
-from vllm_specrollout.budgets.acceptance import Acceptance
+from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.types import SOURCES, TENTHS, empty_trees
 
 TENTH = 7  # of 0.75

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.budgets.backoff import Backoff
+from vllm_specrollout.budgets.base import Backoff
 
 
 def asked_at(steps: int, paid: bool = False) -> list[int]:

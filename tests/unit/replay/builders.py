@@ -10,7 +10,7 @@ import numpy as np
 from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
-from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     DraftLimits,
     DraftTree,

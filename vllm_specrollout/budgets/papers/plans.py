@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import bounded
-from vllm_specrollout.trees.merge import merge_select
+from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import DraftLimits, IntArray, RequestBatch, StepPlan, TreeBatch, empty_trees
 
 _NOTHING = "nothing to draft"

@@ -142,3 +142,18 @@ def path_metadata(raw: dict[str, Any], builder: AttentionMetadataBuilder[Any]) -
             causal=True,
         ),
     )
+
+
+class BlockCopier:
+    """Copies whole blocks in every layer."""
+
+    def __init__(self, kv_caches: list[torch.Tensor]) -> None:
+        unique = {kv.data_ptr(): kv for kv in kv_caches}
+        self._bases = np.asarray(list(unique), dtype=np.uint64)
+        self._strides = np.asarray([kv.stride(0) * kv.element_size() for kv in unique.values()], dtype=np.int64)
+        assert all(kv[0].is_contiguous() for kv in unique.values()), "a block must be one run of memory"
+
+    def copy(self, sources: IntArray, targets: IntArray) -> None:
+        """Overwrite blocks `targets` with blocks `sources`, [C] each."""
+        if len(sources):
+            _core.copy_blocks(self._bases, self._strides, sources.astype(np.int64), targets.astype(np.int64))

@@ -20,9 +20,9 @@ from vllm_specrollout.trees.batch import as_chains
 from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, path_metadata, plan_paths
-from vllm_specrollout.worker.v1.kv import BlockCopier, kv_shape, with_scratch
-from vllm_specrollout.worker.v1.noise import SeedNoise
+from vllm_specrollout.worker.v1.attention import BlockCopier, PathAttention, PathStep, path_metadata, plan_paths
+from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
+from vllm_specrollout.worker.v1.requests import SeedNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 from vllm_specrollout.worker.v1.sampler import Sampled
 
@@ -109,6 +109,9 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         ends = np.cumsum(sampled.num_accepted)
         last = np.where(sampled.num_accepted > 0, sampled.accepted[ends - 1] if len(sampled.accepted) else 0, 0)
         paths = plan.node_path[np.minimum(trees.node_start[:-1] + last, len(plan.node_path) - 1)]
+        is_branch = (sampled.num_accepted > 0) & (paths != plan.first_path)
+        if not is_branch.any():
+            return
         moves = plan_moves(
             sampled.num_accepted,
             paths,
@@ -119,4 +122,4 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
             self.block_size,
         )
         self.copier.copy(moves.source_blocks, moves.target_blocks)
-        self.stats.branches_committed += int(((sampled.num_accepted > 0) & (paths != plan.first_path)).sum())
+        self.stats.branches_committed += int(is_branch.sum())

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.v1.noise import ExponentialNoise
+from vllm_specrollout.worker.v1.requests import ExponentialNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
 MOST_NOISE_BYTES = 256 << 20

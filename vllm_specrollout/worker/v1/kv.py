@@ -1,16 +1,14 @@
-"""The KV cache beyond what the scheduler knows: scratch blocks for the branches of trees, and block copies."""
+"""The KV cache beyond what the scheduler knows: scratch blocks for the branches of trees."""
 
 from __future__ import annotations
 
 import copy
 
 import numpy as np
-import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specrollout import _core
 from vllm_specrollout.types import IntArray, Shape
 
 _MOST_SCRATCH = 512
@@ -76,18 +74,3 @@ def kv_shape(config: KVCacheConfig, attn_groups: list[list[AttentionGroup]], num
     if num_scratch == 0:
         return Shape.CHAIN, "no scratch blocks for branches"
     return Shape.TREE, ""
-
-
-class BlockCopier:
-    """Copies whole blocks in every layer."""
-
-    def __init__(self, kv_caches: list[torch.Tensor]) -> None:
-        unique = {kv.data_ptr(): kv for kv in kv_caches}
-        self._bases = np.asarray(list(unique), dtype=np.uint64)
-        self._strides = np.asarray([kv.stride(0) * kv.element_size() for kv in unique.values()], dtype=np.int64)
-        assert all(kv[0].is_contiguous() for kv in unique.values()), "a block must be one run of memory"
-
-    def copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Overwrite blocks `targets` with blocks `sources`, [C] each."""
-        if len(sources):
-            _core.copy_blocks(self._bases, self._strides, sources.astype(np.int64), targets.astype(np.int64))

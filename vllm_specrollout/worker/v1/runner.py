@@ -1,7 +1,7 @@
 """The V1 model runner with exact verification of drafts, as far as it is the same on CPU and CUDA.
 
 What belongs here: the places where vLLM's step is entered, in the order of the step. How branches are laid out is in
-cpu_runner.py and attention.py, how rows are sampled in sampler.py, whose noise it is in noise.py, where drafts come
+cpu_runner.py and attention.py, how rows are sampled in sampler.py, whose noise it is in requests.py, where drafts come
 from in drafting.py. vLLM's runner never learns that it speculates (`speculative_config` stays None but for one call),
 so none of its own drafting code runs.
 """
@@ -24,16 +24,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.trees.batch import num_branches, with_branches
 from vllm_specrollout.types import Ending, RequestBatch, Shape, Status, StepTiming, TreeBatch, empty_trees
-from vllm_specrollout.worker.common import SpecRolloutOutput, config_of
+from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
-from vllm_specrollout.worker.endings import endings_of, step_of, waiting_of
-from vllm_specrollout.worker.policy_version import PolicyVersion
+from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.v1.noise import Noise
 from vllm_specrollout.worker.v1.processors import are_builtin
-from vllm_specrollout.worker.v1.requests import RequestBook
+from vllm_specrollout.worker.v1.requests import Noise, RequestBook
 from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
+from vllm_specrollout.worker.weights_version import WeightsVersion
 
 logger = init_logger(__name__)
 
@@ -65,7 +64,7 @@ class SpecRolloutV1(_Base):
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
-        self.policy_version = PolicyVersion()
+        self.weights_version = WeightsVersion()
         self.stats = Stats()
         self.book = RequestBook(Shape.OFF, self.noise.tape)
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
@@ -126,6 +125,7 @@ class SpecRolloutV1(_Base):
                 self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
+        self.weights_version.is_open = False
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def settle(self) -> None:
@@ -138,7 +138,7 @@ class SpecRolloutV1(_Base):
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:
                 entry = self.book.get(self.requests[req_id])
-                self.spec_rollout.finish(entry.ended(num_tokens, status, self.policy_version.current()))
+                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.number))
         result = super()._update_states(scheduler_output)
         # The tapes own the generators. (vLLM 0.32 also rewinds those it finds here after a prefill chunk, which a CPU
         # generator cannot do: stock CPU engines stop with an error when a seeded prompt is prefilled in chunks.)
@@ -147,7 +147,7 @@ class SpecRolloutV1(_Base):
 
     def unfinished(self) -> list[Ending]:
         """What the engine leaves behind when it is shut down."""
-        version = self.policy_version.current()
+        version = self.weights_version.number
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
         return [entry.ended(len(entry.state.output_token_ids), Status.ABORTED, version) for entry in running]
 
@@ -232,7 +232,7 @@ class SpecRolloutV1(_Base):
             self.drafting.observe(self.drafting.planned, empty_trees(output.req_ids), none, none[:0])
         else:
             self.drafting.observe(self.drafting.planned, trees, sampled.num_accepted, sampled.accepted)
-        batch, version = self.input_batch, self.policy_version.current()
+        batch, version = self.input_batch, self.weights_version.number
         for i, entry in self.book.begun(output.req_ids, output.sampled_token_ids):
             tokens = batch.token_ids_cpu[i, : int(batch.num_tokens_no_spec[i])]
             self.drafting.begin(entry.seen(tokens, self.max_model_len, version))
@@ -242,7 +242,7 @@ class SpecRolloutV1(_Base):
         if self.drafting.is_paused(self.step.number + 1, len(output.req_ids)):
             return None
         batch, views = self.input_batch, []
-        version = self.policy_version.current()
+        version = self.weights_version.number
         lengths = batch.num_tokens_no_spec[: len(output.req_ids)].tolist()
         for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens:

@@ -18,8 +18,8 @@ from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import Ending, IntArray, RequestBatch, RequestView, Shape, Status, StepTiming, TreeBatch
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import Drafting
-from vllm_specrollout.worker.policy_version import PolicyVersion
 from vllm_specrollout.worker.request import RequestState
+from vllm_specrollout.worker.weights_version import WeightsVersion
 
 
 class HostRequest(RequestState):
@@ -104,7 +104,7 @@ class Host:
         self._requests: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
         self._over: dict[str, _Over] = {}
-        self.policy_version = PolicyVersion()
+        self.weights_version = WeightsVersion()
         self._last_home: float | None = None
         # got their first token in the step that is taken in
         self._begun: list[HostRequest] = []
@@ -131,7 +131,7 @@ class Host:
 
     def unfinished(self) -> list[Ending]:
         """What the engine leaves behind when it is shut down."""
-        version = self.policy_version.current()
+        version = self.weights_version.number
         over = [over.request.ended(over.num_tokens, over.status, version) for over in self._over.values()]
         running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
         return over + [r.ended(r.length - r.num_prompt, Status.ABORTED, version) for r in running]
@@ -141,7 +141,7 @@ class Host:
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
                 continue
             del self._over[request_id]
-            self.speculator.finish(over.request.ended(over.num_tokens, over.status, self.policy_version.current()))
+            self.speculator.finish(over.request.ended(over.num_tokens, over.status, self.weights_version.number))
             self.speculator.forget(request_id)
 
     def sent(self, step: InFlight) -> None:
@@ -182,7 +182,7 @@ class Host:
                 total.timings.append(timing)
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
             self.drafting.timed(timing)
-            version = self.policy_version.current()
+            version = self.weights_version.number
             for request in self._begun:
                 self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))
             self._begun.clear()
@@ -201,7 +201,7 @@ class Host:
         return self.drafting.plan(lambda: None if is_paused else self._batch(room, may_branch), step)
 
     def _batch(self, room: Mapping[str, int], may_branch: bool) -> RequestBatch:
-        version = self.policy_version.current()
+        version = self.weights_version.number
         views: list[RequestView] = []
         for request_id, limit in room.items():
             request = self._requests.get(request_id)

@@ -27,10 +27,9 @@ from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
-from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of
+from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens
-from vllm_specrollout.worker.endings import endings_of, step_of, waiting_of
-from vllm_specrollout.worker.policy_version import PolicyVersion
+from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
@@ -42,6 +41,7 @@ from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
+from vllm_specrollout.worker.weights_version import WeightsVersion
 
 logger = init_logger(__name__)
 
@@ -84,8 +84,8 @@ class SpecRolloutV2(_Base):
         self._num_logits = np.zeros(0, dtype=np.int32)
 
     @property
-    def policy_version(self) -> PolicyVersion:
-        return self.host.policy_version
+    def weights_version(self) -> WeightsVersion:
+        return self.host.weights_version
 
     def unfinished(self) -> list[Ending]:
         return self.host.unfinished()
@@ -151,6 +151,7 @@ class SpecRolloutV2(_Base):
         self._waiting, self._ask_ms = waiting_of(scheduler_output), 0.0
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
+        self.weights_version.is_open = False
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
             self._step = step_of(scheduler_output)
             self._num_running = len(scheduler_output.num_scheduled_tokens)

@@ -8,7 +8,7 @@ code takes what was not accepted, filled or not, back from the request's counter
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -21,26 +21,17 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.scheduling.lookahead import room_per_request
-from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput, config_of, with_speculation
-from vllm_specrollout.worker.counts import PassesCounts
-from vllm_specrollout.worker.endings import TellsEndings
-from vllm_specrollout.worker.pressure import DraftsGiveWay
-from vllm_specrollout.worker.queueing import OrdersQueue
+from vllm_specrollout.worker.scheduler import DraftReport, SchedulerMixin, SpecRolloutOutput
 from vllm_specrollout.worker.v2.grammar import drafted_schedule
 
-_Base = Scheduler if TYPE_CHECKING else object
 
-
-class LeavesRoom(PassesCounts, TellsEndings, OrdersQueue, DraftsGiveWay, _Base):
-    """Mixed into vLLM's schedulers."""
+class SchedulerMixinV2(SchedulerMixin):
+    """Mixed into vLLM's schedulers: leaves room for drafts."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
         self._report = DraftReport()
         self._workers: Executor | None = None
-        # grammar masks need a row per draft
-        self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
 
     def meet_workers(self, executor: Executor) -> None:
         """Called once by the engine core, before the first step. Not called: a grammar's requests decode plainly."""
@@ -109,11 +100,11 @@ def any_in_prompt(running: Iterable[Request]) -> bool:
     return any(request.is_prefill_chunk for request in running)
 
 
-class SpecRolloutSchedulerV2(LeavesRoom, Scheduler):
+class SpecRolloutSchedulerV2(SchedulerMixinV2, Scheduler):
     """Steps in lockstep with the engine."""
 
 
-class SpecRolloutAsyncScheduler(LeavesRoom, AsyncScheduler):
+class SpecRolloutAsyncScheduler(SchedulerMixinV2, AsyncScheduler):
     """Schedules a step while the one before it still runs."""
 
     slots_ahead = 1

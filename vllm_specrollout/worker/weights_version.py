@@ -10,23 +10,19 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
 
-class PolicyVersion:
+class WeightsVersion:
     """Counts from 0. Weights that arrive in many pieces between two steps are one change."""
 
     def __init__(self) -> None:
-        self._version = 0
-        self._is_touched = False
+        self.number = 0
+        """The version that the next forward pass computes with."""
+        self.is_open = False
+        """Whether weights were written since the last step began, which ends a change: the runner says so."""
 
     def touch(self) -> None:
         """Weights were written."""
-        self._is_touched = True
-
-    def current(self) -> int:
-        """The version that the next forward pass computes with."""
-        if self._is_touched:
-            self._version += 1
-            self._is_touched = False
-        return self._version
+        self.number += not self.is_open
+        self.is_open = True
 
     def watch(self, model: Any) -> None:
         """Notice calls of `model.load_weights`, which trainers make directly, one per parameter."""
@@ -42,28 +38,28 @@ class PolicyVersion:
         model.load_weights = load_and_tell
 
 
-class WatchesPolicy(_Base):
-    """Mixed into vLLM's workers, whose model runner has a `policy_version`."""
+class WatchesWeights(_Base):
+    """Mixed into vLLM's workers, whose model runner has a `weights_version`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_model(*args, **kwargs)
-        self.model_runner.policy_version.watch(self.model_runner.get_model())
+        self.model_runner.weights_version.watch(self.model_runner.get_model())
         return result
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
-        self.model_runner.policy_version.touch()
+        self.model_runner.weights_version.touch()
         return super().reload_weights(*args, **kwargs)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
-        self.model_runner.policy_version.touch()
+        self.model_runner.weights_version.touch()
         return super().update_weights(*args, **kwargs)
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> Any:
-        self.model_runner.policy_version.touch()
+        self.model_runner.weights_version.touch()
         return super().finish_weight_update(*args, **kwargs)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         # after sleep level 2 the weights come anew; "kv_cache" and "scheduling" alone bring none
         if tags is None or "weights" in tags:
-            self.model_runner.policy_version.touch()
+            self.model_runner.weights_version.touch()
         super().wake_up(tags)

@@ -1,0 +1,222 @@
+// Python's view of the drafters' indices: the arrays in, the arrays out, and no logic.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind_common.h"
+#include "core/history_index.h"
+#include "core/history_lookup.h"
+#include "core/ngram_index.h"
+
+namespace py = pybind11;
+
+namespace specrollout {
+namespace {
+
+using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using BoolArray = py::array_t<bool, py::array::c_style | py::array::forcecast>;
+
+// Tokens in Python, read without a copy where they are int32 already. Valid while the array lives.
+struct Tokens {
+  explicit Tokens(const IntArray& array) : data(array.data()), count(static_cast<size_t>(array.size())) {
+    if (array.ndim() != 1) throw std::invalid_argument("token_ids has more or fewer than one dimension");
+  }
+  const int32_t* data;
+  size_t count;
+};
+
+py::tuple Columns(std::vector<int32_t>&& node_start, Draft&& draft) {
+  return py::make_tuple(Give(std::move(node_start)), Give(std::move(draft.token_ids)), Give(std::move(draft.parents)),
+                        Give(std::move(draft.log_q)));
+}
+
+// --- ngram ---
+
+// Reused by every proposal of the thread, so that proposing allocates nothing but its result.
+Trie& ThreadTrie() {
+  thread_local Trie trie;
+  return trie;
+}
+
+py::tuple ProposeOne(const NgramIndex& index, int max_nodes, int max_depth, bool chain) {
+  Draft draft;
+  {
+    py::gil_scoped_release release;
+    index.Propose(max_nodes, max_depth, chain, &ThreadTrie(), &draft);
+  }
+  return py::make_tuple(Give(std::move(draft.token_ids)), Give(std::move(draft.parents)), Give(std::move(draft.log_q)));
+}
+
+py::tuple ProposeBatch(const std::vector<const NgramIndex*>& indices, const IntArray& max_nodes,
+                       const IntArray& max_depth, const BoolArray& chain) {
+  const size_t batch = indices.size();
+  for (const py::array& array : {py::array(max_nodes), py::array(max_depth), py::array(chain)}) {
+    if (array.ndim() != 1 || static_cast<size_t>(array.size()) != batch) {
+      throw std::invalid_argument("one bound per index is needed");
+    }
+  }
+  const int32_t* nodes = max_nodes.data();
+  for (size_t i = 0; i < batch; ++i) {
+    if (indices[i] == nullptr && nodes[i] > 0) throw std::invalid_argument("an index is None");
+  }
+  const int32_t* depth = max_depth.data();
+  const bool* is_chain = chain.data();
+  Draft all;
+  std::vector<int32_t> offsets{0};
+  {
+    py::gil_scoped_release release;
+    Draft draft;
+    for (size_t i = 0; i < batch; ++i) {
+      if (nodes[i] <= 0 || depth[i] <= 0) {  // nothing is wanted of it
+        offsets.push_back(static_cast<int32_t>(all.token_ids.size()));
+        continue;
+      }
+      indices[i]->Propose(nodes[i], depth[i], is_chain[i], &ThreadTrie(), &draft);
+      all.token_ids.insert(all.token_ids.end(), draft.token_ids.begin(), draft.token_ids.end());
+      all.parents.insert(all.parents.end(), draft.parents.begin(), draft.parents.end());
+      all.log_q.insert(all.log_q.end(), draft.log_q.begin(), draft.log_q.end());
+      offsets.push_back(static_cast<int32_t>(all.token_ids.size()));
+    }
+  }
+  return Columns(std::move(offsets), std::move(all));
+}
+
+// --- history ---
+
+// Reused by every proposal of the thread, so that proposing allocates nothing but its result.
+HistoryLookup& ThreadLookup() {
+  thread_local HistoryLookup lookup;
+  return lookup;
+}
+
+// One number per request, from a list or an array. Lists are short and come every step: numpy would take longer.
+std::vector<int32_t> PerRequest(const py::object& numbers, size_t batch) {
+  std::vector<int32_t> out;
+  if (PyList_CheckExact(numbers.ptr())) {
+    const Py_ssize_t count = PyList_GET_SIZE(numbers.ptr());
+    out.reserve(count);
+    for (Py_ssize_t i = 0; i < count; ++i) out.push_back(py::handle(PyList_GET_ITEM(numbers.ptr(), i)).cast<int32_t>());
+  } else {
+    const IntArray array = numbers.cast<IntArray>();
+    if (array.ndim() != 1) throw std::invalid_argument("docs or a bound has more or fewer than one dimension");
+    out.assign(array.data(), array.data() + array.size());
+  }
+  if (out.size() != batch) throw std::invalid_argument("one document and one of each bound per index are needed");
+  return out;
+}
+
+py::tuple ProposeHistory(const std::vector<const HistoryIndex*>& indices, const py::object& docs,
+                         const py::object& max_nodes, const py::object& max_depth, const py::object& is_chain,
+                         bool siblings) {
+  const size_t batch = indices.size();
+  const std::vector<int32_t> of_doc = PerRequest(docs, batch);
+  const std::vector<int32_t> nodes = PerRequest(max_nodes, batch);
+  const std::vector<int32_t> depths = PerRequest(max_depth, batch);
+  const std::vector<int32_t> chains = PerRequest(is_chain, batch);
+  std::vector<Ask> asks;
+  asks.reserve(batch);
+  for (size_t i = 0; i < batch; ++i) {
+    if (nodes[i] <= 0 || depths[i] <= 0) continue;  // nothing is wanted of it
+    if (indices[i] == nullptr) throw std::invalid_argument("an index is None");
+    asks.push_back({indices[i], of_doc[i], nodes[i], depths[i], chains[i] != 0});
+  }
+  Draft all;
+  std::vector<int32_t> asked_start, node_start(1, 0);
+  {
+    py::gil_scoped_release release;
+    ThreadLookup().Propose(asks, siblings, &all, &asked_start);
+    size_t asked = 0;
+    for (size_t i = 0; i < batch; ++i) {
+      asked += nodes[i] > 0 && depths[i] > 0;
+      node_start.push_back(asked_start[asked]);
+    }
+  }
+  return Columns(std::move(node_start), std::move(all));
+}
+
+}  // namespace
+}  // namespace specrollout
+
+void bind_drafters(py::module_& m) {
+  using namespace specrollout;
+  py::class_<NgramIndex>(m, "NgramIndex", "Index over one request's tokens. One caller at a time per index.")
+      .def(py::init<int, int, int>(), py::kw_only(), py::arg("min_match"), py::arg("max_match"), py::arg("max_matches"))
+      .def("__len__", &NgramIndex::size)
+      .def(
+          "append",
+          [](NgramIndex& index, const IntArray& token_ids) {
+            const Tokens tokens(token_ids);
+            py::gil_scoped_release release;
+            index.Append(tokens.data, tokens.count);
+          },
+          py::arg("token_ids"))
+      .def(
+          "sync",
+          [](NgramIndex& index, const IntArray& token_ids) {
+            const Tokens tokens(token_ids);
+            py::gil_scoped_release release;
+            return index.Sync(tokens.data, tokens.count);
+          },
+          py::arg("token_ids"),
+          "Hold exactly these tokens: append what is new, or start over (and return False) where they changed.")
+      .def("propose", &ProposeOne, py::arg("max_nodes"), py::arg("max_depth"), py::arg("chain"),
+           "(token_ids, parents, log_q), best first.")
+      .def("check_integrity", &NgramIndex::CheckIntegrity);
+  m.def("propose_batch", &ProposeBatch, py::arg("indices"), py::arg("max_nodes"), py::arg("max_depth"),
+        py::arg("chain"), "One draft per index, concatenated: (node_start [B + 1], token_ids, parents, log_q).");
+  py::class_<HistoryIndex>(m, "HistoryIndex", "Index over the answers to one problem. One caller at a time per index.")
+      .def(py::init<int, int, int>(), py::kw_only(), py::arg("min_match"), py::arg("max_match"), py::arg("max_matches"))
+      .def(
+          "set_prompt",
+          [](HistoryIndex& index, const IntArray& token_ids) {
+            const Tokens tokens(token_ids);
+            py::gil_scoped_release release;
+            index.SetPrompt(tokens.data, tokens.count);
+          },
+          py::arg("token_ids"),
+          "The prompt of the documents added from now on; one that the index has is not stored again.")
+      .def(
+          "add",
+          [](HistoryIndex& index, const IntArray& token_ids, int32_t weight, int32_t epoch) {
+            const Tokens tokens(token_ids);
+            py::gil_scoped_release release;
+            return index.Add(tokens.data, tokens.count, weight, epoch);
+          },
+          py::arg("token_ids"), py::arg("weight"), py::arg("epoch"), "A finished answer; returns its document.")
+      .def("open", &HistoryIndex::Open, py::arg("epoch"), py::arg("weight") = HistoryIndex::kOne,
+           "An answer that grows; returns its document.")
+      .def(
+          "append",
+          [](HistoryIndex& index, int32_t doc, const IntArray& token_ids) {
+            const Tokens tokens(token_ids);
+            py::gil_scoped_release release;
+            index.Append(doc, tokens.data, tokens.count);
+          },
+          py::arg("doc"), py::arg("token_ids"))
+      .def(
+          "sync",
+          [](HistoryIndex& index, int32_t doc, const IntArray& token_ids) {
+            const Tokens tokens(token_ids);
+            py::gil_scoped_release release;
+            return index.Sync(doc, tokens.data, tokens.count);
+          },
+          py::arg("doc"), py::arg("token_ids"),
+          "Hold exactly these tokens: append what is new, or start over (and return False) where they changed.")
+      .def("set_weight", &HistoryIndex::SetWeight, py::arg("doc"), py::arg("weight"))
+      .def("remove", &HistoryIndex::Remove, py::arg("doc"))
+      .def("retire", &HistoryIndex::Retire, py::arg("before_epoch"),
+           "Remove all documents of earlier epochs; returns how many.")
+      .def_property_readonly("num_tokens", &HistoryIndex::num_tokens)
+      .def_property_readonly("num_documents", &HistoryIndex::num_documents)
+      .def_property_readonly("nbytes", &HistoryIndex::nbytes)
+      .def("check_integrity", &HistoryIndex::CheckIntegrity);
+  m.def("propose_history", &ProposeHistory, py::arg("indices"), py::arg("docs"), py::arg("max_nodes"),
+        py::arg("max_depth"), py::arg("is_chain"), py::arg("siblings") = true,
+        "One draft per index, best first, concatenated: (node_start [B + 1], token_ids, parents, log_q).");
+}
