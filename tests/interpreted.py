@@ -1,4 +1,4 @@
-"""Products under Triton's interpreter, in arithmetic that no host decides.
+"""Triton's interpreter, as tests use it: its products in arithmetic that no host decides, and no work done twice.
 
 The interpreter leaves `tl.dot` to numpy's BLAS. That picks its routine by the host and by the number of rows, so a row
 may have other bits alone than among others, and whether it does depends on the host. Tests of bits need products whose
@@ -44,3 +44,29 @@ def fix_products() -> None:
     its_numpy = ModuleType("numpy")
     vars(its_numpy).update(vars(np), matmul=fixed_product)
     interpreter.np = its_numpy
+
+
+class _Kept:
+    """Stands in for what would take a patch back."""
+
+    def restore(self) -> None:
+        """Nothing is taken back."""
+
+
+def patch_language_once() -> None:
+    """Leave `triton.language` patched once it is: the interpreter does it anew for every launch and every call of a
+    device function, which is a third of its time. For processes that only ever interpret."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    # keyed by the globals of a function's module, which say what it sees of the language
+    known: dict[int, dict[str, Any]] = {}
+
+    def once(function: Any) -> _Kept:
+        names = function.__globals__
+        if id(names) not in known:
+            patch(function)
+            known[id(names)] = names
+        return _Kept()
+
+    interpreter._patch_lang = once

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.interpreted import fix_products
+from tests.interpreted import fix_products, patch_language_once
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -18,6 +18,7 @@ if HAS_TRITON and not HAS_GPU:
     # before anything imports Triton; these tests have a process of their own (tests/conftest.py)
     os.environ["TRITON_INTERPRET"] = "1"
     fix_products()
+    patch_language_once()
 
 
 @pytest.fixture(scope="session")

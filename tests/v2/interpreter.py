@@ -5,6 +5,7 @@ Importing this module does it all, once, and must come before vLLM is imported.
 
 from __future__ import annotations
 
+import gc
 import os
 
 from bench.runner import interpreter
@@ -20,8 +21,12 @@ interpreter.prepare()
 # vLLM's grammar kernel does not run interpreted either
 import vllm.v1.worker.gpu.structured_outputs as structured_outputs  # noqa: E402
 
-from tests.interpreted import fix_products  # noqa: E402
+from tests.interpreted import fix_products, patch_language_once  # noqa: E402
 from tests.v2.grammar_mask import GrammarMask  # noqa: E402
 
 fix_products()
+patch_language_once()
 structured_outputs._apply_grammar_bitmask_kernel = GrammarMask()
+
+# engines are many, and each one's end looks through all objects: leave out those of the imports
+gc.freeze()
