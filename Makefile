@@ -22,6 +22,8 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
 CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
 # a new inner folder has to be mapped, and mapping happens at installation
 FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
+# as many tests at once as there are cores; files are begun in their order, the long ones first
+PYTEST := $(BIN)/python -m pytest -n auto
 PURE := $(addprefix vllm_specrollout/,types.py config.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py guard.py speculator.py late.py support.py trees budgets \
 	scheduling observe replay replay_cli.py drafters history patches)
 
@@ -48,7 +50,8 @@ demo: setup
 	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
 test: setup
-	$(BIN)/python -m pytest -m "not identity and not gpu"
+	$(PYTEST) -m "not identity and not gpu" --dist worksteal tests/kernels tests/v2
+	$(PYTEST) -m "not identity and not gpu" --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Shared by all tests: readable snapshots of the messages a user can meet, folders that need their own process."""
+"""Shared by all tests: readable snapshots of the messages a user can meet, and what holds for all their processes."""
 
 import os
 from collections.abc import Callable
@@ -7,43 +7,30 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import own_processes
 from vllm_specrollout import envs
 
 # what of ours fails ends the test, in this process and in those it starts, rather than being switched off
 os.environ[envs.STRICT] = "1"
 
+# Tests run side by side, one per core. An engine of a test's size gains nothing from a second thread, and threads that
+# share a core wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
 # how long an example takes says something of the host, and nothing of the code
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-# Collected only when nothing else is asked for (`pytest tests/v2`); tests/e2e/test_own_processes.py has them run.
-OWN_PROCESS = [Path(__file__).parent / folder for folder in own_processes.FOLDERS]
+# Triton decides whether to interpret when a kernel is decorated, so whatever imports a kernel first decides for all.
+# These folders interpret, and are collected only when nothing else is asked for: `pytest tests/kernels tests/v2`.
+INTERPRETED = [Path(__file__).parent / folder for folder in ("kernels", "v2")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
-    for folder in OWN_PROCESS:
-        if collection_path.is_relative_to(folder) and not all(path.is_relative_to(folder) for path in asked):
-            return True
-    return None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait for other processes wait last."""
-    items.sort(key=lambda item: item.path.name == own_processes.STARTED_BY)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    is_asked = any(item.path.name == own_processes.STARTED_BY for item in session.items)
-    if is_asked and not session.config.option.collectonly:
-        session.config.own_processes = own_processes.Beside()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    beside = getattr(config, "own_processes", None)
-    if beside is not None:
-        beside.stop()
+    is_asked = all(any(path.is_relative_to(folder) for folder in INTERPRETED) for path in asked)
+    return True if collection_path in INTERPRETED and not is_asked else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

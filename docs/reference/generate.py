@@ -16,6 +16,7 @@ import typer.main
 from vllm_specrollout import config, envs, patches
 from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.cli import BENCHES, app
+from vllm_specrollout.patches.bindings import BINDINGS, KINDS
 from vllm_specrollout.support import TABLE
 
 HERE = Path(__file__).resolve().parent
@@ -141,7 +142,9 @@ def patches_page() -> str:
     """The ledger of rebound names."""
     parts = [
         "# Patches\n",
-        "Every name of vLLM's that is rebound. Everything else goes through public extension points.\n",
+        "Every name of vLLM's that is rebound, and every object of vLLM's that is changed where it stands. Everything"
+        " else goes through public extension points.\n",
+        "# Names that are rebound\n",
     ]
     for process in patches.PROCESSES:
         for patch in patches.load(process):
@@ -149,6 +152,11 @@ def patches_page() -> str:
                 f"## `{patch.target}`\n\n{patch.why}.\n\n- process: {process}\n- upstream: <{patch.upstream}>\n"
                 f"- vLLM: {', '.join(patch.versions)}\n- removed when {patch.remove_when}\n"
             )
+    parts.append("# Objects that are changed where they stand\n")
+    for kind, meaning in KINDS.items():
+        parts.append(f"## {kind}: {meaning}\n")
+        own = [(f"`{one.target}`", f"`{one.where}`", one.why) for one in BINDINGS if one.kind == kind]
+        parts.append(_table(("What", "Where", "Why"), own))
     return "\n".join(parts)
 
 

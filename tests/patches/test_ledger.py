@@ -1,0 +1,117 @@
+"""The ledger of bindings is complete: what of vLLM's is changed where it stands is declared."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_specrollout.patches.bindings import BINDINGS, KINDS
+
+PACKAGE = Path(__file__).parents[2] / "vllm_specrollout"
+FILES = sorted(path for folder in ("worker", "server") for path in (PACKAGE / folder).rglob("*.py"))
+# objects of our own, by the names that our code gives them
+OURS = {
+    *(
+        "self.stats",
+        "stats",
+        "runner.stats",
+        "runner.spec_rollout",
+        "self.step",
+        "self.paths",
+        "self.inputs",
+        "runner.inputs",
+        "inputs",
+    ),
+    *("view", "speculator", "sweep", "total", "self.weights_version", "self.model_runner"),
+    *("args", "engine_args"),
+}
+# copies of vLLM's objects, made in the same function
+COPIES = {
+    ("worker/common.py", "clone"),
+    ("worker/v1/processors.py", "clone"),
+    ("worker/v1/kv.py", "larger"),
+    ("worker/v1/kv.py", "tensor"),
+    ("worker/v2/inputs.py", "step"),
+    ("worker/v2/grammar.py", "step"),
+    ("worker/seeds.py", "new.sampling_params"),
+}
+# of the noise: its `sampler` is our own class
+OWN_SAMPLER = ("worker/v1/requests.py", "self.sampler")
+RUNNERS = ("worker/v1/runner.py", "worker/v1/cpu_runner.py", "worker/v1/cuda_runner.py", "worker/v2/runner.py")
+SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
+
+
+def assigned(path: Path) -> Iterator[ast.Attribute]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(one, ast.Attribute):
+                    yield one
+
+
+def set_by_name(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            yield ast.unparse(node.args[0])
+
+
+def declared(where: str) -> set[str]:
+    return {binding.target for binding in BINDINGS if binding.where == where}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_every_change_to_an_object_that_is_not_ours_is_declared(path: Path) -> None:
+    where = path.relative_to(PACKAGE).as_posix()
+    for target in assigned(path):
+        owner = ast.unparse(target.value)
+        is_ours = (
+            ast.unparse(target) in OURS
+            or owner == "self"
+            or owner in OURS
+            or (where, owner) in COPIES
+            or (where, owner) == OWN_SAMPLER
+        )
+        # one entry covers the fields that belong together
+        is_declared = any(
+            ast.unparse(target) == one or (one.startswith("compilation.") and owner == "compilation")
+            for one in declared(where)
+        )
+        assert is_ours or is_declared, f"{where}:{target.lineno} changes `{ast.unparse(target)}`"
+    for owner in set_by_name(path):
+        is_declared = any(one.startswith(f"setattr({owner}, ") for one in declared(where))
+        assert owner in OURS or is_declared, f"{where} sets an attribute of `{owner}` by name"
+
+
+def _names_of_vllms(files: tuple[str, ...]) -> str:
+    from vllm.v1.core.sched import async_scheduler, scheduler
+    from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+    from vllm.v1.worker.gpu import model_runner
+
+    modules = (
+        (scheduler, async_scheduler) if files is SCHEDULERS else (cpu_model_runner, gpu_model_runner, model_runner)
+    )
+    return "\n".join(inspect.getsource(module) for module in modules)
+
+
+@pytest.mark.parametrize("files", [RUNNERS, SCHEDULERS], ids=["runners", "schedulers"])
+def test_every_attribute_of_vllms_own_classes_that_ours_set_is_declared(files: tuple[str, ...]) -> None:
+    source = _names_of_vllms(files)
+    for where in files:
+        own = {one.attr for one in assigned(PACKAGE / where) if ast.unparse(one.value) == "self"}
+        theirs = {name for name in own if re.search(rf"\bself\.{name}\b", source)}
+        assert {f"self.{name}" for name in theirs} <= declared(where)
+
+
+@pytest.mark.parametrize("binding", BINDINGS, ids=lambda binding: f"{binding.where}: {binding.target}")
+def test_what_is_declared_stands_in_the_code(binding: object) -> None:
+    assert binding.kind in KINDS
+    text = (PACKAGE / binding.where).read_text(encoding="utf-8")
+    assert binding.target.removesuffix("...)") in re.sub(r"\s+", " ", text)

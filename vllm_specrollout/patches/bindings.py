@@ -1,0 +1,157 @@
+"""Where we reach into vLLM's objects at run time: what `Patch` does not cover, because it is no name of a module.
+
+What belongs here: every object of vLLM's that we change, and why no public way does. A test looks for others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS = {
+    "rebind": "another object under a name of vLLM's",
+    "wrap": "an object of vLLM's is called through one of ours",
+    "swap": "a field of vLLM's gets another value, for good or for one call",
+    "piggyback": "ours travels on an object of vLLM's",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One object of vLLM's that is changed where it stands."""
+
+    kind: str
+    # what is changed, as our code writes it
+    target: str
+    # our file, from the package's folder on
+    where: str
+    why: str
+
+
+BINDINGS = (
+    Binding(
+        "rebind",
+        "setattr(module, class_name, ...)",
+        "worker/v2/worker.py",
+        "vLLM's worker imports its V2 runner by name; the name is ours during `init_device`, and vLLM's again after it",
+    ),
+    Binding(
+        "wrap",
+        "layers[name].impl",
+        "worker/v1/cpu_runner.py",
+        "branches go through stock attention as paths; a layer's implementation cannot be chosen by a plugin",
+    ),
+    Binding(
+        "wrap",
+        "layer.impl",
+        "worker/v2/attention.py",
+        "rows of draft trees go to the tree kernel, all others to stock attention",
+    ),
+    Binding(
+        "wrap",
+        "model.load_weights",
+        "worker/weights_version.py",
+        "trainers call it directly, and drafts must know that the weights changed",
+    ),
+    Binding(
+        "wrap",
+        "self.structured_outputs_worker",
+        "worker/v2/runner.py",
+        "grammar masks have a row per draft, where vLLM counts on its own speculation's rows",
+    ),
+    Binding(
+        "wrap",
+        "output.model_runner_output",
+        "worker/v2/runner.py",
+        "an asynchronous output is made by vLLM; ours carries the report on drafts as well",
+    ),
+    Binding(
+        "swap",
+        "self.sampler.topk_topp_sampler",
+        "worker/v1/runner.py",
+        "the same arithmetic with the noise given: that of each token's position",
+    ),
+    Binding(
+        "swap",
+        "self.speculative_config",
+        "worker/v1/runner.py",
+        "for one call: vLLM makes logits rows for draft tokens only where it is set",
+    ),
+    Binding(
+        "swap",
+        "self.decode_query_len",
+        "worker/v2/runner.py",
+        "for one call: vLLM sizes a request's logits rows by it",
+    ),
+    Binding(
+        "swap",
+        "self.structured_output_manager.vllm_config",
+        "worker/scheduler.py",
+        "grammar bitmasks are made with a row per draft token only where a configuration speculates",
+    ),
+    Binding(
+        "swap",
+        "request.spec_token_ids",
+        "worker/scheduler.py",
+        "drafts are cut to the KV slots that nobody else needs",
+    ),
+    Binding(
+        "swap",
+        "request.spec_token_ids",
+        "worker/v2/scheduler.py",
+        "placeholders: room for drafts that the worker makes after the step was scheduled",
+    ),
+    Binding(
+        "swap",
+        "new.sampling_params",
+        "worker/seeds.py",
+        "an unseeded request gets a seed of ours, in a copy of its parameters",
+    ),
+    Binding(
+        "swap",
+        "runner.cudagraph_manager",
+        "worker/v2/graphs.py",
+        "while graphs of steps with drafts are captured: vLLM captures by its manager",
+    ),
+    Binding(
+        "swap",
+        "self.req_states.draft_tokens",
+        "worker/v2/runner.py",
+        "vLLM makes the buffer only for its own speculation",
+    ),
+    Binding(
+        "swap",
+        "batch.max_query_len",
+        "worker/v2/runner.py",
+        "a step's own batch: its drafts are fewer than the room that was scheduled",
+    ),
+    Binding(
+        "swap",
+        "scheduler_config.scheduler_cls",
+        "server/engine_args.py",
+        "vLLM's own way to name a scheduler, set on the finished configuration",
+    ),
+    Binding(
+        "swap",
+        "compilation.cudagraph_capture_sizes",
+        "server/engine_args.py",
+        "rows of drafts need larger graphs than rows of requests",
+    ),
+    Binding(
+        "piggyback",
+        "setattr(output, ...)",
+        "worker/scheduler.py",
+        "how requests ended, how many wait and the step's number, on `SchedulerOutput`: only the scheduler knows",
+    ),
+    Binding(
+        "piggyback",
+        "stats.num_kv_fetch_reqs_by_stage",
+        "worker/scheduler.py",
+        "a worker's counts, on the one open table of `SchedulerStats`",
+    ),
+    Binding(
+        "piggyback",
+        "setattr(state, ...)",
+        "server/endpoints.py",
+        "the engine's client, on the state of vLLM's web application, for our endpoints",
+    ),
+)
