@@ -34,7 +34,7 @@ MOST_SEGMENTS = 128
 MOST_RUNNING = 4096
 """Requests without an end that are remembered."""
 UNASKED = "not asked"
-"""The reason of a step in which nobody looked at the request."""
+"""The reason of a step in which nobody looked at the request; behind it, why, where that is known."""
 
 
 class Timeline:
@@ -125,6 +125,7 @@ class TimelineListener(BaseListener):
         # when the last record came
         self._stepped_s = 0.0
         self._num_requests = 0
+        self._unasked = UNASKED
         self._plans: OpenPlans[_Note] = OpenPlans()
         self._open: dict[str, _Open] = {}
         self._ends: dict[str, _End] = {}
@@ -150,6 +151,7 @@ class TimelineListener(BaseListener):
 
     def paused(self, num_requests: int, reason: str) -> None:
         self._num_requests = num_requests
+        self._unasked = f"{UNASKED}: {reason}"
 
     def stepped(self, record: StepRecord) -> None:
         self._stepped_s = self._now()
@@ -204,7 +206,8 @@ class TimelineListener(BaseListener):
                 step.end, step.end_s = step.first + own, middle_s
                 self._timeline.add(request_id, one.name, step)
             if rest:
-                unasked = Segment(end - rest, end, middle_s, end_s, {UNASKED: rest}, batch=rest * self._num_requests)
+                batch = rest * self._num_requests
+                unasked = Segment(end - rest, end, middle_s, end_s, {self._unasked: rest}, batch=batch)
                 self._timeline.add(request_id, one.name, unasked)
             one.first = end
         one.begin_s, one.step, one.unasked = end_s, None, 0

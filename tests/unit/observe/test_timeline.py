@@ -149,7 +149,7 @@ def test_paused_steps_are_counted_by_the_tokens_they_yielded():
     engine.end("a", 6)
     decided, unasked = engine.told()["a"]
     assert (decided.first, decided.end, decided.end_s, decided.reasons) == (1, 4, 1.0, {"pays": 1})
-    assert (unasked.first, unasked.end, unasked.end_s, unasked.reasons) == (4, 6, 3.0, {"not asked": 2})
+    assert (unasked.first, unasked.end, unasked.end_s, unasked.reasons) == (4, 6, 3.0, {"not asked: drafts do not pay": 2})
 
 
 def test_a_request_that_nobody_was_ever_asked_for_is_told_too():
@@ -159,7 +159,7 @@ def test_a_request_that_nobody_was_ever_asked_for_is_told_too():
     engine.end("a", 5)
     (found,) = engine.told()["a"]
     assert (found.first, found.end, found.begin_s, found.end_s) == (1, 5, 0.0, 4.0)
-    assert found.reasons == {"not asked": 4} and found.batch == 12
+    assert found.reasons == {"not asked: drafts do not pay": 4} and found.batch == 12
 
 
 def test_steps_paused_before_the_first_draft_are_told():
@@ -168,7 +168,7 @@ def test_steps_paused_before_the_first_draft_are_told():
     engine.pause(3)
     engine.step(engine.plan({"a": 4}, [2]), a=(2, 1))
     assert [(one.first, one.end, one.reasons) for one in engine.told()["a"]] == [
-        (1, 4, {"not asked": 3}),
+        (1, 4, {"not asked: drafts do not pay": 3}),
         (4, 6, {"pays": 1}),
     ]
 
@@ -269,7 +269,7 @@ def test_whatever_is_accepted_the_story_has_all_tokens_and_nodes(story, is_late)
     found = engine.told().get("a", [])
     assert sum(one.steps for one in found) == len(story)
     assert sum(one.nodes for one in found) == nodes
-    assert reasons_of(found).get("not asked", 0) == sum(kind == "pause" for kind, _, _ in story)
+    assert reasons_of(found).get("not asked: off", 0) == sum(kind == "pause" for kind, _, _ in story)
     if story:
         assert is_gapless(found) and (found[0].first, found[-1].end) == (1, length)
         assert math.isclose(found[-1].end_s, len(story))
@@ -287,5 +287,5 @@ def test_both_runners_tell_the_same_story(is_late):
         assert is_gapless(found) and (found[0].first, found[-1].end) == (1, len(answer))
     assert sum(one.nodes for own in told.values() for one in own) == sum(rollout.nodes)
     assert sum(one.accepted for own in told.values() for one in own) == sum(rollout.accepted)
-    assert [reasons_of(told[name])["not asked"] for name in answers] == [3, 3]
+    assert [reasons_of(told[name])["not asked: drafts do not pay"] for name in answers] == [3, 3]
     assert told["a"][-1].end_s == pytest.approx(0.01 * (len(rollout.nodes) - 1), abs=0.0015)
