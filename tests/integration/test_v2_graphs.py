@@ -19,6 +19,7 @@ from vllm_specrollout.scheduling.cudagraphs import plan_graphs
 from vllm_specrollout.types import DraftTree, Shape
 from vllm_specrollout.worker.v2 import graphs as module
 from vllm_specrollout.worker.v2.graphs import Buckets, DraftGraphs, draft_sizes, plans_for
+from vllm_specrollout.worker.v2.host import StepState
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
@@ -229,7 +230,7 @@ def test_attentions_metadata_is_made_for_what_the_bucket_was_captured_for(desc):
     runner = object.__new__(type("Runner", (SpecRolloutV2, StockRunner), {}))
     runner.inputs = SimpleNamespace(write_tokens=lambda *args: None, set_trees=lambda *args: None)
     runner.req_states = SimpleNamespace(req_id_to_index={}, draft_tokens=None)
-    runner._trees, runner.max_draft_tokens = batch_of([chain([1, 2])]), 24
+    runner.step, runner.max_draft_tokens = StepState(trees=batch_of([chain([1, 2])])), 24
     batch = runner.prepare_inputs(None, None, desc, 0)
     assert batch.max_query_len == desc.max_query_len and runner.decode_query_len == 1
 

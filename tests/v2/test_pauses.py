@@ -41,7 +41,7 @@ def test_pauses_are_those_of_the_v1_runner_and_end_with_the_run(ours: Engine) ->
     runner = ours.runner
     check_unseeded_requests_leave_randomness_alone(ours)
     # what does not pay: asked again after as many engine steps as on the V1 runner
-    budget = NeverPays(lambda: runner._step)
+    budget = NeverPays(lambda: runner.step.number)
     _start(runner.spec_rollout, budget, Always())
     _answer(ours, STEPS + 3)
     assert budget.gaps == GAPS

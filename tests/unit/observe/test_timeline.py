@@ -149,7 +149,12 @@ def test_paused_steps_are_counted_by_the_tokens_they_yielded():
     engine.end("a", 6)
     decided, unasked = engine.told()["a"]
     assert (decided.first, decided.end, decided.end_s, decided.reasons) == (1, 4, 1.0, {"pays": 1})
-    assert (unasked.first, unasked.end, unasked.end_s, unasked.reasons) == (4, 6, 3.0, {"not asked: drafts do not pay": 2})
+    assert (unasked.first, unasked.end, unasked.end_s, unasked.reasons) == (
+        4,
+        6,
+        3.0,
+        {"not asked: drafts do not pay": 2},
+    )
 
 
 def test_a_request_that_nobody_was_ever_asked_for_is_told_too():

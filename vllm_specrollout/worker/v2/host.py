@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from vllm_specrollout import _core
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import Ending, IntArray, RequestBatch, RequestView, Shape, Status, StepTiming, TreeBatch
 from vllm_specrollout.worker.admission import Admission
-from vllm_specrollout.worker.drafting import Drafting
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import RequestState
 from vllm_specrollout.worker.weights_version import WeightsVersion
 
@@ -50,6 +51,25 @@ class HostRequest(RequestState):
         """What drafters are told at its end: the answer is `num_tokens` long, whatever was sampled behind them."""
         end = min(self.length, self.num_prompt + num_tokens)
         return self.ending(self.buffer[: self.num_prompt], self.buffer[self.num_prompt : end], status, weights_version)
+
+
+@dataclass(slots=True)
+class StepState:
+    """The step in progress: made when it begins, dropped with it."""
+
+    number: int = 0
+    num_running: int = 0
+    # requests without a place in the batch
+    waiting: int = 0
+    # drafts over the requests that have some, what they were chosen from, and the milliseconds that took
+    trees: TreeBatch = NO_DRAFTS
+    planned: PlannedStep | None = None
+    ask_ms: float = 0.0
+    num_rows: int = 0
+    # [R] logits rows of each request
+    num_logits: IntArray | None = None
+    # first rows, paths and counts of what was accepted, until the KV cache is put in order by it
+    accepted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

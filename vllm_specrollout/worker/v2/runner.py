@@ -23,12 +23,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_specrollout.speculator import PlannedStep, Speculator
+from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import Ending, IntArray, Shape
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens
+from vllm_specrollout.worker.drafting import Drafting, drafted_tokens
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.speculate import make_speculator
@@ -37,7 +37,7 @@ from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
 from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
 from vllm_specrollout.worker.v2.graphs import DraftGraphs
-from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
+from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
 from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -70,18 +70,9 @@ class SpecRolloutV2(_Base):
         self.desk = Desk(Shape.OFF)
         self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
-        # of the step in progress: drafts over the requests that have some
-        self._trees = NO_DRAFTS
-        self._planned: PlannedStep | None = None
+        self.step = StepState()
         self.draft_graphs = DraftGraphs(self.inputs)
         self.seeds = RequestSeeds.of(vllm_config)
-        self._step = self._num_running = 0  # number of the one in progress, and its requests
-        # what of the step's trees was accepted, until the KV cache is put in order by it
-        self._accepted: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._num_rows = 0
-        self._waiting, self._ask_ms = 0, 0.0
-        # [R] logits rows of each request of the step
-        self._num_logits = np.zeros(0, dtype=np.int32)
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -146,25 +137,23 @@ class SpecRolloutV2(_Base):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
-        self._trees, self._planned = NO_DRAFTS, None
+        num_running = len(scheduler_output.num_scheduled_tokens)
+        step = self.step = StepState(step_of(scheduler_output), num_running, waiting_of(scheduler_output))
         self.inputs.clear()
-        self._waiting, self._ask_ms = waiting_of(scheduler_output), 0.0
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
         self.weights_version.is_open = False
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
-            self._step = step_of(scheduler_output)
-            self._num_running = len(scheduler_output.num_scheduled_tokens)
-            is_paused = self.host.drafting.is_paused(self._step, self._num_running)
+            is_paused = self.host.drafting.is_paused(step.number, num_running)
             if scheduler_output.scheduled_spec_decode_tokens:
                 scheduler_output = self._with_drafts(scheduler_output, is_paused)
-                self.inputs.expect(self._trees)
-        with self.draft_graphs.chosen_from(self) if self._trees.num_nodes else nullcontext():
+                self.inputs.expect(step.trees)
+        with self.draft_graphs.chosen_from(self) if step.trees.num_nodes else nullcontext():
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def take_draft_token_ids(self) -> DraftTokenIds:
         """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
-        return DraftTokenIds(*drafted_tokens(self._trees))
+        return DraftTokenIds(*drafted_tokens(self.step.trees))
 
     def _with_drafts(self, scheduler_output: SchedulerOutput, is_paused: bool) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
@@ -173,34 +162,35 @@ class SpecRolloutV2(_Base):
         if not is_paused:  # the only wait there is
             self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
-        self._trees = self.host.plan(room, self.shape[0] is Shape.TREE, self._step, is_paused)
-        self._planned, self._ask_ms = self.host.drafting.planned, self.host.drafting.ms
-        self.stats.draft_ms += self._ask_ms
-        return filled(scheduler_output, self._trees)
+        step = self.step
+        step.trees = self.host.plan(room, self.shape[0] is Shape.TREE, step.number, is_paused)
+        step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
+        self.stats.draft_ms += step.ask_ms
+        return filled(scheduler_output, step.trees)
 
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, num_active_loras: int
     ) -> InputBatch:
         arguments = (scheduler_output, batch_req_state, batch_desc, num_active_loras)
-        if not self._trees.num_nodes:
+        if not self.step.trees.num_nodes:
             self.inputs.set_plain()
             return super().prepare_inputs(*arguments)
-        self.inputs.write_tokens(self._trees, self.req_states.req_id_to_index, self.req_states.draft_tokens)
+        self.inputs.write_tokens(self.step.trees, self.req_states.req_id_to_index, self.req_states.draft_tokens)
         stock, self.decode_query_len = self.decode_query_len, self.max_draft_tokens + 1
         try:  # vLLM sizes a request's logits rows by it
             batch = super().prepare_inputs(*arguments)
         finally:
             self.decode_query_len = stock
-        self._num_logits = np.diff(batch.cu_num_logits_np)
-        self.inputs.set_trees(batch, over(self._trees, batch.req_ids))
+        self.step.num_logits = np.diff(batch.cu_num_logits_np)
+        self.inputs.set_trees(batch, over(self.step.trees, batch.req_ids))
         # attention's metadata must fit what the step's graph was captured for, if it has one
         batch.max_query_len = batch_desc.max_query_len
         return batch
 
     def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        if self._trees.num_nodes:
+        if self.step.trees.num_nodes:
             # one entry per logits row; vLLM's has one per request
-            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._num_logits).tolist())
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self.step.num_logits).tolist())
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -215,8 +205,8 @@ class SpecRolloutV2(_Base):
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
-        self._num_rows = input_batch.num_tokens
-        if not self._trees.num_nodes:
+        self.step.num_rows = input_batch.num_tokens
+        if not self.step.trees.num_nodes:
             return super().sample(hidden_states, input_batch, grammar_output)
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         if grammar_output is not None and logits.shape[0] > 0:
@@ -225,19 +215,19 @@ class SpecRolloutV2(_Base):
             )
         output, path = self.verifier(logits, input_batch, self.inputs)
         if self.inputs.has_branches:
-            self._accepted = (input_batch.query_start_loc, path, output.num_sampled)
+            self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
         return output, output.num_sampled, output.num_rejected
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         state = self.execute_model_state
         batch = state.input_batch if state is not None else None
         output = super().sample_tokens(grammar_output)
-        if self._accepted is not None:
+        if self.step.accepted is not None:
             # before anything reads the KV cache, but behind the tokens that the host waits for
             assert self.mover is not None and self.inputs.slots is not None
-            self.mover.move(self.inputs.slots, *self._accepted)
+            self.mover.move(self.inputs.slots, *self.step.accepted)
             self.stats.branches_committed += 1
-            self._accepted = None
+            self.step.accepted = None
         if batch is None or output is None or self.shape[0] is Shape.OFF:
             return output
         self.tokens_ready.record(self.output_copy_stream)
@@ -248,7 +238,7 @@ class SpecRolloutV2(_Base):
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
         """Note the step as in flight; nobody waits for it before drafts need its tokens."""
-        trees = over(self._trees, batch.req_ids)
+        trees = over(self.step.trees, batch.req_ids)
         self.stats.steps += 1
         self.stats.request_steps += trees.num_requests
         self.stats.drafted += trees.num_nodes
@@ -257,12 +247,12 @@ class SpecRolloutV2(_Base):
             InFlight(
                 [self.host.get(request_id) for request_id in batch.req_ids],
                 trees,
-                self._planned,
+                self.step.planned,
                 _tokens_of(output, self.tokens_ready),
-                self._num_rows,
-                self._num_rows - trees.num_nodes == trees.num_requests,
-                self._waiting,
-                self._ask_ms,
+                self.step.num_rows,
+                self.step.num_rows - trees.num_nodes == trees.num_requests,
+                self.step.waiting,
+                self.step.ask_ms,
             )
         )
         self.tokens_ready = torch.cuda.Event()
@@ -285,8 +275,8 @@ class SpecRolloutV2(_Base):
 
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
-        trees, after = self._trees, self._step + 1
-        asks_at = after + self.spec_rollout.steps_off(after, self._num_running)
+        trees, after = self.step.trees, self.step.number + 1
+        asks_at = after + self.spec_rollout.steps_off(after, self.step.num_running)
         return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
 
 
