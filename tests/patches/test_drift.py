@@ -38,6 +38,13 @@ def test_every_known_definition_is_as_recorded():
     assert supported.mismatches(supported.installed_vllm()) == []
 
 
+def test_every_known_definition_is_as_recorded_whatever_its_file_says():
+    entry = supported.table()[supported.installed_vllm()]
+    recorded = {**entry["patched"], **entry["assumed"]}
+    assert supported.fingerprints(recorded) == recorded
+    assert set(entry["files"]) == {target.partition(":")[0] for target in recorded}
+
+
 @pytest.mark.parametrize("version", supported.table())
 def test_every_patch_is_fingerprinted_for_every_supported_version_and_nothing_else_is(version):
     assert set(supported.table()[version]["patched"]) == {patch.target for patch in PATCHES}

@@ -200,3 +200,18 @@ def test_a_changed_source_is_named_and_the_way_out_too(toy, tmp_path, monkeypatc
     assert supported.mismatches("1.0") == [f"{toy}:Toy.method"]
     problem = supported.drift_problem("1.0")
     assert f"{toy}:Toy.method" in problem.cause and "specrollout patches" in problem.hint
+
+
+def test_a_file_that_is_as_recorded_is_not_parsed_and_another_build_of_it_is(toy, tmp_path, monkeypatch):
+    path = tmp_path / "supported_vllm.toml"
+    path.write_text(f'[vllm."1.0".patched]\n[vllm."1.0".assumed]\n"{toy}:Toy.method" = ""\n')
+    monkeypatch.setattr(supported, "file_path", lambda: path)
+    supported.table.cache_clear()
+    supported.update("1.0", [f"{toy}:function"])
+    parsed = []
+    parse = supported._parse
+    monkeypatch.setattr(supported, "_parse", lambda module: parsed.append(module) or parse(module))
+    assert supported.mismatches("1.0") == [] and not parsed
+    source = tmp_path / f"{toy}.py"
+    source.write_text("# of another build\n" + TOY)
+    assert supported.mismatches("1.0") == [] and parsed == [toy], "the definitions are the same"

@@ -5,7 +5,6 @@ Importing this module does it all, once, and must come before vLLM is imported.
 
 from __future__ import annotations
 
-import gc
 import os
 
 from bench.runner import interpreter
@@ -27,6 +26,3 @@ from tests.v2.grammar_mask import GrammarMask  # noqa: E402
 fix_products()
 patch_language_once()
 structured_outputs._apply_grammar_bitmask_kernel = GrammarMask()
-
-# engines are many, and each one's end looks through all objects: leave out those of the imports
-gc.freeze()

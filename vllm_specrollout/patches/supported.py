@@ -1,7 +1,8 @@
 """Which vLLM versions are supported, and whether the installed source is still what our code was written against.
 
-`supported_vllm.toml` keeps one fingerprint per target and version. Sources are read from disk and parsed, never
-imported: a check costs milliseconds, and what is rebound at run time does not disturb it.
+`supported_vllm.toml` keeps one fingerprint per target and version, and one per file that a target is in. Sources are
+read from disk, never imported, so what is rebound at run time does not disturb the check. Files that are as recorded
+need no closer look, which costs milliseconds; a file that is not is parsed, which costs a second.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ NOT_FOUND = "not found"
 HEADER = """\
 # The vLLM versions we support, newest last, and per version a fingerprint of every definition our code leans on:
 # `patched` is what patches/ rebinds, `assumed` is what the worker calls, overrides or repeats.
+# `files` says which files hold them: one that is as recorded is not parsed.
 # To assume one more definition, add its name with an empty value under `assumed`.
 # Written by `specrollout patches --update-fingerprints`."""
 
@@ -37,7 +39,7 @@ def file_path() -> Path:
 
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """Version -> `patched` and `assumed` -> target -> fingerprint."""
+    """Version -> `patched` and `assumed` -> target -> fingerprint; and `files` -> module -> fingerprint."""
     return tomllib.loads(file_path().read_text(encoding="utf-8"))["vllm"]
 
 
@@ -78,9 +80,12 @@ def drift_problem(version: str) -> UnsupportedError | None:
 
 def mismatches(version: str) -> list[str]:
     """Targets whose installed source is not the recorded one."""
-    recorded = {**table()[version]["patched"], **table()[version]["assumed"]}
-    found = fingerprints(recorded)
-    return [target for target, value in recorded.items() if found[target] != value]
+    entry = table()[version]
+    known = {module for module, value in entry.get("files", {}).items() if _file_fingerprint(module) == value}
+    recorded = {**entry["patched"], **entry["assumed"]}
+    suspect = {target: value for target, value in recorded.items() if target.partition(":")[0] not in known}
+    found = fingerprints(suspect)
+    return [target for target, value in suspect.items() if found[target] != value]
 
 
 def fingerprints(targets: Iterable[str]) -> dict[str, str]:
@@ -108,9 +113,12 @@ def update(version: str, patched: Iterable[str]) -> Path:
             f"the installed vLLM {version} has no `{missing[0]}`",
             "correct the name in the patch that declares it, or in `supported_vllm.toml` under `assumed`",
         )
+    targets = (*recorded[version]["patched"], *recorded[version]["assumed"])
+    modules = sorted({target.partition(":")[0] for target in targets})
+    recorded[version]["files"] = {module: _file_fingerprint(module) for module in modules}
     lines = [HEADER]
     for name, entry in recorded.items():
-        for kind in ("patched", "assumed"):
+        for kind in ("patched", "assumed", "files"):
             lines += [f'\n[vllm."{name}".{kind}]', *(f'"{key}" = "{value}"' for key, value in entry[kind].items())]
     path = file_path()
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -130,6 +138,11 @@ def _parse(module: str) -> tuple[ast.Module, list[str]] | None:
         return None
     text = path.read_text(encoding="utf-8")
     return ast.parse(text), text.splitlines()
+
+
+def _file_fingerprint(module: str) -> str:
+    path = _module_file(module)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else NOT_FOUND
 
 
 def _module_file(module: str) -> Path | None:

@@ -25,6 +25,8 @@ OURS = {
     "max_draft_tokens": 24,
     "max_depth": 24,
 }
+# models of the engines that run now
+_running: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def engine(
     settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True, **kwargs}
     if is_ours:
         settings["additional_config"] = {"spec_rollout": {**OURS, **(spec_rollout or {})}}
+    _running.append(path)
     llm = LLM(path, dtype=dtype, **settings)
     try:
         runner = None
@@ -63,3 +66,7 @@ def engine(
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        _running.pop()
+        if not _running and not gc.get_freeze_count():
+            # engines are many, and each one's end looks through all objects: leave out what the first one imported
+            gc.freeze()
