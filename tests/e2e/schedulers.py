@@ -23,8 +23,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.e2e.identity.cases import Case
 from tests.e2e.pressure import preemptions
-from vllm_specrollout.worker.common import DraftReport, SpecRolloutOutput
-from vllm_specrollout.worker.scheduler import SpecRolloutScheduler
+from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, SpecRolloutScheduler
 from vllm_specrollout.worker.v2.scheduler import SpecRolloutAsyncScheduler, SpecRolloutSchedulerV2
 
 BLOCK = 32

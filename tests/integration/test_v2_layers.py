@@ -213,7 +213,7 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=None, attn_type="de
         (dict(specs=(FULL, MAMBA), shape="chain"), Shape.OFF, "recurrent"),
         (dict(attn_type="encoder_only"), Shape.OFF, "both directions"),
         (dict(supports_mm_inputs=True), Shape.OFF, "multimodal"),
-        (dict(batch_sharder=object()), Shape.OFF, "sharded"),
+        (dict(batch_sharder="any"), Shape.OFF, "sharded"),
     ],
     ids=str,
 )
