@@ -1,8 +1,10 @@
 """Shared by all tests: readable snapshots of the messages a user can meet, and what holds for all their processes."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -31,6 +33,39 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     is_asked = all(any(path.is_relative_to(folder) for folder in INTERPRETED) for path in asked)
     return True if collection_path in INTERPRETED and not is_asked else None
+
+
+def identity_totals() -> list[str]:
+    """What this process compared with stock vLLM, if anything."""
+    check = sys.modules.get("tests.e2e.identity.check")
+    if check is None or not check.TOTAL.requests:
+        return []
+    return [f"identity against stock vLLM: {check.TOTAL}", *(f"proven tie: {tie}" for tie in check.TOTAL.ties)]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["identity"] = identity_totals()
+
+
+class Totals:
+    """Of all processes, printed where no capturing can swallow them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.lines += getattr(node, "workeroutput", {}).get("identity", [])
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in [*self.lines, *identity_totals()]:
+            terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Totals())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

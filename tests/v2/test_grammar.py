@@ -37,7 +37,7 @@ def drafted_under_grammar(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
 
 
 def _check(path: str, seen: list[tuple[int, int]], seed: int, only: tuple[str, ...], **kwargs: Any) -> None:
-    requests = cases(12, VOCAB, seed=seed, max_tokens=16, only=only)
+    requests = cases(8, VOCAB, seed=seed, max_tokens=10, only=only)
     accepted: list[int] = []
 
     def inspect(ours: Engine) -> None:

@@ -47,7 +47,7 @@ def _scheduled_ahead(ours: Engine) -> None:
 
 
 def test_trees_yield_stocks_tokens_for_every_feature(models: Path) -> None:
-    requests = cases(60, VOCAB, seed=1, max_tokens=6, only=FEATURES)
+    requests = cases(32, VOCAB, seed=1, max_tokens=6, only=FEATURES)
     check_identity(
         model(models, "qwen3", "float32"), "float32", requests, spec_rollout=TREE, inspect=_drafted_trees, **ENGINE
     )
@@ -82,10 +82,10 @@ def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monke
 
     monkeypatch.setattr(SchedulerMixinV2, "_preempt_request", counting, raising=False)
     requests = [
-        Case("pressure", str(i), list(range(5 + i, 35 + i)), {"max_tokens": 40, "seed": i, "ignore_eos": True})
+        Case("pressure", str(i), list(range(5 + i, 35 + i)), {"max_tokens": 20, "seed": i, "ignore_eos": True})
         for i in range(6)
     ]
-    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 11, "max_num_seqs": 6}
+    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 9, "max_num_seqs": 6}
     check_identity(
         model(models, "qwen3", "float32"),
         "float32",

@@ -88,6 +88,8 @@ def cases(count: int, vocab_size: int, seed: int = 0, max_tokens: int = 64, only
     for i in range(count):
         name = list(known)[i % len(known)]
         params = {"max_tokens": int(rng.integers(1, 2 * max_tokens)), **known[name]}
+        if "min_tokens" in params:
+            params["min_tokens"] = min(params["min_tokens"], 2 * max_tokens)
         params["max_tokens"] = max(params["max_tokens"], params.get("min_tokens", 0))
         if params.get("temperature", 1.0) > 0:
             params["seed"] = int(rng.integers(0, 2**31))

@@ -1,8 +1,7 @@
-"""Models shared by the suite, and the totals at its end."""
+"""Models shared by the suite, and what holds for its totals."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,13 +24,3 @@ def _tie_rate() -> Iterator[None]:
         return  # no vLLM here, nothing was compared
     if TOTAL.tokens >= 50_000:
         assert len(TOTAL.ties) <= TOTAL.tokens / 50_000
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The totals, where no capturing can swallow them."""
-    check = sys.modules.get("tests.e2e.identity.check")
-    if check is None:
-        return
-    terminalreporter.write_line(f"identity against stock vLLM: {check.TOTAL}")
-    for tie in check.TOTAL.ties:
-        terminalreporter.write_line(f"proven tie: {tie}")

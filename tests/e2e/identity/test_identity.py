@@ -43,10 +43,10 @@ def test_long_every_feature_yields_stocks_tokens_whatever_is_drafted(models: Pat
 
 def test_the_check_itself_notices_noise_of_the_wrong_position(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A suite that cannot fail proves nothing: shift the noise of drafted rows by one position, and it must."""
-    from vllm_specrollout.worker.v1 import noise
+    from vllm_specrollout.worker.v1 import requests as noise
 
     right = noise.node_seeds
     monkeypatch.setattr(noise, "node_seeds", lambda entries, start, depth: right(entries, start, depth + (depth > 0)))
-    requests = cases(6, VOCAB, seed=4, max_tokens=30, only=("temperature 1",))
+    sampled = cases(6, VOCAB, seed=4, max_tokens=30, only=("temperature 1",))
     with pytest.raises(AssertionError, match="token"):
-        check_identity(model(models, "qwen3", "bfloat16"), "bfloat16", requests)
+        check_identity(model(models, "qwen3", "bfloat16"), "bfloat16", sampled)
