@@ -1,6 +1,7 @@
 # make setup   a virtual environment with everything pinned (skipped when up to date)
 # make demo    the rollout of the shipped policy, with and without drafts
 # make test    every test but the long identity run and what needs a GPU
+# make unit    the pure part of the tests: no engine, no vLLM, no torch, fewer examples
 # make lint    formatting, types, layers
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
 # make bench   decoding speed against stock vLLM
@@ -27,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n auto
 PURE := $(addprefix vllm_specrollout/,types.py config.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py guard.py speculator.py late.py support.py trees budgets \
 	scheduling observe replay replay_cli.py drafters history patches)
 
-.PHONY: setup demo test lint serve bench identity docs
+.PHONY: setup demo test unit lint serve bench identity docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -52,6 +53,9 @@ demo: setup
 test: setup
 	$(PYTEST) -m "not identity and not gpu" --dist worksteal tests/kernels tests/v2
 	$(PYTEST) -m "not identity and not gpu" --dist loadfile --no-loadscope-reorder
+
+unit: setup
+	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc
 
 lint: setup
 	$(BIN)/ruff check .

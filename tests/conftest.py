@@ -20,9 +20,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-# how long an example takes says something of the host, and nothing of the code
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# `--hypothesis-profile NAME`; how long an example takes says something of the host, and nothing of the code
+hypothesis.settings.register_profile("usual", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("usual")
 
 # Triton decides whether to interpret when a kernel is decorated, so whatever imports a kernel first decides for all.
 # These folders interpret, and are collected only when nothing else is asked for: `pytest tests/kernels tests/v2`.
@@ -33,6 +35,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     is_asked = all(any(path.is_relative_to(folder) for folder in INTERPRETED) for path in asked)
     return True if collection_path in INTERPRETED and not is_asked else None
+
+
+# where tests start engines and servers, or drive parts of vLLM's
+WITH_ENGINES = [Path(__file__).parent / folder for folder in ("e2e", "integration", "v2")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in WITH_ENGINES):
+            item.add_marker("engine")
 
 
 def identity_totals() -> list[str]:

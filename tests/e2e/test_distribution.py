@@ -19,8 +19,6 @@ from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.trees.build import from_paths
 from vllm_specrollout.types import DraftTree, RequestView
 
-pytestmark = pytest.mark.vllm
-
 SAMPLES = 3000
 # accepted drafts per request, at the least
 ACCEPTED = {"right": 0.8, "wrong": 0.15, "mixed": 0.25}

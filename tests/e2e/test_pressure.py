@@ -12,8 +12,6 @@ pytest.importorskip("vllm")
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.pressure import check_that_drafts_preempt_nobody, requests
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 
 # more sizes, and scheduled ahead: tests/integration/test_pressure.py
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import sys

@@ -14,8 +14,6 @@ from vllm import SamplingParams
 
 from tests.e2e.identity.engines import Engine, engine, model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 # problem -> tokens of its answers
 _LENGTHS = {"short": 4, "middle": 12, "long": 40}
 _ASKED = ("short", "short", "middle", "middle", "long", "short")

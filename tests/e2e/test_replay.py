@@ -15,8 +15,6 @@ from vllm_specrollout.budgets.base import FixedBudget
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.simulate import replay
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 
 def test_a_recorded_run_yields_the_same_tokens_and_replays_in_as_many_steps(tmp_path: Path) -> None:
     path = model(tmp_path, "qwen3", "bfloat16")

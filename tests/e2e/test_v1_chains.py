@@ -24,8 +24,6 @@ from vllm_specrollout.worker.v1 import worker
 from vllm_specrollout.worker.v1.cuda_runner import DraftsChains
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 
 class ChainsOnCPU(DraftsChains, SpecRolloutV1, CPUModelRunner):
     """The CUDA runner's own code; chains run through stock attention here as there."""

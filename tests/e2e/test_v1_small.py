@@ -27,8 +27,6 @@ from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepRecord, TreeBatch
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:

@@ -14,8 +14,6 @@ from bench.scenarios.rollout import bench_rollout
 from bench.scenarios.sweep import bench_sweep
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 TREES = ("--accuracy", "0.7,0.3", "--shape", "both")
 
 

@@ -8,8 +8,6 @@ from bench.gpu import parts
 from bench.gpu.engine_rows import Rows
 from bench.gpu.parts import Options
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):

@@ -17,7 +17,7 @@ import pytest
 from bench.gpu.machine import MARK
 from bench.gpu.tasks import FIRST_HOUR
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 pytest.importorskip("triton", reason="kernels are interpreted")
 

@@ -18,8 +18,6 @@ from bench.scenarios.grpo import Grpo, bench_grpo
 from vllm_specrollout.config import DRAFTERS
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 OURS = {"drafters": ["history" if "history" in DRAFTERS else "ngram"]}
 PROMPTS = [[3, 87, 261, 308, 18, 4], [3, 90, 120, 7, 4]]
 GROUP = AnswerGroup(prompt_ids=tuple(PROMPTS[0]), answers=((5, 6, 7), (8, 9, 4)), rewards=(1.0, 0.0))

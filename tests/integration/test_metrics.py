@@ -9,8 +9,6 @@ import pytest
 from tests.integration.serving import environment
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 PROGRAM = """
 import json, sys
 import vllm_specrollout

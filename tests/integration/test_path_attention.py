@@ -25,8 +25,6 @@ from tests.strategies import tree_parents
 from vllm_specrollout import _core
 from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, plan_paths
 
-pytestmark = pytest.mark.vllm
-
 BLOCK, HEADS, KV_HEADS, DIM = 32, 4, 2, 64
 LAYER = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa="vec")
 

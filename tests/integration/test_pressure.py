@@ -12,8 +12,6 @@ from tests.e2e.identity.engines import model
 from tests.e2e.pressure import requests as cases
 from tests.e2e.schedulers import SCHEDULERS, Bench, run
 
-pytestmark = pytest.mark.vllm
-
 PLACES = 32
 SIZES = (24, 30, 48)
 SEEDS = range(6)

@@ -15,8 +15,6 @@ from vllm import SamplingParams
 
 from vllm_specrollout.worker.seeds import RequestSeeds
 
-pytestmark = pytest.mark.vllm
-
 
 def test_ranks_agree_and_engines_of_a_data_parallel_group_do_not() -> None:
     one, other = RequestSeeds(7), RequestSeeds(7)

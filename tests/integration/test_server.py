@@ -11,7 +11,6 @@ import pytest
 from tests.integration.serving import VLLM, environment, serve
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

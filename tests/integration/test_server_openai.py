@@ -17,8 +17,6 @@ from openai import BadRequestError, OpenAI
 
 from tests.integration.serving import serve
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 CHECKPOINT = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
 PROMPT = "17 + 45 - 8 + 9 - 3 + 21"
 

@@ -24,8 +24,6 @@ from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.requests import ExponentialNoise
 from vllm_specrollout.worker.v1.sampler import row_layout
 
-pytestmark = pytest.mark.vllm
-
 VOCAB = 7
 LENGTH = 12
 

@@ -20,8 +20,6 @@ from vllm_specrollout.worker.v2 import attention as module
 from vllm_specrollout.worker.v2.attention import TreeAttention
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
-pytestmark = pytest.mark.vllm
-
 FORK = DraftTree(np.int32([5, 6]), np.int32([-1, -1]), np.zeros(2, np.float32), np.zeros(2, np.int32))
 
 

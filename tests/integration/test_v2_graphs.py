@@ -23,8 +23,6 @@ from vllm_specrollout.worker.v2.host import StepState
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
-pytestmark = pytest.mark.vllm
-
 PIECEWISE = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.PIECEWISE, num_tokens=512, num_reqs=None)
 # of the mode FULL: causal, for any batch
 MIXED = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=512, num_reqs=256)

@@ -19,8 +19,6 @@ from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import filled
 
-pytestmark = pytest.mark.vllm
-
 
 class Recorder:
     """In place of the speculator: drafts `tree` for everyone, and notes what it is told."""

@@ -31,8 +31,6 @@ from vllm_specrollout.types import Shape
 from vllm_specrollout.worker.v2.layers import layer_shape
 from vllm_specrollout.worker.v2.shape import model_shape
 
-pytestmark = pytest.mark.vllm
-
 SIZES = dict(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 FULL = FullAttentionSpec(**SIZES)
 SLIDING = SlidingWindowSpec(**SIZES, sliding_window=128)

@@ -21,7 +21,6 @@ def kernels():
     return attention.load(), verdict.load_verify(), verdict.load_commit()
 
 
-@pytest.mark.slow
 def test_the_kernels_pass(kernels, device):
     for context, batch, nodes, kind in shapes.ATTENTION_CHECKS[:4]:
         excess = attention.check(kernels[0], SMALL, context, batch, nodes, kind, device.type)
@@ -68,7 +67,6 @@ class Watch:
 CASE = shapes.Attention(shapes.Cache(SMALL, 40, 2), 7, "tree")
 
 
-@pytest.mark.slow
 def test_what_is_measured_is_checked_at_that_very_shape_and_goes_into_json(device):
     watch = Watch()
     values = json.loads(json.dumps(attention.measure(watch, 1e12, CASE, "cpu", layers=2)))
@@ -160,7 +158,6 @@ def tree_inputs():
     return inputs.make_attention(CASE, inputs.make_cache(CASE.cache, "cpu"))
 
 
-@pytest.mark.vllm
 def test_flash_attention_over_the_context_and_the_nodes_apart_is_tree_attention(monkeypatch, tree_inputs):
     Flash(monkeypatch)
     out, call = flash.merged(tree_inputs)
@@ -169,7 +166,6 @@ def test_flash_attention_over_the_context_and_the_nodes_apart_is_tree_attention(
     assert reference.excess(out.double(), reference.attention(tree_inputs)) <= reference.TOLERANCE
 
 
-@pytest.mark.vllm
 def test_flash_attention_is_called_as_vllm_calls_it_and_sees_a_chain(monkeypatch):
     Flash(monkeypatch)
     chain = shapes.Attention(shapes.Cache(SMALL, 40, 2), 7, "chain")
@@ -180,7 +176,6 @@ def test_flash_attention_is_called_as_vllm_calls_it_and_sees_a_chain(monkeypatch
     assert flash.graph_splits() > 1
 
 
-@pytest.mark.vllm
 def test_every_way_is_tried_beside_ours_where_there_is_a_gpu(monkeypatch):
     Flash(monkeypatch)
     made = [inputs.make_attention(CASE, inputs.make_cache(CASE.cache, "cpu"))]

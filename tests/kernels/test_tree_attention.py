@@ -349,7 +349,6 @@ def test_what_the_kernel_cannot_take_is_refused(device: torch.device) -> None:
             tree_attention(*tensors, query, *rest, scale=1.0, max_query_len=1, max_seq_len=6)
 
 
-@pytest.mark.slow
 def test_on_hopper_every_height_is_made_of_the_same_instructions() -> None:
     """Compiled without a GPU. Only so are a row's bits the same in a tall tile and in a low one."""
     script = Path(__file__).with_name("compile_for_hopper.py")

@@ -12,7 +12,6 @@ import pytest
 from vllm_specrollout import patches
 from vllm_specrollout.patches import supported
 
-pytestmark = pytest.mark.vllm
 PATCHES = [patch for process in patches.PROCESSES for patch in patches.load(process)]
 
 

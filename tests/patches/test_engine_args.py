@@ -10,8 +10,6 @@ from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.engines import CPU_V1
 
-pytestmark = pytest.mark.vllm
-
 
 def engine_of(vllm_config):
     return (

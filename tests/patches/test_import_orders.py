@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
 IMPORTS = {
     "we come before vLLM": "import vllm_specrollout; from vllm import LLM, EngineArgs",
     "we come after vLLM": "from vllm import LLM, EngineArgs; import vllm_specrollout",

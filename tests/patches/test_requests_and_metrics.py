@@ -6,8 +6,6 @@ from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.requests import check_options
 
-pytestmark = pytest.mark.vllm
-
 
 def validate(extra_args, is_on=True):
     from vllm import SamplingParams

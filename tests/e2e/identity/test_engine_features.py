@@ -19,8 +19,6 @@ from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
 from vllm_specrollout.types import Shape
 
-pytestmark = pytest.mark.vllm
-
 
 def _simple(count: int, seed: int, length: int, max_tokens: int) -> list[Case]:
     """Seeded and greedy requests of one prompt length."""

@@ -16,8 +16,6 @@ from tests.e2e.identity.cases import ALONE, cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.engines import model
 
-pytestmark = pytest.mark.vllm
-
 
 @pytest.mark.parametrize(("arch", "dtype"), [("qwen3", "bfloat16"), ("llama", "float32"), ("mistral", "bfloat16")])
 def test_every_feature_yields_stocks_tokens_whatever_is_drafted(models: Path, arch: str, dtype: str) -> None:

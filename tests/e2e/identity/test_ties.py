@@ -16,8 +16,6 @@ from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.identity.ties import JUDGE, Judge, gap
 
-pytestmark = pytest.mark.vllm
-
 FEATURES = ("greedy", "temperature 0.7", "top_k and top_p", "frequency penalty", "everything")
 LENGTH = 5
 LITTLE = 1e-3
