@@ -40,8 +40,8 @@ COPIES = {
     ("worker/v2/grammar.py", "step"),
     ("worker/seeds.py", "new.sampling_params"),
 }
-# of the noise: its `sampler` is our own class
-OWN_SAMPLER = ("worker/v1/requests.py", "self.sampler")
+# names that stand for ours in one file, and for vLLM's in others
+OURS_HERE = {("worker/v1/requests.py", "self.sampler"), ("worker/v2/runner.py", "step")}
 RUNNERS = ("worker/v1/runner.py", "worker/v1/cpu_runner.py", "worker/v1/cuda_runner.py", "worker/v2/runner.py")
 SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
 
