@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..runner.engine_process import EngineProcess
@@ -59,8 +59,8 @@ def compare(wanted: Run, found: Run) -> Verdict:
         at = parts_at(one, other)
         compared += at
         if at < max(len(one), len(other)):
-            ends = [ids[at] if at < len(ids) else None for ids in (one, other)]
-            partings.append(Parting(request=i, position=at, stock=ends[0], ours=ends[1]))
+            stock, ours = (ids[at] if at < len(ids) else None for ids in (one, other))
+            partings.append(Parting(request=i, position=at, stock=stock, ours=ours))
     return Verdict(compared=compared, partings=tuple(partings))
 
 
@@ -82,18 +82,18 @@ def prove(
     chosen = [p for p in verdict.partings if p.stock is not None and p.ours is not None][:sample]
     gaps: dict[int, float] = {}
     for bias in LADDER:
-        open_ = [parting for parting in chosen if parting.request not in gaps]
-        if not open_:
+        unproven = [parting for parting in chosen if parting.request not in gaps]
+        if not unproven:
             break
-        prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in open_]
+        prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in unproven]
         took = []
-        for candidates in ([p.stock for p in open_], [p.ours for p in open_]):
-            biased = [_biased(params[p.request], token, bias) for p, token in zip(open_, candidates, strict=True)]
-            answer = Run.from_child(stock.ask("generate", prompts=prefixes, params=biased, is_warm=True))
-            took.append([ids[0] == token for ids, token in zip(answer.token_ids, candidates, strict=True)])
-        gaps |= {p.request: bias for p, one, other in zip(open_, *took, strict=True) if one and other}
-    partings = tuple(Parting(**{**asdict(parting), "gap": gaps.get(parting.request)}) for parting in verdict.partings)
-    return Verdict(compared=verdict.compared, partings=partings, asked=len(chosen))
+        for candidates in ([p.stock for p in unproven], [p.ours for p in unproven]):
+            biased = [_biased(params[p.request], token, bias) for p, token in zip(unproven, candidates, strict=True)]
+            answer = stock.ask("generate", prompts=prefixes, params=biased, is_warm=True)
+            took.append([ids[0] == token for ids, token in zip(answer["token_ids"], candidates, strict=True)])
+        gaps |= {p.request: bias for p, one, other in zip(unproven, *took, strict=True) if one and other}
+    partings = tuple(replace(parting, gap=gaps.get(parting.request)) for parting in verdict.partings)
+    return replace(verdict, partings=partings, asked=len(chosen))
 
 
 def _biased(params: dict[str, Any], token: int | None, bias: float) -> dict[str, Any]:

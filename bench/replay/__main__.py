@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from vllm_specrollout import cli_flags as flags
-from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay_cli import strategies
 
-from ..runner.display import Display
+from ..runner.display import Display, main
 from ..runner.models import CACHE, find_model
 from .agreement import RECORDED, compare
 from .make_traces import TRACES, make
@@ -61,8 +60,4 @@ def agreement(
 
 # the engines' processes import this file again under another name
 if __name__ == "__main__":
-    try:
-        app()
-    except SpecRolloutError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main(app)
