@@ -1,7 +1,5 @@
 """Gives a small policy the cost of a larger model without changing the function it computes.
 
-May enter: torch, safetensors, config files. May not: vLLM, task rules.
-
 Three changes, each exact in floating point (a product over a wider row may add up in another order: in bf16 that can
 round an output the other way, in fp32 it moves logits by about 1e-6 of their size):
 
@@ -25,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import PolicyError
-from .shapes import Shape, shape_of_size
+from vllm_specrollout.errors import ConfigError
+
+from .random_model import Shape, shape_of_size
 
 if TYPE_CHECKING:
     import torch
@@ -102,10 +101,10 @@ def _read_config(src: Path) -> dict:
     """The config of a Qwen3 checkpoint in one safetensors file, or a clear error."""
     for name in ("config.json", "model.safetensors"):
         if not (src / name).is_file():
-            raise PolicyError(f"{src} has no {name}", hint="name a folder that `train` or `random` wrote")
+            raise ConfigError(f"{src} has no {name}", "name a folder that `train` or `random` wrote")
     config = json.loads((src / "config.json").read_text())
     if config["model_type"] != "qwen3":
-        raise PolicyError(f"{src} is a {config['model_type']} model, only qwen3 can be inflated", hint="use arch qwen3")
+        raise ConfigError(f"{src} is a {config['model_type']} model, only qwen3 can be inflated", "use arch qwen3")
     return config
 
 
@@ -114,14 +113,14 @@ def _check(old: Shape, new: Shape) -> None:
     for name in ("hidden", "num_layers", "intermediate", "num_kv_heads"):
         if getattr(new, name) < getattr(old, name):
             cause = f"{name} would shrink from {getattr(old, name)} to {getattr(new, name)}"
-            raise PolicyError(cause, hint="choose a larger target")
+            raise ConfigError(cause, "choose a larger target")
     if new.num_heads // new.num_kv_heads < old.num_heads // old.num_kv_heads or new.head_dim != old.head_dim:
         cause = f"heads per kv head or head size do not fit: {old} in {new}"
-        raise PolicyError(cause, hint="choose a target with the same head size and at least as many heads per kv head")
+        raise ConfigError(cause, "choose a target with the same head size and at least as many heads per kv head")
     ratio = new.hidden / old.hidden
     if math.log(ratio, 4) % 1:
         cause = f"hidden would grow {ratio:g} times, from {old.hidden} to {new.hidden}; only powers of 4 are exact"
-        raise PolicyError(cause, hint=f"choose a target whose hidden is {old.hidden}, {4 * old.hidden}, ...")
+        raise ConfigError(cause, f"choose a target whose hidden is {old.hidden}, {4 * old.hidden}, ...")
 
 
 def _places(old: Shape, new: Shape) -> _Places:

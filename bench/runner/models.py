@@ -14,10 +14,10 @@ from typing import Any
 from vllm_specrollout.errors import ConfigError
 
 from ..policy import inflate as inflate_module
-from ..policy import random_model, shapes, tokenizer, vocabulary
+from ..policy import random_model, tokenizer
 from .display import Display
 
-CHECKPOINT = Path(shapes.__file__).parent / "checkpoint"
+CHECKPOINT = Path(random_model.__file__).parent / "checkpoint"
 """The trained policy that comes with the project."""
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
@@ -39,8 +39,7 @@ def random_model_of(size: str, dtype: str, cache: Path, on_weight: Progress) -> 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         random_model.make_random_model(out, size=size, dtype=dtype, on_weight=on_weight)
 
-    modules = (random_model, shapes, tokenizer, vocabulary)
-    key = _key([size, dtype], (Path(str(module.__file__)) for module in modules))
+    key = _key([size, dtype], (Path(str(module.__file__)) for module in (random_model, tokenizer)))
     return _cached(cache / f"random-{size}-{dtype}-{key}", make)
 
 
@@ -52,7 +51,7 @@ def inflated_policy(source: Path, size: str, cache: Path, on_layer: Progress) ->
     """
     check_model(source, "--model")
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
-    key = _key([size], [*files, Path(str(inflate_module.__file__)), Path(str(shapes.__file__))])
+    key = _key([size], [*files, Path(str(inflate_module.__file__)), Path(str(random_model.__file__))])
     return _cached(
         cache / f"policy-{size}-{key}",
         lambda out: inflate_module.inflate(source, out, size, on_layer),

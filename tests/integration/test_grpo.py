@@ -11,8 +11,7 @@ from bench.grpo.loop import LoopFailed, inflation_error
 from bench.grpo.trace import read_rollouts
 from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
 from bench.policy.inflate import inflate
-from bench.policy.random_model import make_random_model
-from bench.policy.shapes import Shape
+from bench.policy.random_model import Shape, make_random_model
 from bench.runner.engines import Engines, sampling
 from bench.scenarios.grpo import Grpo, bench_grpo
 from vllm_specrollout.config import DRAFTERS
