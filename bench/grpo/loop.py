@@ -19,8 +19,7 @@ from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, Report
 from ..runner.runs import Run
-from .arms import Arm, Request
-from .fleet import Fleet, engine_run
+from .fleet import Arm, Fleet, Request, engine_run
 from .rows import StepRow
 from .trace import write_rollout
 
@@ -38,16 +37,6 @@ class LoopFailed(SpecRolloutError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """Where the policy is."""
-
-    # the small policy that is trained
-    policy: Path
-    # a name of bench/policy/shapes.py: what the engines run; None: the policy as it is
-    size: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a loop found."""
 
@@ -57,9 +46,16 @@ class Outcome:
 
 
 class Loop:
-    """One run of the loop. `run` does it all."""
+    """One run of the loop. `run` does it all.
 
-    def __init__(self, plan: Grpo, models: Models, make_engines: Callable[[], Engines], report: Report) -> None:
+    Args:
+        policy: the small one that is trained.
+        size: what the engines run, by a name of bench/policy/random_model.py; None: the policy as it is.
+    """
+
+    def __init__(
+        self, plan: Grpo, policy: Path, size: str | None, make_engines: Callable[[], Engines], report: Report
+    ) -> None:
         import torch
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -68,9 +64,9 @@ class Loop:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
         torch.set_num_threads(plan.threads)
-        self._plan, self._models, self._make_engines, self._report = plan, models, make_engines, report
-        self._tokenizer = AutoTokenizer.from_pretrained(models.policy)
-        self._trainer = GrpoTrainer(models.policy, plan.grpo)
+        self._plan, self._size, self._make_engines, self._report = plan, size, make_engines, report
+        self._tokenizer = AutoTokenizer.from_pretrained(policy)
+        self._trainer = GrpoTrainer(policy, plan.grpo)
         self._problems = plan.problem_set()
         self._prompts = {problem.problem_id: self._encode(problem) for problem in self._problems}
         # what our engines answered to the rewards of each rollout
@@ -199,9 +195,9 @@ class Loop:
     def _served(self, version: int, scratch: Path) -> Path:
         """What the engines load of a saved version: the policy itself, or inflated anew."""
         folder = scratch / f"policy-{version}"
-        if self._models.size is None:
+        if self._size is None:
             return folder
-        return inflate(folder, scratch / f"served-{version}", self._models.size)
+        return inflate(folder, scratch / f"served-{version}", self._size)
 
     def _drop_served(self, version: int, scratch: Path) -> None:
         """Free the disk that an inflated version took; no engine reads it any more."""

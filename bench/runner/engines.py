@@ -34,7 +34,9 @@ class Engines:
 
     Args:
         arguments: of `vllm.LLM`, the same for all.
+        report: told of the engines' starts.
         environment: variables of all their processes.
+        common: what else their `EngineSpec`s have in common.
     """
 
     def __init__(
@@ -42,12 +44,10 @@ class Engines:
         arguments: dict[str, Any],
         report: Report,
         *,
-        kv_gib: int,
-        is_verbose: bool,
         environment: dict[str, str] | None = None,
+        **common: Any,
     ) -> None:
-        self._arguments, self._report, self._environment = arguments, report, environment or {}
-        self._common: dict[str, Any] = {"kv_gib": kv_gib, "is_verbose": is_verbose}
+        self.report, self._arguments, self._environment, self._common = report, arguments, environment or {}, common
         self._stack = ExitStack()
         self._processes: dict[str, EngineProcess] = {}
         # what stock answered to the same requests the first time
@@ -83,7 +83,7 @@ class Engines:
             has_plugin: whether our plugin is loaded; default: if there is a configuration.
             more: further arguments of `vllm.LLM`.
         """
-        self._report(f"starting the {name} engine", 0)
+        self.report(f"starting the {name} engine", 0)
         spec = EngineSpec(
             name=_TITLES.get(name, name),
             arguments={**self._arguments, **more},
@@ -93,7 +93,7 @@ class Engines:
             **self._common,
         )
         self._processes[name] = self._stack.enter_context(EngineProcess(spec))
-        self._report("", 1)
+        self.report("", 1)
         return self._processes[name]
 
     def ask(self, name: str, operation: str, **arguments: Any) -> Any:

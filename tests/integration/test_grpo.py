@@ -6,13 +6,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.grpo.arms import Arm
+from bench.grpo.fleet import Arm
 from bench.grpo.loop import LoopFailed, inflation_error
 from bench.grpo.trace import read_rollouts
 from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
 from bench.policy.inflate import inflate
 from bench.policy.random_model import Shape, make_random_model
-from bench.runner.engines import Engines, sampling
+from bench.runner.engines import sampling
 from bench.scenarios.grpo import Grpo, bench_grpo
 from vllm_specrollout.config import DRAFTERS
 
@@ -66,8 +66,7 @@ def test_after_a_push_an_engine_answers_as_one_started_with_those_weights(arm, m
     plan = Grpo(dtype="float32", batch=4, max_tokens=32)
     answered = {}
     for name, folder in (("old", model), ("new", updated)):
-        arguments = plan.arguments(folder, seqs=4, length=288, width=512)
-        with Engines(arguments, lambda *_: None, kv_gib=1, is_verbose=False) as engines:
+        with plan.make_engines(folder, lambda *_: None, seqs=4, length=288, width=512) as engines:
             arm.start(engines)
             engine = engines[arm.name]
             answered[name] = answers(engine, arm)
