@@ -16,8 +16,8 @@ from vllm_specrollout.drafter_config import HistoryConfig
 from ..runner.report import Found, host
 from ..runner.scenario import Scenario, Session, command, flag
 from .data import RECORDED, recorded, synthetic
-from .measure import Row, compare, flatness, many_problems
-from .systems import ARCTIC, check_arctic
+from .measure import compare, flatness, many_problems
+from .systems import ARCTIC, load_arctic
 
 DATA = ("recorded", "synthetic")
 _HISTORY = HistoryConfig()
@@ -52,7 +52,7 @@ class Index(Scenario):
     def check(self) -> None:
         super().check()
         cli_flags.in_range(self.drafted, "--drafted", 1, self.tokens)
-        check_arctic()
+        load_arctic()
 
     def measure(self, session: Session) -> Found:
         config, nodes, rows = self.config, self.nodes, []
@@ -79,7 +79,6 @@ class Index(Scenario):
             table.add_column(title, justify="right")
         for title in ("unit", "met"):
             table.add_column(title)
-        row: Row
         for row in found.rows:
             numbers = (row.ours, row.theirs, row.ratio, row.limit)
             met = "-" if row.is_met is None else "yes" if row.is_met else "NO"
