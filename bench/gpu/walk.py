@@ -9,15 +9,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from ..runner.leash import Leash
+from ..runner import leash
 from . import machine
 from .record import Part, Record, Row, Task
 
@@ -48,29 +46,12 @@ class Child:
         # nothing more is to be expected of it
         self.is_lost = False
         self._log_begin = log.stat().st_size if log.exists() else 0
-        self._pipe, child_end = Pipe()
-        descriptor = child_end.fileno()
+        # -P: not this process's folder, which may be a checkout; a segmentation fault then says where
+        program = ["-P", "-X", "faulthandler", "-c", f"from {__package__}.child import main; main()"]
         with log.open("ab") as output:
-            # -P: not this process's folder, which may be a checkout; a segmentation fault then says where
-            program = ["-P", "-X", "faulthandler", "-c", f"from {__package__}.child import main; main()"]
-            self._process = subprocess.Popen(
-                [sys.executable, *program, str(descriptor)],
-                env=dict(environment),
-                pass_fds=[descriptor],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        try:
-            child_end.close()
-            self._leash = Leash(self._process.pid)
-            with contextlib.suppress(OSError):  # it died at once, which the first answer will say
-                self._pipe.send({"runner": part.runner, "setup": part.setup, "rows": rows})
-        except BaseException:
-            # a signal, just now: nobody would end it
-            self._process.kill()
-            raise
+            self._process, self._pipe, self._leash = leash.start(program, environment, output)
+        with contextlib.suppress(OSError):  # it died at once, which the first answer will say
+            self._pipe.send({"runner": part.runner, "setup": part.setup, "rows": rows})
 
     def __enter__(self) -> Child:
         return self

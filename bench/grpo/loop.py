@@ -5,8 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +33,6 @@ _CHECKED_PROMPTS = 2
 
 class LoopFailed(SpecRolloutError):
     """The loop cannot go on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a loop found."""
-
-    steps: tuple[StepRow, ...]
-    # plain lines for the reader
-    notes: tuple[str, ...]
 
 
 class Loop:
@@ -74,23 +64,23 @@ class Loop:
         # per step, what a variant needs to meet the same
         self._done: list[tuple[list[Request], Run]] = []
 
-    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> Outcome:
-        """All epochs; the trained policy goes where the scenario says.
+    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> tuple[list[StepRow], list[str]]:
+        """All epochs, and lines for the reader; the trained policy goes where the scenario says.
 
         Args:
             arms: whose engines are alive at once.
             variants: run afterwards, one engine at a time, as all at once take too much memory: each answers the same
                 requests with the same weights, and is compared with the same answers of stock.
         """
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specrollout-grpo-")))
+        with tempfile.TemporaryDirectory(prefix="specrollout-grpo-") as folder:
+            scratch = Path(folder)
             with Fleet(self._make_engines(), arms, self._plan) as fleet:
                 rows = [self._step(step, fleet, scratch) for step in range(self._plan.num_steps)]
             for arm in variants:
                 rows = self._replay(arm, rows, scratch)
         if self._plan.save is not None:
             self._trainer.save(self._plan.save, self._plan.dtype)
-        return Outcome(steps=tuple(rows), notes=reward_notes(self._reports))
+        return rows, reward_notes(self._reports)
 
     def _encode(self, problem: Problem) -> list[int]:
         ids = self._tokenizer(prompt_text(problem.prompt), add_special_tokens=False)["input_ids"]
@@ -263,12 +253,11 @@ def num_units(plan: Grpo, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
     return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1
 
 
-def reward_notes(reports: Sequence[Mapping[str, int] | None]) -> tuple[str, ...]:
+def reward_notes(reports: Sequence[Mapping[str, int] | None]) -> list[str]:
     """What became of the rewards reported; nothing is said without an engine of ours."""
     if not reports:
-        return ()
-    if any(report is None for report in reports):
-        return ("our engine keeps no history in this configuration: it takes no rewards",)
-    matched = sum(report.get("matched", 0) for report in reports if report is not None)
-    unknown = sum(report.get("unknown", 0) for report in reports if report is not None)
-    return (f"rewards reported to ours: {matched} met their answer, {unknown} met none",)
+        return []
+    if None in reports:
+        return ["our engine keeps no history in this configuration: it takes no rewards"]
+    matched, unknown = (sum(report.get(name, 0) for report in reports) for name in ("matched", "unknown"))
+    return [f"rewards reported to ours: {matched} met their answer, {unknown} met none"]

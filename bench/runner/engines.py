@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
-from .engine_process import EngineProcess, EngineSpec, wait_until_quiet
+from .engine_process import EngineProcess, EngineSpec
 from .rows import Pair
 from .runs import Run, first_difference
 
@@ -104,7 +105,8 @@ class Engines:
     def wait_for(self, name: str) -> None:
         """Wait until this engine has the processor for itself."""
         if self._environment != IN_ONE_PROCESS:
-            wait_until_quiet(list(self._processes.values()), self[name])
+            others = [engine for other, engine in self._processes.items() if other != name]
+            time.sleep(max((engine.quiet_in() for engine in others), default=0.0))
 
     def run(
         self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], how: str = "generate", **more: Any

@@ -16,7 +16,7 @@ from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
 from ..grpo.fleet import Arm, Request, overlaid, suffix_problem
-from ..grpo.loop import Loop, Outcome, num_units
+from ..grpo.loop import Loop, num_units
 from ..grpo.rows import SUFFIX, epoch_rows, print_ablation, print_epochs, print_notes
 from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
@@ -200,27 +200,24 @@ class Grpo(EngineScenario):
         report = session.display.steps(num_units(self, together, variants))
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         make_engines = functools.partial(self.make_engines, served, report, **shape)
-        outcome = Loop(self, policy, size, make_engines, report).run(together, variants)
-        outcome = replace(outcome, notes=(*notes, *outcome.notes))
-        rows = epoch_rows(outcome.steps)
-        extra = {"epochs": [asdict(row) for row in rows], "notes": list(outcome.notes)}
-        return Found(model=title, rows=outcome.steps, extra=extra, more=(outcome, rows))
+        steps, more_notes = Loop(self, policy, size, make_engines, report).run(together, variants)
+        rows = epoch_rows(steps)
+        extra = {"epochs": [asdict(row) for row in rows], "notes": notes + more_notes}
+        return Found(model=title, rows=steps, extra=extra, more=rows)
 
     def _title(self, found: Found) -> str:
         sizes = f"{self.problems} problems x {self.samples} answers x {self.epochs} epochs, {self.batch} at once"
         return f"{found.model}{', as it is' if self.size == 'none' else ''}, {self.dtype}: {sizes}"
 
     def show(self, found: Found, out: Console) -> None:
-        outcome: Outcome
-        outcome, rows = found.more
         out.print(self._title(found), markup=False)
-        print_epochs(rows, out)
+        print_epochs(found.more, out)
         if self.ablate:
-            print_ablation(rows, out)
-        print_notes(outcome.steps, outcome.notes, out)
+            print_ablation(found.more, out)
+        print_notes(found.rows, found.extra["notes"], out)
 
     def draw(self, found: Found, path: Path) -> None:
-        plot_epochs(found.rows, found.more[1], self._title(found), path)
+        plot_epochs(found.rows, found.more, self._title(found), path)
 
 
 bench_grpo = command(Grpo)

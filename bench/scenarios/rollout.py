@@ -44,9 +44,8 @@ class Sample:
     num_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
-        kept = asdict(self)
-        problem = kept.pop("problem")
-        return {"problem_id": problem["problem_id"], "prompt": problem["prompt"], **kept}
+        own = {"answer": self.answer, "reward": self.reward, "num_tokens": self.num_tokens}
+        return {"problem_id": self.problem.problem_id, "prompt": self.problem.prompt, **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,7 @@ class Rollout(EngineScenario):
         extra: dict[str, Any] = {"mean_reward": outcome.mean_reward, "stock_ms_by_rows": times}
         extra["samples"] = [sample.as_dict() for sample in self._shown(outcome)]
         if self.is_explained:
-            extra["explained"] = [one.as_dict() for one in outcome.explained]
+            extra["explained"] = [asdict(one) for one in outcome.explained]
         return Found(model=title, rows=[row], extra=extra, more=outcome)
 
     def _title(self, found: Found) -> str:
