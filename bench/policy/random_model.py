@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_specrollout.errors import ConfigError
 
@@ -28,6 +28,16 @@ HEAD_DIM = 64
 """Head size of every model here; one that vLLM's CPU attention supports."""
 
 
+_CONFIG_NAMES = {
+    "hidden": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "intermediate": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """Sizes of a decoder with gated MLPs and grouped-query attention; biases nowhere."""
@@ -40,6 +50,15 @@ class Shape:
     # Divides num_heads; head i reads kv head i // (num_heads // num_kv_heads).
     num_kv_heads: int
     head_dim: int = HEAD_DIM
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> "Shape":
+        """The shape that a model's `config.json` describes."""
+        return cls(**{name: config[theirs] for name, theirs in _CONFIG_NAMES.items()})
+
+    def as_config(self) -> dict[str, int]:
+        """Its part of a model's `config.json`."""
+        return {theirs: getattr(self, name) for name, theirs in _CONFIG_NAMES.items()}
 
     def num_params(self) -> int:
         """Weights of all blocks; embeddings, output head and norms are not counted."""
@@ -122,12 +141,7 @@ def model_config(
 
     common = {
         "vocab_size": vocab_size,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.num_layers,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        **shape.as_config(),
         "max_position_embeddings": MAX_LEN,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -103,13 +104,9 @@ class Decode(EngineScenario):
 
     def params(self, batch: int, draft: int | None) -> list[dict[str, Any]]:
         """`SamplingParams` of each request: without our options (draft None), or with them."""
-        made = []
-        for i in range(batch):
-            options: dict[str, Any] | None = None
-            if draft is not None:
-                options = {"problem_id": problem_id(batch, i), **({"max_draft_tokens": draft} if draft else {})}
-            made.append(sampling(self.seed + i, self.tokens, options, is_to_the_end=True))
-        return made
+        more = {"max_draft_tokens": draft} if draft else {}
+        options = [None if draft is None else {"problem_id": problem_id(batch, i), **more} for i in range(batch)]
+        return [sampling(self.seed + i, self.tokens, one, is_to_the_end=True) for i, one in enumerate(options)]
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=False)
@@ -123,7 +120,8 @@ class Decode(EngineScenario):
             return Found(model=title, rows=_Bench(self, running).run(session.scratch / "oracle.json"))
 
     def show(self, found: Found, out: Console) -> None:
-        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {_join(self.accuracy)}"
+        accuracy = ",".join(f"{share:g}" for share in self.accuracy)
+        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {accuracy}"
         what = f"{found.model}, {self.dtype}, {self.tokens} tokens per request, {drafts}; {host()['cpu']}"
         out.print(what, markup=False)
         print_rows(found.rows, out)
@@ -153,7 +151,12 @@ class _Bench:
                 pairs[batch, arm].append(self._pair(number, batch, arm))
                 if number >= 0 and arm is arms[-1] and not scenario.is_off_path:
                     self._extend(batch, extend[batch])
-        return [_row(batch, arm, own, extend[batch]) for (batch, arm), own in pairs.items()]
+        rows = []
+        for (batch, arm), own in pairs.items():
+            decode_ms = [ms for pair in own if pair.is_timed for ms in pair.stock.step_ms()]
+            times = step_times(decode_ms, extend[batch] or {1: [0.0]})
+            rows.append(make_row(arm.name, batch, arm.draft, own, times))
+        return rows
 
     def _record(self, oracle: Path) -> None:
         """Stock's answers at every batch, for the oracle."""
@@ -186,26 +189,14 @@ class _Bench:
         block = self._engines[STOCK].ask("block_size")
         half_way = max(map(len, prompts)) + scenario.tokens // 2
         length = min(max(1, round(half_way / block)) * block, scenario.max_model_len() // block * block - block)
-        prefixes = [_repeat(prompt, i, max(block, length)) for i, prompt in enumerate(prompts)]
+        length = max(block, length)
+        # each begins elsewhere, so that no two share cached blocks
+        begins = [i % len(prompt) for i, prompt in enumerate(prompts)]
+        prefixes = [list(islice(cycle(prompt), at, at + length)) for at, prompt in zip(begins, prompts, strict=True)]
         wanted = [1, *(1 + draft for draft in scenario.drafts)]
         for n, milliseconds in self._engines.extend_ms(prefixes, wanted, seed=batch).items():
             times.setdefault(n, []).extend(milliseconds)
         self._engines.report("", 1)
-
-
-def _row(batch: int, arm: Arm, pairs: Sequence[Pair], extend: dict[int, list[float]]) -> Row:
-    decode_ms = [ms for pair in pairs if pair.is_timed for ms in pair.stock.step_ms()]
-    return make_row(arm.name, batch, arm.draft, pairs, step_times(decode_ms, extend or {1: [0.0]}))
-
-
-def _repeat(prompt: list[int], request: int, length: int) -> list[int]:
-    """A prefix of `length` tokens, different for every request, so that no two share cached blocks."""
-    unit = [*prompt[request % len(prompt) :], *prompt[: request % len(prompt)]]
-    return (unit * (length // len(unit) + 1))[:length]
-
-
-def _join(values: Sequence[float]) -> str:
-    return ",".join(f"{value:g}" for value in values)
 
 
 bench_engine = command(Decode)

@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,34 +35,15 @@ _NUM_FIXED_UNITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One answer and what it earned."""
-
-    problem: Problem
-    # text without special tokens
-    answer: str
-    reward: float
-    num_tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        own = {"answer": self.answer, "reward": self.reward, "num_tokens": self.num_tokens}
-        return {"problem_id": self.problem.problem_id, "prompt": self.problem.prompt, **own}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a rollout found besides its row."""
 
-    # of the last round, in the order of requests; stock's answers, which are ours unless the row says otherwise
-    samples: tuple[Sample, ...]
+    # of the last round, in the order of requests: stock's answers, which are ours unless the row says otherwise
+    samples: list[dict[str, Any]]
     # the timed round of median speed-up, for the picture
     pair: Pair
     # of that same round; empty unless asked for, or where there is no speed to tell
-    explained: tuple[Explained, ...] = ()
-
-    @property
-    def mean_reward(self) -> float:
-        return statistics.mean(sample.reward for sample in self.samples)
+    explained: Sequence[Explained] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +106,11 @@ class Rollout(EngineScenario):
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         with self.make_engines(folder, report, **shape) as running:
             row, outcome, times = _Bench(self, running).run()
-        extra: dict[str, Any] = {"mean_reward": outcome.mean_reward, "stock_ms_by_rows": times}
-        extra["samples"] = [sample.as_dict() for sample in self._shown(outcome)]
+        mean_reward = statistics.mean(sample["reward"] for sample in outcome.samples)
+        # the first answer to each problem, then the second, ...
+        ordered = [sample for j in range(self.samples) for sample in outcome.samples[j :: self.samples]]
+        extra: dict[str, Any] = {"mean_reward": mean_reward, "stock_ms_by_rows": times}
+        extra["samples"] = ordered[: self.show_samples]
         if self.is_explained:
             extra["explained"] = [asdict(one) for one in outcome.explained]
         return Found(model=title, rows=[row], extra=extra, more=outcome)
@@ -137,28 +122,23 @@ class Rollout(EngineScenario):
         outcome: Outcome = found.more
         out.print(f"{self._title(found)}, {self.batch} at once, temperature 1", markup=False)
         print_rows(found.rows, out)
-        cut = sum(sample.num_tokens >= self.max_tokens for sample in outcome.samples)
-        lengths = sorted(sample.num_tokens for sample in outcome.samples)
+        lengths = sorted(sample["num_tokens"] for sample in outcome.samples)
+        cut = sum(length >= self.max_tokens for length in lengths)
         whose = "both" if found.is_identical else "stock"
         out.print(
-            f"mean reward {outcome.mean_reward:.3f} ({whose}); answers of {lengths[0]} to {lengths[-1]} tokens,"
+            f"mean reward {found.extra['mean_reward']:.3f} ({whose}); answers of {lengths[0]} to {lengths[-1]} tokens,"
             f" median {lengths[len(lengths) // 2]}, {cut} cut off",
             markup=False,
         )
-        for one in self._shown(outcome):
-            out.print(f"\n[reward {one.reward:g}, {one.num_tokens} tokens] {one.problem.prompt}", markup=False)
+        for one in found.extra["samples"]:
+            out.print(f"\n[reward {one['reward']:g}, {one['num_tokens']} tokens] {one['prompt']}", markup=False)
             # an untrained policy says anything, control characters too
-            answer = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one.answer)
+            answer = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
             out.print(answer, markup=False, highlight=False)
         print_explained(outcome.explained, out)
 
     def draw(self, found: Found, path: Path) -> None:
         plot_rollout(found.more.pair, self.batch, self._title(found), path)
-
-    def _shown(self, outcome: Outcome) -> list[Sample]:
-        """The first answer to each problem, then the second, ..."""
-        ordered = [sample for j in range(self.samples) for sample in outcome.samples[j :: self.samples]]
-        return ordered[: self.show_samples]
 
 
 class _Bench:
@@ -183,7 +163,7 @@ class _Bench:
         if not row.identical:
             return row, Outcome(samples=samples, pair=pair), None
         num_told = scenario.explain_requests if scenario.is_explained else 0
-        explained = tuple(slowest(pair.ours, told, self._chosen, scenario.samples, num_told))
+        explained = slowest(pair.ours, told, self._chosen, scenario.samples, num_told)
         outcome = Outcome(samples=samples, pair=pair, explained=explained)
         return row, outcome, {str(rows): ms for rows, ms in times.items()}
 
@@ -225,36 +205,34 @@ class _Bench:
         assert totals is not None
         batch = min(self._scenario.batch, self._scenario.num_requests)
         block = self._engines[STOCK].ask("block_size")
-        prefixes = [_prefix(self._prompts, i, block) for i in range(batch)]
+        # one whole KV cache block of context, different for every request
+        prefixes = [list(islice(cycle([i % 256 + 4, *self._prompts[i]]), block)) for i in range(batch)]
         extend_ms = self._engines.extend_ms(prefixes, extend_sizes(batch, totals), seed=0)
         self._engines.report("", 1)
         return row_times([pair.stock for pair in pairs], batch, extend_ms)
 
-    def _samples(self, stock: Run) -> tuple[Sample, ...]:
+    def _samples(self, stock: Run) -> list[dict[str, Any]]:
         texts = self._engines[STOCK].ask("decode", token_ids=[list(ids) for ids in stock.token_ids])
         owners = [problem for problem in self._chosen for _ in range(self._scenario.samples)]
-        return tuple(
-            Sample(problem=problem, answer=text, reward=reward(problem, text), num_tokens=len(ids))
+        return [
+            {
+                "problem_id": problem.problem_id,
+                "prompt": problem.prompt,
+                "answer": text,
+                "reward": reward(problem, text),
+                "num_tokens": len(ids),
+            }
             for problem, text, ids in zip(owners, texts, stock.token_ids, strict=True)
-        )
+        ]
 
 
 def _make_row(scenario: Rollout, pairs: list[Pair], times: dict[int, float]) -> Row:
     """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
     row = make_row(" + ".join(scenario.drafters), scenario.batch, scenario.max_draft_tokens, pairs)
-    last = pairs[-1]
-    if row.speedup is None or last.ours.totals is None:
-        return row
-    ideal = ideal_rollout_speedup(last.stock, last.ours.totals, scenario.batch, times)
-    if ideal is None:
-        return row
-    return dataclasses.replace(row, ideal=ideal, efficiency=row.speedup / ideal)
-
-
-def _prefix(prompts: list[list[int]], request: int, block: int) -> list[int]:
-    """One whole KV cache block of context, different for every request."""
-    unit = [request % 256 + 4, *prompts[request]]
-    return (unit * (block // len(unit) + 1))[:block]
+    stock, totals, ideal = pairs[-1].stock, pairs[-1].ours.totals, None
+    if row.speedup is not None and totals is not None:
+        ideal = ideal_rollout_speedup(stock, totals, scenario.batch, times)
+    return row if ideal is None else dataclasses.replace(row, ideal=ideal, efficiency=row.speedup / ideal)
 
 
 bench_rollout = command(Rollout)

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.inflate import inflate, shape_of_config  # noqa: E402
+from bench.policy.inflate import inflate  # noqa: E402
 from bench.policy.random_model import Shape, make_random_model  # noqa: E402
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
@@ -47,7 +47,7 @@ def test_inflated_logits_equal_the_small_models(pair):
 def test_inflated_model_has_the_target_shape_and_dtype(pair):
     small, grown = pair
     config = json.loads((grown / "config.json").read_text())
-    assert shape_of_config(config) == GROWN
+    assert Shape.of_config(config) == GROWN
     assert config["rms_norm_eps"] == json.loads((small / "config.json").read_text())["rms_norm_eps"] / 4
     assert _load(grown).dtype == _load(small).dtype
 
