@@ -37,11 +37,7 @@ WRONG, UNFINISHED = 1, 3  # exit statuses: something is not as it should be; row
 
 
 class Stopped(BaseException):
-    """A signal asks for the end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+    """A signal asks for the end; its number."""
 
 
 def run(
@@ -157,8 +153,8 @@ class _Session:
             # of what an earlier start has compiled, too: the next one may know this folder alone
             self._pack()
         except Stopped as stopped:
-            code = 128 + stopped.number
-            self._note(f"stopped by {stopped}")
+            code = 128 + stopped.args[0]
+            self._note(f"stopped by {signal.Signals(stopped.args[0]).name}")
         finally:
             self._record.write()
             rows = self._record.rows(self._parts)
