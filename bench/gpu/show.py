@@ -107,17 +107,16 @@ def _value(name: str) -> _Cell:
     return lambda _, values: str(values.get(name, "-"))
 
 
-def _number(name: str, digits: int = 2) -> _Cell:
-    return lambda _, values: number(values.get(name), digits=digits)
+def _number(path: str, unit: str = "", digits: int = 2) -> _Cell:
+    """`row.speedup`: the value `speedup` of the value `row`."""
 
+    def text(_: Row, values: dict[str, Any]) -> str:
+        found: Any = values
+        for name in path.split("."):
+            found = (found or {}).get(name)
+        return number(found, unit, digits)
 
-def _of_row(name: str, unit: str = "") -> _Cell:
-    """A field of the engines' row."""
-    return lambda _, values: number(values["row"][name], unit)
-
-
-def _split(name: str) -> _Cell:
-    return lambda _, values: number((values.get("split") or {}).get(name))
+    return text
 
 
 def _time(way: str) -> _Cell:
@@ -170,14 +169,14 @@ _KERNELS: _Columns = {
 }
 _SPEED: _Columns = {
     "checked": lambda row, values: "not compared" if row.is_right is None else f"{values['parted']} parted",
-    "decode only": _of_row("decode_speedup", "x"),
-    "whole": _of_row("speedup", "x"),
+    "decode only": _number("row.decode_speedup", "x"),
+    "whole": _number("row.speedup", "x"),
     "tokens/step": _tokens_per_step,
-    "nodes/step": _of_row("nodes_per_step"),
+    "nodes/step": _number("row.nodes_per_step"),
     "step ms": _number("step_ms"),
     "stock ms": _number("stock_step_ms"),
-    "wait ms": _split("wait_ms"),
-    "draft ms": _split("draft_ms"),
+    "wait ms": _number("split.wait_ms"),
+    "draft ms": _number("split.draft_ms"),
     "stale": _value("stale"),
 }
 _DEVICE: _Columns = {

@@ -22,7 +22,7 @@ from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK
-from ..runner.models import find_model
+from ..runner.models import check_length, find_model
 from ..runner.plots import plot_epochs
 from ..runner.report import Found
 from ..runner.scenario import EngineScenario, Session, command, flag
@@ -199,6 +199,7 @@ class Grpo(EngineScenario):
         variants = [arm for arm in arms if arm.name in ABLATIONS]
         report = session.display.steps(num_units(self, together, variants))
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
+        check_length(served, shape["length"])
         make_engines = functools.partial(self.make_engines, served, report, **shape)
         steps, more_notes = Loop(self, policy, size, make_engines, report).run(together, variants)
         rows = epoch_rows(steps)

@@ -48,7 +48,7 @@ def invoke(*arguments):
 
 def answers(engine, arm):
     # vLLM's own speculation does not sample the same tokens in two runs, whatever the seeds
-    greedy = {} if arm.speculative is None else {"temperature": 0.0}
+    greedy = {} if arm.speculative_config is None else {"temperature": 0.0}
     params = [{**sampling(i, 24, is_to_the_end=True), **greedy} for i in range(len(PROMPTS))]
     return engine.ask("generate", prompts=PROMPTS, params=params)["token_ids"]
 
@@ -57,7 +57,7 @@ def answers(engine, arm):
     "arm",
     [
         Arm(name="stock"),
-        Arm(name="ngram", speculative={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
+        Arm(name="ngram", speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
         Arm(name="ours", spec_rollout=OURS),
     ],
     ids=lambda arm: arm.name,
