@@ -9,9 +9,8 @@ import io
 import lzma
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT_BYTES = 16 << 20
@@ -21,14 +20,8 @@ _PIECES = {"build": 1, "triton": 2, "vllm": 2}
 _PIECE_BYTES = 24 << 20
 """Uncompressed bytes from which on a cache is packed into one archive more: threads pack them side by side."""
 _SUFFIX = ".tar.xz"
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    # in the archive
-    name: str
-    size: int
+_File = tuple[Path, int]
+"""(relative to its cache, bytes)"""
 
 
 def folders(work: Path) -> dict[str, Path]:
@@ -48,24 +41,26 @@ def environment(work: Path) -> dict[str, str]:
 
 def state(caches: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
     """Cache -> (files, bytes): equal if nothing was built since."""
-    listed = {name: list(_files(folder)) for name, folder in caches.items()}
-    return {name: (len(files), sum(file.size for file in files)) for name, files in listed.items()}
+    listed = {name: _files(folder) for name, folder in caches.items()}
+    return {name: (len(files), sum(size for _, size in files)) for name, files in listed.items()}
 
 
 def is_packed(caches: Mapping[str, Path], out: Path) -> bool:
     """Whether there is an archive of every cache that holds anything."""
-    return all((out / _name(name, 0)).exists() for name, folder in caches.items() if any(_files(folder)))
+    return all((out / _name(name, 0)).exists() for name, folder in caches.items() if _files(folder))
 
 
 def pack(caches: Mapping[str, Path], out: Path, limit: int = LIMIT_BYTES) -> list[str]:
     """Pack each cache anew into archives of at most `limit` bytes; notes of what does not fit."""
-    notes, jobs = [], []
-    for name, folder in caches.items():
-        pieces = _cut(list(_files(folder)), _PIECES.get(name, 1))
-        jobs += [(_name(name, i), piece) for i, piece in enumerate(pieces)]
+    jobs = [
+        (_name(cache, number), folder, piece)
+        for cache, folder in caches.items()
+        for number, piece in enumerate(_cut(_files(folder), _PIECES[cache]))
+    ]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        packed = list(pool.map(lambda job: _archive(job[1], limit), jobs))
-    for (name, _), (data, left_out) in zip(jobs, packed, strict=True):
+        packed = list(pool.map(lambda job: _archive(*job[1:], limit), jobs))
+    notes = []
+    for (name, _, _), (data, left_out) in zip(jobs, packed, strict=True):
         scratch = out / f"{name}.new"
         scratch.write_bytes(data)
         os.replace(scratch, out / name)
@@ -83,8 +78,7 @@ def unpack(caches: Mapping[str, Path], folder: Path) -> int:
             continue
         with tarfile.open(archive, "r:xz") as tar:
             for member in tar:
-                path = target / member.name
-                if member.isfile() and not path.exists():
+                if member.isfile() and not (target / member.name).exists():
                     tar.extract(member, target, filter="data")
                     count += 1
     return count
@@ -94,46 +88,47 @@ def _name(cache: str, piece: int) -> str:
     return f"cache-{cache}-{piece}{_SUFFIX}"
 
 
-def _files(folder: Path) -> Iterator[_File]:
-    for path in sorted(folder.rglob("*")):
+def _files(folder: Path) -> list[_File]:
+    return [
+        (path.relative_to(folder), path.stat().st_size)
+        for path in sorted(folder.rglob("*"))
         # locks and half-written files are of no use elsewhere
-        if path.is_file() and not path.is_symlink() and not path.name.endswith((".lock", ".tmp")):
-            yield _File(path, path.relative_to(folder).as_posix(), path.stat().st_size)
+        if path.is_file() and not path.is_symlink() and not path.name.endswith((".lock", ".tmp"))
+    ]
 
 
 def _cut(files: Sequence[_File], most: int) -> list[list[_File]]:
     """Pieces of about equal size, neighbours together: what is alike compresses well."""
-    total = sum(file.size for file in files)
-    count = max(1, min(most, -(-total // _PIECE_BYTES)))
+    total = max(1, sum(size for _, size in files))
+    count = min(most, -(-total // _PIECE_BYTES))
     pieces: list[list[_File]] = [[] for _ in range(count)]
     before = 0
-    for file in files:
-        pieces[min(count - 1, before * count // max(1, total))].append(file)
-        before += file.size
+    for path, size in files:
+        pieces[min(count - 1, before * count // total)].append((path, size))
+        before += size
     return [piece for piece in pieces if piece]
 
 
-def _archive(files: Sequence[_File], limit: int) -> tuple[bytes, int]:
+def _archive(folder: Path, files: Sequence[_File], limit: int) -> tuple[bytes, int]:
     """(the archive, how many files are not in it): the largest are left out until it is small enough."""
     kept = list(files)
     while True:
         buffer = io.BytesIO()
         with lzma.open(buffer, "wb", preset=1) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
-            for file in kept:
+            for path, _ in kept:
                 try:
-                    data = file.path.read_bytes()
+                    data = (folder / path).read_bytes()
                 except OSError:
                     continue
-                member = tarfile.TarInfo(file.name)
+                member = tarfile.TarInfo(path.as_posix())
                 member.size, member.mode = len(data), 0o644
                 tar.addfile(member, io.BytesIO(data))
-        size = buffer.tell()
-        if size <= limit:
+        if buffer.tell() <= limit:
             return buffer.getvalue(), len(files) - len(kept)
         # as many bytes as are too much, if all compressed alike
-        excess = sum(file.size for file in kept) * (1 - limit / size)
-        for file in sorted(kept, key=lambda one: -one.size):
+        excess = sum(size for _, size in kept) * (1 - limit / buffer.tell())
+        for file in sorted(kept, key=lambda one: -one[1]):
             if excess <= 0:
                 break
             kept.remove(file)
-            excess -= file.size
+            excess -= file[1]

@@ -1,4 +1,4 @@
-"""The child's side of a part: rows are measured in a process that ends with them. `children.py` starts it.
+"""The child's side of a part: rows are measured in a process that ends with them. `walk.py` starts it.
 
 What the parent sends: the part, then one row's parameters after another, then None. Each is answered: by what was
 measured, or by what went wrong. The latter ends this process, since a device that was used wrongly once is of no more
@@ -14,24 +14,50 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .runner import NotMeasured, Runner
+
+class NotMeasured(Exception):
+    """This row cannot be had, and the others still can."""
+
+
+class Rows:
+    """What measures the rows of a part: a context manager with a method for each kind of row.
+
+    A method takes the row's parameters and returns its values, of JSON types; `is_right` among them where there was
+    something to check. What it raises ends the process, unless it is `NotMeasured`.
+
+    Args:
+        setup: the part's.
+        rows: parameters of the rows that it will be asked for.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        self.setup = setup
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What is held goes with the process."""
+
+    def measure(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        return getattr(self, params["kind"])(params)
 
 
 def serve(connection: Connection) -> None:
     part = connection.recv()
     try:
         module, _, name = part["runner"].partition(":")
-        runner: Runner = getattr(importlib.import_module(module), name)(part["setup"], part["rows"])
+        runner: Rows = getattr(importlib.import_module(module), name)(part["setup"], part["rows"])
     except Exception as error:
         connection.send(_failure(error))
         return
     connection.send({"values": None})
     with runner:
         while (params := connection.recv()) is not None:
-            answer: dict[str, Any]
             try:
                 # here, where it is the row's mistake
                 answer = {"values": json.loads(json.dumps(runner.measure(params)))}
@@ -47,7 +73,7 @@ def _failure(error: Exception) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
 
 
-if __name__ == "__main__":
+def main() -> None:
     # where it hangs, if somebody asks
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     descriptor = int(sys.argv[1])

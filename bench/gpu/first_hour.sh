@@ -17,9 +17,10 @@ if [ -e "$kit/enter.sh" ]; then
   echo "kit: $kit"
   # shellcheck disable=SC1091
   source "$kit/enter.sh"
-  # it prints the folder that this project is installed in
-  site=$("$python" "$root/bench/gpu/install.py" --root "$root" "$@")
-  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} SPECROLLOUT_SOURCE=$("$python" "$root/bench/gpu/source.py" "$root")
+  # it prints the folder that this project is installed in, whose name begins with the code's digest
+  site=$("$python" "$root/bench/gpu/source.py" --root "$root" "$@")
+  digest=${site##*/}
+  export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} SPECROLLOUT_SOURCE=${digest%%-*}
 fi
 case " $* " in *" --help "* | *" --out "* | *" --out="*) out=() ;; *) out=(--out "${OUT:-$root/out/first-hour}") ;; esac
 # not from the folder this is started in: what is measured is what is installed

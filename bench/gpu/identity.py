@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..runner.engine_process import EngineProcess
-from ..runner.runs import Run, parts_at
+from ..runner.runs import Parting, Run, partings
 
 TOLERANCE = 0.05
 """Most by which two level candidates' logits may be apart in bf16; the same as the identity tests allow."""
@@ -17,15 +17,9 @@ _SAMPLE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
-    """The first place at which one request's outputs differ; what comes after it has another prefix."""
+class Judged(Parting):
+    """A parting about which stock was asked, if it was."""
 
-    request: int
-    # index into the output
-    position: int
-    # None: the output had already ended
-    stock: int | None
-    ours: int | None
     # least of LADDER by which raising either candidate's logit makes stock take it; None: more, or not asked
     gap: float | None = None
 
@@ -36,7 +30,7 @@ class Verdict:
 
     # tokens up to the first difference, over all requests
     compared: int
-    partings: tuple[Parting, ...]
+    partings: tuple[Judged, ...]
     # partings for which stock was asked
     asked: int = 0
 
@@ -54,14 +48,9 @@ class Verdict:
 
 def compare(wanted: Run, found: Run) -> Verdict:
     """Token by token; nobody is asked."""
-    partings, compared = [], 0
-    for i, (one, other) in enumerate(zip(wanted.token_ids, found.token_ids, strict=True)):
-        at = parts_at(one, other)
-        compared += at
-        if at < max(len(one), len(other)):
-            ends = [ids[at] if at < len(ids) else None for ids in (one, other)]
-            partings.append(Parting(request=i, position=at, stock=ends[0], ours=ends[1]))
-    return Verdict(compared=compared, partings=tuple(partings))
+    parted = {one.request: Judged(**asdict(one)) for one in partings(wanted, found)}
+    compared = sum(parted[i].position if i in parted else len(ids) for i, ids in enumerate(wanted.token_ids))
+    return Verdict(compared=compared, partings=tuple(parted.values()))
 
 
 def prove(
@@ -82,18 +71,18 @@ def prove(
     chosen = [p for p in verdict.partings if p.stock is not None and p.ours is not None][:sample]
     gaps: dict[int, float] = {}
     for bias in LADDER:
-        open_ = [parting for parting in chosen if parting.request not in gaps]
-        if not open_:
+        unproven = [parting for parting in chosen if parting.request not in gaps]
+        if not unproven:
             break
-        prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in open_]
+        prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in unproven]
         took = []
-        for candidates in ([p.stock for p in open_], [p.ours for p in open_]):
-            biased = [_biased(params[p.request], token, bias) for p, token in zip(open_, candidates, strict=True)]
-            answer = Run.from_child(stock.ask("generate", prompts=prefixes, params=biased, is_warm=True))
-            took.append([ids[0] == token for ids, token in zip(answer.token_ids, candidates, strict=True)])
-        gaps |= {p.request: bias for p, one, other in zip(open_, *took, strict=True) if one and other}
-    partings = tuple(Parting(**{**asdict(parting), "gap": gaps.get(parting.request)}) for parting in verdict.partings)
-    return Verdict(compared=verdict.compared, partings=partings, asked=len(chosen))
+        for candidates in ([p.stock for p in unproven], [p.ours for p in unproven]):
+            biased = [_biased(params[p.request], token, bias) for p, token in zip(unproven, candidates, strict=True)]
+            answer = stock.ask("generate", prompts=prefixes, params=biased, is_warm=True)
+            took.append([ids[0] == token for ids, token in zip(answer["token_ids"], candidates, strict=True)])
+        gaps |= {p.request: bias for p, one, other in zip(unproven, *took, strict=True) if one and other}
+    judged = tuple(replace(parting, gap=gaps.get(parting.request)) for parting in verdict.partings)
+    return replace(verdict, partings=judged, asked=len(chosen))
 
 
 def _biased(params: dict[str, Any], token: int | None, bias: float) -> dict[str, Any]:

@@ -1,44 +1,132 @@
-"""Rows of kernel times."""
+"""Rows without engines: what is installed, whether `specrollout doctor` is content, kernels' checks and their times."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from ..kernels import attention, verdict
+from ..kernels.reference import TOLERANCE
 from ..kernels.shapes import Attention, Cache, Verdict, model_named
 from ..kernels.timing import timer_for
+from ..runner.interpreter import ENVIRONMENT as INTERPRETED
+from .child import NotMeasured, Rows
+
+_DOCTOR_S = 240
+_LIBRARIES = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm_specrollout._core")
 
 
-class Rows:
-    """The rows; see runner.py.
+class CheckRows(Rows):
+    """Of the first step.
+
+    Args:
+        setup: `device`, `cuda` or `cpu`.
+    """
+
+    def installed(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """What can be imported at all, and what the device is; nothing of it is right or wrong."""
+        import torch
+
+        device = self.setup["device"]
+        found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": device}
+        if device == "cuda":
+            properties = torch.cuda.get_device_properties(0)
+            found |= {
+                "name": properties.name,
+                "capability": list(torch.cuda.get_device_capability()),
+                "multiprocessors": properties.multi_processor_count,
+                "l2_bytes": properties.L2_cache_size,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        for name in _LIBRARIES:
+            try:
+                importlib.import_module(name)
+                found[name] = "loaded"
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"[:300]
+        try:
+            interface = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+            found["flash_attention_3"] = interface.FA3_UNAVAILABLE_REASON or "loaded"
+        except Exception as error:
+            found["flash_attention_3"] = f"{type(error).__name__}: {error}"
+        return found
+
+    def doctor(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """In a process of its own, as a user runs it: it imports vLLM and patches it."""
+        command = [sys.executable, "-P", "-c", "from vllm_specrollout.cli import main; main()", "doctor", "--json"]
+        environment = {name: value for name, value in os.environ.items() if name not in INTERPRETED}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DOCTOR_S)
+        try:
+            report = json.loads(done.stdout[done.stdout.index("{") :])
+        except ValueError:
+            raise NotMeasured(
+                f"it ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            ) from None
+        return {
+            "is_right": bool(report["is_healthy"]),
+            "checked": "`specrollout doctor`",
+            "findings": {one["name"]: one["value"] for one in report["findings"]},
+            "notes": [f"{one['name']}: {one['value']}" for one in report["findings"] if one["is_problem"]],
+        }
+
+    def tree_attention(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        shape = row["context"], row["batch"], row["nodes"], row["shape"]
+        excess = attention.check(attention.load(), model_named(row["model"]), *shape, self.setup["device"])
+        return {
+            "is_right": excess <= TOLERANCE,
+            "checked": f"off the specification by {excess:.3g}, of {TOLERANCE:g} allowed",
+            "excess": None if excess != excess else excess,
+        }
+
+    def tree_verify(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        wrong = verdict.check_verify(verdict.load_verify(), row["batch"], row["nodes"], self.setup["device"])
+        return _told(wrong, "tokens of greedy and of random walks against the specification's")
+
+    def kv_commit(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        wrong = verdict.check_commit(verdict.load_commit(), row["batch"], row["nodes"], self.setup["device"])
+        return _told(wrong, "every byte of every layer against the specification's")
+
+
+def _told(wrong: str | None, checked: str) -> dict[str, Any]:
+    return {"is_right": wrong is None, "checked": checked, "notes": [] if wrong is None else [wrong[:500]]}
+
+
+class KernelRows(Rows):
+    """Of kernel times.
 
     Args:
         setup: `device`, `cuda` or `cpu`; `layers`, calls that are timed together, or None.
     """
 
     def __init__(self, setup: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-        self._device, self._layers = setup["device"], setup["layers"]
-        self._timer = timer_for(self._device)
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """What is held goes with the process."""
+        super().__init__(setup, rows)
+        self._timer = timer_for(setup["device"])
 
     @cached_property
     def _bandwidth(self) -> float:
         return self._timer.copy_bandwidth()
 
-    def measure(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        model, batch, nodes = model_named(params["model"]), params["batch"], params["nodes"]
-        if params["kind"] == "attention":
-            case = Attention(Cache(model, params["context"], batch), nodes, "tree" if nodes else "chain")
-            values = attention.measure(self._timer, self._bandwidth, case, self._device, self._layers)
-        else:
-            measure = verdict.measure_verify if params["kind"] == "verify" else verdict.measure_commit
-            values = measure(self._timer, self._bandwidth, Verdict(model, batch, nodes), self._device)
-            values["checked"] = "by the rows of the first step, at smaller shapes"
+    def attention(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        cache = Cache(model_named(row["model"]), row["context"], row["batch"])
+        case = Attention(cache, row["nodes"], "tree" if row["nodes"] else "chain")
+        device, layers = self.setup["device"], self.setup["layers"]
+        values = attention.measure(self._timer, self._bandwidth, case, device, layers)
         return {**values, "copy_bytes_per_s": self._bandwidth}
+
+    def verify(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return self._judge(verdict.measure_verify, row)
+
+    def commit(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return self._judge(verdict.measure_commit, row)
+
+    def _judge(self, measure: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+        case = Verdict(model_named(row["model"]), row["batch"], row["nodes"])
+        values = measure(self._timer, self._bandwidth, case, self.setup["device"])
+        checked = "by the rows of the first step, at smaller shapes"
+        return {**values, "checked": checked, "copy_bytes_per_s": self._bandwidth}

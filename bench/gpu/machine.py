@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MARK = "SPECROLLOUT_FIRST_HOUR"
 """Variable of every process that a start has begun, whatever its group: the folder that it works in."""
 _SLACK_MIB, _FREE_S = 1 << 10, 20.0
@@ -30,13 +32,10 @@ def marked_like(environment: Mapping[str, str]) -> list[int]:
     """All processes with this environment's mark, but this one and those above it."""
     if MARK not in environment:
         return []
-    wanted = f"{MARK}={environment[MARK]}".encode()
-    mine, found = _ancestors(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if int(path.parent.name) not in mine and wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return sorted(found)
+    this = psutil.Process()
+    above = {this.pid, *(one.pid for one in this.parents())}
+    others = [one for one in psutil.process_iter(["environ"]) if one.pid not in above]
+    return sorted(one.pid for one in others if (one.info["environ"] or {}).get(MARK) == environment[MARK])
 
 
 def end_orphans(work: Path) -> list[int]:
@@ -58,26 +57,14 @@ def ask_where(pids: Iterable[int]) -> None:
                 os.kill(pid, signal.SIGUSR2)
 
 
-def _ancestors() -> set[int]:
-    """This process and those above it, which may carry the mark too."""
-    found, pid = set(), os.getpid()
-    while pid > 0 and pid not in found:
-        found.add(pid)
-        try:
-            # after the name, which may hold spaces: state, parent
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            break
-    return found
-
-
 def describe() -> dict[str, Any]:
     """Name, driver and memory of the first GPU; `gpu` is None without one."""
     values = _query("gpu", "name,driver_version,memory.total,memory.used")
     if not values:
         return {"gpu": None}
-    name, driver, total, used = values[0]
-    return {"gpu": name, "driver": driver, "gpu_memory_mib": _number(total), "gpu_memory_used_mib": _number(used)}
+    name, driver, *memory = values[0]
+    total, used = (int(text) if text.isdigit() else None for text in memory)
+    return {"gpu": name, "driver": driver, "gpu_memory_mib": total, "gpu_memory_used_mib": used}
 
 
 def strangers() -> list[str]:
@@ -98,9 +85,8 @@ def wait_until_free(before_mib: int | None) -> str | None:
         if used is None or used < (before_mib or 0) + _SLACK_MIB:
             return None
         if time.monotonic() > end:
-            return (
-                f"{used} MiB of the GPU are still held: {'; '.join(strangers()) or 'by whom, nvidia-smi does not say'}"
-            )
+            by = "; ".join(strangers()) or "by whom, nvidia-smi does not say"
+            return f"{used} MiB of the GPU are still held: {by}"
         time.sleep(0.5)
 
 
@@ -113,7 +99,3 @@ def _query(what: str, fields: str) -> list[list[str]]:
         return []
     rows = [[value.strip() for value in line.split(",")] for line in answer.splitlines() if line.strip()]
     return [row for row in rows if len(row) == fields.count(",") + 1]
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None

@@ -1,4 +1,4 @@
-"""The rows of each step, in parts that share a process. Pure.
+"""What is measured in which order: the rows of each step, in parts that share a process. Pure.
 
 A row's limit is generous, for what is compiled is compiled in the row that first needs it; what it may well take is a
 guess. A dry walk has rows of every kind, small enough for a CPU and Triton's interpreter.
@@ -7,27 +7,38 @@ guess. A dry walk has rows of every kind, small enough for a CPU and Triton's in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..kernels.shapes import ATTENTION_CHECKS, COMMIT_CHECKS, MODELS, VERIFY_CHECKS
+from ..kernels.shapes import ATTENTION_CHECKS, COMMIT_CHECKS, VERIFY_CHECKS
+from ..kernels.shapes import MODELS as REAL_MODELS
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
-from .memory_rows import ARMS as MEMORY_ARMS
-from .plan import ARMS, DRAFTS, Cell, Scene, accuracy_for, engine_of
-from .tasks import FIRST_HOUR, Part, Task
+from .plan import ARMS, DRAFTS, MEMORY_ARMS, STOCK, Cell, Scene, accuracy_for, engine_of
+from .record import Part, Task
 
-SMALL, LARGE, TINY = "0.5B", "7B", "tiny"
-CELLS = (Cell(1, 1 << 10), Cell(32, 1 << 10))
-"""Of the step `speed`."""
-KERNEL_CELLS = tuple(Cell(batch, context) for context in (1 << 10, 16 << 10) for batch in (1, 8, 32))
-_IDENTITY_CELLS: tuple[Cell, ...] = (Cell(1, 1 << 10), Cell(8, 1 << 10))
+STEPS = {
+    "checks": "what is installed, `specrollout doctor`, the kernels against their specifications",
+    "stock": "stock vLLM alone: which runner, attention, graphs and scheduling it chose",
+    "eager": "ours without CUDA graphs: whether its tokens are stock's",
+    "graphs": "ours with CUDA graphs: whether its tokens are stock's",
+    "kernels": "our kernels beside FlashAttention 3, timed in CUDA graphs",
+    "speed": "our engine beside stock's: tokens, times, and how long the device idles",
+    "memory": "device memory of CUDA graphs; only if asked for",
+}
+"""In the order in which they run, for they build on each other."""
+FIRST_HOUR = tuple(STEPS)[:6]
+_SPEED_CELLS = (Cell(1, 1 << 10), Cell(32, 1 << 10))
+_KERNEL_CELLS = tuple(Cell(batch, context) for context in (1 << 10, 16 << 10) for batch in (1, 8, 32))
+_IDENTITY_CELLS = (Cell(1, 1 << 10), Cell(8, 1 << 10))
+_DRY_CELLS = (Cell(1, 64), Cell(2, 64))
 _IDENTITY_NODES, _IDENTITY_ACCURACY = 15, (0.6, 0.2)
-_KERNEL_NODES: tuple[int, ...] = (0, 7, 15)
-_DRY_CELLS: tuple[Cell, ...] = (Cell(1, 64), Cell(2, 64))
+_KERNEL_NODES = (0, 7, 15)
 # seconds: (limit, what it may well take)
 _CHECK_S, _DOCTOR_S, _KERNEL_S, _ROW_S = (150, 10), (250, 30), (150, 8), (240, 15)
-_IMPORTS_S, _START_S = (180, 15), {LARGE: (360, 110), SMALL: (300, 60), TINY: (300, 30)}
+_IMPORTS_S, _START_S = (180, 15), {"7B": (360, 110), "0.5B": (300, 60), "tiny": (300, 30)}
+_PATIENCE = 6  # a process without engines is soon there again
+_Rows = list[tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +54,8 @@ class Options:
     arms: tuple[str, ...] = ARMS
     rivals: tuple[str, ...] = ()
     # of the identity steps, and of `kernels` and `speed`
-    small: str = SMALL
-    large: str = LARGE
+    small: str = "0.5B"
+    large: str = "7B"
     budget: str = "fixed"
     seed: int = 0
 
@@ -52,25 +63,26 @@ class Options:
     def device(self) -> str:
         return "cpu" if self.is_dry else "cuda"
 
+    def scene(self, *cells: Cell, is_large: bool = False, **more: Any) -> Scene:
+        model = "tiny" if self.is_dry else self.large if is_large else self.small
+        return Scene(model=model, cells=cells, seed=self.seed, is_dry=self.is_dry, **more)
+
 
 def parts(options: Options) -> list[Part]:
     """In the order of the steps."""
     return [part for step in options.steps for part in _MAKERS[step](options)]
 
 
-_PATIENCE = 6  # a process without engines is soon there again
-
-
 def _task(name: str, params: dict[str, Any], seconds: tuple[float, float]) -> Task:
     return Task(name=name, params=params, limit_s=seconds[0], expected_s=seconds[1])
 
 
-def _plain_part(step: str, runner: str, setup: dict[str, Any], tasks: list[Task], is_dry: bool) -> Part:
-    """A part without engines."""
+def _plain_part(step: str, rows: str, setup: dict[str, Any], tasks: list[Task], is_dry: bool) -> Part:
+    """A part without engines that all its rows share."""
     return Part(
         step=step,
         name=step,
-        runner=f"{__package__}.{runner}:Rows",
+        runner=f"{__package__}.{rows}",
         setup=setup,
         environment={"TRITON_INTERPRET": INTERPRETED["TRITON_INTERPRET"]} if is_dry else {},
         tasks=tuple(tasks),
@@ -80,12 +92,30 @@ def _plain_part(step: str, runner: str, setup: dict[str, Any], tasks: list[Task]
     )
 
 
+def _engine_part(step: str, name: str, scene: Scene, rows: _Rows, options: Options) -> Part:
+    """A part with engines; every row's figures depend on what the scene says, too."""
+    # of all cells, only how many requests there may be shapes a row of one cell
+    shared = {**asdict(scene), "cells": max(cell.batch for cell in scene.cells), "nodes": max(scene.nodes)}
+    engines = sorted({engine_of(row) for _, row in rows})
+    listed = [("engines", {"kind": "engines", "engines": engines}), *rows]
+    limit_s, expected_s = _START_S[scene.model]
+    return Part(
+        step=step,
+        name=name,
+        runner=f"{__package__}.engine_rows:EngineRows",
+        setup={"scene": scene, "work": options.work},
+        tasks=tuple(_task(title, {"scene": shared, **row}, _ROW_S) for title, row in listed),
+        limit_s=limit_s,
+        expected_s=expected_s,
+    )
+
+
 def _checks(options: Options) -> Iterator[Part]:
     tasks = [
         _task("what is installed", {"kind": "installed"}, _CHECK_S),
         _task("specrollout doctor", {"kind": "doctor"}, _DOCTOR_S),
     ]
-    models = MODELS[-1:] if options.is_dry else MODELS
+    models = REAL_MODELS[-1:] if options.is_dry else REAL_MODELS
     most = 7 if options.is_dry else 63
     for model in models:
         for context, batch, nodes, shape in ATTENTION_CHECKS:
@@ -98,77 +128,14 @@ def _checks(options: Options) -> Iterator[Part]:
             if nodes <= most:
                 params = {"kind": kind, "batch": batch, "nodes": nodes}
                 tasks.append(_task(f"{kind}, {batch} x {nodes} nodes", params, _CHECK_S))
-    yield _plain_part("checks", "check_rows", {"device": options.device}, tasks, options.is_dry)
-
-
-def _kernels(options: Options) -> Iterator[Part]:
-    model, nodes = options.large, _KERNEL_NODES
-    cells = options.cells or KERNEL_CELLS
-    if options.is_dry:
-        model, nodes, cells = SMALL, _KERNEL_NODES[:2], _DRY_CELLS[:1]
-    tasks = []
-    for cell in cells:
-        for n in nodes:
-            params = {"kind": "attention", "model": model, "batch": cell.batch, "context": cell.context, "nodes": n}
-            tasks.append(_task(f"attention {model}, {cell}, {n} nodes", params, _KERNEL_S))
-    for batch in sorted({cell.batch for cell in cells}):
-        for kind in ("verify", "commit"):
-            params = {"kind": kind, "model": model, "batch": batch, "nodes": max(nodes)}
-            tasks.append(_task(f"{kind} {model}, {batch} x {max(nodes)} nodes", params, _KERNEL_S))
-    setup = {"device": options.device, "layers": 1 if options.is_dry else None}
-    yield _plain_part("kernels", "kernel_rows", setup, tasks, options.is_dry)
-
-
-def _memory(options: Options) -> Iterator[Part]:
-    model = options.large
-    tasks = [
-        _task(f"{model}, {arm}", {"kind": "memory", "model": model, "arm": arm}, _START_S[model]) for arm in MEMORY_ARMS
-    ]
-    setup = {"model": model, "work": str(options.work)}
-    yield _plain_part("memory", "memory_rows", setup, tasks, options.is_dry)
-
-
-def _scene_part(step: str, name: str, scene: Scene, rows: list[tuple[str, dict[str, Any]]], work: Path) -> Part:
-    """A part with engines; every row's figures depend on what the scene says, too."""
-    shared = scene.as_setup()
-    # of all cells, only how many requests there may be shapes a row of one cell
-    shared |= {"cells": max(batch for batch, _ in scene.cells), "nodes": max(scene.nodes)}
-    engines = sorted({engine_of(row) for _, row in rows})
-    listed = [("engines", {"kind": "engines", "engines": engines}), *rows]
-    limit_s, expected_s = _START_S[scene.model]
-    return Part(
-        step=step,
-        name=name,
-        runner=f"{__package__}.engine_rows:Rows",
-        setup={**scene.as_setup(), "work": str(work)},
-        tasks=tuple(_task(title, {"scene": shared, **row}, _ROW_S) for title, row in listed),
-        limit_s=limit_s,
-        expected_s=expected_s,
-    )
+    yield _plain_part("checks", "kernel_rows:CheckRows", {"device": options.device}, tasks, options.is_dry)
 
 
 def _stock(options: Options) -> Iterator[Part]:
-    cell = _DRY_CELLS[0] if options.is_dry else _IDENTITY_CELLS[0]
-    tokens = 8 if options.is_dry else 64
-    scene = _scene(options, (cell,), (DRAFTS[4.0],), tokens, 1.0, is_interpreted=options.is_dry)
+    cell, tokens = (_DRY_CELLS[0], 8) if options.is_dry else (_IDENTITY_CELLS[0], 64)
+    more = {"nodes": (DRAFTS[4.0],), "tokens": tokens, "logit_std": 1.0, "is_interpreted": options.is_dry}
     row = {"kind": "stock", "cell": [cell.batch, cell.context]}
-    yield _scene_part("stock", "stock", scene, [(f"{tokens} tokens, twice", row)], options.work)
-
-
-def _scene(
-    options: Options, cells: tuple[Cell, ...], nodes: tuple[int, ...], tokens: int, logit_std: float, **more: Any
-) -> Scene:
-    large = more.pop("is_large", False)
-    return Scene(
-        model=TINY if options.is_dry else options.large if large else options.small,
-        cells=tuple((cell.batch, cell.context) for cell in cells),
-        nodes=nodes,
-        tokens=tokens,
-        logit_std=logit_std,
-        seed=options.seed,
-        is_dry=options.is_dry,
-        **more,
-    )
+    yield _engine_part("stock", "stock", options.scene(cell, **more), [(f"{tokens} tokens, twice", row)], options)
 
 
 def _identity(step: str, is_eager: bool) -> Callable[[Options], Iterator[Part]]:
@@ -176,15 +143,16 @@ def _identity(step: str, is_eager: bool) -> Callable[[Options], Iterator[Part]]:
         cells, nodes, tokens = _IDENTITY_CELLS, _IDENTITY_NODES, 64
         if options.is_dry:
             cells, nodes, tokens = _DRY_CELLS[1:], 5, 12
+        shared: dict[str, Any] = {"nodes": (nodes,), "tokens": tokens, "logit_std": 1.0, "is_eager": is_eager}
         # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
-        shared: dict[str, Any] = {"is_eager": is_eager, "is_interpreted": options.is_dry and is_eager}
-        scene = _scene(options, cells, (nodes,), tokens, 1.0, drafters=("oracle", "ngram"), **shared)
+        is_interpreted = options.is_dry and is_eager
+        scene = options.scene(*cells, drafters=("oracle", "ngram"), is_interpreted=is_interpreted, **shared)
         rows = [_identity_row("ngram", cells[-1], nodes, None)]
         rows += [_identity_row("tree", cell, nodes, _IDENTITY_ACCURACY) for cell in reversed(cells)]
-        yield _scene_part(step, "trees", scene, rows, options.work)
-        scene = _scene(options, cells, (nodes,), tokens, 1.0, is_batch_invariant=True, is_eager=is_eager)
+        yield _engine_part(step, "trees", scene, rows, options)
+        scene = options.scene(*cells, is_batch_invariant=True, **shared)
         rows = [_identity_row("chain", cell, nodes, _IDENTITY_ACCURACY[:1]) for cell in reversed(cells)]
-        yield _scene_part(step, "chains, batch-invariant", scene, rows, options.work)
+        yield _engine_part(step, "chains, batch-invariant", scene, rows, options)
 
     return made
 
@@ -194,16 +162,33 @@ def _identity_row(arm: str, cell: Cell, nodes: int, accuracy: tuple[float, ...] 
     return f"{arm}, {cell}", {**row, "accuracy": accuracy and list(accuracy), "is_strict": arm == "chain"}
 
 
+def _kernels(options: Options) -> Iterator[Part]:
+    model, nodes, cells, layers = options.large, _KERNEL_NODES, options.cells or _KERNEL_CELLS, None
+    if options.is_dry:
+        model, nodes, cells, layers = "0.5B", _KERNEL_NODES[:2], _DRY_CELLS[:1], 1
+    tasks = []
+    for cell in cells:
+        for n in nodes:
+            params = {"kind": "attention", "model": model, "batch": cell.batch, "context": cell.context, "nodes": n}
+            tasks.append(_task(f"attention {model}, {cell}, {n} nodes", params, _KERNEL_S))
+    for batch in sorted({cell.batch for cell in cells}):
+        for kind in ("verify", "commit"):
+            params = {"kind": kind, "model": model, "batch": batch, "nodes": max(nodes)}
+            tasks.append(_task(f"{kind} {model}, {batch} x {max(nodes)} nodes", params, _KERNEL_S))
+    setup = {"device": options.device, "layers": layers}
+    yield _plain_part("kernels", "kernel_rows:KernelRows", setup, tasks, options.is_dry)
+
+
 def _speed(options: Options) -> Iterator[Part]:
-    cells, taus, tokens, rounds = options.cells or CELLS, options.taus, 256, 3
+    cells, taus, tokens, rounds = options.cells or _SPEED_CELLS, options.taus, 256, 3
     if options.is_dry:
         cells, taus, tokens, rounds = options.cells or _DRY_CELLS[1:], taus[:1], 24, 1
     nodes = tuple(DRAFTS[tau] for tau in taus)
-    scene = _scene(options, cells, nodes, tokens, 0.05, is_large=True, budget=options.budget)
+    more = {"nodes": nodes, "tokens": tokens, "logit_std": 0.05, "budget": options.budget}
     rows, profiles, others = [], [], []
     for cell in cells:
         shared: dict[str, Any] = {"cell": [cell.batch, cell.context]}
-        profiles.append((f"device, stock, {cell}", {"kind": "profile", "arm": "stock", **shared}))
+        profiles.append((f"device, stock, {cell}", {"kind": "profile", "arm": STOCK, **shared}))
         for tau in taus:
             for arm in options.arms:
                 accuracy = list(accuracy_for(tau, DRAFTS[tau], arm))
@@ -215,7 +200,17 @@ def _speed(options: Options) -> Iterator[Part]:
         for rival in options.rivals:
             row = {**shared, "kind": "rival", "arm": rival, "tau": tau, "nodes": DRAFTS[tau], "rounds": rounds}
             others.append((f"vLLM {rival}, {tau:g} a step, {cell}", row))
-    yield _scene_part("speed", "speed", scene, rows + profiles + others, options.work)
+    scene = options.scene(*cells, is_large=True, **more)
+    yield _engine_part("speed", "speed", scene, rows + profiles + others, options)
+
+
+def _memory(options: Options) -> Iterator[Part]:
+    model = options.large
+    tasks = [
+        _task(f"{model}, {arm}", {"kind": "memory", "model": model, "arm": arm}, _START_S[model]) for arm in MEMORY_ARMS
+    ]
+    setup = {"model": model, "work": options.work}
+    yield _plain_part("memory", "engine_rows:MemoryRows", setup, tasks, options.is_dry)
 
 
 _MAKERS: dict[str, Callable[[Options], Iterator[Part]]] = {

@@ -1,25 +1,40 @@
-"""What the engines of a part have in common, and what their requests are. Pure."""
+"""What the engines of a part have in common, and what their requests are. Pure but for a config.json that is written.
+
+A model is a folder with a config.json and nothing else: vLLM fills in the weights.
+"""
 
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.errors import ConfigError
 
+from ..kernels.shapes import MODELS as REAL_MODELS
+from ..kernels.shapes import Model
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
-from .models import CONFIGS
 
 BLOCK = 64
 """Contexts are multiples of it, so that the prefix cache holds them whole in any engine's blocks."""
 DRAFTS = {2.0: 3, 4.0: 7, 6.5: 15}
 """Tokens a step to reach -> draft nodes given to reach it."""
+# `tiny` is for trying the script itself
+MODELS = {model.name: model for model in (*REAL_MODELS, Model("tiny", 2, 1, 64, 2, 512, 256))}
 STOCK = "stock"
 ARMS = ("chain", "tree")
 RIVALS = ("ngram", "suffix", "draft_model")
+MEMORY_ARMS: dict[str, tuple[int, ...] | None] = {
+    "stock": None,
+    "no graphs for drafts": (),
+    "one draft size": (3,),
+    "four draft sizes": (3, 6, 12, 24),
+}
+"""Engine -> draft sizes that it captures graphs for, the configured most and its halves down to 3."""
 _STEP_SLACK = 4  # a request may be given drafts beyond its last token
 _PER_OCTAVE = 4  # captured sizes between n and 2 n
 _PATTERN = 32  # tokens that the prompts of the ngram arm repeat
@@ -57,8 +72,7 @@ class Scene:
     """All that stock's engine and ours share in one part."""
 
     model: str
-    # [batch, context] each
-    cells: tuple[tuple[int, int], ...]
+    cells: tuple[Cell, ...]
     # most draft nodes of a request
     nodes: tuple[int, ...]
     # tokens generated per request
@@ -75,32 +89,22 @@ class Scene:
     # dry: on the V2 runner, its kernels interpreted
     is_interpreted: bool = False
 
-    @classmethod
-    def of(cls, setup: Mapping[str, Any]) -> Scene:
-        """From what `as_setup` made, after JSON."""
-        values = {name: setup[name] for name in cls.__dataclass_fields__}
-        for name in ("nodes", "drafters"):
-            values[name] = tuple(values[name])
-        return cls(**{**values, "cells": tuple((batch, context) for batch, context in values["cells"])})
-
-    def as_setup(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def max_model_len(self) -> int:
-        return max(context for _, context in self.cells) + BLOCK + self.tokens + max(self.nodes) + _STEP_SLACK
+        return max(cell.context for cell in self.cells) + BLOCK + self.tokens + max(self.nodes) + _STEP_SLACK
 
     @property
     def kv_bytes(self) -> int:
         """KV cache that holds the largest cell to its end, with a block to spare per request."""
-        most = max(batch * (context + self.tokens + max(self.nodes) + 2 * BLOCK) for batch, context in self.cells)
-        return max(most, 2 * self.max_model_len) * CONFIGS[self.model].kv_token_bytes
+        room = self.tokens + max(self.nodes) + 2 * BLOCK
+        most = max(cell.batch * (cell.context + room) for cell in self.cells)
+        model = MODELS[self.model]
+        return max(most, 2 * self.max_model_len) * model.layers * model.token_bytes
 
     @property
     def capture_sizes(self) -> list[int]:
         """Rows of a step that CUDA graphs are captured for: every batch, without drafts and with all of them."""
-        batches = {batch for batch, _ in self.cells}
-        exact = {batch * (1 + n) for batch in batches for n in (0, *self.nodes)}
+        exact = {cell.batch * (1 + n) for cell in self.cells for n in (0, *self.nodes)}
         sizes, octave = {1, 2, 4}, 4
         while octave < max(exact):
             sizes |= {octave + octave * i // _PER_OCTAVE for i in range(1, _PER_OCTAVE + 1)}
@@ -121,7 +125,7 @@ class Scene:
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "seed": 0,
-            "max_num_seqs": max(batch for batch, _ in self.cells),
+            "max_num_seqs": max(cell.batch for cell in self.cells),
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": 8192,
             "enable_prefix_caching": True,
@@ -154,6 +158,45 @@ class Scene:
         return {**changed, **(INTERPRETED if self.is_interpreted else {})}
 
 
+def write_model(name: str, folder: Path, vocab: int | None = None) -> Path:
+    """Write the config.json of the Qwen2.5 model into `folder` and return it.
+
+    Args:
+        vocab: in place of its own, for a drafter of a model with another vocabulary.
+    """
+    model = MODELS[name]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_size": model.heads * model.head_size,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "vocab_size": vocab or model.vocab,
+        "max_position_embeddings": 1 << 16,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def memory_spec_rollout(sizes: tuple[int, ...] | None) -> dict[str, Any] | None:
+    """Our configuration of an engine of MEMORY_ARMS; None: stock vLLM."""
+    if sizes is None:
+        return None
+    most = max(sizes, default=24)
+    config: dict[str, Any] = {"drafters": ["ngram"], "max_draft_tokens": most, "max_depth": most}
+    return config if sizes else {**config, "max_graphs": 0}
+
+
 def engine_of(row: Mapping[str, Any]) -> str:
     """The engine that a row is about, beside stock's."""
     arm = row.get("arm", STOCK)
@@ -178,32 +221,29 @@ def accuracy_for(tau: float, nodes: int, arm: str) -> tuple[float, ...]:
 
     A tree's second rank holds half of what the first one misses.
     """
+
+    def ranks(first: float) -> tuple[float, ...]:
+        return (first,) if arm == "chain" else (first, (1 - first) / 2)
+
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        if expected_tokens(_ranks(middle, arm), nodes) < tau:
+        if expected_tokens(ranks(middle), nodes) < tau:
             low = middle
         else:
             high = middle
-    return tuple(round(share, 6) for share in _ranks(low, arm))
-
-
-def _ranks(first: float, arm: str) -> tuple[float, ...]:
-    return (first,) if arm == "chain" else (first, (1 - first) / 2)
+    return tuple(round(share, 6) for share in ranks(low))
 
 
 def prompts(cell: Cell, vocab: int, arm: str = "") -> list[list[int]]:
     """Random tokens: the context, and one token for the first step to compute. For `ngram` they repeat themselves."""
     rng = random.Random(f"{cell.batch}/{cell.context}/{arm == 'ngram'}")
-    made = []
-    for _ in range(cell.batch):
-        period = min(_PATTERN, cell.context // 2) if arm == "ngram" else cell.context + 1
-        pattern = rng.choices(range(vocab), k=period)
-        made.append([pattern[i % period] for i in range(cell.context + 1)])
-    return made
+    period = min(_PATTERN, cell.context // 2) if arm == "ngram" else cell.context + 1
+    patterns = [rng.choices(range(vocab), k=period) for _ in range(cell.batch)]
+    return [[pattern[i % period] for i in range(cell.context + 1)] for pattern in patterns]
 
 
-def key_of(request: int) -> str:
+def problem_id(request: int) -> str:
     """The oracle's key of one request."""
     return f"request-{request}"
 
@@ -215,12 +255,11 @@ def params(scene: Scene, cell: Cell, arm: str = "", nodes: int | None = None) ->
     """
     made: list[dict[str, Any]] = []
     for i in range(cell.batch):
-        values: dict[str, Any] = {"temperature": 1.0, "seed": scene.seed + i, "max_tokens": scene.tokens}
-        values["ignore_eos"] = True
+        values = {"temperature": 1.0, "seed": scene.seed + i, "max_tokens": scene.tokens, "ignore_eos": True}
         if arm == "ngram":
             values |= {"temperature": float(i % 2), "allowed_token_ids": list(range(_ALLOWED))}
         if nodes is not None:
-            problem = {} if arm == "ngram" else {"problem_id": key_of(i)}
+            problem = {} if arm == "ngram" else {"problem_id": problem_id(i)}
             values["extra_args"] = {"spec_rollout": {"max_draft_tokens": nodes, **problem}}
         made.append(values)
     return made
@@ -232,14 +271,11 @@ def rival(name: str, tau: float, draft_folder: str) -> dict[str, Any]:
     Random weights accept nobody's drafts, so acceptance is synthetic (vLLM's own option). What a method does not
     draft cannot be accepted: on random text `ngram` and `suffix` find little, and `tokens_per_step` says so.
     """
-    config: dict[str, Any] = {
+    more = {"ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 4}, "draft_model": {"model": draft_folder}}
+    return {
         "method": name,
         "num_speculative_tokens": DRAFTS[tau],
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": tau,
+        **more.get(name, {}),
     }
-    if name == "ngram":
-        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
-    if name == "draft_model":
-        config["model"] = draft_folder
-    return config

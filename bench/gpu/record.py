@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from .tasks import Part, Task, key_of
 
 FILE = "first-hour.json"
 SCHEMA = 2
 """Changes when a field changes its meaning or goes away."""
 ATTEMPTS = 2
 """A row that failed, or in which everything ended, is begun so often and no oftener: those behind it matter too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a row is to measure."""
+
+    # what a reader knows it by
+    name: str
+    # all that its figures depend on, besides versions, code and device; JSON types
+    params: Mapping[str, Any]
+    # seconds after which it is given up
+    limit_s: float
+    # seconds that it may well take: it is not begun with less time left
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows that share a process, and what that process sets up once for all of them."""
+
+    step: str
+    name: str
+    # "module:class" of a `child.Rows`
+    runner: str
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    # variables of the process and of all below it
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tasks: tuple[Task, ...]
+    # as those of a task, until it is set up
+    limit_s: float
+    expected_s: float
+    # processes lost one after the other that end it: what is wrong then is not the row
+    patience: int = 2
+
+    @property
+    def title(self) -> str:
+        return self.step if self.name == self.step else f"{self.step}, {self.name}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,8 +83,11 @@ class Row:
     def may_begin(self) -> bool:
         return self.state != "done" and self.attempts < ATTEMPTS
 
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+def key_of(step: str, params: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """A row's key: the same parameters, measured by the same code with the same versions on the same device."""
+    text = json.dumps([step, params, identity], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Record:
@@ -65,33 +104,26 @@ class Record:
         self, folders: Sequence[Path], earlier: Sequence[Path], identity: Mapping[str, Any], head: Mapping[str, Any]
     ) -> None:
         self._folders, self._identity, self._head = folders, identity, head
-        self._commit = head.get("versions", {}).get("commit")
+        self.path = folders[0] / FILE
         self.notes: list[str] = []
         self._rows: dict[str, Row] = {}
         for folder in (*earlier, *reversed(folders)):
             self._read(folder / FILE)
 
-    @property
-    def path(self) -> Path:
-        return self._folders[0] / FILE
-
     def row(self, part: Part, task: Task) -> Row:
         """The task's row, new or as it was left."""
         key = key_of(part.step, task.params, self._identity)
-        if key not in self._rows:
-            row = Row(key=key, step=part.step, name=task.name, params=task.params, identity=self._identity)
-            self._rows[key] = row
-        return self._rows[key]
+        fresh = Row(key=key, step=part.step, name=task.name, params=task.params, identity=self._identity)
+        return self._rows.setdefault(key, fresh)
 
     def rows(self, parts: Iterable[Part]) -> list[Row]:
         """What was begun of these parts, in their order."""
-        keys = [key_of(part.step, task.params, self._identity) for part in parts for task in part.tasks]
-        return [self._rows[key] for key in keys if key in self._rows and self._rows[key].attempts]
+        return [row for part in parts for task in part.tasks if (row := self.row(part, task)).attempts]
 
     def begin(self, row: Row) -> None:
         row.state, row.error, row.trace = "begun", "", ""
         row.attempts += 1
-        row.commit = self._commit
+        row.commit = self._head.get("versions", {}).get("commit")
         row.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.write()
 
@@ -106,7 +138,7 @@ class Record:
 
     def write(self) -> None:
         """All of it, in every folder; a reader finds the old file or the new one."""
-        rows = [row.as_dict() for row in self._rows.values() if row.attempts]
+        rows = [asdict(row) for row in self._rows.values() if row.attempts]
         body = {"schema": SCHEMA, **self._head, "rows": rows, "notes": list(dict.fromkeys(self.notes))}
         text = json.dumps(body, indent=1) + "\n"
         for folder in self._folders:

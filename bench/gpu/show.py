@@ -10,19 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .parts import Options
-from .record import Row
-from .tasks import Part
+from .record import Part, Row
 
-Columns = Mapping[str, Callable[[Row], str]]
 _DRY = "A DRY WALK: tiny shapes on a CPU. It shows that the code runs; no figure means anything."
-_WAYS = {
-    "ours": "ours",
-    "fa3 graph": "FA3",
-    "fa3 auto": "FA3 auto",
-    "fa3 context": "FA3 context",
-    "fa3 merged": "and merge",
-}
-"""Ways of attention -> columns."""
 
 
 def everything(
@@ -32,25 +22,32 @@ def everything(
     done = [row for row in rows if row.state == "done"]
     if options.is_dry:
         console.print(_DRY)
-    for draw in (_installed, _engines, _identity, _kernels, _speed, _device, _memory):
-        draw(console, [row for row in done if row.params["kind"] in _KINDS[draw]])
+    for row in done:
+        if row.params["kind"] == "installed":
+            _line(console, "installed: " + ", ".join(f"{name} {value}" for name, value in row.values.items()))
+    _print(console, _engines([row for row in done if row.params["kind"] == "engines"]))
+    for title, kinds, columns in _TABLES:
+        table = _table(title, ("step", "row"), columns)
+        for row in done:
+            if row.params["kind"] in kinds:
+                table.add_row(row.step, row.name, *(cell(row, row.values) for cell in columns.values()))
+        _print(console, table)
     for row in rows:
         if row.state == "failed":
             _line(console, f"FAILED {row.step}, {row.name}: {_first(row.error)}")
         elif row.is_right is False:
-            _line(console, f"WRONG {row.step}, {row.name}: {row.values.get('checked')} {_first(str(_wrong(row)))}")
+            wrong = row.values.get("partings") or (row.values.get("row") or {}).get("difference") or ""
+            _line(console, f"WRONG {row.step}, {row.name}: {row.values.get('checked')} {_first(str(wrong))}")
     told = [f"{row.name}: {note}" for row in done for note in row.values.get("notes", ())]
     for note in dict.fromkeys([*told, *notes]):
         _line(console, f"note: {note[:300]}")
-    _overview(console, options, parts, rows)
+    console.print(_overview(options, parts, rows))
 
 
-def _overview(console: Console, options: Options, parts: Sequence[Part], rows: Sequence[Row]) -> None:
-    table = _table("Steps" + (" (dry)" if options.is_dry else ""), ("step",))
-    for name in ("rows", "right", "wrong", "measured", "failed", "left", "seconds"):
-        table.add_column(name, justify="right")
-    steps = dict.fromkeys(part.step for part in parts)
-    for step in steps:
+def _overview(options: Options, parts: Sequence[Part], rows: Sequence[Row]) -> Table:
+    titles = ("rows", "right", "wrong", "measured", "failed", "left", "seconds")
+    table = _table("Steps" + (" (dry)" if options.is_dry else ""), ("step",), titles)
+    for step in dict.fromkeys(part.step for part in parts):
         planned = sum(len(part.tasks) for part in parts if part.step == step)
         mine = [row for row in rows if row.step == step]
         done = [row for row in mine if row.state == "done"]
@@ -59,75 +56,30 @@ def _overview(console: Console, options: Options, parts: Sequence[Part], rows: S
         seconds = sum(row.seconds or 0.0 for row in mine)
         cells = [planned, *counts, failed, planned - len(done) - failed]
         table.add_row(step, *map(str, cells), f"{seconds:.0f}")
-    console.print(table)
+    return table
 
 
-def _installed(console: Console, rows: Sequence[Row]) -> None:
-    for row in rows:
-        _line(console, "installed: " + ", ".join(f"{name} {value}" for name, value in row.values.items()))
-
-
-def _engines(console: Console, rows: Sequence[Row]) -> None:
-    table = _table("Engines", ("step", "engine", "runner", "attention", "graphs", "captured"))
-    for name in ("async", "start s", "MiB"):
-        table.add_column(name, justify="right")
+def _engines(rows: Sequence[Row]) -> Table:
+    left = ("step", "engine", "runner", "attention", "graphs", "captured")
+    table = _table("Engines", left, ("async", "start s", "MiB"))
     for row in rows:
         for name, found in row.values.items():
             if "failed" in found:
                 table.add_row(row.step, name, f"did not start: {_first(found['failed'])[:80]}")
                 continue
-            runner = found["runner"][0].rpartition(".")[2] + (" (V2)" if found["is_v2"] else " (V1)")
             flash = "/".join(version for version in found["flash_attention"] if version != "None")
-            attention = "/".join(found["attention"]) + (f" FA{flash}" if flash else "")
-            captured = ", ".join(f"{kind} {count}" for kind, count in found["graphs"].items())
-            mode = found["cudagraph_mode"].rpartition(".")[2].partition(":")[0]
-            is_async = "yes" if found["is_async"] else "no"
-            memory = number(found["device_mib"], digits=0)
             table.add_row(
-                row.step, name, runner, attention, mode, captured, is_async, number(found["start_s"], digits=0), memory
+                row.step,
+                name,
+                found["runner"][0].rpartition(".")[2] + (" (V2)" if found["is_v2"] else " (V1)"),
+                "/".join(found["attention"]) + (f" FA{flash}" if flash else ""),
+                found["cudagraph_mode"].rpartition(".")[2].partition(":")[0],
+                ", ".join(f"{kind} {count}" for kind, count in found["graphs"].items()),
+                "yes" if found["is_async"] else "no",
+                number(found["start_s"], digits=0),
+                number(found["device_mib"], digits=0),
             )
-    _print(console, table)
-
-
-def _identity(console: Console, rows: Sequence[Row]) -> None:
-    columns: Columns = {
-        "identical": _verdict,
-        "compared": lambda row: str(row.values["compared"]),
-        "parted": lambda row: str(len(row.values["partings"])),
-        "ties": lambda row: str(row.values["ties"]),
-        "worst gap": lambda row: _worst_gap(row),
-        "drafted": lambda row: str(row.values.get("drafted", "-")),
-        "accepted": lambda row: str(row.values.get("accepted", "-")),
-        "branches": lambda row: str(row.values.get("branches_committed", "-")),
-        "steps": lambda row: f"{row.values.get('stock_steps', '-')} -> {row.values['steps']}",
-    }
-    _rows(console, "Tokens against stock's", rows, columns)
-
-
-def _worst_gap(row: Row) -> str:
-    """Most by which a logit had to be raised to prove a tie."""
-    gaps = [parting["gap"] for parting in row.values["partings"]]
-    if not gaps:
-        return "-"
-    return "unknown" if None in gaps else f"{max(gaps):g}"
-
-
-def _kernels(console: Console, rows: Sequence[Row]) -> None:
-    def time(way: str) -> Callable[[Row], str]:
-        return lambda row: us(row.values["times"].get(way))
-
-    columns: Columns = {
-        "right": _verdict,
-        **{title: time(way) for way, title in _WAYS.items()},
-        "roof": lambda row: number(row.values["roof_us"], digits=1),
-        "x FA3": lambda row: number(over_flash(row.values["times"])),
-    }
-    _rows(
-        console,
-        "Kernels, microseconds of one call in a CUDA graph: median and half of the quartiles' distance",
-        rows,
-        columns,
-    )
+    return table
 
 
 def over_flash(times: Mapping[str, Any]) -> float | None:
@@ -135,66 +87,6 @@ def over_flash(times: Mapping[str, Any]) -> float | None:
     if "ours" not in times or "fa3 graph" not in times:
         return None
     return times["ours"]["median_us"] / times["fa3 graph"]["median_us"]
-
-
-def _speed(console: Console, rows: Sequence[Row]) -> None:
-    def of_row(name: str, unit: str = "") -> Callable[[Row], str]:
-        return lambda row: number(row.values["row"][name], unit)
-
-    columns: Columns = {
-        "checked": lambda row: "not compared" if row.is_right is None else f"{row.values['parted']} parted",
-        "decode only": of_row("decode_speedup", "x"),
-        "whole": of_row("speedup", "x"),
-        "tokens/step": lambda row: number(_tokens_per_step(row.values["row"])),
-        "nodes/step": of_row("nodes_per_step"),
-        "step ms": lambda row: number(row.values.get("step_ms")),
-        "stock ms": lambda row: number(row.values.get("stock_step_ms")),
-        "wait ms": lambda row: number((row.values.get("split") or {}).get("wait_ms")),
-        "draft ms": lambda row: number((row.values.get("split") or {}).get("draft_ms")),
-        "stale": lambda row: str(row.values.get("stale", "-")),
-    }
-    _rows(console, "Engines against stock vLLM without speculation; logits of deviation 0.05", rows, columns)
-
-
-def _tokens_per_step(row: Mapping[str, Any]) -> float | None:
-    """From steps, for all alike; unknown where the outputs differ."""
-    return None if row["speedup"] is None else row["output_tokens"] / row["batch"] / row["steps"]
-
-
-def _device(console: Console, rows: Sequence[Row]) -> None:
-    def top(row: Row) -> str:
-        steps = max(1, row.values["steps"])
-        return ", ".join(f"{name[:28]} {ms / steps:.2f}" for name, ms, _ in row.values["kernels"][:2])
-
-    columns: Columns = {
-        "checked": lambda row: f"{row.values['parted']} parted",
-        "step ms": lambda row: number(row.values["step_ms"]),
-        "busy ms": lambda row: number(row.values["busy_ms"]),
-        "idle ms": lambda row: number(row.values["idle_ms"]),
-        "wait ms": lambda row: number(row.values["wait_ms"]),
-        "costliest, ms per step": top,
-    }
-    _rows(console, "What the device does in a step; busy as profiled, step as timed without", rows, columns)
-
-
-def _memory(console: Console, rows: Sequence[Row]) -> None:
-    columns: Columns = {
-        "device MiB": lambda row: number(row.values["device_mib"], digits=0),
-        "logged MiB": lambda row: number(row.values["logged_mib"], digits=0),
-        "estimate MiB": lambda row: number(row.values["estimated_mib"], digits=0),
-    }
-    _rows(console, "Device memory of engines that differ in their graphs", rows, columns)
-
-
-_KINDS: dict[Callable[[Console, Sequence[Row]], None], tuple[str, ...]] = {
-    _installed: ("installed",),
-    _engines: ("engines",),
-    _identity: ("stock", "identity"),
-    _kernels: ("attention", "verify", "commit"),
-    _speed: ("speed", "rival"),
-    _device: ("profile",),
-    _memory: ("memory",),
-}
 
 
 def number(value: float | None, unit: str = "", digits: int = 2) -> str:
@@ -206,38 +98,124 @@ def us(time: Mapping[str, Any] | None) -> str:
     return "-" if time is None else f"{time['median_us']:.1f} ±{(time['high_us'] - time['low_us']) / 2:.1f}"
 
 
-def _verdict(row: Row) -> str:
-    if row.is_right is None:
+_Cell = Callable[[Row, dict[str, Any]], str]
+"""A column's text, from a row and its values."""
+_Columns = dict[str, _Cell]
+
+
+def _value(name: str) -> _Cell:
+    return lambda _, values: str(values.get(name, "-"))
+
+
+def _number(path: str, unit: str = "", digits: int = 2) -> _Cell:
+    """`row.speedup`: the value `speedup` of the value `row`."""
+
+    def text(_: Row, values: dict[str, Any]) -> str:
+        found: Any = values
+        for name in path.split("."):
+            found = (found or {}).get(name)
+        return number(found, unit, digits)
+
+    return text
+
+
+def _time(way: str) -> _Cell:
+    return lambda _, values: us(values["times"].get(way))
+
+
+def _verdict(row: Row, _: object) -> str:
+    return {None: "-", True: "yes", False: "NO"}[row.is_right]
+
+
+def _worst_gap(_: Row, values: dict[str, Any]) -> str:
+    """Most by which a logit had to be raised to prove a tie."""
+    gaps = [parting["gap"] for parting in values["partings"]]
+    if not gaps:
         return "-"
-    return "yes" if row.is_right else "NO"
+    return "unknown" if None in gaps else f"{max(gaps):g}"
 
 
-def _wrong(row: Row) -> Any:
-    return row.values.get("partings") or (row.values.get("row") or {}).get("difference") or ""
+def _tokens_per_step(_: Row, values: dict[str, Any]) -> str:
+    """From steps, for all alike; unknown where the outputs differ."""
+    row = values["row"]
+    return number(None if row["speedup"] is None else row["output_tokens"] / row["batch"] / row["steps"])
+
+
+def _costliest(_: Row, values: dict[str, Any]) -> str:
+    steps = max(1, values["steps"])
+    return ", ".join(f"{name[:28]} {ms / steps:.2f}" for name, ms, _ in values["kernels"][:2])
+
+
+_IDENTITY: _Columns = {
+    "identical": _verdict,
+    "compared": _value("compared"),
+    "parted": lambda _, values: str(len(values["partings"])),
+    "ties": _value("ties"),
+    "worst gap": _worst_gap,
+    "drafted": _value("drafted"),
+    "accepted": _value("accepted"),
+    "branches": _value("branches_committed"),
+    "steps": lambda _, values: f"{values.get('stock_steps', '-')} -> {values['steps']}",
+}
+_KERNELS: _Columns = {
+    "right": _verdict,
+    "ours": _time("ours"),
+    "FA3": _time("fa3 graph"),
+    "FA3 auto": _time("fa3 auto"),
+    "FA3 context": _time("fa3 context"),
+    "and merge": _time("fa3 merged"),
+    "roof": _number("roof_us", digits=1),
+    "x FA3": lambda _, values: number(over_flash(values["times"])),
+}
+_SPEED: _Columns = {
+    "checked": lambda row, values: "not compared" if row.is_right is None else f"{values['parted']} parted",
+    "decode only": _number("row.decode_speedup", "x"),
+    "whole": _number("row.speedup", "x"),
+    "tokens/step": _tokens_per_step,
+    "nodes/step": _number("row.nodes_per_step"),
+    "step ms": _number("step_ms"),
+    "stock ms": _number("stock_step_ms"),
+    "wait ms": _number("split.wait_ms"),
+    "draft ms": _number("split.draft_ms"),
+    "stale": _value("stale"),
+}
+_DEVICE: _Columns = {
+    "checked": lambda _, values: f"{values['parted']} parted",
+    "step ms": _number("step_ms"),
+    "busy ms": _number("busy_ms"),
+    "idle ms": _number("idle_ms"),
+    "wait ms": _number("wait_ms"),
+    "costliest, ms per step": _costliest,
+}
+_MEMORY: _Columns = {
+    "device MiB": _number("device_mib", digits=0),
+    "logged MiB": _number("logged_mib", digits=0),
+    "estimate MiB": _number("estimated_mib", digits=0),
+}
+_PER_CALL = "Kernels, microseconds of one call in a CUDA graph: median and half of the quartiles' distance"
+_TABLES: tuple[tuple[str, tuple[str, ...], _Columns], ...] = (
+    ("Tokens against stock's", ("stock", "identity"), _IDENTITY),
+    (_PER_CALL, ("attention", "verify", "commit"), _KERNELS),
+    ("Engines against stock vLLM without speculation; logits of deviation 0.05", ("speed", "rival"), _SPEED),
+    ("What the device does in a step; busy as profiled, step as timed without", ("profile",), _DEVICE),
+    ("Device memory of engines that differ in their graphs", ("memory",), _MEMORY),
+)
+"""(title, kinds of rows, columns)"""
 
 
 def _first(text: str) -> str:
     return (text.strip().splitlines() or ["?"])[0][:200]
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, show_edge=False)
-    for name in columns:
-        table.add_column(name)
+def _table(title: str, left: Sequence[str], right: Sequence[str] | _Columns) -> Table:
+    table = Table(*left, title=title, title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD, show_edge=False)
+    for name in right:
+        table.add_column(name, justify="right")
     return table
 
 
-def _rows(console: Console, title: str, rows: Sequence[Row], columns: Columns) -> None:
-    """One line per row; nothing at all without rows."""
-    table = _table(title, ("step", "row"))
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row.step, row.name, *(show(row) for show in columns.values()))
-    _print(console, table)
-
-
 def _print(console: Console, table: Table) -> None:
+    """Nothing at all without rows."""
     if table.row_count:
         console.print(table)
         console.print()

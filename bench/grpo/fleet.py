@@ -1,14 +1,18 @@
-"""The engines of an RL loop: all alive at once, one at work; new weights go to all of them."""
+"""The engines of an RL loop and what they are asked: all alive at once, one at work; new weights go to all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..policy.tasks import Problem
 from ..runner.engines import WARM_UP_TOKENS, Engines, sampling
 from ..runner.runs import Run, first_difference
-from .arms import Arm, Request
 from .rows import EngineRun
 
 if TYPE_CHECKING:
@@ -16,6 +20,65 @@ if TYPE_CHECKING:
 
 _FIRST_BYTE = 5
 """Id of the tokenizer's first byte; the 256 bytes follow the special tokens, and the tasks are written without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One engine of the loop."""
+
+    name: str
+    # `spec_rollout=` of our engine, None for vLLM's own
+    spec_rollout: dict[str, Any] | None = None
+    # `speculative_config=` of vLLM's own speculation
+    speculative_config: dict[str, Any] | None = None
+    # folders put before all others on the import path
+    import_path: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.spec_rollout is not None
+
+    def start(self, engines: Engines) -> None:
+        """Start its engine; every arm's gets the same arguments but for its drafts."""
+        more = {} if self.speculative_config is None else {"speculative_config": self.speculative_config}
+        environment = {"PYTHONPATH": self.import_path} if self.import_path else {}
+        engines.start(self.name, self.spec_rollout, environment=environment, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One answer to ask for; the same for every engine."""
+
+    request_id: str
+    problem: Problem
+    sample: int
+    seed: int
+    prompt_ids: tuple[int, ...]
+
+    def params(self, max_tokens: int, *, is_ours: bool) -> dict[str, Any]:
+        """Keyword arguments of `SamplingParams`. Only our engine is told which problem it is."""
+        return sampling(self.seed, max_tokens, {"problem_id": self.problem.problem_id} if is_ours else None)
+
+
+def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, object by object."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = overlaid(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def suffix_problem(import_path: str) -> str | None:
+    """Why vLLM's suffix decoding cannot run in an engine with this import path; None if it can."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import arctic_inference.suffix_decoding"],
+        env={**os.environ, **({"PYTHONPATH": import_path} if import_path else {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else None
 
 
 class Fleet:
@@ -26,14 +89,13 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         """Start them, and let them set their kernels up on prompts that are like no task."""
-        plan = self._plan
-        prompts = [[_FIRST_BYTE + (17 * i + j * j) % 256 for j in range(32)] for i in range(plan.batch)]
+        batch, tokens = self._plan.batch, min(WARM_UP_TOKENS, self._plan.max_tokens)
+        prompts = [[_FIRST_BYTE + (17 * i + j * j) % 256 for j in range(32)] for i in range(batch)]
         try:
             for arm in self.arms:
                 arm.start(self._engines)
                 options = {"problem_id": "warm-up"} if arm.is_ours else None
-                tokens = min(WARM_UP_TOKENS, plan.max_tokens)
-                params = [sampling(i, tokens, options) for i in range(plan.batch)]
+                params = [sampling(i, tokens, options) for i in range(batch)]
                 self._engines[arm.name].ask("generate", prompts=prompts, params=params)
         except BaseException:
             self._engines.close()

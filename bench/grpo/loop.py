@@ -5,8 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,7 @@ from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, Report
 from ..runner.runs import Run
-from .arms import Arm, Request
-from .fleet import Fleet, engine_run
+from .fleet import Arm, Fleet, Request, engine_run
 from .rows import StepRow
 from .trace import write_rollout
 
@@ -37,29 +35,17 @@ class LoopFailed(SpecRolloutError):
     """The loop cannot go on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """Where the policy is."""
-
-    # the small policy that is trained
-    policy: Path
-    # a name of bench/policy/shapes.py: what the engines run; None: the policy as it is
-    size: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a loop found."""
-
-    steps: tuple[StepRow, ...]
-    # plain lines for the reader
-    notes: tuple[str, ...]
-
-
 class Loop:
-    """One run of the loop. `run` does it all."""
+    """One run of the loop. `run` does it all.
 
-    def __init__(self, plan: Grpo, models: Models, make_engines: Callable[[], Engines], report: Report) -> None:
+    Args:
+        policy: the small one that is trained.
+        size: what the engines run, by a name of bench/policy/random_model.py; None: the policy as it is.
+    """
+
+    def __init__(
+        self, plan: Grpo, policy: Path, size: str | None, make_engines: Callable[[], Engines], report: Report
+    ) -> None:
         import torch
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -68,9 +54,9 @@ class Loop:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
         torch.set_num_threads(plan.threads)
-        self._plan, self._models, self._make_engines, self._report = plan, models, make_engines, report
-        self._tokenizer = AutoTokenizer.from_pretrained(models.policy)
-        self._trainer = GrpoTrainer(models.policy, plan.grpo)
+        self._plan, self._size, self._make_engines, self._report = plan, size, make_engines, report
+        self._tokenizer = AutoTokenizer.from_pretrained(policy)
+        self._trainer = GrpoTrainer(policy, plan.grpo)
         self._problems = plan.problem_set()
         self._prompts = {problem.problem_id: self._encode(problem) for problem in self._problems}
         # what our engines answered to the rewards of each rollout
@@ -78,23 +64,23 @@ class Loop:
         # per step, what a variant needs to meet the same
         self._done: list[tuple[list[Request], Run]] = []
 
-    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> Outcome:
-        """All epochs; the trained policy goes where the scenario says.
+    def run(self, arms: Sequence[Arm], variants: Sequence[Arm]) -> tuple[list[StepRow], list[str]]:
+        """All epochs, and lines for the reader; the trained policy goes where the scenario says.
 
         Args:
             arms: whose engines are alive at once.
             variants: run afterwards, one engine at a time, as all at once take too much memory: each answers the same
                 requests with the same weights, and is compared with the same answers of stock.
         """
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specrollout-grpo-")))
+        with tempfile.TemporaryDirectory(prefix="specrollout-grpo-") as folder:
+            scratch = Path(folder)
             with Fleet(self._make_engines(), arms, self._plan) as fleet:
                 rows = [self._step(step, fleet, scratch) for step in range(self._plan.num_steps)]
             for arm in variants:
                 rows = self._replay(arm, rows, scratch)
         if self._plan.save is not None:
             self._trainer.save(self._plan.save, self._plan.dtype)
-        return Outcome(steps=tuple(rows), notes=reward_notes(self._reports))
+        return rows, reward_notes(self._reports)
 
     def _encode(self, problem: Problem) -> list[int]:
         ids = self._tokenizer(prompt_text(problem.prompt), add_special_tokens=False)["input_ids"]
@@ -199,9 +185,9 @@ class Loop:
     def _served(self, version: int, scratch: Path) -> Path:
         """What the engines load of a saved version: the policy itself, or inflated anew."""
         folder = scratch / f"policy-{version}"
-        if self._models.size is None:
+        if self._size is None:
             return folder
-        return inflate(folder, scratch / f"served-{version}", self._models.size)
+        return inflate(folder, scratch / f"served-{version}", self._size)
 
     def _drop_served(self, version: int, scratch: Path) -> None:
         """Free the disk that an inflated version took; no engine reads it any more."""
@@ -267,12 +253,11 @@ def num_units(plan: Grpo, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
     return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1
 
 
-def reward_notes(reports: Sequence[Mapping[str, int] | None]) -> tuple[str, ...]:
+def reward_notes(reports: Sequence[Mapping[str, int] | None]) -> list[str]:
     """What became of the rewards reported; nothing is said without an engine of ours."""
     if not reports:
-        return ()
-    if any(report is None for report in reports):
-        return ("our engine keeps no history in this configuration: it takes no rewards",)
-    matched = sum(report.get("matched", 0) for report in reports if report is not None)
-    unknown = sum(report.get("unknown", 0) for report in reports if report is not None)
-    return (f"rewards reported to ours: {matched} met their answer, {unknown} met none",)
+        return []
+    if None in reports:
+        return ["our engine keeps no history in this configuration: it takes no rewards"]
+    matched, unknown = (sum(report.get(name, 0) for report in reports) for name in ("matched", "unknown"))
+    return [f"rewards reported to ours: {matched} met their answer, {unknown} met none"]

@@ -14,11 +14,10 @@ from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.drafter_config import HistoryConfig
 
 from ..runner.report import Found, host
-from ..runner.run import command
-from ..runner.scenario import Scenario, Session, flag
+from ..runner.scenario import Scenario, Session, command, flag
 from .data import RECORDED, recorded, synthetic
-from .measure import Row, compare, flatness, many_problems
-from .systems import ARCTIC, check_arctic
+from .measure import compare, flatness, many_problems
+from .systems import ARCTIC, load_arctic
 
 DATA = ("recorded", "synthetic")
 _HISTORY = HistoryConfig()
@@ -31,28 +30,17 @@ class Index(Scenario):
 
     bench: ClassVar[str] = "index"
 
-    data: tuple[str, ...] = flag(DATA, choices=DATA)
-    """What to compare on."""
-    nodes: int = flag(32, within=(1, MAX_NODES))
-    """Most nodes of a draft, in both."""
-    batch: int = flag(64, within=(1, 4096))
-    """Requests that ask at once."""
-    problems: int = flag(2, within=(1, 1000))
-    """Synthetic problems, with 16 answers in each of two epochs."""
-    tokens: int = flag(16_384, within=(64, 1 << 20))
-    """Tokens of a synthetic answer."""
-    drafted: int = flag(1024, within=(1, 1 << 20))
-    """Last tokens of it that are drafted."""
-    min_match: int = flag(1, is_setting=False)
-    """As `history.min_match`."""
-    max_match: int = flag(_HISTORY.max_match, is_setting=False)
-    """As `history.max_match`."""
-    max_matches: int = flag(_HISTORY.max_matches, is_setting=False)
-    """As `history.max_matches`."""
-    recorded: Path = flag(RECORDED, is_setting=False, is_default_shown=False)
-    """Other recorded answers."""
-    seed: int = flag(0, within=(0, 1 << 30))
-    """Of the synthetic answers."""
+    data: tuple[str, ...] = flag(DATA, "What to compare on.", choices=DATA)
+    nodes: int = flag(32, "Most nodes of a draft, in both.", within=(1, MAX_NODES))
+    batch: int = flag(64, "Requests that ask at once.", within=(1, 4096))
+    problems: int = flag(2, "Synthetic problems, with 16 answers in each of two epochs.", within=(1, 1000))
+    tokens: int = flag(16_384, "Tokens of a synthetic answer.", within=(64, 1 << 20))
+    drafted: int = flag(1024, "Last tokens of it that are drafted.", within=(1, 1 << 20))
+    min_match: int = flag(1, "As `history.min_match`.", is_setting=False)
+    max_match: int = flag(_HISTORY.max_match, "As `history.max_match`.", is_setting=False)
+    max_matches: int = flag(_HISTORY.max_matches, "As `history.max_matches`.", is_setting=False)
+    recorded: Path = flag(RECORDED, "Other recorded answers.", is_setting=False, is_default_shown=False)
+    seed: int = flag(0, "Of the synthetic answers.", within=(0, 1 << 30))
 
     @property
     def config(self) -> HistoryConfig:
@@ -64,7 +52,7 @@ class Index(Scenario):
     def check(self) -> None:
         super().check()
         cli_flags.in_range(self.drafted, "--drafted", 1, self.tokens)
-        check_arctic()
+        load_arctic()
 
     def measure(self, session: Session) -> Found:
         config, nodes, rows = self.config, self.nodes, []
@@ -91,7 +79,6 @@ class Index(Scenario):
             table.add_column(title, justify="right")
         for title in ("unit", "met"):
             table.add_column(title)
-        row: Row
         for row in found.rows:
             numbers = (row.ours, row.theirs, row.ratio, row.limit)
             met = "-" if row.is_met is None else "yes" if row.is_met else "NO"

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.tokens import encode_tokens
 
-from .data import Data, IntArray, synthetic
+from .data import Data, synthetic
 from .systems import Key, Ours, System, Theirs
 
 Report = Callable[[str, int], None]
@@ -24,9 +24,6 @@ _APPEND = 4
 """Tokens a step appends in the `append` row."""
 _REPEATS = 3
 """Runs of which the median counts, for times of drafts: one pause of the host spoils a whole 99th percentile."""
-
-
-_TITLES = ("our chain", "our tree", "their chain", "their chain, bounded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +122,9 @@ def compare(data: Data, config: HistoryConfig, nodes: int, batch: int, begin: in
         nodes: most nodes of a draft.
         begin: tokens of each present answer that are there when drafting begins.
     """
+    ours, bounded = (lambda: Ours(data, config)), (lambda: Theirs(data, is_bounded=True))
     made: dict[str, list[float]] = {"build": [], "append": [], "bytes": []}
-    makers: tuple[Callable[[], System], ...] = (lambda: Ours(data, config), lambda: Theirs(data, is_bounded=True))
-    for maker in makers:
+    for maker in (ours, bounded):
         report(f"{data.name}: build and append", 0)
         gc.collect()
         system = maker()
@@ -137,62 +134,57 @@ def compare(data: Data, config: HistoryConfig, nodes: int, batch: int, begin: in
         made["bytes"].append(system.nbytes() / (data.num_past_tokens + data.num_present_tokens))
         del system
         report("", 1)
-    kinds: tuple[tuple[str, Callable[[], System], bool, int], ...] = (
-        (_TITLES[0], lambda: Ours(data, config), True, 1),
-        (_TITLES[1], lambda: Ours(data, config), False, _REPEATS),
-        (_TITLES[2], lambda: Theirs(data, False), True, 1),
-        (_TITLES[3], lambda: Theirs(data, True), True, _REPEATS),
-    )
+    kinds: dict[str, tuple[Callable[[], System], bool, int]] = {
+        "our chain": (ours, True, 1),
+        "our tree": (ours, False, _REPEATS),
+        "their chain": (lambda: Theirs(data, is_bounded=False), True, 1),
+        "their chain, bounded": (bounded, True, _REPEATS),
+    }
     runs: dict[str, list[Replayed]] = {}
-    for title, make, is_chain, repeats in kinds:
+    for title, (make, is_chain, repeats) in kinds.items():
         report(f"{data.name}: {title}", 0)
-        runs[title] = [_replayed(make(), data, nodes, is_chain, batch, begin) for _ in range(repeats)]
+        runs[title] = []
+        for _ in range(repeats):
+            gc.collect()
+            runs[title].append(replay(begun(make(), data, begin), data, nodes, is_chain, batch, begin))
         report("", 1)
     return _rows(data, made, runs)
 
 
-def percentile_us(runs: Sequence[Replayed], percent: float) -> float:
-    """Median over runs of a percentile of the seconds per draft, in microseconds."""
-    return statistics.median(float(np.percentile(run.seconds, percent)) for run in runs) * 1e6
+def begun(system: System, data: Data, begin: int) -> System:
+    """The system with the past, and so many tokens of each present answer."""
+    system.build()
+    system.open()
+    append_all(system, data, 0, begin)
+    return system
 
 
 def _rows(data: Data, made: dict[str, list[float]], runs: dict[str, list[Replayed]]) -> list[Row]:
     name = data.name
-    ours, theirs = runs["our tree"], runs["their chain, bounded"]
-    p50, p99 = ([percentile_us(run, percent) for run in (ours, theirs)] for percent in (50, 99))
+
+    def percentile_us(title: str, percent: float) -> float:
+        """Median over runs of a percentile of the seconds per draft."""
+        return statistics.median(float(np.percentile(run.seconds, percent)) for run in runs[title]) * 1e6
+
+    p50, p99 = ([percentile_us(title, q) for title in ("our tree", "their chain, bounded")] for q in (50, 99))
     texts = [answer for problem in data.problems for answer in problem.present.answers]
-    chain, tree, full, bounded = (runs[title][0].tokens_per_step for title in _TITLES)
+    rest_bytes = sum(len(encode_tokens(text)) for text in texts) / sum(map(len, texts))
+    chain, tree, full, bounded = (own[0].tokens_per_step for own in runs.values())
+    # a drafter that is right about every token but the new ones, which nobody can know
+    most = "accepted, tree to most possible"
+    possible = [] if data.new_share is None else [row(name, most, "tokens/step", tree, 1 / data.new_share, None)]
     return [
         row(name, "build", "us/token", *made["build"], 1 / 4),
         row(name, "append", "us/token", *made["append"], 1 / 3),
         row(name, "draft_p50", "us/request", *p50, 1 / 3),
         row(name, "draft_p99", "us/request", *p99, 1 / 3),
         row(name, "live_bytes", "B/token", *made["bytes"], 1 / 5),
-        row(name, "rest_bytes", "B/token", _rest_bytes(texts), None, 3.0),
+        row(name, "rest_bytes", "B/token", rest_bytes, None, 3.0),
         row(name, "accepted", "tokens/step", chain, full, 1.0, is_least=True),
         row(name, "accepted, their bounds", "tokens/step", chain, bounded, 1.0, is_least=True),
-        *_most_possible(data, tree),
+        *possible,
         row(name, "accepted, tree to chain", "tokens/step", tree, chain, 1.15, is_least=True),
     ]
-
-
-def _most_possible(data: Data, tree: float) -> list[Row]:
-    """What a drafter could reach that is right about every token but the new ones, which nobody can know."""
-    if data.new_share is None:
-        return []
-    return [row(data.name, "accepted, tree to most possible", "tokens/step", tree, 1 / data.new_share, None)]
-
-
-def _rest_bytes(answers: Sequence[IntArray]) -> float:
-    return sum(len(encode_tokens(answer)) for answer in answers) / sum(map(len, answers))
-
-
-def _replayed(system: System, data: Data, nodes: int, is_chain: bool, batch: int, begin: int) -> Replayed:
-    gc.collect()
-    system.build()
-    system.open()
-    append_all(system, data, 0, begin)
-    return replay(system, data, nodes, is_chain, batch, begin)
 
 
 def flatness(config: HistoryConfig, nodes: int, seed: int, sizes: tuple[int, int], report: Report) -> Row:
@@ -203,11 +195,8 @@ def flatness(config: HistoryConfig, nodes: int, seed: int, sizes: tuple[int, int
         per_answer = min(16_384, tokens // 32)
         past = max(1, tokens // (16 * per_answer) - 1)
         data = synthetic(1, 16, per_answer, past, seed)
-        system = Ours(data, config)
-        system.build()
-        system.open()
         begin = per_answer - 256
-        append_all(system, data, 0, begin)
+        system = begun(Ours(data, config), data, begin)
         medians.append(statistics.median(replay(system, data, nodes, False, 16, begin).seconds) * 1e6)
         report("", 1)
     return row("synthetic", f"draft_p50 at {sizes[1]:,} to {sizes[0]:,}", "us/request", medians[1], medians[0], 1.5)
@@ -223,14 +212,11 @@ def many_problems(data: Data, config: HistoryConfig, count: int, report: Report)
         epochs = tuple(type(e)(e.answers[:1], e.rewards[:1]) for e in problem.epochs[-2:])
         problems.append(type(problem)(problem.prompt, epochs))
     many = Data("recorded", tuple(problems))
-    system = Ours(many, config)
-    system.build()
-    system.open()
+    system = begun(Ours(many, config), many, 0)
     half = min(len(answer) for answer in one) // 2
-    asks: list[tuple[Key, int]] = []
-    for p in range(count):
-        system.append((p, 0), 0, half)
-        asks.append(((p, 0), half))
+    asks = [((p, 0), half) for p in range(count)]
+    for key, _ in asks:
+        system.append(key, 0, half)
     seconds = [s for at in range(0, count, 64) for s in system.draft(asks[at : at + 64], 16, False)[1]]
     tokens = many.num_past_tokens + half * count + sum(len(problem.prompt) for problem in problems)
     report("", 1)

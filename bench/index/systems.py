@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import thread_time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,38 +28,20 @@ _DEPTH = 64
 _TREE_CONTEXT = 64
 
 
-class System(Protocol):
-    """One index of the problems of `data`."""
-
-    def build(self) -> float:
-        """Take the past in; returns seconds."""
-
-    def open(self) -> None:
-        """Begin the answers of the present."""
-
-    def append(self, key: Key, start: int, end: int) -> float:
-        """The next tokens of a present answer; returns seconds."""
-
-    def draft(self, asks: Sequence[tuple[Key, int]], nodes: int, is_chain: bool) -> Drafts:
-        """Drafts of (answer, tokens it has)."""
-
-    def nbytes(self) -> int:
-        """Memory of everything held."""
-
-
 class Ours:
+    """The history index, one per problem."""
+
     def __init__(self, data: Data, config: HistoryConfig) -> None:
-        self._core: Any = _core
-        self._data = data
-        self._config = config
+        self._data, self._config = data, config
         self._indices: list[Any] = []
         self._docs: dict[Key, int] = {}
 
     def build(self) -> float:
+        """Take the past in; returns seconds."""
         start = thread_time()
         c = self._config
         for problem in self._data.problems:
-            index = self._core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
             index.set_prompt(problem.prompt)
             for number, epoch in enumerate(problem.past):
                 for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):
@@ -68,11 +50,13 @@ class Ours:
         return thread_time() - start
 
     def open(self) -> None:
+        """Begin the answers of the present."""
         for p, problem in enumerate(self._data.problems):
             for a in range(len(problem.present.answers)):
                 self._docs[p, a] = self._indices[p].open(len(problem.past))
 
     def append(self, key: Key, start: int, end: int) -> float:
+        """The next tokens of a present answer; returns seconds."""
         tokens = self._data.problems[key[0]].present.answers[key[1]][start:end]
         index, doc = self._indices[key[0]], self._docs[key]
         begin = thread_time()
@@ -80,9 +64,10 @@ class Ours:
         return thread_time() - begin
 
     def draft(self, asks: Sequence[tuple[Key, int]], nodes: int, is_chain: bool) -> Drafts:
+        """Drafts of (answer, tokens it has)."""
         begin = thread_time()
         count = len(asks)
-        node_start, token_ids, parents, log_q = self._core.propose_history(
+        node_start, token_ids, parents, log_q = _core.propose_history(
             [self._indices[key[0]] for key, _ in asks],
             [self._docs[key] for key, _ in asks],
             [nodes] * count,
@@ -96,6 +81,7 @@ class Ours:
         return drafts, [seconds] * count  # type: ignore[return-value]
 
     def nbytes(self) -> int:
+        """Memory of everything held."""
         return sum(index.nbytes for index in self._indices)
 
 
@@ -108,7 +94,7 @@ class Theirs:
     """
 
     def __init__(self, data: Data, is_bounded: bool) -> None:
-        self._cache_type = _load_arctic()
+        self._cache_type = load_arctic()
         self._data = data
         self._bounds = (1.0, 0.1) if is_bounded else (1e6, 0.0)
         self._caches: list[Any] = []
@@ -162,16 +148,15 @@ class Theirs:
         return sum(tree.estimate_memory() for tree in trees)
 
 
-def check_arctic() -> None:
-    """Refuse to begin without the other system.
+System = Ours | Theirs
+
+
+def load_arctic() -> Any:
+    """The other system.
 
     Raises:
         UnsupportedError: it is not installed.
     """
-    _load_arctic()
-
-
-def _load_arctic() -> Any:
     try:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
     except ImportError as error:

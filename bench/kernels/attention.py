@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import flash
+from . import flash, reference
 from .inputs import AttentionInputs, make_attention, make_cache
 from .shapes import Attention, Cache, Model
 from .timing import Call, Timer
@@ -19,21 +19,14 @@ _COLD_BYTES, _MOST_LAYERS, _FEWEST_LAYERS = 256 << 20, 28, 4
 
 
 def load() -> Any:
-    """Our kernel.
-
-    Raises:
-        ImportError, AttributeError: it is not there.
-    """
+    """Our kernel; only here, for what else is measured does without it."""
     return importlib.import_module("vllm_specrollout.kernels.tree_attention.kernel").tree_attention
 
 
 def check(kernel: Any, model: Model, context: int, batch: int, nodes: int, kind: str, device: str = "cuda") -> float:
     """How far the kernel is off its specification on random inputs, as `reference.TOLERANCE` counts it."""
-    from . import reference  # it needs the kernels' folders, which may be missing
-
-    inputs = make_attention(
-        Attention(Cache(model, context, batch), nodes, kind), make_cache(Cache(model, context, batch), device)
-    )
+    cache = Cache(model, context, batch)
+    inputs = make_attention(Attention(cache, nodes, kind), make_cache(cache, device))
     return reference.excess(inputs.call(kernel).double(), reference.attention(inputs))
 
 
@@ -108,8 +101,6 @@ def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[dict[str, W
 
 def _check_beside(kernel: Any, inputs: AttentionInputs, ways: dict[str, Way]) -> tuple[bool, str]:
     """(whether ours is right, beside what): another way of computing the same, at the very shape that is timed."""
-    from . import reference
-
     found = inputs.call(kernel).double()
     if "fa3 merged" in ways:
         out, call = ways["fa3 merged"][0]

@@ -17,7 +17,7 @@ _BF16 = 2
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One layer's attention of a model, and its vocabulary."""
+    """A model's sizes."""
 
     name: str
     heads: int
@@ -25,6 +25,8 @@ class Model:
     head_size: int
     layers: int
     vocab: int
+    # width of the MLP
+    intermediate: int
 
     @property
     def token_bytes(self) -> int:
@@ -32,7 +34,7 @@ class Model:
         return 2 * self.kv_heads * self.head_size * _BF16
 
 
-MODELS = (Model("7B", 28, 4, 128, 28, 152064), Model("0.5B", 14, 2, 64, 24, 151936))
+MODELS = (Model("7B", 28, 4, 128, 28, 152064, 18944), Model("0.5B", 14, 2, 64, 24, 151936, 4864))
 """Qwen2.5's."""
 ATTENTION_CHECKS = (
     (53, 2, 0, "chain"),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,18 +33,13 @@ class Time:
         return cls(median, low, high, len(samples_us))
 
 
-class Timer(Protocol):
-    """Times calls that do the same work on different memory, as the layers of a model do."""
-
-    def time(self, calls: Sequence[Call]) -> Time: ...
-
-    def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written, of a large copy: the roof of what is bound by memory."""
-        ...
+def _all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
 
 
 class GraphTimer:
-    """Times calls on the current CUDA device.
+    """Times calls that do the same work on different memory, as the layers of a model do, on the current CUDA device.
 
     All calls are captured into one graph, in order, and its replay is divided by their number: as in an engine, the
     host launches once. Before each replay a buffer larger than the L2 cache is overwritten, and each call has keys and
@@ -57,13 +52,11 @@ class GraphTimer:
 
     def time(self, calls: Sequence[Call]) -> Time:
         for _ in range(_WARM_UP):
-            for call in calls:
-                call()
+            _all(calls)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+            _all(calls)
         graph.replay()
         marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS)]
         for begin, end in marks:
@@ -75,6 +68,7 @@ class GraphTimer:
         return Time.of([begin.elapsed_time(end) * 1e3 / len(calls) for begin, end in marks])
 
     def copy_bandwidth(self) -> float:
+        """Bytes per second, read and written, of a large copy: the roof of what is bound by memory."""
         source = torch.empty(_COPY_BYTES, dtype=torch.int8, device="cuda")
         target = torch.empty_like(source)
         return 2 * _COPY_BYTES / (self.time([lambda: target.copy_(source)]).median_us * 1e-6)
@@ -87,14 +81,16 @@ class HostTimer:
         samples = []
         for _ in range(2):
             begin = time.perf_counter()
-            for call in calls:
-                call()
+            _all(calls)
             samples.append((time.perf_counter() - begin) * 1e6 / len(calls))
         return Time.of(samples)
 
     def copy_bandwidth(self) -> float:
         source = torch.ones(1 << 20, dtype=torch.int8)
         return 2 * len(source) / (self.time([source.clone]).median_us * 1e-6)
+
+
+Timer = GraphTimer | HostTimer
 
 
 def timer_for(device: str) -> Timer:

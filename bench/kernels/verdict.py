@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import reference
 from .inputs import make_commit, make_verdict
 from .shapes import MODELS, Verdict
 from .timing import Timer
@@ -17,26 +18,17 @@ _CHECKED_VOCAB = 1000
 
 
 def load_verify() -> Any:
-    """
-    Raises:
-        ImportError, AttributeError: it is not there.
-    """
+    """Our kernel; only here, as all of them."""
     return importlib.import_module("vllm_specrollout.kernels.tree_verify.kernel").tree_verify
 
 
 def load_commit() -> Any:
-    """The module, for a commit needs a table of the caches.
-
-    Raises:
-        ImportError: it is not there.
-    """
+    """The module, for a commit needs a table of the caches."""
     return importlib.import_module("vllm_specrollout.kernels.kv_commit.kernel")
 
 
 def check_verify(kernel: Any, batch: int, nodes: int, device: str = "cuda") -> str | None:
     """Walks over small trees, greedy ones to the bottom and random ones; the reason if one is wrong."""
-    from . import reference  # it needs the kernels' folders, which may be missing
-
     arguments = make_verdict(Verdict(MODELS[1], batch, nodes), device, vocab=_CHECKED_VOCAB)
     for temperature in (0.0, 1.0):
         arguments["temperature"].fill_(temperature)
@@ -51,8 +43,6 @@ def check_verify(kernel: Any, batch: int, nodes: int, device: str = "cuda") -> s
 
 def check_commit(module: Any, batch: int, nodes: int, device: str = "cuda") -> str | None:
     """Every byte of every layer; the reason if one is wrong."""
-    from . import reference
-
     layers, arguments = make_commit(Verdict(MODELS[1], batch, nodes), device)
     wanted = reference.committed(layers, arguments)
     module.kv_commit(module.CacheTable.of(layers), *arguments.values())

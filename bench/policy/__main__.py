@@ -1,23 +1,24 @@
 """Command line: `python -m bench.policy train | inflate | random | reward-demo | stats`."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, TaskID, TextColumn
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 
-from .errors import PolicyError
+from ..runner.display import Display, main
 from .evaluate import EvalConfig, FamilyStats, as_json, evaluate
+from .inflate import inflate as inflate_policy
+from .random_model import make_random_model
 from .reward import problems as draw_set
 from .reward import reward
 from .tasks import demonstrate
 from .train import TrainConfig
+from .train import train as train_policy
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 console = Console()
@@ -30,22 +31,7 @@ def _group() -> None:
     """The small real policy that the benchmarks run."""
 
 
-def reports_errors(command: Callable) -> Callable:
-    """Turns a PolicyError into its text on stderr and exit code 2."""
-
-    @functools.wraps(command)
-    def wrapped(*args: object, **kwargs: object) -> None:
-        try:
-            command(*args, **kwargs)
-        except PolicyError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
-
-    return wrapped
-
-
 @app.command()
-@reports_errors
 def train(
     out: Annotated[Path, typer.Option(help="Folder to write the checkpoint into.")],
     work: Annotated[Path, typer.Option(help="Folder for metrics and the state to resume from.")] = Path("policy-work"),
@@ -53,19 +39,16 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = TrainConfig.steps,
 ) -> None:
     """Train the policy; started again with the same --work, it goes on where it was stopped."""
-    from .train import train as run
-
     config = TrainConfig(seed=seed, steps=steps)
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}"))
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training", total=steps, loss=float("nan"))
-        facts = run(config, out, work, lambda step, loss: progress.update(bar, completed=step + 1, loss=loss))
+        facts = train_policy(config, out, work, lambda step, loss: progress.update(bar, completed=step + 1, loss=loss))
     (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     console.print(f"wrote {out}")
 
 
 @app.command()
-@reports_errors
 def random(
     out: Annotated[Path, typer.Option(help="Folder to write the model into.")],
     size: Annotated[str, typer.Option(help="1M, 3M, 30M, 150M or 400M parameters, embeddings not counted.")] = "3M",
@@ -76,38 +59,25 @@ def random(
     sliding_window: Annotated[int | None, typer.Option(help="Window in tokens, mistral only.")] = None,
 ) -> None:
     """Write a model with random weights and the policy's tokenizer."""
-    from .random_model import make_random_model
-
-    with Progress(console=console) as progress:
-        bar = progress.add_task(f"random {arch} {size}", total=None)
-        report = functools.partial(_report, progress, bar)
-        path = make_random_model(out, arch, size, seed, dtype, vocab_size, sliding_window, on_weight=report)
+    with Display() as display:
+        bar = display.counter(f"random {arch} {size}")
+        path = make_random_model(out, arch, size, seed, dtype, vocab_size, sliding_window, on_weight=bar)
     console.print(f"wrote {path}")
 
 
-def _report(progress: Progress, bar: TaskID, done: int, total: int) -> None:
-    """Moves a bar to done of total."""
-    progress.update(bar, completed=done, total=total)
-
-
 @app.command()
-@reports_errors
 def inflate(
     out: Annotated[Path, typer.Option(help="Folder to write the model into.")],
     to: Annotated[str, typer.Option(help="30M, 150M or 400M parameters, embeddings not counted.")] = "150M",
     source: Annotated[Path, typer.Option("--from", help="Qwen3 checkpoint to inflate.")] = CHECKPOINT,
 ) -> None:
     """Write a model with the same tokens as the policy at the cost of a larger one."""
-    from .inflate import inflate as run
-
-    with Progress(console=console) as progress:
-        bar = progress.add_task(f"inflating to {to}", total=None)
-        path = run(source, out, to, functools.partial(_report, progress, bar))
+    with Display() as display:
+        path = inflate_policy(source, out, to, display.counter(f"inflating to {to}"))
     console.print(f"wrote {path}")
 
 
 @app.command()
-@reports_errors
 def stats(
     model: Annotated[Path, typer.Option(help="Checkpoint to sample from.")] = CHECKPOINT,
     problems: Annotated[int, typer.Option(help="Held-out problems, half of each family.")] = EvalConfig.num_problems,
@@ -129,7 +99,6 @@ def stats(
 
 
 @app.command("reward-demo")
-@reports_errors
 def reward_demo(
     count: Annotated[int, typer.Option(help="Problems to show.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
@@ -144,4 +113,4 @@ def reward_demo(
 
 
 if __name__ == "__main__":
-    app()
+    main(app)

@@ -1,14 +1,13 @@
-"""What a policy does in stock vLLM: accuracy, answer lengths and repeat rates on held-out problems.
-
-May enter: vLLM's public `LLM`, tasks, reward. May not: torch, our own plugin.
-"""
+"""What a policy does in stock vLLM: accuracy, answer lengths and repeat rates on held-out problems."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from .errors import PolicyError
+from vllm_specrollout.errors import ConfigError
+
 from .reward import problems, reward
 from .tasks import FAMILIES, Problem, repeat_rate
 from .tokenizer import MAX_LEN
@@ -30,7 +29,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.num_problems < len(FAMILIES) or self.samples < 2:
             cause = f"{self.num_problems} problems x {self.samples} samples are too few, the least is 2 x 2"
-            raise PolicyError(cause, hint="give larger --problems and --samples")
+            raise ConfigError(cause, "give larger --problems and --samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +52,13 @@ class FamilyStats:
     repeat_rate: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """All answers to one problem."""
 
     problem: Problem
-    prompt_ids: tuple[int, ...]
-    # Per sample: text without special tokens, and token ids with the end token.
-    texts: tuple[str, ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    # Per sample: stopped by itself.
-    finished: tuple[bool, ...]
+    prompt_ids: Sequence[int]
+    # vLLM's: text without special tokens, token ids with the end token
+    answers: Sequence[Any]
 
 
 def evaluate(model: Path, config: EvalConfig) -> dict[str, FamilyStats]:
@@ -85,29 +80,20 @@ def sample(model: Path, config: EvalConfig) -> list[Group]:
             chats.append([{"role": "user", "content": problem.prompt}])
             seed = config.seed * 1_000_003 + i * config.samples + j
             params.append(SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed))
-    results = engine.chat(chats, params)
-    answers = [result.outputs[0] for result in results]
-    groups = []
+    results, groups = engine.chat(chats, params), []
     for i, problem in enumerate(chosen):
-        own = answers[i * config.samples : (i + 1) * config.samples]
-        groups.append(
-            Group(
-                problem=problem,
-                prompt_ids=tuple(results[i * config.samples].prompt_token_ids or ()),
-                texts=tuple(answer.text for answer in own),
-                token_ids=tuple(tuple(answer.token_ids) for answer in own),
-                finished=tuple(answer.finish_reason == "stop" for answer in own),
-            )
-        )
+        own = results[i * config.samples : (i + 1) * config.samples]
+        groups.append(Group(problem, own[0].prompt_token_ids or (), [result.outputs[0] for result in own]))
     return groups
 
 
 def summarise(groups: Sequence[Group]) -> FamilyStats:
     """Figures over some groups."""
-    rewards = [[reward(group.problem, text) for text in group.texts] for group in groups]
+    rewards = [[reward(group.problem, answer.text) for answer in group.answers] for group in groups]
     flat = [value for row in rewards for value in row]
-    lengths = sorted(len(ids) for group in groups for ids in group.token_ids)
-    finished = [done for group in groups for done in group.finished]
+    answers = [answer for group in groups for answer in group.answers]
+    lengths = sorted(len(answer.token_ids) for answer in answers)
+    repeats = [repeat_rate([answer.token_ids for answer in group.answers], group.prompt_ids) for group in groups]
     return FamilyStats(
         num_answers=len(flat),
         accuracy=round(statistics.mean(flat), 4),
@@ -116,8 +102,8 @@ def summarise(groups: Sequence[Group]) -> FamilyStats:
         tokens_p50=lengths[len(lengths) // 2],
         tokens_p90=lengths[len(lengths) * 9 // 10],
         tokens_max=lengths[-1],
-        cut_share=round(1.0 - statistics.mean(finished), 4),
-        repeat_rate=round(statistics.mean(repeat_rate(group.token_ids, group.prompt_ids) for group in groups), 4),
+        cut_share=round(1.0 - statistics.mean(answer.finish_reason == "stop" for answer in answers), 4),
+        repeat_rate=round(statistics.mean(repeats), 4),
     )
 
 

@@ -1,7 +1,5 @@
 """Reinforcement learning of the small policy: GRPO in plain PyTorch on CPU.
 
-May enter: torch, transformers, this package. May not: vLLM, engines, clocks, the reward's rules.
-
 All answers to one problem form a group, and an answer's advantage is its reward relative to its group's (Shao et al.,
 DeepSeekMath, 2024, section 4.1). Every answer token is pushed by its answer's advantage through a clipped probability
 ratio (Schulman et al., PPO, 2017, section 3); the loss is the mean over all answer tokens of a minibatch, so a token
@@ -11,12 +9,15 @@ the trainer's own, from one pass before the first optimiser step: those of an en
 
 import random
 import shutil
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import PolicyError
+from vllm_specrollout.errors import ConfigError
+
+from .train import check_least, packed
 
 if TYPE_CHECKING:
     import torch
@@ -45,15 +46,11 @@ class GrpoConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("inner_epochs", "minibatches"):
-            if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is {getattr(self, name)}, the least is 1", hint=f"give a larger {name}")
-        for name in ("learning_rate", "clip_low", "clip_high", "kl_weight", "weight_decay"):
-            if getattr(self, name) < 0.0:
-                raise PolicyError(f"{name} is {getattr(self, name)}, the least is 0", hint=f"give a larger {name}")
+        check_least(self, 1, "inner_epochs", "minibatches")
+        check_least(self, 0, "learning_rate", "clip_low", "clip_high", "kl_weight", "weight_decay")
         if self.clip_low >= 1.0:
             cause = f"clip_low is {self.clip_low}, ratios below 0 do not exist"
-            raise PolicyError(cause, hint="give a clip_low below 1, for example 0.2")
+            raise ConfigError(cause, "give a clip_low below 1, for example 0.2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +89,18 @@ class _Row:
     answer: tuple[int, ...]
     advantage: float
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.answer)
+
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
     """(reward - mean) / standard deviation over one group, dimensionless; all zero where all rewards are equal."""
-    mean = sum(rewards) / len(rewards)
-    deviations = [reward - mean for reward in rewards]
-    std = (sum(d * d for d in deviations) / len(rewards)) ** 0.5
+    mean, std = statistics.fmean(rewards), statistics.pstdev(rewards)
     # equal rewards leave a rounding error of the mean, which a division would blow up
     if std <= 1e-6 * max(1.0, abs(mean)):
         return [0.0] * len(rewards)
-    return [d / std for d in deviations]
+    return [(reward - mean) / std for reward in rewards]
 
 
 def clipped_terms(
@@ -265,25 +264,16 @@ def answer_log_probs(model: "torch.nn.Module", rows: Sequence[_Row]) -> "torch.T
     """
     import torch
 
-    longest = max(len(row.prompt_ids) + len(row.answer) for row in rows)
+    longest = max(row.length for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     is_answer = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
     for i, row in enumerate(rows):
-        begin, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.answer)
-        ids[i, :end] = torch.tensor(row.prompt_ids + row.answer)
-        is_answer[i, begin - 1 : end - 1] = True
+        ids[i, : row.length] = torch.tensor(row.prompt_ids + row.answer)
+        is_answer[i, len(row.prompt_ids) - 1 : row.length - 1] = True
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[is_answer]).float()
     return logits.log_softmax(-1).gather(-1, ids[:, 1:][is_answer][:, None])[:, 0]
 
 
-def _micro_batches(rows: Sequence[_Row], chosen: Sequence[int]) -> list[list[int]]:
-    """`chosen` by length, cut where the padded tokens of a part would exceed `_MICRO_TOKENS`."""
-    parts: list[list[int]] = []
-    for i in sorted(chosen, key=lambda i: len(rows[i].prompt_ids) + len(rows[i].answer)):
-        length = len(rows[i].prompt_ids) + len(rows[i].answer)
-        if parts and length * (len(parts[-1]) + 1) <= _MICRO_TOKENS:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts
+def _micro_batches(rows: Sequence[_Row], chosen: Iterable[int]) -> list[list[int]]:
+    return packed(chosen, lambda i: rows[i].length, _MICRO_TOKENS)

@@ -1,7 +1,5 @@
 """Models with random weights and a chosen size, for pure speed runs and for tests of many architectures.
 
-May enter: torch, transformers, the policy's tokenizer. May not: vLLM, task rules.
-
 Scales: embeddings have variance 1 and every projection keeps the variance of its input, so no layer drowns the
 others; the output head gives logits a standard deviation of `LOGIT_STD`, so that sampling at temperature 1 is neither
 fixed nor uniform (with 407 tokens the entropy is about 3.4 nats).
@@ -9,12 +7,13 @@ fixed nor uniform (with 407 tokens the entropy is about 3.4 nats).
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .errors import PolicyError
-from .shapes import Shape, shape_of_size
-from .tokenizer import MAX_LEN, build_tokenizer
+from vllm_specrollout.errors import ConfigError
+
+from .tokenizer import END, MAX_LEN, PAD, SPECIALS, build_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +24,67 @@ LOGIT_STD = 2.5
 """Standard deviation of a row of logits."""
 DEFAULT_WINDOW = 64
 """Sliding window of `mistral` in tokens; short, so that tests cross it soon."""
+HEAD_DIM = 64
+"""Head size of every model here; one that vLLM's CPU attention supports."""
+
+
+_CONFIG_NAMES = {
+    "hidden": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "intermediate": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder with gated MLPs and grouped-query attention; biases nowhere."""
+
+    hidden: int
+    num_layers: int
+    # Width of the gated MLP.
+    intermediate: int
+    num_heads: int
+    # Divides num_heads; head i reads kv head i // (num_heads // num_kv_heads).
+    num_kv_heads: int
+    head_dim: int = HEAD_DIM
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> "Shape":
+        """The shape that a model's `config.json` describes."""
+        return cls(**{name: config[theirs] for name, theirs in _CONFIG_NAMES.items()})
+
+    def as_config(self) -> dict[str, int]:
+        """Its part of a model's `config.json`."""
+        return {theirs: getattr(self, name) for name, theirs in _CONFIG_NAMES.items()}
+
+    def num_params(self) -> int:
+        """Weights of all blocks; embeddings, output head and norms are not counted."""
+        attention = 2 * self.hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
+
+
+# Hidden is a power of 4 times 64 from 3M up, so that inflating one into another scales norms by a power of two.
+SHAPES = {
+    "1M": Shape(hidden=128, num_layers=5, intermediate=384, num_heads=2, num_kv_heads=1),
+    "3M": Shape(hidden=256, num_layers=4, intermediate=704, num_heads=4, num_kv_heads=2),
+    "30M": Shape(hidden=1024, num_layers=5, intermediate=1536, num_heads=8, num_kv_heads=4),
+    "150M": Shape(hidden=1024, num_layers=12, intermediate=3072, num_heads=16, num_kv_heads=8),
+    "400M": Shape(hidden=1024, num_layers=32, intermediate=3072, num_heads=16, num_kv_heads=8),
+}
+
+
+def shape_of_size(size: str, *, hidden: int | None = None, num_layers: int | None = None) -> Shape:
+    """The shape named `size`, with its hidden width or number of layers replaced if given."""
+    if size not in SHAPES:
+        raise ConfigError(f"unknown model size {size!r}, known are {', '.join(SHAPES)}", "choose one of these")
+    for name, value in (("hidden", hidden), ("num_layers", num_layers)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, the least is 1", f"leave {name} out, or give a positive number")
+    shape = SHAPES[size]
+    return replace(shape, hidden=hidden or shape.hidden, num_layers=num_layers or shape.num_layers)
 
 
 def make_random_model(
@@ -49,16 +109,16 @@ def make_random_model(
     from transformers import AutoModelForCausalLM
 
     if arch not in ARCHS:
-        raise PolicyError(f"unknown architecture {arch!r}, known are {', '.join(ARCHS)}", hint="choose one of these")
+        raise ConfigError(f"unknown architecture {arch!r}, known are {', '.join(ARCHS)}", "choose one of these")
     if dtype not in ("bfloat16", "float32"):
-        raise PolicyError(f"dtype is {dtype!r}, known are bfloat16 and float32", hint="choose one of these")
+        raise ConfigError(f"dtype is {dtype!r}, known are bfloat16 and float32", "choose one of these")
     if sliding_window is not None and arch != "mistral":
-        raise PolicyError(f"{arch} has no sliding window, but {sliding_window} was given", hint="use arch mistral")
+        raise ConfigError(f"{arch} has no sliding window, but {sliding_window} was given", "use arch mistral")
     tokenizer = build_tokenizer()
     vocab_size = len(tokenizer) if vocab_size is None else vocab_size
     if vocab_size < len(tokenizer):
-        raise PolicyError(
-            f"vocab_size is {vocab_size}, the tokenizer has {len(tokenizer)} tokens", hint="leave vocab_size out"
+        raise ConfigError(
+            f"vocab_size is {vocab_size}, the tokenizer has {len(tokenizer)} tokens", "leave vocab_size out"
         )
     shape = shape_of_size(size, hidden=hidden, num_layers=num_layers)
     config = model_config(arch, shape, vocab_size, sliding_window=sliding_window)
@@ -79,16 +139,9 @@ def model_config(
     """A transformers config of architecture `arch` with these sizes and the tokenizer's special ids."""
     from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
-    from .vocabulary import END, PAD, SPECIALS
-
     common = {
         "vocab_size": vocab_size,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.num_layers,
-        "intermediate_size": shape.intermediate,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        **shape.as_config(),
         "max_position_embeddings": MAX_LEN,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,

@@ -1,14 +1,12 @@
-"""The verifiable reward, and deterministic sets of problems to train and to hold out.
-
-May enter: pure Python. May not: torch, tokenizers, the order in which answers arrive.
-"""
+"""The verifiable reward, and deterministic sets of problems to train and to hold out."""
 
 import random
 import re
 import zlib
 from collections.abc import Iterator
 
-from .errors import PolicyError
+from vllm_specrollout.errors import ConfigError
+
 from .tasks import FAMILIES, Problem, make_problem
 
 SPLITS = ("train", "held_out")
@@ -54,12 +52,12 @@ def problems(count: int, seed: int, family: str | None = None, *, split: str = "
     Without a family, the families take turns. A set is a prefix of any longer set with the same other arguments.
     """
     if count < 0:
-        raise PolicyError(f"count is {count}, the least is 0", hint="ask for a positive number of problems")
+        raise ConfigError(f"count is {count}, the least is 0", "ask for a positive number of problems")
     if family is not None and family not in FAMILIES:
         cause = f"unknown family {family!r}, known are {', '.join(FAMILIES)}"
-        raise PolicyError(cause, hint="choose one, or leave it out")
+        raise ConfigError(cause, "choose one, or leave it out")
     if split not in SPLITS:
-        raise PolicyError(f"unknown split {split!r}, known are {', '.join(SPLITS)}", hint="choose one of these")
+        raise ConfigError(f"unknown split {split!r}, known are {', '.join(SPLITS)}", "choose one of these")
     families = FAMILIES if family is None else (family,)
     streams = [
         draw_problems(random.Random(f"{split}/{name}/{seed}"), name, split, f"{split}-{name}-{seed}")

@@ -1,7 +1,5 @@
 """The two families of reasoning tasks, their problems and their written-out answers.
 
-May enter: pure Python with an injected `random.Random`. May not: torch, tokenizers, files, clocks.
-
 Both families add up signed numbers. Every step restates what is left of the expression, as real reasoning does, so
 an answer repeats itself and its length grows with the square of the number of terms.
 
@@ -13,14 +11,17 @@ The number of terms is log-normal: half of the answers have about 60 tokens or f
 """
 
 import random
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .vocabulary import LARGEST_NUMBER
+from .tokenizer import LARGEST_NUMBER
 
 FAMILIES = ("arith", "puzzle")
 LARGEST_TERM = 30
 """Largest magnitude of a term in a prompt; sums on the way stay within `LARGEST_NUMBER`."""
+_LONGEST, _SHORTEST = 7, 3
+"""Tokens of a context that a repetition is looked up by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,44 +178,38 @@ def _slip(current: Sequence[int], total: int, rng: random.Random) -> int:
     return wrong if 0 <= sum(current) - total + wrong <= LARGEST_NUMBER else total
 
 
-def repeat_rate(
-    samples: Sequence[Sequence[object]], prompt: Sequence[object] = (), *, longest: int = 7, shortest: int = 3
-) -> float:
+def repeat_rate(samples: Sequence[Sequence[Hashable]], prompt: Sequence[Hashable] = ()) -> float:
     """How much the answers to one problem repeat one another, in 0..1.
 
-    For each token of an answer, look up the last `longest`, then fewer, down to `shortest` tokens before it in the
-    *other* answers; the first context length that occurs there predicts its most frequent continuation (the first seen
-    wins a tie). All answers follow the same prompt, so contexts at their beginning reach into its end, as a drafter's
-    do. An answer's rate is the share of its tokens predicted rightly, the end-of-answer token (if given) included; the
-    result is the mean over the answers.
+    For each token of an answer, look up the last 7, then fewer, down to 3 tokens before it in the *other* answers; the
+    first context length that occurs there predicts its most frequent continuation (the first seen wins a tie). All
+    answers follow the same prompt, so contexts at their beginning reach into its end, as a drafter's do. An answer's
+    rate is the share of its tokens predicted rightly, the end-of-answer token (if given) included; the result is the
+    mean over the answers.
     """
-    head = list(prompt[-longest:])
     if len(samples) < 2:
         return 0.0
     rates = []
-    for held_out, answer in enumerate(samples):
-        table: dict[tuple, dict[object, int]] = {}
+    for answer in range(len(samples)):
+        followers: dict[tuple[Hashable, ...], Counter[Hashable]] = defaultdict(Counter)
         for other, tokens in enumerate(samples):
-            if other != held_out:
-                _count_continuations([*head, *tokens], len(head), longest, shortest, table)
-        whole = [*head, *answer]
-        right = sum(_predict(whole[:i], longest, shortest, table) == (whole[i],) for i in range(len(head), len(whole)))
-        rates.append(right / max(1, len(answer)))
+            if other != answer:
+                for token, contexts in _with_contexts(prompt, tokens):
+                    for context in contexts:
+                        followers[context][token] += 1
+        right = 0
+        for token, contexts in _with_contexts(prompt, samples[answer]):
+            known = next((followers[context] for context in contexts if context in followers), None)
+            right += known is not None and known.most_common(1)[0][0] == token
+        rates.append(right / max(1, len(samples[answer])))
     return sum(rates) / len(rates)
 
 
-def _count_continuations(tokens: Sequence[object], begin: int, longest: int, shortest: int, table: dict) -> None:
-    """Adds the (context -> next token) counts of the tokens from `begin` on to `table`."""
-    for i in range(max(begin, shortest), len(tokens)):
-        for length in range(shortest, min(longest, i) + 1):
-            followers = table.setdefault(tuple(tokens[i - length : i]), {})
-            followers[tokens[i]] = followers.get(tokens[i], 0) + 1
-
-
-def _predict(prefix: Sequence[object], longest: int, shortest: int, table: dict) -> tuple:
-    """The predicted token in a one-tuple, or an empty tuple where no context is known."""
-    for length in range(min(longest, len(prefix)), shortest - 1, -1):
-        followers = table.get(tuple(prefix[len(prefix) - length :]))
-        if followers:
-            return (max(followers, key=followers.__getitem__),)
-    return ()
+def _with_contexts(
+    prompt: Sequence[Hashable], tokens: Sequence[Hashable]
+) -> Iterator[tuple[Hashable, list[tuple[Hashable, ...]]]]:
+    """Each token of an answer and what stands before it: the last `_LONGEST` tokens, then fewer."""
+    head = prompt[-_LONGEST:]
+    whole = [*head, *tokens]
+    for i in range(len(head), len(whole)):
+        yield whole[i], [tuple(whole[i - n : i]) for n in range(min(_LONGEST, i), _SHORTEST - 1, -1)]

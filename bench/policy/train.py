@@ -1,28 +1,52 @@
 """Supervised training of the small policy on demonstrations of the tasks, on CPU.
 
-May enter: torch, transformers, this package. May not: vLLM (see `evaluate`).
-
 A run is set by its `TrainConfig` alone: the same command gives the same data in the same order. It saves its state
 now and then, and goes on from there when started again with the same work folder. It may then be given another number
 of steps, and goes on in that schedule; `training.json` lists each part of such a run.
+
+Demonstrations are drawn on the fly. Those of similar length share a batch, so little of it is padding, every answer
+starts at position 0 of its own row, and no answer attends to another. (Packing several into one row would need a block
+mask, slow on CPU.)
 """
 
 import json
 import math
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from .errors import PolicyError
-from .random_model import model_config
-from .shapes import shape_of_size
-from .tokenizer import build_tokenizer
-from .train_data import IGNORED, batches
+from vllm_specrollout.errors import ConfigError
+
+from .random_model import model_config, shape_of_size
+from .reward import draw_problems
+from .tasks import FAMILIES, demonstrate
+from .tokenizer import END, build_tokenizer, prompt_text
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerFast
+
+Row = TypeVar("Row")
+_IGNORED = -100
+"""Label of positions without loss: prompts and padding."""
+_POOL = 1024
+"""Demonstrations drawn and sorted at a time."""
+# From each share of the run on, the largest number of terms: short problems first, they teach the sums fastest.
+_CURRICULUM = ((0.0, 8), (0.35, 16), (0.55, 64))
+
+
+def check_least(config: object, least: int, *names: str) -> None:
+    """Refuse fields below their least value.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name in names:
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} is {getattr(config, name)}, the least is {least}", f"give a larger {name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +72,7 @@ class TrainConfig:
     save_every: int = 400
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "threads", "save_every"):
-            if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is {getattr(self, name)}, the least is 1", hint=f"give a larger {name}")
+        check_least(self, 1, "steps", "batch_tokens", "threads", "save_every")
 
     def rate_at(self, step: int) -> float:
         """Learning rate of step `step` (from 0)."""
@@ -81,7 +103,9 @@ def train(config: TrainConfig, out: Path, work: Path, on_step: Callable[[int, fl
         for step, (ids, labels) in enumerate(stream):
             if step < first:
                 continue
-            loss = _step(config, model, optimizer, step, ids, labels)
+            for group in optimizer.param_groups:
+                group["lr"] = config.rate_at(step)
+            loss = _step(model, optimizer, ids, labels, config.clip)
             recent = loss if step == first else 0.98 * recent + 0.02 * loss
             seconds = time.perf_counter() - started
             if on_step is not None:
@@ -92,7 +116,10 @@ def train(config: TrainConfig, out: Path, work: Path, on_step: Callable[[int, fl
                 metrics.flush()
             if (step + 1) % config.save_every == 0:
                 state = {"config": asdict(config), "parts": parts, "step": step + 1, "seconds": seconds}
-                _save_state(state, model, optimizer, work)
+                state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state, work / "state.tmp")
+                # in one move, so that a run killed meanwhile leaves a whole one
+                (work / "state.tmp").replace(work / "state.pt")
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return _facts(config, model, parts, recent, seconds)
@@ -106,20 +133,16 @@ def _build(config: TrainConfig, vocab_size: int) -> tuple["torch.nn.Module", "to
     model = Qwen3ForCausalLM(model_config("qwen3", shape_of_size(config.size), vocab_size)).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
 
 
 def _step(
-    config: TrainConfig,
     model: "torch.nn.Module",
     optimizer: "torch.optim.Optimizer",
-    step: int,
     ids: "torch.Tensor",
     labels: "torch.Tensor",
+    clip: float,
 ) -> float:
     """One optimiser step on ids, labels [rows, length]; returns the loss in nats per answer token.
 
@@ -128,16 +151,14 @@ def _step(
     """
     import torch
 
-    for group in optimizer.param_groups:
-        group["lr"] = config.rate_at(step)
     targets = labels[:, 1:]
-    keep = targets != IGNORED
+    keep = targets != _IGNORED
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[keep])
     loss = torch.nn.functional.cross_entropy(logits.float(), targets[keep])
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()
@@ -157,21 +178,13 @@ def _resume(
         return [{"steps": config.steps, "from_step": 0}], 0, 0.0
     state = torch.load(path, weights_only=True)
     if state["config"] | {"steps": config.steps} != asdict(config):
-        raise PolicyError(f"{path} was saved by a run with other settings", hint="choose another --work, or delete it")
+        raise ConfigError(f"{path} was saved by a run with other settings", "choose another --work, or delete it")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     parts, step = state["parts"], state["step"]
     if parts[-1]["steps"] != config.steps:
         parts = [*parts, {"steps": config.steps, "from_step": step}]
     return parts, step, state["seconds"]
-
-
-def _save_state(state: dict, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", work: Path) -> None:
-    """Replaces the saved state in one move, so that a run killed meanwhile leaves a whole one."""
-    import torch
-
-    torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, work / "state.tmp")
-    (work / "state.tmp").replace(work / "state.pt")
 
 
 def _facts(config: TrainConfig, model: "torch.nn.Module", parts: list[dict], loss: float, seconds: float) -> dict:
@@ -189,3 +202,64 @@ def _facts(config: TrainConfig, model: "torch.nn.Module", parts: list[dict], los
         "final_loss_nats_per_token": round(loss, 4),
         "train_seconds": round(seconds),
     }
+
+
+def max_terms_at(progress: float) -> int:
+    """The curriculum's limit when `progress` (0..1) of the run is done."""
+    return [limit for start, limit in _CURRICULUM if progress >= start][-1]
+
+
+def batches(
+    tokenizer: "PreTrainedTokenizerFast", *, seed: int, steps: int, tokens: int
+) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
+    """`steps` batches (token ids, labels), both int64 [rows, length], rows * length near `tokens`; same by seed."""
+    done = 0
+    while done < steps:
+        rng = random.Random(f"demonstrations/{seed}/{done}")
+        pool = _draw_pool(tokenizer, rng, max_terms_at(done / steps))
+        groups = packed(pool, lambda row: len(row[0]) + len(row[1]), tokens)
+        rng.shuffle(groups)
+        for rows in groups[: steps - done]:
+            done += 1
+            yield _pad(rows, tokenizer.pad_token_id)
+
+
+_Tokens = tuple[list[int], list[int]]
+"""Of a prompt, and of an answer with the end token."""
+
+
+def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_terms: int) -> list[_Tokens]:
+    """`_POOL` demonstrations, half of each family."""
+    prompts, answers = [], []
+    for family in FAMILIES:
+        stream = draw_problems(rng, family, "train", "sft", max_terms=max_terms)
+        for _ in range(_POOL // len(FAMILIES)):
+            problem = next(stream)
+            prompts.append(prompt_text(problem.prompt))
+            answers.append(demonstrate(problem, rng) + END)
+    return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
+
+
+def packed(rows: Iterable[Row], length: Callable[[Row], int], tokens: int) -> list[list[Row]]:
+    """The rows by length, cut into batches of at most `tokens` padded tokens (one row at least)."""
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=length):
+        if groups and length(row) * (len(groups[-1]) + 1) <= tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _pad(rows: list[_Tokens], pad_id: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Rows of (prompt, answer) as right-padded ids and labels, int64 [rows, longest]."""
+    import torch
+
+    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.full((len(rows), longest), pad_id)
+    labels = torch.full((len(rows), longest), _IGNORED)
+    for i, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[i, :end] = torch.tensor(prompt + answer)
+        labels[i, len(prompt) : end] = torch.tensor(answer)
+    return ids, labels

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, write_answers
-from .rows import Row
+from .rows import Pair, Row, extended, ratio, without_speed
 from .runs import Run
 
 SEEDS = 3
@@ -45,28 +45,19 @@ class BudgetEngines(Engines):
     """
 
     def __init__(
-        self,
-        arguments: dict[str, Any],
-        report: Report,
-        spec_rollout: dict[str, Any],
-        scratch: Path,
-        *,
-        kv_gib: int,
-        is_verbose: bool,
+        self, arguments: dict[str, Any], report: Report, *, spec_rollout: dict[str, Any], scratch: Path, **common: Any
     ) -> None:
-        super().__init__(arguments, report, kv_gib=kv_gib, is_verbose=is_verbose, environment=IN_ONE_PROCESS)
+        super().__init__(arguments, report, environment=IN_ONE_PROCESS, **common)
         self._oracle = write_answers(scratch / "oracle.json", {})
         if "oracle" in spec_rollout["drafters"]:
             spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
         self._spec_rollout = spec_rollout
 
     def __enter__(self) -> BudgetEngines:
-        try:
+        with self._stack:
             self.start(STOCK)
             self.start(OURS, self._spec_rollout)
-        except BaseException:
-            self.close()
-            raise
+            self._stack = self._stack.pop_all()
         return self
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
@@ -122,3 +113,32 @@ def first_identical(seed: int, begin: int, rows_of: Callable[[int], list[R]]) ->
         if all(row.identical for row in rows):
             break
     return rows, number
+
+
+def compared(
+    cls: type[R],
+    rows: Mapping[Budget, Row],
+    pairs: Mapping[Budget, Sequence[Pair]],
+    cost: Callable[[Budget], float],
+    fields: Callable[[Budget, Budget | None], dict[str, Any]],
+    rivals: Sequence[Budget],
+) -> list[R]:
+    """The rows with their scenario's fields; that of `auto` is compared with the best of the others.
+
+    Where one budget's outputs differ, there is nothing to compare any speed with.
+
+    Args:
+        rows, pairs: of every budget.
+        cost: least for the best one.
+        fields: more of a budget's row; told the best other one for `auto`.
+        rivals: which may be the best.
+    """
+    is_comparable = all(row.identical for row in rows.values())
+    best = min(rivals, key=cost, default=None) if is_comparable else None
+    found = []
+    for arm, row in rows.items():
+        told = best if arm == AUTO else None
+        against = None if told is None else ratio(pairs[told], pairs[AUTO])
+        more = {"is_comparable": is_comparable, "auto_to_best": against, **fields(arm, told)}
+        found.append(extended(cls, row if is_comparable else without_speed(row), **more))
+    return found

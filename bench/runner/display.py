@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_specrollout.errors import SpecRolloutError
+
+
+def main(app: Callable[[], None]) -> None:
+    """Run a command; a mistake ends in its message, a hint and status 2."""
+    try:
+        app()
+    except SpecRolloutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 class Display:

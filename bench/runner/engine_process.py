@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from multiprocessing import Pipe
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from vllm_specrollout import envs
 from vllm_specrollout.errors import SpecRolloutError
 
-from .leash import Leash
+from . import leash
 from .runs import Run
 
 QUIET_S = 1.2
@@ -70,28 +68,16 @@ class EngineProcess:
         # an answer is outstanding, or will never come
         self._is_busy = False
         # open as long as the process lives
-        self._log = _open_log(spec.log)
-        self._pipe, child_end = Pipe()
-        arguments = dict(spec.arguments)
-        if spec.spec_rollout is not None:
-            arguments["spec_rollout"] = spec.spec_rollout
-        descriptor = child_end.fileno()
-        # -P: the script's own folder must not stand on the import path; a session of its own, so that Ctrl-C reaches
-        # the engines through `close` only
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD), str(descriptor)],
-            env=child_environment(dict(os.environ), spec),
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if spec.is_verbose else self._log,
-            stderr=sys.stderr if spec.is_verbose else self._log,
-            start_new_session=True,
-        )
-        child_end.close()
-        # its own session outlives this process unless somebody sees to it
-        self._leash = Leash(self._process.pid)
+        open_log = spec.log.open if spec.log else tempfile.TemporaryFile
+        self._log = open_log("w+", encoding="utf-8", errors="replace")
+        is_ours = spec.spec_rollout is not None
+        arguments = {**spec.arguments, **({"spec_rollout": spec.spec_rollout} if is_ours else {})}
+        # -P: the script's own folder must not stand on the import path
+        program, environment = ["-P", str(_CHILD)], child_environment(dict(os.environ), spec)
+        output = sys.stderr if spec.is_verbose else self._log
+        self._process, self._pipe, self._leash = leash.start(program, environment, output)
         try:
-            self._exchange({"is_ours": spec.spec_rollout is not None, "arguments": arguments})
+            self._exchange({"is_ours": is_ours, "arguments": arguments})
         except BaseException:
             self.close()
             raise
@@ -203,16 +189,6 @@ class EngineProcess:
         return EngineFailed(f"the {self.spec.name} engine failed: {cause}\n{tail}", "run again with `--verbose`")
 
 
-def _open_log(path: Path | None) -> IO[str]:
-    options: dict[str, Any] = {"mode": "w+", "encoding": "utf-8", "errors": "replace"}
-    return tempfile.TemporaryFile(**options) if path is None else path.open(**options)
-
-
-def wait_until_quiet(engines: list[EngineProcess], about_to_run: EngineProcess) -> None:
-    """Wait for every other engine to leave the processor alone."""
-    time.sleep(max((engine.quiet_in() for engine in engines if engine is not about_to_run), default=0.0))
-
-
 def child_environment(environment: dict[str, str], spec: EngineSpec) -> dict[str, str]:
     """The environment of an engine process: the caller's, with what must be equal or off in both."""
     changed = dict(environment)
@@ -225,12 +201,8 @@ def child_environment(environment: dict[str, str], spec: EngineSpec) -> dict[str
     if not spec.has_plugin:
         # other plugins stay on in both engines; a name that none has keeps vLLM from loading all
         given = changed.get("VLLM_PLUGINS")
-        names = given.split(",") if given is not None else _installed_plugins()
+        groups = [group for group in entry_points().groups if group.startswith("vllm.")]
+        installed = {name for group in groups for name in entry_points(group=group).names}
+        names = given.split(",") if given is not None else sorted(installed)
         changed["VLLM_PLUGINS"] = ",".join(name for name in names if name != _PLUGIN) or "none"
     return {**changed, **spec.environment}
-
-
-def _installed_plugins() -> list[str]:
-    found = entry_points()
-    groups = [group for group in found.groups if group.startswith("vllm.")]
-    return sorted({name for group in groups for name in found.select(group=group).names})

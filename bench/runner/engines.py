@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
-from .engine_process import EngineProcess, EngineSpec, wait_until_quiet
+from .engine_process import EngineProcess, EngineSpec
 from .rows import Pair
 from .runs import Run, first_difference
 
@@ -34,7 +35,9 @@ class Engines:
 
     Args:
         arguments: of `vllm.LLM`, the same for all.
+        report: told of the engines' starts.
         environment: variables of all their processes.
+        common: what else their `EngineSpec`s have in common.
     """
 
     def __init__(
@@ -42,12 +45,10 @@ class Engines:
         arguments: dict[str, Any],
         report: Report,
         *,
-        kv_gib: int,
-        is_verbose: bool,
         environment: dict[str, str] | None = None,
+        **common: Any,
     ) -> None:
-        self._arguments, self._report, self._environment = arguments, report, environment or {}
-        self._common: dict[str, Any] = {"kv_gib": kv_gib, "is_verbose": is_verbose}
+        self.report, self._arguments, self._environment, self._common = report, arguments, environment or {}, common
         self._stack = ExitStack()
         self._processes: dict[str, EngineProcess] = {}
         # what stock answered to the same requests the first time
@@ -83,7 +84,7 @@ class Engines:
             has_plugin: whether our plugin is loaded; default: if there is a configuration.
             more: further arguments of `vllm.LLM`.
         """
-        self._report(f"starting the {name} engine", 0)
+        self.report(f"starting the {name} engine", 0)
         spec = EngineSpec(
             name=_TITLES.get(name, name),
             arguments={**self._arguments, **more},
@@ -93,7 +94,7 @@ class Engines:
             **self._common,
         )
         self._processes[name] = self._stack.enter_context(EngineProcess(spec))
-        self._report("", 1)
+        self.report("", 1)
         return self._processes[name]
 
     def ask(self, name: str, operation: str, **arguments: Any) -> Any:
@@ -104,7 +105,8 @@ class Engines:
     def wait_for(self, name: str) -> None:
         """Wait until this engine has the processor for itself."""
         if self._environment != IN_ONE_PROCESS:
-            wait_until_quiet(list(self._processes.values()), self[name])
+            others = [engine for other, engine in self._processes.items() if other != name]
+            time.sleep(max((engine.quiet_in() for engine in others), default=0.0))
 
     def run(
         self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], how: str = "generate", **more: Any

@@ -1,4 +1,4 @@
-"""Ends a process group when this process is gone, however it goes: by an exception, a signal, or SIGKILL.
+"""Processes with a pipe to them, and a group of their own that ends when this process is gone, however it goes.
 
 A group of its own keeps Ctrl-C and a deadline's signals apart from the processes above it; for the same reason it would
 outlive them. `PR_SET_PDEATHSIG` is no way out: it is tied to a thread, and not inherited by what an engine forks.
@@ -10,6 +10,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 # in a session of its own, or what ends this process's group would end the guard with it
 _GUARD = 'cat >/dev/null; kill -KILL "-$1" 2>/dev/null'
@@ -47,3 +52,31 @@ class Leash:
         self._guard.wait()
         os.close(self._held)
         self._held = -1
+
+
+def start(
+    program: Sequence[str], environment: Mapping[str, str], output: Any
+) -> tuple[subprocess.Popen[bytes], Connection, Leash]:
+    """Run Python in a session of its own, so that Ctrl-C does not reach it.
+
+    Args:
+        program: Python's arguments; the descriptor of the other end of the pipe is added to them.
+        output: file for both its outputs.
+    """
+    pipe, child_end = Pipe()
+    with child_end:
+        process = subprocess.Popen(
+            [sys.executable, *program, str(child_end.fileno())],
+            env=dict(environment),
+            pass_fds=[child_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        return process, pipe, Leash(process.pid)
+    except BaseException:
+        # a signal, just now: nobody would end it
+        process.kill()
+        raise

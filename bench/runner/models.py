@@ -13,66 +13,14 @@ from typing import Any
 
 from vllm_specrollout.errors import ConfigError
 
-from ..policy import inflate as inflate_module
-from ..policy import random_model, shapes, tokenizer, vocabulary
+from ..policy import inflate, random_model, tokenizer
 from .display import Display
 
-CHECKPOINT = Path(shapes.__file__).parent / "checkpoint"
+CHECKPOINT = Path(random_model.__file__).parent / "checkpoint"
 """The trained policy that comes with the project."""
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
-Progress = Callable[[int, int], None]
-
-
-def random_model_of(size: str, dtype: str, cache: Path, on_weight: Progress) -> Path:
-    """A model of random weights of this size, made at the first call.
-
-    Raises:
-        ConfigError: unknown size or dtype.
-    """
-
-    def make(out: Path) -> None:
-        from transformers.utils import logging
-
-        # its bar would cut through ours
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        random_model.make_random_model(out, size=size, dtype=dtype, on_weight=on_weight)
-
-    modules = (random_model, shapes, tokenizer, vocabulary)
-    key = _key([size, dtype], (Path(str(module.__file__)) for module in modules))
-    return _cached(cache / f"random-{size}-{dtype}-{key}", make)
-
-
-def inflated_policy(source: Path, size: str, cache: Path, on_layer: Progress) -> Path:
-    """The policy at the cost of a larger model, made at the first call.
-
-    Raises:
-        ConfigError: unknown size, or a policy that cannot be inflated to it.
-    """
-    check_model(source, "--model")
-    files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
-    key = _key([size], [*files, Path(str(inflate_module.__file__)), Path(str(shapes.__file__))])
-    return _cached(
-        cache / f"policy-{size}-{key}",
-        lambda out: inflate_module.inflate(source, out, size, on_layer),
-    )
-
-
-def check_model(model: Path, flag: str) -> Path:
-    """The model's folder, if it is one.
-
-    Raises:
-        ConfigError: it holds no model.
-    """
-    if not (model / "config.json").is_file():
-        if model == CHECKPOINT:
-            raise ConfigError(
-                "the project's policy is not there: `bench/policy/checkpoint` holds no config.json",
-                f"train it (`python -m bench.policy train`), or name another model with `{flag}`",
-            )
-        raise ConfigError(f"`{flag}` is `{model}`, which holds no config.json", "name a model's folder")
-    return model
 
 
 def find_model(
@@ -83,39 +31,57 @@ def find_model(
     Args:
         model: its folder; None: random weights of this size (default: 150M), or the project's policy.
         is_policy: the policy, inflated to the size if one is given; then `model` is another one's folder.
-    """
-    if model is not None and not is_policy:
-        return check_model(model, "--model"), model.resolve().name
-    if not is_policy:
-        size = size or "150M"
-        return random_model_of(size, dtype, cache, display.counter("making the model")), f"random weights, {size}"
-    source = check_model(model or CHECKPOINT, "--model")
-    title = "the project's policy" if source == CHECKPOINT else source.resolve().name
-    if size is None:
-        return source, title
-    counter = display.counter(f"inflating the policy to {size}")
-    return inflated_policy(source, size, cache, counter), f"{title}, inflated to {size}"
-
-
-def max_length(model: Path) -> int:
-    """Most tokens the model takes, by its config.json."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return int((config.get("text_config") or config).get("max_position_embeddings", 4096))
-
-
-def check_length(model: Path, wanted: int) -> int:
-    """`wanted` tokens of prompt and answer, if the model takes as many.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: no such model, an unknown size or dtype, or a policy that cannot be inflated to it.
     """
-    longest = max_length(model)
+    if model is not None or is_policy:
+        source = _check_model(model or CHECKPOINT)
+        title = "the project's policy" if is_policy and source == CHECKPOINT else source.resolve().name
+        if size is None or not is_policy:
+            return source, title
+        counter = display.counter(f"inflating the policy to {size}")
+        files = [source / "config.json", *sorted(source.glob("*.safetensors"))]
+        key = _key([size], [*files, Path(inflate.__file__), Path(random_model.__file__)])
+        folder = _cached(cache / f"policy-{size}-{key}", lambda out: inflate.inflate(source, out, size, counter))
+        return folder, f"{title}, inflated to {size}"
+    wanted, counter = size or "150M", display.counter("making the model")
+
+    def make(out: Path) -> None:
+        from transformers.utils import logging
+
+        # its bar would cut through ours
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        random_model.make_random_model(out, size=wanted, dtype=dtype, on_weight=counter)
+
+    key = _key([wanted, dtype], [Path(random_model.__file__), Path(tokenizer.__file__)])
+    return _cached(cache / f"random-{wanted}-{dtype}-{key}", make), f"random weights, {wanted}"
+
+
+def _check_model(model: Path) -> Path:
+    if (model / "config.json").is_file():
+        return model
+    if model == CHECKPOINT:
+        raise ConfigError(
+            "the project's policy is not there: `bench/policy/checkpoint` holds no config.json",
+            "train it (`python -m bench.policy train`), or name another model with `--model`",
+        )
+    raise ConfigError(f"`--model` is `{model}`, which holds no config.json", "name a model's folder")
+
+
+def check_length(model: Path, wanted: int) -> None:
+    """Refuse more tokens of prompt and answer than the model takes by its config.json.
+
+    Raises:
+        ConfigError: it takes fewer.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    longest = int((config.get("text_config") or config).get("max_position_embeddings", 4096))
     if wanted > longest:
         raise ConfigError(
             f"prompts and answers take up to {wanted} tokens, and the model at most {longest}",
             f"ask for {wanted - longest} fewer new tokens",
         )
-    return wanted
 
 
 def _key(words: Iterable[str], files: Iterable[Path]) -> str:

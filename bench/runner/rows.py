@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from .ideal import StepTimes, ideal_speedup
-from .runs import Run, WorkerTotals, first_difference
+from .runs import Run, first_difference
 
 R = TypeVar("R", bound="Row")
 SPEEDS = (
@@ -140,17 +140,24 @@ def _speeds(timed: Sequence[Pair], counts: dict[str, Any], times: StepTimes | No
     faster = speedup(timed)
     ours_s = statistics.median(pair.ours.wall_s for pair in timed)
     stock_s = statistics.median(pair.stock.wall_s for pair in timed)
+    has_decoded = all(pair.ours.decode_s > 0 and pair.stock.decode_s > 0 for pair in timed)
+    decode = [pair.stock.decode_s / pair.ours.decode_s for pair in timed] if has_decoded else []
+    known = [(pair.ours, totals) for pair in timed if (totals := pair.ours.totals) is not None]
+    # what a step of ours costs beyond the forward pass, and the drafting part of it
+    overhead = [(run.wall_s * 1e3 - totals.forward_ms) / totals.steps for run, totals in known]
+    draft = [totals.draft_ms / totals.steps for _, totals in known]
     return {
         "speedup": faster,
         "speedup_quartiles": quartiles([pair.stock.wall_s / pair.ours.wall_s for pair in timed]),
         "ideal": ideal,
         "efficiency": None if ideal is None else faster / ideal,
-        "decode_speedup": _decode_speedup(timed),
+        "decode_speedup": statistics.median(decode) if decode else None,
         "makespan_s": ours_s,
         "stock_makespan_s": stock_s,
         "tokens_per_s": last.ours.num_tokens / ours_s,
         "stock_tokens_per_s": last.stock.num_tokens / stock_s,
-        **_per_step_ms(timed),
+        "overhead_ms_per_step": statistics.median(overhead) if overhead else None,
+        "draft_ms_per_step": statistics.median(draft) if draft else None,
         "stock_step_ms": None if times is None else {str(n): ms for n, ms in sorted(times.items())},
         "rounds_s": [[pair.stock.wall_s, pair.ours.wall_s] for pair in timed],
     }
@@ -172,24 +179,3 @@ def _counts(run: Run) -> dict[str, Any]:
         totals.drafted / totals.accepted if totals.accepted else None,
     )
     return dict(zip(names, values, strict=True))
-
-
-def _decode_speedup(timed: Sequence[Pair]) -> float | None:
-    if any(pair.ours.decode_s <= 0 or pair.stock.decode_s <= 0 for pair in timed):
-        return None
-    return statistics.median(pair.stock.decode_s / pair.ours.decode_s for pair in timed)
-
-
-def _per_step_ms(timed: Sequence[Pair]) -> dict[str, Any]:
-    """What a step of ours costs beyond the forward pass, and the drafting part of it."""
-    known = [(pair.ours, totals) for pair in timed if (totals := pair.ours.totals) is not None]
-    if not known:
-        return {"overhead_ms_per_step": None, "draft_ms_per_step": None}
-    return {
-        "overhead_ms_per_step": statistics.median(_overhead_ms(run, totals) for run, totals in known),
-        "draft_ms_per_step": statistics.median(totals.draft_ms / totals.steps for _, totals in known),
-    }
-
-
-def _overhead_ms(run: Run, totals: WorkerTotals) -> float:
-    return (run.wall_s * 1e3 - totals.forward_ms) / totals.steps

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 
@@ -12,16 +13,12 @@ class WorkerTotals:
     """Our worker's totals of one run."""
 
     steps: int
-    steps_with_drafts: int
     drafted: int
     accepted: int
-    output_tokens: int
     # running requests, summed over steps
     request_steps: int
     forward_ms: float
-    step_ms: float
     draft_ms: float
-    layout_ms: float
     # rows of the forward pass -> (steps, milliseconds), decode steps only
     by_rows: Mapping[int, tuple[int, float]]
 
@@ -78,8 +75,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The first place where two runs part."""
+class Parting:
+    """The first place at which one request's outputs differ; what comes after it has another prefix."""
 
     request: int
     # index into the request's output
@@ -87,6 +84,12 @@ class Difference:
     # None: the output had already ended
     stock: int | None
     ours: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(Parting):
+    """The first place where two runs part."""
+
     # requests that differ anywhere
     num_requests: int
 
@@ -95,23 +98,18 @@ class Difference:
         return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}{more}"
 
 
+def partings(stock: Run, ours: Run) -> list[Parting]:
+    """Compare two runs token by token: of every request that differs, where."""
+    found = []
+    for request, (one, other) in enumerate(zip(stock.token_ids, ours.token_ids, strict=True)):
+        if one != other:
+            pairs = enumerate(zip_longest(one, other))
+            at, (wanted, got) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            found.append(Parting(request=request, position=at, stock=wanted, ours=got))
+    return found
+
+
 def first_difference(stock: Run, ours: Run) -> Difference | None:
-    """Compare two runs token by token; None if they are identical."""
-    pairs = list(zip(stock.token_ids, ours.token_ids, strict=True))
-    different = [i for i, (one, other) in enumerate(pairs) if one != other]
-    if not different:
-        return None
-    one, other = pairs[different[0]]
-    at = parts_at(one, other)
-    return Difference(
-        request=different[0],
-        position=at,
-        stock=one[at] if at < len(one) else None,
-        ours=other[at] if at < len(other) else None,
-        num_requests=len(different),
-    )
-
-
-def parts_at(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two outputs share before they part, or before the shorter one ends."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    """None if two runs are identical."""
+    found = partings(stock, ours)
+    return Difference(**asdict(found[0]), num_requests=len(found)) if found else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,14 +14,13 @@ from vllm_specrollout import cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
-from ..runner.engines import PROMPT_LEN, STOCK, Engines, Report, run_round, sampling, write_answers
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling, write_answers
 from ..runner.ideal import step_times
-from ..runner.models import check_length, find_model
+from ..runner.models import find_model
 from ..runner.report import Found, host, print_rows
 from ..runner.rows import Pair, Row, make_row
-from ..runner.run import command
 from ..runner.runs import Run
-from ..runner.scenario import EngineScenario, Session, flag
+from ..runner.scenario import EngineScenario, Session, command, flag
 
 SHAPES = ("tree", "chain", "both")
 INSTALLED, IDLE = "installed", "idle"
@@ -45,26 +45,20 @@ class Decode(EngineScenario):
 
     bench: ClassVar[str] = "engine"
 
-    size: str | None = flag(None, is_setting=False)
-    """Random weights of this size: 1M, 3M, 30M, 150M or 400M."""
-    model: Path | None = flag(None, is_setting=False)
-    """A model's folder, instead of random weights."""
-    batches: tuple[int, ...] = flag((1, 4, 16), "--batch", within=(1, 256))
-    """Requests at once."""
-    drafts: tuple[int, ...] = flag((3, 7, 15), "--draft", within=(1, MAX_NODES))
-    """Draft tokens per request and step."""
-    tokens: int = flag(96, within=(2, 1 << 16))
-    """Tokens generated per request."""
-    accuracy: tuple[float, ...] = flag((1.0,), parse=cli_flags.probabilities)
-    """Probability that the draft of rank 1, 2, ... is right; several ranks make trees."""
-    shape: str = flag("tree", choices=SHAPES)
-    """tree, chain (first rank only), or both."""
-    rounds: int = flag(3, "--rounds", "--repeats", within=(1, 1000))
-    """Timed rounds; the medians are reported."""
-    is_off_path: bool = flag(False, "--off-path")
-    """Measure what the plugin costs while it drafts nothing."""
-    is_eager: bool = flag(True, "--eager/--compiled")
-    """Without or with torch.compile, in both."""
+    size: str | None = flag(None, "Random weights of this size: 1M, 3M, 30M, 150M or 400M.", is_setting=False)
+    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
+    batches: tuple[int, ...] = flag((1, 4, 16), "Requests at once.", "--batch", within=(1, 256))
+    drafts: tuple[int, ...] = flag((3, 7, 15), "Draft tokens per request and step.", "--draft", within=(1, MAX_NODES))
+    tokens: int = flag(96, "Tokens generated per request.", within=(2, 1 << 16))
+    accuracy: tuple[float, ...] = flag(
+        (1.0,),
+        "Probability that the draft of rank 1, 2, ... is right; several ranks make trees.",
+        parse=cli_flags.probabilities,
+    )
+    shape: str = flag("tree", "tree, chain (first rank only), or both.", choices=SHAPES)
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", "--rounds", "--repeats", within=(1, 1000))
+    is_off_path: bool = flag(False, "Measure what the plugin costs while it drafts nothing.", "--off-path")
+    is_eager: bool = flag(True, "Without or with torch.compile, in both.", "--eager/--compiled")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,29 +104,24 @@ class Decode(EngineScenario):
 
     def params(self, batch: int, draft: int | None) -> list[dict[str, Any]]:
         """`SamplingParams` of each request: without our options (draft None), or with them."""
-        made = []
-        for i in range(batch):
-            options: dict[str, Any] | None = None
-            if draft is not None:
-                options = {"problem_id": problem_id(batch, i), **({"max_draft_tokens": draft} if draft else {})}
-            made.append(sampling(self.seed + i, self.tokens, options, is_to_the_end=True))
-        return made
+        more = {"max_draft_tokens": draft} if draft else {}
+        options = [None if draft is None else {"problem_id": problem_id(batch, i), **more} for i in range(batch)]
+        return [sampling(self.seed + i, self.tokens, one, is_to_the_end=True) for i, one in enumerate(options)]
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=False)
-        check_length(folder, self.max_model_len())
         arms = self.arms()
         engines = len({arm.engine for arm in arms}) + 1
         per_batch = 1 + len(arms) * (self.rounds + 1) + (0 if self.is_off_path else self.rounds)
         report = session.display.steps(engines + len(self.batches) * per_batch)
         # all prompts, and all drafts, in one step; the step-time prefixes are longer than both
         shape = {"seqs": max(self.batches), "length": self.max_model_len(), "width": 2 * PROMPT_LEN}
-        arguments = self.arguments(folder, **shape, is_eager=self.is_eager)
-        with Engines(arguments, report, kv_gib=self.kv_gib, is_verbose=self.verbose) as running:
-            return Found(model=title, rows=_Bench(self, running, report).run(session.scratch / "oracle.json"))
+        with self.make_engines(folder, report, **shape, is_eager=self.is_eager) as running:
+            return Found(model=title, rows=_Bench(self, running).run(session.scratch / "oracle.json"))
 
     def show(self, found: Found, out: Console) -> None:
-        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {_join(self.accuracy)}"
+        accuracy = ",".join(f"{share:g}" for share in self.accuracy)
+        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {accuracy}"
         what = f"{found.model}, {self.dtype}, {self.tokens} tokens per request, {drafts}; {host()['cpu']}"
         out.print(what, markup=False)
         print_rows(found.rows, out)
@@ -144,8 +133,8 @@ def problem_id(batch: int, request: int) -> str:
 
 
 class _Bench:
-    def __init__(self, scenario: Decode, engines: Engines, report: Report) -> None:
-        self._scenario, self._engines, self._report = scenario, engines, report
+    def __init__(self, scenario: Decode, engines: Engines) -> None:
+        self._scenario, self._engines = scenario, engines
         self._prompts: list[list[int]] = []
 
     def run(self, oracle: Path) -> list[Row]:
@@ -162,22 +151,27 @@ class _Bench:
                 pairs[batch, arm].append(self._pair(number, batch, arm))
                 if number >= 0 and arm is arms[-1] and not scenario.is_off_path:
                     self._extend(batch, extend[batch])
-        return [_row(batch, arm, own, extend[batch]) for (batch, arm), own in pairs.items()]
+        rows = []
+        for (batch, arm), own in pairs.items():
+            decode_ms = [ms for pair in own if pair.is_timed for ms in pair.stock.step_ms()]
+            times = step_times(decode_ms, extend[batch] or {1: [0.0]})
+            rows.append(make_row(arm.name, batch, arm.draft, own, times))
+        return rows
 
     def _record(self, oracle: Path) -> None:
         """Stock's answers at every batch, for the oracle."""
         self._prompts = self._engines.prompts(max(self._scenario.batches))
         recorded: dict[str, Sequence[int]] = {}
         for batch in self._scenario.batches:
-            self._report(f"recording batch {batch}", 0)
+            self._engines.report(f"recording batch {batch}", 0)
             run = self._engines.record(self._prompts[:batch], self._scenario.params(batch, None))
             recorded |= {problem_id(batch, i): ids for i, ids in enumerate(run.token_ids)}
-            self._report("", 1)
+            self._engines.report("", 1)
         write_answers(oracle, recorded)
 
     def _pair(self, number: int, batch: int, arm: Arm) -> Pair:
         when = f"round {number + 1} of {self._scenario.rounds}" if number >= 0 else "warm-up"
-        self._report(f"{when}: batch {batch}, {arm.name}" + (f" {arm.draft}" if arm.draft else ""), 0)
+        self._engines.report(f"{when}: batch {batch}, {arm.name}" + (f" {arm.draft}" if arm.draft else ""), 0)
 
         def run(one: Arm | None) -> Run:
             name = STOCK if one is None else one.engine
@@ -185,36 +179,24 @@ class _Bench:
             return self._engines.run(name, self._prompts[:batch], self._scenario.params(batch, draft))
 
         pair = run_round(number, [arm], run)[arm]
-        self._report("", 1)
+        self._engines.report("", 1)
         return pair
 
     def _extend(self, batch: int, times: dict[int, list[float]]) -> None:
         """One round of stock's step times at this batch, over prefixes about as long as the context half way."""
-        self._report(f"stock's step times at batch {batch}", 0)
+        self._engines.report(f"stock's step times at batch {batch}", 0)
         scenario, prompts = self._scenario, self._prompts[:batch]
         block = self._engines[STOCK].ask("block_size")
         half_way = max(map(len, prompts)) + scenario.tokens // 2
         length = min(max(1, round(half_way / block)) * block, scenario.max_model_len() // block * block - block)
-        prefixes = [_repeat(prompt, i, max(block, length)) for i, prompt in enumerate(prompts)]
+        length = max(block, length)
+        # each begins elsewhere, so that no two share cached blocks
+        begins = [i % len(prompt) for i, prompt in enumerate(prompts)]
+        prefixes = [list(islice(cycle(prompt), at, at + length)) for at, prompt in zip(begins, prompts, strict=True)]
         wanted = [1, *(1 + draft for draft in scenario.drafts)]
         for n, milliseconds in self._engines.extend_ms(prefixes, wanted, seed=batch).items():
             times.setdefault(n, []).extend(milliseconds)
-        self._report("", 1)
-
-
-def _row(batch: int, arm: Arm, pairs: Sequence[Pair], extend: dict[int, list[float]]) -> Row:
-    decode_ms = [ms for pair in pairs if pair.is_timed for ms in pair.stock.step_ms()]
-    return make_row(arm.name, batch, arm.draft, pairs, step_times(decode_ms, extend or {1: [0.0]}))
-
-
-def _repeat(prompt: list[int], request: int, length: int) -> list[int]:
-    """A prefix of `length` tokens, different for every request, so that no two share cached blocks."""
-    unit = [*prompt[request % len(prompt) :], *prompt[: request % len(prompt)]]
-    return (unit * (length // len(unit) + 1))[:length]
-
-
-def _join(values: Sequence[float]) -> str:
-    return ",".join(f"{value:g}" for value in values)
+        self._engines.report("", 1)
 
 
 bench_engine = command(Decode)

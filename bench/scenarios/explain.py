@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -30,9 +30,6 @@ class Explained:
     finish_s: float
     # in order; times since the run's start. Empty: the budget was never asked
     stretches: tuple[Segment, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def slowest(

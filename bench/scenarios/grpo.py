@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,19 +15,17 @@ from rich.console import Console
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
-from ..grpo.arms import Arm, Request, overlaid, suffix_problem
-from ..grpo.loop import Loop, Models, Outcome, num_units
-from ..grpo.rows import SUFFIX, epoch_rows
-from ..grpo.show import print_ablation, print_epochs, print_notes
+from ..grpo.fleet import Arm, Request, overlaid, suffix_problem
+from ..grpo.loop import Loop, num_units
+from ..grpo.rows import SUFFIX, epoch_rows, print_ablation, print_epochs, print_notes
 from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem
-from ..runner.engines import OURS, PROMPT_LEN, STOCK, Engines
+from ..runner.engines import OURS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model
 from ..runner.plots import plot_epochs
 from ..runner.report import Found
-from ..runner.run import command
-from ..runner.scenario import EngineScenario, Session, check_picture, flag
+from ..runner.scenario import EngineScenario, Session, command, flag
 
 ENGINES = (STOCK, "ngram", SUFFIX, OURS)
 # vLLM's own drafters, by `speculative_config`; what is not named has vLLM's default
@@ -49,58 +48,40 @@ class Grpo(EngineScenario):
 
     bench: ClassVar[str] = "grpo"
 
-    model: Path | None = flag(None, is_setting=False)
-    """The policy's folder; default: the one that comes with the project."""
-    size: str = flag("150M", is_setting=False)
-    """Cost of the model the engines run: 30M, 150M, 400M, or `none` for the policy as it is."""
-    engines: tuple[str, ...] = flag((STOCK, OURS), choices=ENGINES)
-    """Which engines roll out: stock, ngram, suffix, ours."""
-    spec_rollout: dict[str, Any] = flag({"drafters": ["history"]})
-    """Our engine's configuration, JSON or a file of it."""
-    ngram: dict[str, Any] = flag(_NGRAM)
-    """`speculative_config` of the ngram engine."""
-    suffix: dict[str, Any] = flag({"method": "suffix"})
-    """`speculative_config` of the suffix engine."""
-    suffix_path: str = flag("", is_setting=False)
-    """Folder that holds arctic_inference, if not installed."""
-    ablate: bool = flag(False)
-    """Also run ours without one part of its history each."""
-    problems: int = flag(16, within=(1, 10_000))
-    """Problems of the fixed set, from the training split."""
-    problems_per_step: int = flag(8, within=(1, 10_000))
-    """Problems between two updates; divides --problems."""
-    samples: int = flag(8, within=(2, 1000))
-    """Answers to each problem."""
-    epochs: int = flag(6, within=(1, 10_000))
-    """Passes over the problems."""
-    family: str | None = flag(None, choices=FAMILIES)
-    """arith or puzzle; default: both in turns."""
-    batch: int = flag(16, within=(1, 256))
-    """Requests at once (max_num_seqs)."""
-    max_tokens: int = flag(256, within=(2, 1 << 16))
-    """Tokens after which an answer is cut."""
-    learning_rate: float = flag(_UPDATE.learning_rate)
-    """Of AdamW."""
-    clip: float = flag(_UPDATE.clip_low)
-    """Ratios outside 1 +- this earn nothing more."""
-    kl: float = flag(_UPDATE.kl_weight)
-    """Weight of the KL divergence from the first policy."""
-    inner_epochs: int = flag(_UPDATE.inner_epochs)
-    """Passes over a rollout's answers."""
-    minibatches: int = flag(_UPDATE.minibatches)
-    """Optimiser steps per pass."""
-    threads: int = flag(1, within=(1, 256))
-    """Torch threads of the trainer."""
-    seed: int = flag(0, within=(0, 1 << 30))
-    """Of the problems, their order and sampling."""
-    quick: bool = flag(False, is_setting=False)
-    """A few short answers only, whatever the sizes say."""
-    plot: Path | None = flag(None, is_setting=False)
-    """Draw rewards, tokens and times into this file."""
-    trace: Path | None = flag(None, is_setting=False)
-    """Write every rollout's answers into this folder."""
-    save: Path | None = flag(None, is_setting=False)
-    """Write the trained policy into this folder."""
+    model: Path | None = flag(
+        None, "The policy's folder; default: the one that comes with the project.", is_setting=False
+    )
+    size: str = flag(
+        "150M",
+        "Cost of the model the engines run: 30M, 150M, 400M, or `none` for the policy as it is.",
+        is_setting=False,
+    )
+    engines: tuple[str, ...] = flag(
+        (STOCK, OURS), "Which engines roll out: stock, ngram, suffix, ours.", choices=ENGINES
+    )
+    spec_rollout: dict[str, Any] = flag({"drafters": ["history"]}, "Our engine's configuration, JSON or a file of it.")
+    ngram: dict[str, Any] = flag(_NGRAM, "`speculative_config` of the ngram engine.")
+    suffix: dict[str, Any] = flag({"method": "suffix"}, "`speculative_config` of the suffix engine.")
+    suffix_path: str = flag("", "Folder that holds arctic_inference, if not installed.", is_setting=False)
+    ablate: bool = flag(False, "Also run ours without one part of its history each.")
+    problems: int = flag(16, "Problems of the fixed set, from the training split.", within=(1, 10_000))
+    problems_per_step: int = flag(8, "Problems between two updates; divides --problems.", within=(1, 10_000))
+    samples: int = flag(8, "Answers to each problem.", within=(2, 1000))
+    epochs: int = flag(6, "Passes over the problems.", within=(1, 10_000))
+    family: str | None = flag(None, "arith or puzzle; default: both in turns.", choices=FAMILIES)
+    batch: int = flag(16, "Requests at once (max_num_seqs).", within=(1, 256))
+    max_tokens: int = flag(256, "Tokens after which an answer is cut.", within=(2, 1 << 16))
+    learning_rate: float = flag(_UPDATE.learning_rate, "Of AdamW.")
+    clip: float = flag(_UPDATE.clip_low, "Ratios outside 1 +- this earn nothing more.")
+    kl: float = flag(_UPDATE.kl_weight, "Weight of the KL divergence from the first policy.")
+    inner_epochs: int = flag(_UPDATE.inner_epochs, "Passes over a rollout's answers.")
+    minibatches: int = flag(_UPDATE.minibatches, "Optimiser steps per pass.")
+    threads: int = flag(1, "Torch threads of the trainer.", within=(1, 256))
+    seed: int = flag(0, "Of the problems, their order and sampling.", within=(0, 1 << 30))
+    quick: bool = flag(False, "A few short answers only, whatever the sizes say.", is_setting=False)
+    plot: Path | None = flag(None, "Draw rewards, tokens and times into this file.", is_setting=False)
+    trace: Path | None = flag(None, "Write every rollout's answers into this folder.", is_setting=False)
+    save: Path | None = flag(None, "Write the trained policy into this folder.", is_setting=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +103,6 @@ class Grpo(EngineScenario):
         if self.trace is not None and any(self.trace.glob("rollout-*")):
             cause = f"`--trace` is `{self.trace}`, which holds another trace"
             raise ConfigError(cause, "name a new folder, or empty this one")
-        check_picture(self.plot)
 
     @property
     def grpo(self) -> GrpoConfig:
@@ -143,7 +123,8 @@ class Grpo(EngineScenario):
         return self.epochs * self.steps_per_epoch
 
     def settings(self) -> dict[str, Any]:
-        arms = [arm.as_dict() for arm in self.arms()]
+        names = ("name", "spec_rollout", "speculative_config")
+        arms = [{name: getattr(arm, name) for name in names} for arm in self.arms()]
         return {**super().settings(), "grpo": asdict(self.grpo), "engines": arms}
 
     def arms(self) -> list[Arm]:
@@ -157,8 +138,8 @@ class Grpo(EngineScenario):
             raise ConfigError(cause, "add `stock`: training goes on from its rollouts")
         made = [
             Arm(name=STOCK),
-            Arm(name="ngram", speculative=self.ngram),
-            Arm(name=SUFFIX, speculative=self.suffix, import_path=self.suffix_path),
+            Arm(name="ngram", speculative_config=self.ngram),
+            Arm(name=SUFFIX, speculative_config=self.suffix, import_path=self.suffix_path),
             Arm(name=OURS, spec_rollout=self.spec_rollout),
         ]
         arms = [arm for arm in made if arm.name in self.engines or (arm.is_ours and self.ablate)]
@@ -214,37 +195,30 @@ class Grpo(EngineScenario):
             notes.append(f"{why}; name its folder with `--suffix-path`")
         policy, _ = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
         served, title = find_model(self.model, size, self.dtype, self.cache, session.display, is_policy=True)
-        length = PROMPT_LEN + self.max_tokens
-        check_length(served, length)
         together = [arm for arm in arms if arm.name not in ABLATIONS]
         variants = [arm for arm in arms if arm.name in ABLATIONS]
         report = session.display.steps(num_units(self, together, variants))
-        arguments = self.arguments(served, seqs=self.batch, length=length, width=2 * PROMPT_LEN)
-
-        def make_engines() -> Engines:
-            return Engines(arguments, report, kv_gib=self.kv_gib, is_verbose=self.verbose)
-
-        outcome = Loop(self, Models(policy=policy, size=size), make_engines, report).run(together, variants)
-        outcome = replace(outcome, notes=(*notes, *outcome.notes))
-        rows = epoch_rows(outcome.steps)
-        extra = {"epochs": [asdict(row) for row in rows], "notes": list(outcome.notes)}
-        return Found(model=title, rows=outcome.steps, extra=extra, more=(outcome, rows))
+        shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
+        check_length(served, shape["length"])
+        make_engines = functools.partial(self.make_engines, served, report, **shape)
+        steps, more_notes = Loop(self, policy, size, make_engines, report).run(together, variants)
+        rows = epoch_rows(steps)
+        extra = {"epochs": [asdict(row) for row in rows], "notes": notes + more_notes}
+        return Found(model=title, rows=steps, extra=extra, more=rows)
 
     def _title(self, found: Found) -> str:
         sizes = f"{self.problems} problems x {self.samples} answers x {self.epochs} epochs, {self.batch} at once"
         return f"{found.model}{', as it is' if self.size == 'none' else ''}, {self.dtype}: {sizes}"
 
     def show(self, found: Found, out: Console) -> None:
-        outcome: Outcome
-        outcome, rows = found.more
         out.print(self._title(found), markup=False)
-        print_epochs(rows, out)
+        print_epochs(found.more, out)
         if self.ablate:
-            print_ablation(rows, out)
-        print_notes(outcome.steps, outcome.notes, out)
+            print_ablation(found.more, out)
+        print_notes(found.rows, found.extra["notes"], out)
 
     def draw(self, found: Found, path: Path) -> None:
-        plot_epochs(found.rows, found.more[1], self._title(found), path)
+        plot_epochs(found.rows, found.more, self._title(found), path)
 
 
 bench_grpo = command(Grpo)

@@ -14,14 +14,13 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
-from ..runner.budgets import AUTO, Budget, BudgetEngines, first_identical
-from ..runner.engines import OURS, STOCK, Report, run_round, sampling
-from ..runner.models import check_length, find_model
+from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
+from ..runner.engines import OURS, STOCK, run_round, sampling
+from ..runner.models import find_model
 from ..runner.report import Found
-from ..runner.rows import Pair, Row, extended, make_row, ratio, without_speed
-from ..runner.run import command
+from ..runner.rows import Pair, Row, make_row
 from ..runner.runs import Run
-from ..runner.scenario import EngineScenario, Session, flag
+from ..runner.scenario import EngineScenario, Session, command, flag
 from .patterns import PATTERNS, Pattern, pattern, tail, tail_ratio
 from .rollout import DRAFTERS
 
@@ -65,28 +64,19 @@ class Ramp(EngineScenario):
 
     bench: ClassVar[str] = "ramp"
 
-    size: str | None = flag(None, is_setting=False)
-    """Random weights of this size (default: 150M); or the policy's."""
-    model: Path | None = flag(None, is_setting=False)
-    """A model's folder, instead of random weights."""
-    patterns: tuple[str, ...] = flag(PATTERNS, "--pattern", choices=PATTERNS)
-    """Load patterns."""
-    budgets: tuple[str, ...] = flag(BUDGETS, "--budget", choices=BUDGETS)
-    """Budgets beside `auto`."""
-    is_tail: bool = flag(False, "--tail")
-    """Long-tail rollout of the project's policy, with and without longest-first queueing."""
-    requests: int = flag(64, within=(8, 256))
-    """Requests of a pattern."""
-    tokens: int | None = flag(None, within=(8, 1 << 14))
-    """Of the longest answer; default: 96, with --tail 1024."""
-    accuracy: float = flag(0.8, within=(0, 1))
-    """Probability that a draft token is right."""
-    max_draft_tokens: int = flag(7, within=(1, MAX_NODES))
-    """Most draft tokens per step."""
-    rounds: int = flag(3, within=(1, 1000))
-    """Timed rounds; the medians are reported."""
-    places: int = flag(8, "--batch", within=(1, 256))
-    """Requests at once, with --tail."""
+    size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)
+    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
+    patterns: tuple[str, ...] = flag(PATTERNS, "Load patterns.", "--pattern", choices=PATTERNS)
+    budgets: tuple[str, ...] = flag(BUDGETS, "Budgets beside `auto`.", "--budget", choices=BUDGETS)
+    is_tail: bool = flag(
+        False, "Long-tail rollout of the project's policy, with and without longest-first queueing.", "--tail"
+    )
+    requests: int = flag(64, "Requests of a pattern.", within=(8, 256))
+    tokens: int | None = flag(None, "Of the longest answer; default: 96, with --tail 1024.", within=(8, 1 << 14))
+    accuracy: float = flag(0.8, "Probability that a draft token is right.", within=(0, 1))
+    max_draft_tokens: int = flag(7, "Most draft tokens per step.", within=(1, MAX_NODES))
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+    places: int = flag(8, "Requests at once, with --tail.", "--batch", within=(1, 256))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,16 +112,15 @@ class Ramp(EngineScenario):
         is_policy = self.is_tail and self.model is None
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=is_policy)
         length = (4 if self.is_tail else 1) * PROMPT_LEN + self.tokens + 1
-        check_length(folder, length)
         report = session.display.steps(len(self.loads()) + 2)
-        arguments = self.arguments(folder, seqs=self.seqs, length=length, width=4 * PROMPT_LEN)
+        shape = {"seqs": self.seqs, "length": length, "width": 4 * PROMPT_LEN}
         most, drafters = self.max_draft_tokens, list(DRAFTERS) if self.is_tail else ["oracle"]
         config = {"drafters": drafters, "max_draft_tokens": most, "max_depth": most}
+        more = {"kind": BudgetEngines, "spec_rollout": config, "scratch": session.scratch}
         rows: list[RampRow] = []
-        shared: dict[str, Any] = {"kv_gib": self.kv_gib, "is_verbose": self.verbose}
-        with BudgetEngines(arguments, report, config, session.scratch, **shared) as engines:
+        with self.make_engines(folder, report, **shape, **more) as engines:
             for name in self.loads():
-                bench = _Bench(self, engines, report, name)
+                bench = _Bench(self, engines, name)
                 own, _ = first_identical(self.seed, 0, bench.rows)
                 _print_pattern(own, session.display.out)
                 rows += own
@@ -145,8 +134,8 @@ class Ramp(EngineScenario):
 class _Bench:
     """One pattern under all budgets."""
 
-    def __init__(self, scenario: Ramp, engines: BudgetEngines, report: Report, name: str) -> None:
-        self._scenario, self._engines, self._report = scenario, engines, report
+    def __init__(self, scenario: Ramp, engines: BudgetEngines, name: str) -> None:
+        self._scenario, self._engines = scenario, engines
         tokens = scenario.tokens or _TOKENS
         if name == TAIL:
             # many of few terms, few of many; answers grow with the square of the terms
@@ -173,7 +162,7 @@ class _Bench:
                 if arm is None:
                     return recorded if number < 0 else self._run(None, seed)
                 when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
-                self._report(f"{self._load.name}: {when}, {arm.title}", 0)
+                self._engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
                 engines.set_budget(arm, is_fresh=number < 0)
                 if scenario.is_tail and number < 0 and arm.longest_first:
                     # earlier epochs: other answers to the same problems
@@ -190,13 +179,9 @@ class _Bench:
 
     def _run(self, arm: Budget | None, seed: int) -> Run:
         made = self._load
+        is_to_the_end = not self._scenario.is_tail
         params = [
-            sampling(
-                seed + i,
-                length,
-                None if arm is None else {"problem_id": str(i)},
-                is_to_the_end=not self._scenario.is_tail,
-            )
+            sampling(seed + i, length, None if arm is None else {"problem_id": str(i)}, is_to_the_end=is_to_the_end)
             for i, length in enumerate(made.lengths)
         ]
         name = STOCK if arm is None else OURS
@@ -207,30 +192,16 @@ class _Bench:
     ) -> list[RampRow]:
         batch = min(len(self._prompts), self._scenario.seqs)
         rows = {arm: make_row(arm.title, batch, 0, own) for arm, own in pairs.items()}
-        is_comparable = all(row.identical for row in rows.values())
-        others = [arm for arm in pairs if arm != AUTO]
-        best = min(others, key=lambda arm: _wall_s(pairs[arm]), default=None) if is_comparable else None
-        found = []
-        for arm, row in rows.items():
-            told = best if arm == AUTO else None
-            found.append(
-                extended(
-                    RampRow,
-                    row if is_comparable else without_speed(row),
-                    **switches[arm],
-                    pattern=self._load.name,
-                    seed=seed,
-                    is_comparable=is_comparable,
-                    length_ratio=tail_ratio([len(ids) for ids in pairs[arm][-1].stock.token_ids]),
-                    auto_to_best=None if told is None else ratio(pairs[told], pairs[AUTO]),
-                    best=None if told is None else told.title,
-                )
-            )
-        return found
 
+        def wall_s(arm: Budget) -> float:
+            return statistics.median(pair.ours.wall_s for pair in pairs[arm] if pair.is_timed)
 
-def _wall_s(pairs: Sequence[Pair]) -> float:
-    return statistics.median(pair.ours.wall_s for pair in pairs if pair.is_timed)
+        def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
+            lengths = tail_ratio([len(ids) for ids in pairs[arm][-1].stock.token_ids])
+            own = {"pattern": self._load.name, "seed": seed, "length_ratio": lengths}
+            return {**switches[arm], **own, "best": best and best.title}
+
+        return compared(RampRow, rows, pairs, wall_s, fields, [arm for arm in pairs if arm != AUTO])
 
 
 def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:

@@ -29,44 +29,30 @@ class Pattern:
 
 def pattern(name: str, requests: int, tokens: int) -> Pattern:
     """The pattern of this name for about so many requests, the longest of about so many tokens."""
+    short, few, more = max(4, tokens // 4), max(requests // 8, 3), {}
     if name == "drain":
-        return Pattern(name=name, lengths=_spread(requests, tokens), arrives_after=(0,) * requests)
-    if name == "fill":
-        return _fill(requests, tokens)
-    if name == "bursts":
-        return _bursts(requests, tokens)
-    few = max(requests // 8, 3)
-    if name == "bad-drafter":
-        return Pattern(name=name, lengths=(tokens,) * few, arrives_after=(0,) * few, turns_bad_at=tokens // 2)
-    # one short answer, at whose end the weights change
-    return Pattern(name=name, lengths=(tokens // 2, *(tokens,) * (few - 1)), arrives_after=(0,) * few, reload_after=1)
-
-
-def _spread(count: int, tokens: int) -> tuple[int, ...]:
-    """Lengths with a long tail: most are short, a few close to `tokens`."""
-    return tuple(max(4, round(tokens * ((i + 1) / count) ** 3)) for i in range(count))
-
-
-def _fill(requests: int, tokens: int) -> Pattern:
-    """1, then 4, 16, ... more: each wave comes when the first answer of the last one ends, while the others go on."""
-    lengths, arrives, wave = [max(4, tokens // 4)], [0], 4
-    finished = 1
-    while len(lengths) < requests:
-        size = min(wave, requests - len(lengths))
-        lengths += [max(4, tokens // 4), *(tokens,) * (size - 1)]
-        arrives += [finished] * size
-        finished, wave = finished + 1, wave * 4
-    return Pattern(name="fill", lengths=tuple(lengths), arrives_after=tuple(arrives))
-
-
-def _bursts(requests: int, tokens: int) -> Pattern:
-    """Three bursts of short answers beside one long one; each comes when the last one is over."""
-    size = max((requests - 1) // 3, 1)
-    lengths, arrives = [tokens], [0]
-    for burst in range(3):
-        lengths += [max(4, tokens // 4)] * size
-        arrives += [burst * size] * size
-    return Pattern(name="bursts", lengths=tuple(lengths), arrives_after=tuple(arrives))
+        # a long tail: most are short, a few close to `tokens`
+        lengths = [max(4, round(tokens * ((i + 1) / requests) ** 3)) for i in range(requests)]
+        arrives = [0] * requests
+    elif name == "fill":
+        # 1, then 4, 16, ... more: each wave comes when the first answer of the last one ends, while the others go on
+        lengths, arrives, finished = [short], [0], 0
+        while len(lengths) < requests:
+            finished += 1
+            size = min(4**finished, requests - len(lengths))
+            lengths += [short, *(tokens,) * (size - 1)]
+            arrives += [finished] * size
+    elif name == "bursts":
+        # three, of short answers, beside one long one; each comes when the last one is over
+        size = max((requests - 1) // 3, 1)
+        lengths = [tokens, *(short,) * 3 * size]
+        arrives = [0, *(burst * size for burst in range(3) for _ in range(size))]
+    elif name == "bad-drafter":
+        lengths, arrives, more = [tokens] * few, [0] * few, {"turns_bad_at": tokens // 2}
+    else:
+        # one short answer, at whose end the weights change
+        lengths, arrives, more = [tokens // 2, *(tokens,) * (few - 1)], [0] * few, {"reload_after": 1}
+    return Pattern(name=name, lengths=tuple(lengths), arrives_after=tuple(arrives), **more)
 
 
 def tail(sizes: Sequence[int], seed: int, num_short: int, num_long: int) -> list[int]:

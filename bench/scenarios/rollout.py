@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,15 +17,14 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
-from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, Report, run_round, sampling
+from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, run_round, sampling
 from ..runner.ideal import extend_sizes, ideal_rollout_speedup, row_times
-from ..runner.models import check_length, find_model
+from ..runner.models import find_model
 from ..runner.plots import plot_rollout
 from ..runner.report import Found, print_rows
 from ..runner.rows import Pair, Row, make_row
-from ..runner.run import command
 from ..runner.runs import Run
-from ..runner.scenario import EngineScenario, Session, check_picture, flag
+from ..runner.scenario import EngineScenario, Session, command, flag
 from .explain import Explained, print_explained, slowest
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
@@ -35,35 +35,15 @@ _NUM_FIXED_UNITS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One answer and what it earned."""
-
-    problem: Problem
-    # text without special tokens
-    answer: str
-    reward: float
-    num_tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        kept = asdict(self)
-        problem = kept.pop("problem")
-        return {"problem_id": problem["problem_id"], "prompt": problem["prompt"], **kept}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a rollout found besides its row."""
 
-    # of the last round, in the order of requests; stock's answers, which are ours unless the row says otherwise
-    samples: tuple[Sample, ...]
+    # of the last round, in the order of requests: stock's answers, which are ours unless the row says otherwise
+    samples: list[dict[str, Any]]
     # the timed round of median speed-up, for the picture
     pair: Pair
     # of that same round; empty unless asked for, or where there is no speed to tell
-    explained: tuple[Explained, ...] = ()
-
-    @property
-    def mean_reward(self) -> float:
-        return statistics.mean(sample.reward for sample in self.samples)
+    explained: Sequence[Explained] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,36 +52,25 @@ class Rollout(EngineScenario):
 
     bench: ClassVar[str] = "rollout"
 
-    model: Path | None = flag(None, is_setting=False)
-    """The policy's folder; default: the one that comes with the project."""
-    size: str | None = flag(None, is_setting=False)
-    """Give the policy the cost of a larger model first: 30M, 150M or 400M."""
-    prompts: int = flag(16, within=(1, 10_000))
-    """Problems, half of each family, from the held-out set."""
-    samples: int = flag(4, within=(1, 1000))
-    """Answers to each problem."""
-    batch: int = flag(8, within=(1, 256))
-    """Requests at once (max_num_seqs)."""
-    max_tokens: int = flag(1024, within=(2, 1 << 16))
-    """Tokens after which an answer is cut."""
-    drafters: tuple[str, ...] = flag(DRAFTERS, choices=DRAFTERS)
-    """Drafters, best first."""
-    max_draft_tokens: int = flag(_DEFAULT.max_draft_tokens, within=(1, MAX_NODES))
-    """Most draft tokens per step."""
-    budget: str = flag(_DEFAULT.budget, choices=BUDGETS)
-    """auto, fixed, or another budget's name."""
-    rounds: int = flag(3, within=(1, 1000))
-    """Timed rounds; the medians are reported."""
-    seed: int = flag(0, within=(0, 1 << 30))
-    """Of the problems and of sampling."""
-    plot: Path | None = flag(None, is_setting=False)
-    """Draw the running requests over time into this file."""
-    is_explained: bool = flag(False, "--explain")
-    """Tell what was decided for the slowest requests, when and why."""
-    explain_requests: int = flag(3, within=(1, 1000))
-    """How many requests --explain tells of."""
-    show_samples: int = flag(3, is_setting=False)
-    """Answers to print."""
+    model: Path | None = flag(
+        None, "The policy's folder; default: the one that comes with the project.", is_setting=False
+    )
+    size: str | None = flag(
+        None, "Give the policy the cost of a larger model first: 30M, 150M or 400M.", is_setting=False
+    )
+    prompts: int = flag(16, "Problems, half of each family, from the held-out set.", within=(1, 10_000))
+    samples: int = flag(4, "Answers to each problem.", within=(1, 1000))
+    batch: int = flag(8, "Requests at once (max_num_seqs).", within=(1, 256))
+    max_tokens: int = flag(1024, "Tokens after which an answer is cut.", within=(2, 1 << 16))
+    drafters: tuple[str, ...] = flag(DRAFTERS, "Drafters, best first.", choices=DRAFTERS)
+    max_draft_tokens: int = flag(_DEFAULT.max_draft_tokens, "Most draft tokens per step.", within=(1, MAX_NODES))
+    budget: str = flag(_DEFAULT.budget, "auto, fixed, or another budget's name.", choices=BUDGETS)
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+    seed: int = flag(0, "Of the problems and of sampling.", within=(0, 1 << 30))
+    plot: Path | None = flag(None, "Draw the running requests over time into this file.", is_setting=False)
+    is_explained: bool = flag(False, "Tell what was decided for the slowest requests, when and why.", "--explain")
+    explain_requests: int = flag(3, "How many requests --explain tells of.", within=(1, 1000))
+    show_samples: int = flag(3, "Answers to print.", is_setting=False)
 
     @property
     def num_requests(self) -> int:
@@ -110,7 +79,6 @@ class Rollout(EngineScenario):
     def check(self) -> None:
         super().check()
         cli_flags.in_range(self.show_samples, "--show-samples", 0, self.num_requests)
-        check_picture(self.plot)
 
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration."""
@@ -134,16 +102,17 @@ class Rollout(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        length = PROMPT_LEN + self.max_tokens
-        check_length(folder, length)
         report = session.display.steps(_NUM_FIXED_UNITS + self.rounds)
-        arguments = self.arguments(folder, seqs=self.batch, length=length, width=2 * PROMPT_LEN)
-        with Engines(arguments, report, kv_gib=self.kv_gib, is_verbose=self.verbose) as running:
-            row, outcome, times = _Bench(self, running, report).run()
-        extra: dict[str, Any] = {"mean_reward": outcome.mean_reward, "stock_ms_by_rows": times}
-        extra["samples"] = [sample.as_dict() for sample in self._shown(outcome)]
+        shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
+        with self.make_engines(folder, report, **shape) as running:
+            row, outcome, times = _Bench(self, running).run()
+        mean_reward = statistics.mean(sample["reward"] for sample in outcome.samples)
+        # the first answer to each problem, then the second, ...
+        ordered = [sample for j in range(self.samples) for sample in outcome.samples[j :: self.samples]]
+        extra: dict[str, Any] = {"mean_reward": mean_reward, "stock_ms_by_rows": times}
+        extra["samples"] = ordered[: self.show_samples]
         if self.is_explained:
-            extra["explained"] = [one.as_dict() for one in outcome.explained]
+            extra["explained"] = [asdict(one) for one in outcome.explained]
         return Found(model=title, rows=[row], extra=extra, more=outcome)
 
     def _title(self, found: Found) -> str:
@@ -153,33 +122,28 @@ class Rollout(EngineScenario):
         outcome: Outcome = found.more
         out.print(f"{self._title(found)}, {self.batch} at once, temperature 1", markup=False)
         print_rows(found.rows, out)
-        cut = sum(sample.num_tokens >= self.max_tokens for sample in outcome.samples)
-        lengths = sorted(sample.num_tokens for sample in outcome.samples)
+        lengths = sorted(sample["num_tokens"] for sample in outcome.samples)
+        cut = sum(length >= self.max_tokens for length in lengths)
         whose = "both" if found.is_identical else "stock"
         out.print(
-            f"mean reward {outcome.mean_reward:.3f} ({whose}); answers of {lengths[0]} to {lengths[-1]} tokens,"
+            f"mean reward {found.extra['mean_reward']:.3f} ({whose}); answers of {lengths[0]} to {lengths[-1]} tokens,"
             f" median {lengths[len(lengths) // 2]}, {cut} cut off",
             markup=False,
         )
-        for one in self._shown(outcome):
-            out.print(f"\n[reward {one.reward:g}, {one.num_tokens} tokens] {one.problem.prompt}", markup=False)
+        for one in found.extra["samples"]:
+            out.print(f"\n[reward {one['reward']:g}, {one['num_tokens']} tokens] {one['prompt']}", markup=False)
             # an untrained policy says anything, control characters too
-            answer = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one.answer)
+            answer = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
             out.print(answer, markup=False, highlight=False)
         print_explained(outcome.explained, out)
 
     def draw(self, found: Found, path: Path) -> None:
         plot_rollout(found.more.pair, self.batch, self._title(found), path)
 
-    def _shown(self, outcome: Outcome) -> list[Sample]:
-        """The first answer to each problem, then the second, ..."""
-        ordered = [sample for j in range(self.samples) for sample in outcome.samples[j :: self.samples]]
-        return ordered[: self.show_samples]
-
 
 class _Bench:
-    def __init__(self, scenario: Rollout, engines: Engines, report: Report) -> None:
-        self._scenario, self._engines, self._report = scenario, engines, report
+    def __init__(self, scenario: Rollout, engines: Engines) -> None:
+        self._scenario, self._engines = scenario, engines
         self._chosen = problems(scenario.prompts, scenario.seed)
         self._prompts: list[list[int]] = []
 
@@ -199,25 +163,25 @@ class _Bench:
         if not row.identical:
             return row, Outcome(samples=samples, pair=pair), None
         num_told = scenario.explain_requests if scenario.is_explained else 0
-        explained = tuple(slowest(pair.ours, told, self._chosen, scenario.samples, num_told))
+        explained = slowest(pair.ours, told, self._chosen, scenario.samples, num_told)
         outcome = Outcome(samples=samples, pair=pair, explained=explained)
         return row, outcome, {str(rows): ms for rows, ms in times.items()}
 
     def _warm_up(self) -> Pair:
         """A few tokens of a full batch: kernels set themselves up, and stock is compared with itself."""
-        self._report("warm-up", 0)
+        self._engines.report("warm-up", 0)
         short = dataclasses.replace(self._scenario, max_tokens=min(WARM_UP_TOKENS, self._scenario.max_tokens))
         prompts = self._prompts[: short.batch]
         params = {ours: short.params(self._chosen, is_ours=ours)[: short.batch] for ours in (False, True)}
         stock = self._engines.record(prompts, params[False])
         pair = Pair(stock=stock, ours=self._engines.run(OURS, prompts, params[True]), is_timed=False)
-        self._report("", 1)
+        self._engines.report("", 1)
         return pair
 
     def _round(self, number: int) -> tuple[Pair, list[Mapping[str, Any]]]:
         """One run of each; and what our engine's worker wrote down in it."""
         scenario, told = self._scenario, []
-        self._report(f"round {number + 1} of {scenario.rounds}", 0)
+        self._engines.report(f"round {number + 1} of {scenario.rounds}", 0)
 
         def run(arm: str | None) -> Run:
             is_told = arm == OURS and scenario.is_explained
@@ -231,46 +195,44 @@ class _Bench:
             return found
 
         pair = run_round(number, [OURS], run)[OURS]
-        self._report("", 1)
+        self._engines.report("", 1)
         return pair, told
 
     def _step_times(self, pairs: list[Pair]) -> dict[int, float]:
         """What stock needs for a step of so many rows, as far as our steps go."""
-        self._report("stock's step times", 0)
+        self._engines.report("stock's step times", 0)
         totals = pairs[-1].ours.totals
         assert totals is not None
         batch = min(self._scenario.batch, self._scenario.num_requests)
         block = self._engines[STOCK].ask("block_size")
-        prefixes = [_prefix(self._prompts, i, block) for i in range(batch)]
+        # one whole KV cache block of context, different for every request
+        prefixes = [list(islice(cycle([i % 256 + 4, *self._prompts[i]]), block)) for i in range(batch)]
         extend_ms = self._engines.extend_ms(prefixes, extend_sizes(batch, totals), seed=0)
-        self._report("", 1)
+        self._engines.report("", 1)
         return row_times([pair.stock for pair in pairs], batch, extend_ms)
 
-    def _samples(self, stock: Run) -> tuple[Sample, ...]:
+    def _samples(self, stock: Run) -> list[dict[str, Any]]:
         texts = self._engines[STOCK].ask("decode", token_ids=[list(ids) for ids in stock.token_ids])
         owners = [problem for problem in self._chosen for _ in range(self._scenario.samples)]
-        return tuple(
-            Sample(problem=problem, answer=text, reward=reward(problem, text), num_tokens=len(ids))
+        return [
+            {
+                "problem_id": problem.problem_id,
+                "prompt": problem.prompt,
+                "answer": text,
+                "reward": reward(problem, text),
+                "num_tokens": len(ids),
+            }
             for problem, text, ids in zip(owners, texts, stock.token_ids, strict=True)
-        )
+        ]
 
 
 def _make_row(scenario: Rollout, pairs: list[Pair], times: dict[int, float]) -> Row:
     """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
     row = make_row(" + ".join(scenario.drafters), scenario.batch, scenario.max_draft_tokens, pairs)
-    last = pairs[-1]
-    if row.speedup is None or last.ours.totals is None:
-        return row
-    ideal = ideal_rollout_speedup(last.stock, last.ours.totals, scenario.batch, times)
-    if ideal is None:
-        return row
-    return dataclasses.replace(row, ideal=ideal, efficiency=row.speedup / ideal)
-
-
-def _prefix(prompts: list[list[int]], request: int, block: int) -> list[int]:
-    """One whole KV cache block of context, different for every request."""
-    unit = [request % 256 + 4, *prompts[request]]
-    return (unit * (block // len(unit) + 1))[:block]
+    stock, totals, ideal = pairs[-1].stock, pairs[-1].ours.totals, None
+    if row.speedup is not None and totals is not None:
+        ideal = ideal_rollout_speedup(stock, totals, scenario.batch, times)
+    return row if ideal is None else dataclasses.replace(row, ideal=ideal, efficiency=row.speedup / ideal)
 
 
 bench_rollout = command(Rollout)

@@ -13,15 +13,14 @@ from vllm_specrollout import cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, first_identical
-from ..runner.engines import OURS, STOCK, Report, run_round, sampling
-from ..runner.models import check_length, find_model
+from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
+from ..runner.engines import OURS, STOCK, run_round, sampling
+from ..runner.models import find_model
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
-from ..runner.rows import Pair, Row, extended, make_row, ratio, speedup, without_speed
-from ..runner.run import command
+from ..runner.rows import Pair, Row, make_row, speedup
 from ..runner.runs import Run, first_difference
-from ..runner.scenario import EngineScenario, Session, check_picture, flag
+from ..runner.scenario import EngineScenario, Session, command, flag
 from .rollout import DRAFTERS
 
 PROMPT_LEN = 64
@@ -69,24 +68,17 @@ class Sweep(EngineScenario):
     bench: ClassVar[str] = "sweep"
     draws_what_is_left: ClassVar[bool] = True
 
-    size: str | None = flag(None, is_setting=False)
-    """Random weights of this size (default: 150M); or the policy's."""
-    model: Path | None = flag(None, is_setting=False)
-    """A model's folder, instead of random weights."""
-    is_policy: bool = flag(False, "--policy")
-    """The project's policy with its real drafters, instead of the oracle."""
-    batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32, 64), "--batch", within=(1, 256))
-    """Requests at once."""
-    accuracies: tuple[float, ...] = flag((0.5, 0.7, 0.9, 0.0), "--accuracy", parse=cli_flags.shares)
-    """Probabilities that a draft token is right."""
-    drafts: tuple[int, ...] = flag((1, 3, 7, 15), "--draft", within=(1, MAX_NODES))
-    """Fixed draft lengths."""
-    tokens: int | None = flag(None, within=(4, 1 << 16))
-    """Tokens per request; default: 20 to 64, by batch."""
-    rounds: int = flag(3, within=(1, 1000))
-    """Timed rounds; the medians are reported."""
-    plot: Path | None = flag(None, is_setting=False)
-    """Draw the speed-ups into this file."""
+    size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)
+    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
+    is_policy: bool = flag(False, "The project's policy with its real drafters, instead of the oracle.", "--policy")
+    batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32, 64), "Requests at once.", "--batch", within=(1, 256))
+    accuracies: tuple[float, ...] = flag(
+        (0.5, 0.7, 0.9, 0.0), "Probabilities that a draft token is right.", "--accuracy", parse=cli_flags.shares
+    )
+    drafts: tuple[int, ...] = flag((1, 3, 7, 15), "Fixed draft lengths.", "--draft", within=(1, MAX_NODES))
+    tokens: int | None = flag(None, "Tokens per request; default: 20 to 64, by batch.", within=(4, 1 << 16))
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+    plot: Path | None = flag(None, "Draw the speed-ups into this file.", is_setting=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,10 +87,6 @@ class Sweep(EngineScenario):
 
     def resolved(self) -> Sweep:
         return replace(self, accuracies=()) if self.is_policy else self
-
-    def check(self) -> None:
-        super().check()
-        check_picture(self.plot)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "tokens": {str(batch): self.tokens_of(batch) for batch in self.batches}}
@@ -123,13 +111,12 @@ class Sweep(EngineScenario):
         is_policy = self.is_policy
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=is_policy)
         length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1
-        check_length(folder, length)
+        shape = {"seqs": max(self.batches), "length": length, "width": PROMPT_LEN + MAX_NODES}
         report = session.display.steps(len(self.cells()) + 2)
-        arguments = self.arguments(folder, seqs=max(self.batches), length=length, width=PROMPT_LEN + MAX_NODES)
-        shared: dict[str, Any] = {"kv_gib": self.kv_gib, "is_verbose": self.verbose}
+        more = {"kind": BudgetEngines, "spec_rollout": self.spec_rollout(), "scratch": session.scratch}
         rows: list[SweepRow] = []
-        with BudgetEngines(arguments, report, self.spec_rollout(), session.scratch, **shared) as engines:
-            bench = _Bench(self, engines, report)
+        with self.make_engines(folder, report, **shape, **more) as engines:
+            bench = _Bench(self, engines)
             for cell in self.cells():
                 own = bench.cell(cell)
                 session.display.out.print(cell_text(own), markup=False, highlight=False)
@@ -156,8 +143,8 @@ class Sweep(EngineScenario):
 
 
 class _Bench:
-    def __init__(self, scenario: Sweep, engines: BudgetEngines, report: Report) -> None:
-        self._scenario, self._engines, self._report = scenario, engines, report
+    def __init__(self, scenario: Sweep, engines: BudgetEngines) -> None:
+        self._scenario, self._engines = scenario, engines
         self._prompts = engines.prompts(max(scenario.batches), PROMPT_LEN)
         # (batch, seed) -> stock's answers
         self._answers: dict[tuple[int, int], Run] = {}
@@ -185,7 +172,7 @@ class _Bench:
             self._engines.set_answers(stock, cell.accuracy)
         fixed = [Budget(name="fixed", max_draft_tokens=draft) for draft in self._scenario.drafts]
         pairs: _Pairs = {AUTO: [], **{arm: [] for arm in fixed}}
-        self._report(f"{cell.title}: warm-up", 0)
+        self._engines.report(f"{cell.title}: warm-up", 0)
         self._engines.set_budget(AUTO)
         warm_up = run(AUTO, is_kept=True)
         if first_difference(stock, warm_up) is not None:
@@ -193,7 +180,7 @@ class _Bench:
             return {AUTO: [Pair(stock=stock, ours=warm_up)]}
         pairs[AUTO].append(Pair(stock=stock, ours=warm_up, is_timed=False))
         for number in range(self._scenario.rounds):
-            self._report(f"{cell.title}: round {number + 1} of {self._scenario.rounds}", 0)
+            self._engines.report(f"{cell.title}: round {number + 1} of {self._scenario.rounds}", 0)
             arms = [arm for arm in pairs if arm == AUTO or number == 0 or pairs[arm]]
             for arm, pair in run_round(number, arms, _until_hopeless(run) if number == 0 else run).items():
                 pairs[arm].append(pair)
@@ -229,34 +216,20 @@ def _until_hopeless(run: Callable[[Budget | None], Run]) -> Callable[[Budget | N
 
 def params(seed: int, batch: int, tokens: int, *, is_ours: bool) -> list[dict[str, Any]]:
     """`SamplingParams` of each request of a cell."""
-    return [
-        sampling(seed + i, tokens, {"problem_id": str(i)} if is_ours else None, is_to_the_end=True)
-        for i in range(batch)
-    ]
+    options = [{"problem_id": str(i)} if is_ours else None for i in range(batch)]
+    return [sampling(seed + i, tokens, one, is_to_the_end=True) for i, one in enumerate(options)]
 
 
 def cell_rows(cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]]) -> list[SweepRow]:
     """The rows of a cell, `auto` first."""
     rows = {arm: make_row(arm.name, cell.batch, arm.max_draft_tokens or 0, own) for arm, own in pairs.items()}
-    is_comparable = all(row.identical for row in rows.values())
     rounds = sum(pair.is_timed for pair in pairs[AUTO])
     fixed = [arm for arm, own in pairs.items() if arm != AUTO and sum(pair.is_timed for pair in own) == rounds]
-    best = max(fixed, key=lambda arm: speedup(pairs[arm]), default=None) if is_comparable else None
-    found = []
-    for arm, row in rows.items():
-        told = best if arm == AUTO else None
-        found.append(
-            extended(
-                SweepRow,
-                row if is_comparable else without_speed(row),
-                accuracy=cell.accuracy,
-                seed=seed,
-                is_comparable=is_comparable,
-                auto_to_best=None if told is None else ratio(pairs[told], pairs[AUTO]),
-                best_draft=None if told is None else told.max_draft_tokens,
-            )
-        )
-    return found
+
+    def fields(_: Budget, best: Budget | None) -> dict[str, Any]:
+        return {"accuracy": cell.accuracy, "seed": seed, "best_draft": best and best.max_draft_tokens}
+
+    return compared(SweepRow, rows, pairs, lambda arm: -speedup(pairs[arm]), fields, fixed)
 
 
 def is_hopeless(speeds: Sequence[float]) -> bool:

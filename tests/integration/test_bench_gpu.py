@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.gpu import parts
-from bench.gpu.engine_rows import Rows
+from bench.gpu.engine_rows import EngineRows
 from bench.gpu.parts import Options
 
 
@@ -14,8 +14,8 @@ def measured(tmp_path_factory):
     """Every row of the dry walk's last step, by its name."""
     options = Options(work=tmp_path_factory.mktemp("work"), steps=("speed",), is_dry=True, taus=(4.0,))
     (part,) = parts.parts(options)
-    setup, tasks = json.loads(json.dumps([part.setup, [task.params for task in part.tasks]]))
-    with Rows(setup, tasks) as rows:
+    tasks = json.loads(json.dumps([task.params for task in part.tasks]))
+    with EngineRows(part.setup, tasks) as rows:
         return {task.name: rows.measure(params) for task, params in zip(part.tasks, tasks, strict=True)}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.machine import MARK
-from bench.gpu.tasks import FIRST_HOUR
+from bench.gpu.parts import FIRST_HOUR
 
 pytestmark = pytest.mark.timeout(1800)
 

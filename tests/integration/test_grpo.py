@@ -6,14 +6,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.grpo.arms import Arm
+from bench.grpo.fleet import Arm
 from bench.grpo.loop import LoopFailed, inflation_error
 from bench.grpo.trace import read_rollouts
 from bench.policy.grpo import AnswerGroup, GrpoConfig, GrpoTrainer
 from bench.policy.inflate import inflate
-from bench.policy.random_model import make_random_model
-from bench.policy.shapes import Shape
-from bench.runner.engines import Engines, sampling
+from bench.policy.random_model import Shape, make_random_model
+from bench.runner.engines import sampling
 from bench.scenarios.grpo import Grpo, bench_grpo
 from vllm_specrollout.config import DRAFTERS
 
@@ -47,7 +46,7 @@ def invoke(*arguments):
 
 def answers(engine, arm):
     # vLLM's own speculation does not sample the same tokens in two runs, whatever the seeds
-    greedy = {} if arm.speculative is None else {"temperature": 0.0}
+    greedy = {} if arm.speculative_config is None else {"temperature": 0.0}
     params = [{**sampling(i, 24, is_to_the_end=True), **greedy} for i in range(len(PROMPTS))]
     return engine.ask("generate", prompts=PROMPTS, params=params)["token_ids"]
 
@@ -56,7 +55,7 @@ def answers(engine, arm):
     "arm",
     [
         Arm(name="stock"),
-        Arm(name="ngram", speculative={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
+        Arm(name="ngram", speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
         Arm(name="ours", spec_rollout=OURS),
     ],
     ids=lambda arm: arm.name,
@@ -65,8 +64,7 @@ def test_after_a_push_an_engine_answers_as_one_started_with_those_weights(arm, m
     plan = Grpo(dtype="float32", batch=4, max_tokens=32)
     answered = {}
     for name, folder in (("old", model), ("new", updated)):
-        arguments = plan.arguments(folder, seqs=4, length=288, width=512)
-        with Engines(arguments, lambda *_: None, kv_gib=1, is_verbose=False) as engines:
+        with plan.make_engines(folder, lambda *_: None, seqs=4, length=288, width=512) as engines:
             arm.start(engines)
             engine = engines[arm.name]
             answered[name] = answers(engine, arm)

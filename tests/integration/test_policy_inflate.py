@@ -7,10 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.errors import PolicyError  # noqa: E402
-from bench.policy.inflate import inflate, shape_of_config  # noqa: E402
-from bench.policy.random_model import make_random_model  # noqa: E402
-from bench.policy.shapes import Shape  # noqa: E402
+from bench.policy.inflate import inflate  # noqa: E402
+from bench.policy.random_model import Shape, make_random_model  # noqa: E402
+from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 SMALL = {"size": "1M", "hidden": 64, "num_layers": 2}
 GROWN = Shape(hidden=256, num_layers=5, intermediate=512, num_heads=12, num_kv_heads=3)
@@ -48,7 +47,7 @@ def test_inflated_logits_equal_the_small_models(pair):
 def test_inflated_model_has_the_target_shape_and_dtype(pair):
     small, grown = pair
     config = json.loads((grown / "config.json").read_text())
-    assert shape_of_config(config) == GROWN
+    assert Shape.of_config(config) == GROWN
     assert config["rms_norm_eps"] == json.loads((small / "config.json").read_text())["rms_norm_eps"] / 4
     assert _load(grown).dtype == _load(small).dtype
 
@@ -84,17 +83,17 @@ def test_inflating_copies_the_tokenizer(pair):
 
 def test_a_width_that_would_round_is_refused(pair, tmp_path):
     target = Shape(hidden=128, num_layers=2, intermediate=384, num_heads=2, num_kv_heads=1)
-    with pytest.raises(PolicyError, match="2 times, from 64 to 128; only powers of 4"):
+    with pytest.raises(ConfigError, match="2 times, from 64 to 128; only powers of 4"):
         inflate(pair[0], tmp_path, target)
 
 
 def test_a_smaller_target_is_refused(pair, tmp_path):
     target = Shape(hidden=64, num_layers=1, intermediate=384, num_heads=2, num_kv_heads=1)
-    with pytest.raises(PolicyError, match="num_layers would shrink from 2 to 1"):
+    with pytest.raises(ConfigError, match="num_layers would shrink from 2 to 1"):
         inflate(pair[0], tmp_path, target)
 
 
 def test_other_architectures_are_refused(tmp_path):
     llama = make_random_model(tmp_path / "llama", arch="llama", **SMALL)
-    with pytest.raises(PolicyError, match="is a llama model"):
+    with pytest.raises(ConfigError, match="is a llama model"):
         inflate(llama, tmp_path / "out", GROWN)

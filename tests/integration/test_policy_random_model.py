@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.errors import PolicyError  # noqa: E402
 from bench.policy.random_model import ARCHS, make_random_model  # noqa: E402
+from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 
 def _load(folder):
@@ -64,6 +64,6 @@ def test_a_larger_vocabulary_keeps_the_tokenizer(tmp_path):
     ],
 )
 def test_bad_arguments_are_errors_with_a_hint(arguments, cause, tmp_path):
-    with pytest.raises(PolicyError, match=cause) as caught:
+    with pytest.raises(ConfigError, match=cause) as caught:
         make_random_model(tmp_path, **arguments)
     assert "\n\nhint: " in str(caught.value)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from bench.policy.reward import problems
 from bench.policy.tasks import demonstrate
-from bench.policy.tokenizer import build_tokenizer, prompt_text, save_tokenizer
-from bench.policy.vocabulary import SPECIALS, WORDS, split_words
+from bench.policy.tokenizer import SPECIALS, WORDS, build_tokenizer, prompt_text, split_words
 
 TOKENIZER = build_tokenizer()
 
@@ -53,7 +52,7 @@ def test_the_chat_template_takes_system_and_earlier_turns():
 def test_a_saved_tokenizer_loads_the_same(tmp_path):
     from transformers import AutoTokenizer
 
-    save_tokenizer(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "Wait, that is wrong. é 世界 12345\n"
     assert loaded(text)["input_ids"] == TOKENIZER(text)["input_ids"]

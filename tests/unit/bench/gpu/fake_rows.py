@@ -8,47 +8,39 @@ import subprocess
 import sys
 import time
 
-from bench.gpu.runner import NotMeasured
+from bench.gpu import child
+from bench.gpu.child import NotMeasured
 from bench.runner.leash import Leash
 
 
-class Rows:
+class Rows(child.Rows):
     def __init__(self, setup, rows):
         if setup.get("fails"):
             raise RuntimeError("no setup today")
         self._expected = [row["kind"] for row in rows]
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def measure(self, params):
-        return getattr(self, f"_{params['kind']}")(params)
-
-    def _fine(self, params):
+    def fine(self, params):
         return {"is_right": params.get("is_right", True), "pid": os.getpid(), "expected": self._expected}
 
-    def _raises(self, _):
+    def raises(self, _):
         raise ValueError("a row that cannot be")
 
-    def _refuses(self, _):
+    def refuses(self, _):
         raise NotMeasured("not this one")
 
-    def _speaks_python(self, _):
+    def speaks_python(self, _):
         return {"value": object()}
 
-    def _segfaults(self, _):
+    def segfaults(self, _):
         ctypes.string_at(0)
 
-    def _hangs(self, _):
+    def hangs(self, _):
         time.sleep(1000)
 
-    def _leaves(self, _):
+    def leaves(self, _):
         os._exit(7)
 
-    def _starts_others(self, _):
+    def starts_others(self, _):
         """As an engine: in a session of its own."""
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
         self._leash = Leash(other.pid)

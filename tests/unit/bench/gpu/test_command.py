@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.gpu import command, machine, tasks
+from bench.gpu import command, machine, parts
 from bench.gpu.record import FILE
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -122,4 +122,4 @@ def test_the_parent_needs_neither_torch_nor_vllm():
 
 
 def test_every_step_is_described():
-    assert set(tasks.FIRST_HOUR) | {"memory"} == set(tasks.STEPS)
+    assert set(parts.FIRST_HOUR) | {"memory"} == set(parts.STEPS)

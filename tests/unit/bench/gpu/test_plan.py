@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.gpu import memory_rows, models, parts, plan
-from bench.gpu.parts import Options
-from bench.gpu.plan import Cell, Scene
-from bench.gpu.tasks import FIRST_HOUR, key_of
+from bench.gpu import parts, plan
+from bench.gpu.parts import FIRST_HOUR, Options
+from bench.gpu.plan import Cell
+from bench.gpu.record import key_of
 from bench.kernels import shapes
 from tests.drafters import ask
 from vllm_specrollout.config import parse, parse_request
@@ -24,7 +24,7 @@ EVERYTHING = {"work": Path("work"), "rivals": plan.RIVALS}
 def scenes(**options):
     """Every part's scene, of real and of dry walks."""
     made = [part for dry in (False, True) for part in parts.parts(Options(**EVERYTHING, **options, is_dry=dry))]
-    return [Scene.of(json.loads(json.dumps(part.setup))) for part in made if "tokens" in part.setup]
+    return [part.setup["scene"] for part in made if "scene" in part.setup]
 
 
 def test_the_first_hour_has_six_steps_and_a_dry_walk_has_rows_of_every_kind_that_it_has():
@@ -53,8 +53,8 @@ def test_speed_rows_ask_for_no_proof_and_strict_identity_rows_are_chains_without
     assert {task.params.get("arm") for task in made["speed"].tasks} >= {"chain", "tree", "stock"}
     for step in ("eager", "graphs"):
         chains, trees = made[f"{step}, chains, batch-invariant"], made[f"{step}, trees"]
-        assert Scene.of(chains.setup).environment()["VLLM_BATCH_INVARIANT"] == "1"
-        assert "VLLM_BATCH_INVARIANT" not in Scene.of(trees.setup).environment()
+        assert chains.setup["scene"].environment()["VLLM_BATCH_INVARIANT"] == "1"
+        assert "VLLM_BATCH_INVARIANT" not in trees.setup["scene"].environment()
         assert all(task.params["is_strict"] for task in chains.tasks[1:])
         assert not any(task.params["is_strict"] for task in trees.tasks[1:])
         assert all(len(t.params["accuracy"]) == 2 for t in trees.tasks if t.params.get("arm") == "tree")
@@ -93,30 +93,30 @@ def test_our_engines_and_requests_are_configured_as_the_plugin_understands():
         for shape in plan.ARMS:
             config = parse(scene.spec_rollout(shape, "oracle.json"))
             assert (config.max_draft_tokens, config.shape) == (max(scene.nodes), shape)
-        cell = Cell(*scene.cells[-1])
+        cell = scene.cells[-1]
         values = plan.params(scene, cell, nodes=scene.nodes[0])
         options = [parse_request(one["extra_args"]["spec_rollout"]) for one in values]
         assert {one.max_draft_tokens for one in options} == {scene.nodes[0]}
         assert len({one.problem_id for one in options}) == cell.batch
         assert all("extra_args" not in one for one in plan.params(scene, cell))
-    for sizes in memory_rows.ARMS.values():
-        assert (parse(memory_rows.spec_rollout(sizes)) is None) == (sizes is None)
+    for sizes in plan.MEMORY_ARMS.values():
+        assert (parse(plan.memory_spec_rollout(sizes)) is None) == (sizes is None)
 
 
 def test_the_kv_cache_holds_the_largest_cell_and_the_longest_request():
     for scene in scenes():
-        config = models.CONFIGS[scene.model]
-        held = scene.kv_bytes // config.kv_token_bytes
-        assert all(held >= batch * (context + 1 + scene.tokens) for batch, context in scene.cells)
-        assert scene.arguments("folder")["max_model_len"] <= config.max_position_embeddings
+        model = plan.MODELS[scene.model]
+        held = scene.kv_bytes // (model.layers * model.token_bytes)
+        assert all(held >= cell.batch * (cell.context + 1 + scene.tokens) for cell in scene.cells)
+        assert scene.arguments("folder")["max_model_len"] <= 1 << 16
 
 
 def test_graphs_are_captured_for_every_batch_with_none_and_with_all_of_its_nodes():
     for scene in scenes():
         sizes = scene.capture_sizes
-        for batch, _ in scene.cells:
-            assert batch in sizes
-            assert all(batch * (1 + nodes) in sizes for nodes in scene.nodes)
+        for cell in scene.cells:
+            assert cell.batch in sizes
+            assert all(cell.batch * (1 + nodes) in sizes for nodes in scene.nodes)
         assert sizes == sorted(set(sizes)) and len(sizes) <= 40
         config = scene.arguments("folder")["compilation_config"]
         assert (config["cudagraph_capture_sizes"], config["max_cudagraph_capture_size"]) == (sizes, sizes[-1])
@@ -137,8 +137,12 @@ def test_ngram_prompts_repeat_themselves_and_others_do_not():
 
 
 def test_the_7b_shape_has_the_size_it_is_named_after(tmp_path):
-    assert models.CONFIGS["7B"].weight_bytes / 2e9 == pytest.approx(7.6, abs=0.1)
-    written = json.loads((models.write("7B", tmp_path) / "config.json").read_text())
+    written = json.loads((plan.write_model("7B", tmp_path) / "config.json").read_text())
+    hidden, head = written["hidden_size"], written["hidden_size"] // written["num_attention_heads"]
+    attention = 2 * hidden * head * (written["num_attention_heads"] + written["num_key_value_heads"])
+    layer = attention + 3 * hidden * written["intermediate_size"]
+    weights = written["num_hidden_layers"] * layer + 2 * written["vocab_size"] * hidden
+    assert weights / 1e9 == pytest.approx(7.6, abs=0.1)
     assert (written["hidden_size"], written["num_hidden_layers"], written["vocab_size"]) == (3584, 28, 152064)
 
 

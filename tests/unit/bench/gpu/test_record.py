@@ -5,8 +5,7 @@ import json
 import pytest
 
 from bench.gpu import record as record_module
-from bench.gpu.record import FILE, Record
-from bench.gpu.tasks import Part, Task, key_of
+from bench.gpu.record import FILE, Part, Record, Task, key_of
 
 IDENTITY = {"source": "abc", "torch": "2.11.0", "gpu": "H200"}
 

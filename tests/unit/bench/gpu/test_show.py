@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from bench.gpu import parts, show
-from bench.gpu.engines import split
+from bench.gpu.engine_rows import split
 from bench.gpu.parts import Options
 from bench.gpu.record import Row
 from bench.runner.rows import Pair, make_row

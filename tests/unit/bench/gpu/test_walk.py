@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.record import Record
-from bench.gpu.tasks import Part, Task
+from bench.gpu.record import Part, Record, Task
 from bench.gpu.walk import Walk
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -37,7 +36,7 @@ class Start:
         self.said, self.children = [], 0
         self._folder = folder
 
-    def run(self, *parts, until=None):
+    def run(self, *parts, until=float("inf")):
         def ended():
             self.children += 1
 
@@ -93,14 +92,14 @@ def test_an_exception_is_kept_with_its_traceback_and_a_crash_with_its_stack(star
     raised, crashed, _ = start().run(part("raises", "fine"), part("segfaults", step="other"))[:2] + [None]
     assert 'raise ValueError("a row that cannot be")' in raised.trace
     (crashed,) = start().run(part("segfaults", step="other"))
-    assert "Segmentation fault" in crashed.trace and "_segfaults" in crashed.trace
+    assert "Segmentation fault" in crashed.trace and "segfaults" in crashed.trace
 
 
 def test_a_row_that_hangs_is_ended_in_time_and_its_stack_is_kept(start):
     one = start()
     hung, after = one.run(part("hangs", "fine", limit_s=1.0))
     assert states([hung, after]) == ["failed", "done"]
-    assert "no answer within 1 s" in hung.error and "_hangs" in hung.trace
+    assert "no answer within 1 s" in hung.error and "hangs" in hung.trace
 
 
 def test_a_row_that_is_refused_leaves_its_process_to_the_others(start):

@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.grpo.rows import EngineRun, StepRow, epoch_rows
-from bench.grpo.show import print_epochs
+from bench.grpo.rows import EngineRun, StepRow, epoch_rows, print_epochs
 
 
 def run(engine, wall_s, num_tokens, **changes):

@@ -68,5 +68,5 @@ def test_without_the_other_system_the_error_says_how_to_get_it(monkeypatch) -> N
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference.suffix_decoding", None)
     monkeypatch.setitem(__import__("sys").modules, "arctic_inference", None)
     with pytest.raises(UnsupportedError, match="arctic-inference 0.3.0") as error:
-        systems.check_arctic()
+        systems.load_arctic()
     assert "pip install arctic-inference==0.3.0" in error.value.hint

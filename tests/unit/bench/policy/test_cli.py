@@ -1,9 +1,12 @@
 """The command line shows one clear error and the way out, and never a traceback, for bad input."""
 
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
 from bench.policy.__main__ import app
+from bench.runner.display import main
 
 
 @pytest.mark.parametrize(
@@ -24,10 +27,12 @@ from bench.policy.__main__ import app
         ),
     ],
 )
-def test_bad_input_is_one_error_with_a_hint_and_exit_code_two(arguments, error):
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2
-    assert result.stderr == error
+def test_bad_input_is_one_error_with_a_hint_and_exit_code_two(arguments, error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["policy", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main(app)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == error
 
 
 def test_the_reward_demo_shows_right_answers_and_their_rewards():

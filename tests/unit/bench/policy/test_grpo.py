@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.errors import PolicyError  # noqa: E402
 from bench.policy.grpo import (  # noqa: E402
     AnswerGroup,
     GrpoConfig,
@@ -19,6 +18,7 @@ from bench.policy.grpo import (  # noqa: E402
     k3,
 )
 from bench.policy.random_model import make_random_model  # noqa: E402
+from vllm_specrollout.errors import ConfigError  # noqa: E402
 
 PROMPT = (3, 87, 261)
 MIXED = AnswerGroup(prompt_ids=PROMPT, answers=((5, 6, 7), (8, 9), (10, 11, 12, 4)), rewards=(1.0, 0.0, 0.0))
@@ -199,5 +199,5 @@ def test_saved_weights_load_as_the_same_policy(folder, tmp_path):
     ],
 )
 def test_bad_settings_are_refused(settings, cause):
-    with pytest.raises(PolicyError, match=cause):
+    with pytest.raises(ConfigError, match=cause):
         GrpoConfig(**settings)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.policy.errors import PolicyError
 from bench.policy.reward import problems, reward, split_of
 from bench.policy.tasks import FAMILIES, demonstrate
-from bench.policy.vocabulary import split_words
+from bench.policy.tokenizer import split_words
+from vllm_specrollout.errors import ConfigError
 
 PROBLEM = problems(1, seed=0)[0]
 
@@ -91,12 +91,12 @@ def test_families_take_turns_unless_one_is_asked_for():
 
 
 def test_an_unknown_family_is_an_error_with_a_hint():
-    with pytest.raises(PolicyError) as caught:
+    with pytest.raises(ConfigError) as caught:
         problems(1, seed=0, family="chess")
     assert str(caught.value) == "unknown family 'chess', known are arith, puzzle\n\nhint: choose one, or leave it out"
 
 
 @pytest.mark.parametrize("arguments", [{"count": -1}, {"count": 1, "split": "test"}])
 def test_a_bad_count_or_split_is_an_error(arguments):
-    with pytest.raises(PolicyError):
+    with pytest.raises(ConfigError):
         problems(seed=0, **arguments)

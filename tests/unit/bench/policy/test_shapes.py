@@ -2,10 +2,9 @@
 
 import pytest
 
-from bench.policy.errors import PolicyError
-from bench.policy.shapes import SHAPES, shape_of_size
-from bench.policy.train import TrainConfig
-from bench.policy.train_data import max_terms_at
+from bench.policy.random_model import SHAPES, shape_of_size
+from bench.policy.train import TrainConfig, max_terms_at
+from vllm_specrollout.errors import ConfigError
 
 
 @pytest.mark.parametrize("size", SHAPES)
@@ -24,7 +23,7 @@ def test_width_and_depth_can_be_replaced():
 
 
 def test_an_unknown_size_names_the_known_ones():
-    with pytest.raises(PolicyError, match="unknown model size '7B', known are 1M, 3M, 30M, 150M, 400M"):
+    with pytest.raises(ConfigError, match="unknown model size '7B', known are 1M, 3M, 30M, 150M, 400M"):
         shape_of_size("7B")
 
 

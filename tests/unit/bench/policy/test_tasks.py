@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.policy.reward import problems
 from bench.policy.tasks import FAMILIES, STYLES, demonstrate, make_problem, render, repeat_rate
-from bench.policy.vocabulary import LARGEST_NUMBER, NUMBERS, WORDS, split_words
+from bench.policy.tokenizer import LARGEST_NUMBER, NUMBERS, WORDS, split_words
 
 SEEDS = st.integers(0, 10_000)
 

@@ -16,7 +16,7 @@ def make_pair(make_run):
 
     def make(ours_s=3.0, tokens=range(9), **others):
         stock = make_run([range(9)], [float(i) for i in range(1, 10)])
-        totals = {"steps": 3, "request_steps": 3, "drafted": 6, "accepted": 6, "output_tokens": 9, "forward_ms": 1500.0}
+        totals = {"steps": 3, "request_steps": 3, "drafted": 6, "accepted": 6, "forward_ms": 1500.0}
         ours = make_run([tokens], [ours_s / 3, 2 * ours_s / 3, ours_s], **totals)
         return Pair(stock=stock, ours=ours, **others)
 

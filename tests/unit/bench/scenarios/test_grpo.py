@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench.grpo.arms import overlaid
+from bench.grpo.fleet import overlaid
 from bench.scenarios.grpo import ABLATIONS, Grpo
 from vllm_specrollout.errors import ConfigError
 
