@@ -72,13 +72,8 @@ def test_every_change_to_an_object_that_is_not_ours_is_declared(path: Path) -> N
     where = path.relative_to(PACKAGE).as_posix()
     for target in assigned(path):
         owner = ast.unparse(target.value)
-        is_ours = (
-            ast.unparse(target) in OURS
-            or owner == "self"
-            or owner in OURS
-            or (where, owner) in COPIES
-            or (where, owner) == OWN_SAMPLER
-        )
+        known = {(where, owner)} & (COPIES | OURS_HERE)
+        is_ours = bool(known) or owner == "self" or owner in OURS or ast.unparse(target) in OURS
         # one entry covers the fields that belong together
         is_declared = any(
             ast.unparse(target) == one or (one.startswith("compilation.") and owner == "compilation")
