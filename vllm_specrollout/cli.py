@@ -106,7 +106,7 @@ def _import_bench(name: str, module: str) -> Any:
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
-            'run `pip install "vllm-specrollout[cpu,bench]"`',
+            'run `pip install ".[cpu,bench]"` in the checkout',
         ) from None
 
 
