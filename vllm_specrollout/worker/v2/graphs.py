@@ -1,8 +1,8 @@
 """CUDA graphs for steps with drafts, beside vLLM's own for steps without.
 
 vLLM captures its decode graphs for one token per request, and those stay as they are: a step without drafts is stock
-vLLM's. A step with drafts looks for a bucket of `scheduling.cudagraphs` that holds it. There are two sets of them, because a
-graph keeps the attention that it was captured with:
+vLLM's. A step with drafts looks for a bucket of `scheduling.cudagraphs` that holds it. There are two sets of them,
+because a graph keeps the attention that it was captured with:
 
 - chains only in the step: vLLM's own attention, as in the steps without drafts. A chain is decoded by the kernel that
   decodes plainly, so nothing but the number of rows tells them apart.
