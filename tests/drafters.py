@@ -13,7 +13,7 @@ from vllm_specrollout.types import (
     EMPTY_TREE,
     DraftLimits,
     DraftTree,
-    Ending,
+    FinishedRequest,
     RequestBatch,
     RequestView,
     TreeBatch,
@@ -31,7 +31,7 @@ class Says(BaseDrafter):
         self.asked: list[list[str]] = []
         self.heard: list[tuple[TreeBatch, VerifyResult]] = []
         self.rolled_back: list[tuple[str, int]] = []
-        self.finished: list[Ending] = []
+        self.finished: list[FinishedRequest] = []
         self.forgotten: list[str] = []
 
     def admit(self, view: RequestView) -> None:
@@ -55,7 +55,7 @@ class Says(BaseDrafter):
     def rollback(self, request_id: str, num_tokens: int) -> None:
         self.rolled_back.append((request_id, num_tokens))
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         self.finished.append(ending)
 
     def forget(self, request_id: str) -> None:

@@ -15,7 +15,7 @@ from vllm_specrollout import __version__, envs, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.support import TABLE, model_shape
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,11 @@ def _model_finding(model: Path) -> Finding:
     return Finding(f"this model ({config.get('model_type', 'unknown')})", f"{shape.value:<5}  {reason or _ALL[shape]}")
 
 
-_ALL = {Shape.TREE: "whatever the request allows", Shape.CHAIN: "chains only", Shape.OFF: "it decodes plainly"}
+_ALL = {
+    DraftMode.TREE: "whatever the request allows",
+    DraftMode.CHAIN: "chains only",
+    DraftMode.OFF: "it decodes plainly",
+}
 
 
 def _lines(findings: tuple[Finding, ...], title: str = "") -> str:

@@ -23,7 +23,7 @@ from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.trees.batch import on_host
 from vllm_specrollout.types import (
     DraftLimits,
-    Ending,
+    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -237,7 +237,7 @@ class Speculator:
         self._budget_does(lambda budget: budget.observe(record))
         self._tell(lambda listener: listener.stepped(record))
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows."""
         self._budget_does(lambda budget: budget.finish(ending))
         for drafter in list(self.drafters):

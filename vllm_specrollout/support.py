@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,57 +17,58 @@ class Rule:
     """One line of the table."""
 
     feature: str
-    shape: Shape
+    shape: DraftMode
     reason: str
 
 
 _NODE = "applied at every node on that node's own history"
+TREE, CHAIN, OFF = DraftMode.TREE, DraftMode.CHAIN, DraftMode.OFF
 TABLE: tuple[Rule, ...] = (
-    Rule("greedy, temperature", Shape.TREE, "exact match with vLLM's own noise"),
-    Rule("seed, no seed", Shape.TREE, "the noise of token k is that of plain decoding; unseeded requests get a seed"),
-    Rule("top_k, top_p, min_p", Shape.TREE, _NODE),
-    Rule("presence, frequency, repetition penalty", Shape.TREE, _NODE),
-    Rule("bad_words, logit_bias, allowed_token_ids, min_tokens", Shape.TREE, _NODE),
-    Rule("max_tokens, stop, stop_token_ids, ignore_eos", Shape.TREE, "what follows a stop is dropped"),
-    Rule("n > 1, logprobs, prompt_logprobs, logprob_token_ids", Shape.TREE, "taken from the target's rows"),
-    Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", Shape.TREE, "the drafts leave no trace"),
-    Rule("tensor parallel", Shape.TREE, "rank 0 drafts, all ranks verify the same tree"),
-    Rule("structured outputs (grammar, JSON schema, regex)", Shape.CHAIN, "the grammar follows one line of tokens"),
-    Rule("penalties and bad_words, V2 runner", Shape.CHAIN, "its kernels find a row's history in the rows before it"),
-    Rule("vLLM's V1 runner on CUDA (fallback)", Shape.CHAIN, "no tree attention there; not yet run on a GPU"),
-    Rule("several KV cache groups (for example sliding and full attention)", Shape.CHAIN, "one block table per group"),
-    Rule("sliding windows and softcap, V2 runner", Shape.TREE, "the tree kernel computes both, layer by layer"),
-    Rule("FLASH_ATTN and TRITON_ATTN, V2 runner", Shape.TREE, "the tree kernel reads their KV cache"),
-    Rule("other attention backends, V2 runner", Shape.CHAIN, "drafted for through their own attention"),
+    Rule("greedy, temperature", TREE, "exact match with vLLM's own noise"),
+    Rule("seed, no seed", TREE, "the noise of token k is that of plain decoding; unseeded requests get a seed"),
+    Rule("top_k, top_p, min_p", TREE, _NODE),
+    Rule("presence, frequency, repetition penalty", TREE, _NODE),
+    Rule("bad_words, logit_bias, allowed_token_ids, min_tokens", TREE, _NODE),
+    Rule("max_tokens, stop, stop_token_ids, ignore_eos", TREE, "what follows a stop is dropped"),
+    Rule("n > 1, logprobs, prompt_logprobs, logprob_token_ids", TREE, "taken from the target's rows"),
+    Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", TREE, "the drafts leave no trace"),
+    Rule("tensor parallel", TREE, "rank 0 drafts, all ranks verify the same tree"),
+    Rule("structured outputs (grammar, JSON schema, regex)", CHAIN, "the grammar follows one line of tokens"),
+    Rule("penalties and bad_words, V2 runner", CHAIN, "its kernels find a row's history in the rows before it"),
+    Rule("vLLM's V1 runner on CUDA (fallback)", CHAIN, "no tree attention there; not yet run on a GPU"),
+    Rule("several KV cache groups (for example sliding and full attention)", CHAIN, "one block table per group"),
+    Rule("sliding windows and softcap, V2 runner", TREE, "the tree kernel computes both, layer by layer"),
+    Rule("FLASH_ATTN and TRITON_ATTN, V2 runner", TREE, "the tree kernel reads their KV cache"),
+    Rule("other attention backends, V2 runner", CHAIN, "drafted for through their own attention"),
     Rule(
         "quantised KV caches (fp8, int8, int4, nvfp4 and all others), V2 runner",
-        Shape.CHAIN,
+        CHAIN,
         "the tree kernel reads none but of the model's own type; with fp8 the query comes quantised as well",
     ),
     Rule(
         "ALiBi, attention sinks, R-SWA, attention in chunks, V2 runner",
-        Shape.CHAIN,
+        CHAIN,
         "the tree kernel knows none of them",
     ),
     Rule(
         "values of another size than keys, heads above 256, V2 runner",
-        Shape.CHAIN,
+        CHAIN,
         "the tree kernel takes no such heads",
     ),
-    Rule("output quantised inside attention (`fuse_attn_quant`), V2 runner", Shape.CHAIN, "the tree kernel cannot"),
-    Rule("multi-head latent attention, V2 runner", Shape.CHAIN, "it has no tree kernel"),
-    Rule("thinking_token_budget", Shape.OFF, "its state follows one line of tokens and cannot be taken back"),
-    Rule("prompt_embeds", Shape.OFF, "the prompt has no token ids"),
-    Rule("custom logits processors", Shape.OFF, "they may keep state per request that a draft would disturb"),
-    Rule("watermarking, token trace replay", Shape.OFF, "they replace sampling"),
-    Rule("models with recurrent state (Mamba, linear attention)", Shape.OFF, "a rejected token cannot be taken back"),
+    Rule("output quantised inside attention (`fuse_attn_quant`), V2 runner", CHAIN, "the tree kernel cannot"),
+    Rule("multi-head latent attention, V2 runner", CHAIN, "it has no tree kernel"),
+    Rule("thinking_token_budget", OFF, "its state follows one line of tokens and cannot be taken back"),
+    Rule("prompt_embeds", OFF, "the prompt has no token ids"),
+    Rule("custom logits processors", OFF, "they may keep state per request that a draft would disturb"),
+    Rule("watermarking, token trace replay", OFF, "they replace sampling"),
+    Rule("models with recurrent state (Mamba, linear attention)", OFF, "a rejected token cannot be taken back"),
     Rule(
         "compressed KV caches (several tokens in one state), V2 runner",
-        Shape.OFF,
+        OFF,
         "a rejected token cannot be taken back",
     ),
-    Rule("multi-head latent attention on CPU", Shape.OFF, "its CPU kernel verifies one token at a time"),
-    Rule("encoder-decoder and multimodal models", Shape.OFF, "not verified to be exact"),
+    Rule("multi-head latent attention on CPU", OFF, "its CPU kernel verifies one token at a time"),
+    Rule("encoder-decoder and multimodal models", OFF, "not verified to be exact"),
 )
 
 
@@ -83,34 +84,34 @@ class RequestTraits:
     is_trace_replay: bool = False
 
 
-def request_shape(traits: RequestTraits) -> tuple[Shape, str]:
+def request_shape(traits: RequestTraits) -> tuple[DraftMode, str]:
     """What may be drafted for a request, and why not more."""
     if not traits.is_enabled:
-        return Shape.OFF, "switched off by the request"
+        return DraftMode.OFF, "switched off by the request"
     if traits.has_thinking_budget:
-        return Shape.OFF, "thinking_token_budget follows one line of tokens"
+        return DraftMode.OFF, "thinking_token_budget follows one line of tokens"
     if traits.has_prompt_embeds:
-        return Shape.OFF, "the prompt is given as embeddings"
+        return DraftMode.OFF, "the prompt is given as embeddings"
     if traits.is_watermarked or traits.is_trace_replay:
-        return Shape.OFF, "watermarking or trace replay takes the place of sampling"
+        return DraftMode.OFF, "watermarking or trace replay takes the place of sampling"
     if traits.has_grammar:
-        return Shape.CHAIN, "structured outputs follow one line of tokens"
-    return Shape.TREE, ""
+        return DraftMode.CHAIN, "structured outputs follow one line of tokens"
+    return DraftMode.TREE, ""
 
 
-def model_shape(hf_config: Mapping[str, Any]) -> tuple[Shape, str]:
+def model_shape(hf_config: Mapping[str, Any]) -> tuple[DraftMode, str]:
     """What a model allows, judged from its config.json alone; the engine judges again from its KV cache groups."""
     text = hf_config.get("text_config") or hf_config
     if hf_config.get("is_encoder_decoder"):
-        return Shape.OFF, "encoder-decoder model"
+        return DraftMode.OFF, "encoder-decoder model"
     if hf_config.get("vision_config") or hf_config.get("audio_config"):
-        return Shape.OFF, "multimodal model"
+        return DraftMode.OFF, "multimodal model"
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
     recurrent = kinds - {"full_attention", "sliding_attention", "attention", "chunked_attention"}
     if recurrent or any(key in text for key in ("mamba_d_state", "ssm_cfg", "state_size", "linear_num_key_heads")):
-        return Shape.OFF, "recurrent layers: a rejected token cannot be taken back"
+        return DraftMode.OFF, "recurrent layers: a rejected token cannot be taken back"
     if text.get("kv_lora_rank"):
-        return Shape.OFF, "multi-head latent attention: its CPU kernel verifies one token at a time"
+        return DraftMode.OFF, "multi-head latent attention: its CPU kernel verifies one token at a time"
     if len(kinds) > 1:
-        return Shape.CHAIN, "layers of several attention kinds: one block table per kind"
-    return Shape.TREE, ""
+        return DraftMode.CHAIN, "layers of several attention kinds: one block table per kind"
+    return DraftMode.TREE, ""

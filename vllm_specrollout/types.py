@@ -21,7 +21,7 @@ ROOT = -1
 """Parent of the nodes of depth 1. The root itself is the request's last known token; it is not a node."""
 
 
-class Shape(Enum):
+class DraftMode(Enum):
     """What may be drafted for a request."""
 
     TREE = "tree"
@@ -29,7 +29,7 @@ class Shape(Enum):
     OFF = "off"
 
 
-class Status(Enum):
+class FinishReason(Enum):
     """How an answer ended."""
 
     FINISHED = "finished"  # by its own end or a stop string
@@ -50,7 +50,7 @@ class RequestView:
     num_prompt_tokens: int
     # tokens the request may still generate (max_tokens and the model's length); a draft deeper than that is waste
     max_new_tokens: int
-    shape: Shape = Shape.TREE
+    shape: DraftMode = DraftMode.TREE
     max_draft_tokens: int = 1 << 30  # per step: the request's own limit
     problem_id: str = ""
     weights_version: int = 0
@@ -58,7 +58,7 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishedRequest:
     """A request that is over, with all that it generated."""
 
     request_id: str
@@ -67,7 +67,7 @@ class Ending:
     prompt_ids: IntArray
     # [num_tokens] the answer, without what was sampled beyond its end
     token_ids: IntArray
-    status: Status
+    status: FinishReason
     weights_version: int = 0  # of the policy when the request ended
     name: str = ""  # that its client knows it by
 
@@ -196,9 +196,9 @@ class RequestBatch:
         """Args:
         may_branch: False: nobody may have branches, whatever its kind.
         """
-        depth = [0 if view.shape is Shape.OFF else max(view.max_new_tokens - 1, 0) for view in views]
+        depth = [0 if view.shape is DraftMode.OFF else max(view.max_new_tokens - 1, 0) for view in views]
         nodes = [view.max_draft_tokens if levels else 0 for view, levels in zip(views, depth, strict=True)]
-        is_chain = [not may_branch or view.shape is Shape.CHAIN for view in views]
+        is_chain = [not may_branch or view.shape is DraftMode.CHAIN for view in views]
         return cls(
             views,
             np.minimum(np.asarray(nodes, np.int64), MOST_NODES).astype(np.int32),

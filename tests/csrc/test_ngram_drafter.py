@@ -13,12 +13,14 @@ from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.trees import build
-from vllm_specrollout.types import DraftTree, RequestView, Shape
+from vllm_specrollout.types import DraftMode, DraftTree, RequestView
 
 CONFIG = NgramConfig(min_match=1, max_match=4)
 
 
-def make_view(text: list[int], request_id: str = "a", room: int = 1000, shape: Shape = Shape.TREE) -> RequestView:
+def make_view(
+    text: list[int], request_id: str = "a", room: int = 1000, shape: DraftMode = DraftMode.TREE
+) -> RequestView:
     return RequestView(request_id, np.asarray(text, dtype=np.int32), 0, room, shape)
 
 
@@ -80,8 +82,8 @@ def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
 def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
     text = [1, 2, 1, 3, 1, 4, 1]
     assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text)).parents) > 1
-    assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text, shape=Shape.CHAIN)).parents) == 1
-    assert draft(NgramDrafter(CONFIG), make_view(text, shape=Shape.OFF)).size == 0
+    assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.CHAIN)).parents) == 1
+    assert draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.OFF)).size == 0
 
 
 def test_unknown_requests_can_be_forgotten() -> None:

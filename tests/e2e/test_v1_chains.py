@@ -21,11 +21,11 @@ from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
 from vllm_specrollout.worker.v1 import worker
-from vllm_specrollout.worker.v1.cuda_runner import DraftsChains
+from vllm_specrollout.worker.v1.cuda_runner import ChainMixin
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
 
-class ChainsOnCPU(DraftsChains, SpecRolloutV1, CPUModelRunner):
+class ChainsOnCPU(ChainMixin, SpecRolloutV1, CPUModelRunner):
     """The CUDA runner's own code; chains run through stock attention here as there."""
 
     num_scratch = 0  # set by the CPU worker
@@ -60,7 +60,7 @@ def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
 def test_drafts_beyond_what_noise_may_take_are_cut_and_cost_no_token(
     tmp_path: Path, exponential_noise: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftsChains, "most_nodes", 5)
+    monkeypatch.setattr(ChainMixin, "most_nodes", 5)
     path = model(tmp_path, "llama", "bfloat16")
     requests = cases(8, VOCAB, seed=22, max_tokens=24, only=("temperature 1", "top_p"))
     with engine(path, "bfloat16", is_ours=False) as stock:

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.log import Writer
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord
-from vllm_specrollout.types import Status
+from vllm_specrollout.types import FinishReason
 
 
 def answer_of(number: int) -> Answer:
@@ -23,7 +23,7 @@ def answer_of(number: int) -> Answer:
     rng = np.random.default_rng(number)
     count = 20_000 if number % 5 == 4 else int(rng.integers(0, 200))
     tokens = rng.integers(0, 150_000, count).astype(np.int32)
-    return Answer(f"problem-{number % 7}", str(number), number // 50, number, Status.FINISHED, tokens, tokens[:9])
+    return Answer(f"problem-{number % 7}", str(number), number // 50, number, FinishReason.FINISHED, tokens, tokens[:9])
 
 
 def write_in_pieces(last: int) -> None:

@@ -26,7 +26,7 @@ from vllm_specrollout.types import (
 )
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
-from vllm_specrollout.worker.v1.cuda_runner import DraftsChains
+from vllm_specrollout.worker.v1.cuda_runner import ChainMixin
 
 FORKED = DraftTree(
     np.asarray([5, 6, 7], np.int32),
@@ -177,5 +177,5 @@ def test_a_tree_without_scratch_blocks_left_drafts_its_best_path():
 
 def test_too_many_nodes_are_cut_to_equal_shares():
     runner = SimpleNamespace(most_nodes=4)
-    trees = DraftsChains._fit(runner, batch_of([chain([1, 2, 3]), chain([4, 5, 6]), EMPTY_TREE]), requests_of(3))
+    trees = ChainMixin._fit(runner, batch_of([chain([1, 2, 3]), chain([4, 5, 6]), EMPTY_TREE]), requests_of(3))
     assert drafted_tokens(trees) == (["0", "1"], [[1, 2], [4, 5]])

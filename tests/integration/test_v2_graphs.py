@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from tests.trees import batch_of, chain
 from vllm_specrollout.scheduling.cudagraphs import plan_graphs
-from vllm_specrollout.types import DraftTree, Shape
+from vllm_specrollout.types import DraftMode, DraftTree
 from vllm_specrollout.worker.v2 import graphs as module
 from vllm_specrollout.worker.v2.graphs import Buckets, DraftGraphs, draft_sizes, plans_for
 from vllm_specrollout.worker.v2.host import StepState
@@ -142,7 +142,7 @@ def _runner(
     mode=CUDAGraphMode.FULL_AND_PIECEWISE,
     max_graphs=64,
     sizes=SIZES,
-    shape=Shape.TREE,
+    shape=DraftMode.TREE,
     support=AttentionCGSupport.ALWAYS,
     ranks=1,
     **config,
@@ -179,14 +179,14 @@ def test_the_set_limit_holds_for_both_sets_together():
 
 
 def test_chains_have_all_graphs_where_trees_are_not_to_be_had():
-    chains, trees = counts(max_graphs=20, shape=Shape.CHAIN)
+    chains, trees = counts(max_graphs=20, shape=DraftMode.CHAIN)
     assert 10 < chains <= 20 and trees == 0
 
 
 def test_chains_have_no_graphs_beside_a_backend_that_replays_equal_lengths_only():
     assert counts(max_graphs=20, support=AttentionCGSupport.UNIFORM_BATCH)[0] == 0
     assert counts(max_graphs=20, support=AttentionCGSupport.UNIFORM_BATCH)[1] > 10
-    assert counts(support=AttentionCGSupport.UNIFORM_BATCH, shape=Shape.CHAIN) == (0, 0)
+    assert counts(support=AttentionCGSupport.UNIFORM_BATCH, shape=DraftMode.CHAIN) == (0, 0)
 
 
 def test_without_full_graphs_or_with_several_data_parallel_ranks_nothing_is_captured():
@@ -262,12 +262,12 @@ def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch)
         kv_cache_config=None,
     )
     for shape, expected in (
-        (Shape.TREE, [("trees", True), ("chains", False)]),
-        (Shape.CHAIN, [("chains", False)]),
+        (DraftMode.TREE, [("trees", True), ("chains", False)]),
+        (DraftMode.CHAIN, [("chains", False)]),
     ):
         Noted.captured.clear()
         runner.shape = (shape, "")
         made = DraftGraphs(runner.inputs)
         made.capture(runner)
         assert Noted.captured == expected and not runner.inputs.by_ancestors
-        assert (made.trees is None) == (shape is Shape.CHAIN)
+        assert (made.trees is None) == (shape is DraftMode.CHAIN)

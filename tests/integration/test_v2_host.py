@@ -13,7 +13,7 @@ from tests.trees import batch_of, chain
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
-from vllm_specrollout.types import EMPTY_TREE, Shape, StepPlan
+from vllm_specrollout.types import EMPTY_TREE, DraftMode, StepPlan
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
@@ -60,7 +60,7 @@ def host_of(recorder, clock):
     return Host(Drafting(recorder), 100, clock=clock)
 
 
-def request(name="a", shape=Shape.TREE, tokens=(1, 2, 3), max_tokens=10):
+def request(name="a", shape=DraftMode.TREE, tokens=(1, 2, 3), max_tokens=10):
     return HostRequest(name, Admission(RequestOptions(), "", shape, max_tokens), len(tokens), tokens)
 
 
@@ -117,7 +117,7 @@ def test_only_known_requests_that_may_be_drafted_for_are_asked_about(ticking):
     recorder = Recorder(chain([5, 6, 7]))
     host = host_of(recorder, ticking)
     host.add(request("a"))
-    host.add(request("off", Shape.OFF))
+    host.add(request("off", DraftMode.OFF))
     room = {"a": 2, "off": 4, "unknown": 4, "none": 0}
     drafted = host.plan(room, may_branch=True, step=1, is_paused=False)
     assert recorder.views == [("a", [1, 2, 3], 10, 2)] and recorder.admitted == ["a"]

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.layers import layer_shape
 from vllm_specrollout.worker.v2.shape import model_shape
 
@@ -88,7 +88,7 @@ def shape_of(impl=None, spec=FULL, backend=FLASH, **config):
     ids=["full", "the cache's type by name", "sliding window", "a window in a full cache", "softcap"],
 )
 def test_what_the_kernel_computes_gets_trees(impl, spec, backend):
-    assert shape_of(impl_of(**impl), spec, backend) == (Shape.TREE, "")
+    assert shape_of(impl_of(**impl), spec, backend) == (DraftMode.TREE, "")
 
 
 CHAINS = {
@@ -121,19 +121,19 @@ CHAINS = {
 @pytest.mark.parametrize(("case", "reason"), CHAINS.values(), ids=CHAINS)
 def test_what_the_kernel_does_not_know_gets_chains_and_a_reason(case, reason):
     shape, found = shape_of(**case)
-    assert shape is Shape.CHAIN and reason in found
+    assert shape is DraftMode.CHAIN and reason in found
 
 
 def test_output_quantisation_that_the_layer_cannot_do_or_nobody_asked_for_costs_nothing():
     able = impl_of(fused_output_quant_supported=lambda key: True)
-    assert shape_of(fuse_attn_quant=True)[0] is shape_of(able)[0] is Shape.TREE
+    assert shape_of(fuse_attn_quant=True)[0] is shape_of(able)[0] is DraftMode.TREE
 
 
 @pytest.mark.parametrize("mode", [mode for mode in KVQuantMode if mode is not KVQuantMode.NONE], ids=lambda m: m.name)
 def test_no_quantised_cache_gets_trees(mode):
     """fp8 neither: the query then comes quantised as well, wherever the backend can use it."""
     shape, reason = shape_of(spec=dataclasses.replace(FULL, kv_quant_mode=mode))
-    assert shape is Shape.CHAIN and "KV cache" in reason
+    assert shape is DraftMode.CHAIN and "KV cache" in reason
 
 
 @pytest.mark.parametrize("name", get_args(CacheDType))
@@ -144,10 +144,10 @@ def test_of_all_cache_types_only_the_models_own_gets_trees(name):
     if name != "auto":
         spec = dataclasses.replace(spec, dtype=STR_DTYPE_TO_TORCH_DTYPE[name])
     shape, _ = shape_of(impl_of(kv_cache_dtype=name), spec)
-    assert shape is (Shape.TREE if name in ("auto", "bfloat16") else Shape.CHAIN)
+    assert shape is (DraftMode.TREE if name in ("auto", "bfloat16") else DraftMode.CHAIN)
     # a layer of another type than its group
     shape, _ = shape_of(impl_of(kv_cache_dtype=name))
-    assert shape is (Shape.CHAIN if get_kv_quant_mode(name) else Shape.TREE)
+    assert shape is (DraftMode.CHAIN if get_kv_quant_mode(name) else DraftMode.TREE)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_of_all_cache_types_only_the_models_own_gets_trees(name):
 )
 def test_where_a_rejected_token_leaves_a_trace_nothing_is_drafted(spec, reason):
     shape, found = layer_shape(None, spec, FLASH, config_of())
-    assert shape is Shape.OFF and reason in found
+    assert shape is DraftMode.OFF and reason in found
 
 
 def runner_of(specs=(FULL,), shape="tree", kernel_block_size=None, attn_type="decoder", **changes):
@@ -202,16 +202,16 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=None, attn_type="de
 @pytest.mark.parametrize(
     ("runner", "shape", "reason"),
     [
-        (dict(), Shape.TREE, ""),
-        (dict(shape="chain"), Shape.CHAIN, "`shape`"),
-        (dict(specs=(FULL, SLIDING)), Shape.CHAIN, "several KV cache groups"),
-        (dict(specs=(MLA,)), Shape.CHAIN, "latent"),
-        (dict(kernel_block_size=64), Shape.CHAIN, "smaller blocks"),
+        (dict(), DraftMode.TREE, ""),
+        (dict(shape="chain"), DraftMode.CHAIN, "`shape`"),
+        (dict(specs=(FULL, SLIDING)), DraftMode.CHAIN, "several KV cache groups"),
+        (dict(specs=(MLA,)), DraftMode.CHAIN, "latent"),
+        (dict(kernel_block_size=64), DraftMode.CHAIN, "smaller blocks"),
         # the strictest rule wins
-        (dict(specs=(FULL, MAMBA), shape="chain"), Shape.OFF, "recurrent"),
-        (dict(attn_type="encoder_only"), Shape.OFF, "both directions"),
-        (dict(supports_mm_inputs=True), Shape.OFF, "multimodal"),
-        (dict(batch_sharder="any"), Shape.OFF, "sharded"),
+        (dict(specs=(FULL, MAMBA), shape="chain"), DraftMode.OFF, "recurrent"),
+        (dict(attn_type="encoder_only"), DraftMode.OFF, "both directions"),
+        (dict(supports_mm_inputs=True), DraftMode.OFF, "multimodal"),
+        (dict(batch_sharder="any"), DraftMode.OFF, "sharded"),
     ],
     ids=str,
 )
@@ -224,4 +224,4 @@ def test_one_layer_among_many_is_enough_to_keep_branches_out():
     runner = runner_of((FULL,))
     runner.compilation_config.static_forward_context["odd"] = SimpleNamespace(impl=impl_of(sinks=torch.ones(2)))
     runner.attn_groups[0][0].layer_names.append("odd")
-    assert model_shape(runner) == (Shape.CHAIN, "attention sinks have no tree kernel")
+    assert model_shape(runner) == (DraftMode.CHAIN, "attention sinks have no tree kernel")

@@ -21,10 +21,10 @@ from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import (
     DraftTree,
-    Ending,
+    FinishedRequest,
+    FinishReason,
     RequestBatch,
     RequestView,
-    Status,
     StepPlan,
     TreeBatch,
 )
@@ -32,7 +32,7 @@ from vllm_specrollout.types import (
 VOCAB = 512
 VIEWS = [RequestView(f"r{i}", np.arange(20, dtype=np.int32), 10, 100) for i in range(2)]
 BATCH = RequestBatch.of(VIEWS)
-ENDING = Ending("r0", "p", np.zeros(10, np.int32), np.zeros(10, np.int32), Status.FINISHED)
+ENDING = FinishedRequest("r0", "p", np.zeros(10, np.int32), np.zeros(10, np.int32), FinishReason.FINISHED)
 
 
 def _tree(

@@ -28,9 +28,9 @@ from vllm_specrollout.profile_sweep import (
 from vllm_specrollout.trees.build import check, num_paths
 from vllm_specrollout.types import (
     NOTHING_ACCEPTED,
+    DraftMode,
     RequestBatch,
     RequestView,
-    Shape,
     StepRecord,
     StepTiming,
     empty_trees,
@@ -134,7 +134,7 @@ def test_the_sweep_goes_through_all_kinds_and_asks_for_what_it_drafts() -> None:
     sweep = Sweep(drafts())
     drafter = RandomDrafter(50, sweep)
     view = RequestView("r", np.zeros(4, np.int32), 2, 1000)
-    batch = RequestBatch.of([view, dataclasses.replace(view, request_id="line", shape=Shape.CHAIN)])
+    batch = RequestBatch.of([view, dataclasses.replace(view, request_id="line", shape=DraftMode.CHAIN)])
     seen = []
     for _ in range(2 * len(drafts())):
         limits = sweep.limits(batch)

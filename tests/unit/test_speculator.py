@@ -18,17 +18,17 @@ from vllm_specrollout.observe.listener import BaseListener
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import (
     DraftLimits,
-    Ending,
+    FinishedRequest,
+    FinishReason,
     RequestBatch,
     RequestView,
-    Status,
     StepRecord,
     StepTiming,
     TreeBatch,
     empty_trees,
 )
 
-ENDING = Ending("0", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), Status.FINISHED)
+ENDING = FinishedRequest("0", "p", np.zeros(2, np.int32), np.zeros(7, np.int32), FinishReason.FINISHED)
 TIMING = StepTiming(2, 4, 2, 0, 3, 10.0, True)
 
 

@@ -5,45 +5,45 @@ from __future__ import annotations
 import pytest
 
 from vllm_specrollout.support import TABLE, RequestTraits, model_shape, request_shape
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 
 @pytest.mark.parametrize(
     ("traits", "shape"),
     [
-        (RequestTraits(), Shape.TREE),
-        (RequestTraits(has_grammar=True), Shape.CHAIN),
-        (RequestTraits(is_enabled=False), Shape.OFF),
-        (RequestTraits(has_thinking_budget=True, has_grammar=True), Shape.OFF),
-        (RequestTraits(has_prompt_embeds=True), Shape.OFF),
-        (RequestTraits(is_watermarked=True), Shape.OFF),
-        (RequestTraits(is_trace_replay=True), Shape.OFF),
+        (RequestTraits(), DraftMode.TREE),
+        (RequestTraits(has_grammar=True), DraftMode.CHAIN),
+        (RequestTraits(is_enabled=False), DraftMode.OFF),
+        (RequestTraits(has_thinking_budget=True, has_grammar=True), DraftMode.OFF),
+        (RequestTraits(has_prompt_embeds=True), DraftMode.OFF),
+        (RequestTraits(is_watermarked=True), DraftMode.OFF),
+        (RequestTraits(is_trace_replay=True), DraftMode.OFF),
     ],
 )
-def test_a_request_gets_what_can_be_done_exactly_and_a_reason(traits: RequestTraits, shape: Shape) -> None:
+def test_a_request_gets_what_can_be_done_exactly_and_a_reason(traits: RequestTraits, shape: DraftMode) -> None:
     found, reason = request_shape(traits)
     assert found is shape
-    assert bool(reason) == (shape is not Shape.TREE)
+    assert bool(reason) == (shape is not DraftMode.TREE)
 
 
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
-        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 4}, Shape.TREE),
-        ({"model_type": "mistral", "sliding_window": 64}, Shape.TREE),
-        ({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}, Shape.CHAIN),
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, Shape.OFF),
-        ({"model_type": "mamba2", "state_size": 128}, Shape.OFF),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, Shape.OFF),
-        ({"model_type": "whisper", "is_encoder_decoder": True}, Shape.OFF),
-        ({"model_type": "llava", "vision_config": {}, "text_config": {}}, Shape.TREE),
-        ({"model_type": "llava", "vision_config": {"depth": 2}, "text_config": {}}, Shape.OFF),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 4}, DraftMode.TREE),
+        ({"model_type": "mistral", "sliding_window": 64}, DraftMode.TREE),
+        ({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}, DraftMode.CHAIN),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, DraftMode.OFF),
+        ({"model_type": "mamba2", "state_size": 128}, DraftMode.OFF),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, DraftMode.OFF),
+        ({"model_type": "whisper", "is_encoder_decoder": True}, DraftMode.OFF),
+        ({"model_type": "llava", "vision_config": {}, "text_config": {}}, DraftMode.TREE),
+        ({"model_type": "llava", "vision_config": {"depth": 2}, "text_config": {}}, DraftMode.OFF),
     ],
 )
-def test_a_model_is_judged_from_its_config(config: dict[str, object], shape: Shape) -> None:
+def test_a_model_is_judged_from_its_config(config: dict[str, object], shape: DraftMode) -> None:
     assert model_shape(config)[0] is shape
 
 
 def test_every_rule_says_why() -> None:
     assert all(rule.reason for rule in TABLE)
-    assert {rule.shape for rule in TABLE} == set(Shape)
+    assert {rule.shape for rule in TABLE} == set(DraftMode)

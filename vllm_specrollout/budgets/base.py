@@ -15,7 +15,7 @@ import numpy as np
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     DraftLimits,
-    Ending,
+    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
@@ -65,7 +65,7 @@ class Budget(Protocol):
         """A step is over."""
         ...
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         """A request is over."""
         ...
 
@@ -95,7 +95,7 @@ class BaseBudget:
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         """Nothing is kept per request."""
 
     def seed(self, timings: Sequence[StepTiming]) -> None:

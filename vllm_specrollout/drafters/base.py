@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, RequestView, TreeBatch, VerifyResult
+from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, VerifyResult
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ class Drafter(Protocol):
         """The request did not go on as a late answer assumed: of that, its first `num_tokens` tokens hold."""
         ...
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         """The request is over (finished, cut off, aborted); also called for requests it was never asked about."""
         ...
 
@@ -72,7 +72,7 @@ class BaseDrafter:
     def rollback(self, request_id: str, num_tokens: int) -> None:
         """It assumes nothing."""
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         """Nothing outlives a request."""
 
     def forget(self, request_id: str) -> None:

@@ -25,7 +25,7 @@ from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.types import MOST_NODES, DraftLimits, Ending, RequestBatch, RequestView, TreeBatch
+from vllm_specrollout.types import MOST_NODES, DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch
 
 _CHECKED_EVERY = 16
 """Steps after which the library is asked for all running requests' indices, and sees how they have grown."""
@@ -131,7 +131,7 @@ class HistoryDrafter(BaseDrafter):
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         live = self._live.pop(ending.request_id, None)
         answer = Answer(
             ending.problem_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_specrollout.types import IntArray, Status
+from vllm_specrollout.types import FinishReason, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Answer:
     epoch: int
     # of the policy when the answer ended
     weights_version: int
-    status: Status
+    status: FinishReason
     # [num_tokens] the answer
     token_ids: IntArray
     # [at most 64] the prompt's last tokens: contexts of the answer's first tokens reach into them

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
 from vllm_specrollout.history.vocabulary import Vocabulary
-from vllm_specrollout.types import Status
+from vllm_specrollout.types import FinishReason
 
-_STATUSES = (Status.FINISHED, Status.TRUNCATED, Status.ABORTED)
+_STATUSES = (FinishReason.FINISHED, FinishReason.TRUNCATED, FinishReason.ABORTED)
 _KIND_ANSWER, _KIND_REWARD, _KIND_EPOCH, _KIND_VOCABULARY = 1, 2, 3, 4
 # kind, status, has reward, reward, epoch, weights version, bytes of: problem id, request id, prompt tail
 _ANSWER = struct.Struct("<BB?dqqIII")
@@ -49,7 +49,7 @@ class AnswerHead(NamedTuple):
     request_id: str
     epoch: int
     weights_version: int
-    status: Status
+    status: FinishReason
     reward: float | None
     num_tokens: int
     # bytes of the payload where the prompt's tail starts, and where the tokens do

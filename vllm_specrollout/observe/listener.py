@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, RequestView, StepPlan, StepRecord, TreeBatch
+from vllm_specrollout.types import (
+    DraftLimits,
+    FinishedRequest,
+    RequestBatch,
+    RequestView,
+    StepPlan,
+    StepRecord,
+    TreeBatch,
+)
 
 NOTHING_TO_DRAFT = "nothing to draft"
 """Reason of a plan for requests none of which may have a draft: nobody decided anything."""
@@ -67,7 +75,7 @@ class Listener(Protocol):
         """
         ...
 
-    def finished(self, ending: Ending) -> None:
+    def finished(self, ending: FinishedRequest) -> None:
         """A request is over."""
         ...
 
@@ -106,7 +114,7 @@ class BaseListener:
     def stepped(self, record: StepRecord) -> None:
         """Nothing to do."""
 
-    def finished(self, ending: Ending) -> None:
+    def finished(self, ending: FinishedRequest) -> None:
         """Nothing to do."""
 
     def failed(self, part: str) -> None:

@@ -19,7 +19,7 @@ from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     MOST_NODES,
     DraftLimits,
-    Ending,
+    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -119,7 +119,7 @@ class Recorder(BaseListener):
             # there was room, so who comes now did not exist when that step began
             self._ready_ms = begin_ms
 
-    def finished(self, ending: Ending) -> None:
+    def finished(self, ending: FinishedRequest) -> None:
         number = self._numbers.pop(ending.request_id, None)
         self._answers.pop(ending.request_id, None)
         # a request that may not be drafted for is never seen before its end

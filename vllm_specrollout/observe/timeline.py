@@ -19,7 +19,7 @@ from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
 from vllm_specrollout.types import (
     BoolArray,
     DraftLimits,
-    Ending,
+    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -170,7 +170,7 @@ class TimelineListener(BaseListener):
                     self._open[request_id].unasked += 1
         self._tell_ends()
 
-    def finished(self, ending: Ending) -> None:
+    def finished(self, ending: FinishedRequest) -> None:
         if ending.request_id in self._open:
             self._ends[ending.request_id] = _End(len(ending.token_ids), self._now(), self._plans.num_added)
             self._tell_ends()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.replay.records import UNLIMITED, VERSION, Arrival, Candidates, End, Header, Record, Step, Verified
-from vllm_specrollout.types import DraftTree, FloatArray, IntArray, Shape, StepTiming
+from vllm_specrollout.types import DraftMode, DraftTree, FloatArray, IntArray, StepTiming
 
 MAGIC = "vllm-specrollout trace"
 _NATS = 1000.0
@@ -71,7 +71,7 @@ def decode(line: str, timing: tuple[str, ...] = _TIMING) -> Record:
     values = json.loads(line)
     kind = values.pop("kind")
     if kind == "arrival":
-        values["shape"] = Shape(values["shape"])
+        values["shape"] = DraftMode(values["shape"])
         return Arrival(**values)
     if kind == "end":
         return End(

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.types import DraftTree, IntArray, Shape, StepTiming
+from vllm_specrollout.types import DraftMode, DraftTree, IntArray, StepTiming
 
 VERSION = 1
 """Of the format; a reader knows this one only."""
 UNLIMITED = 1 << 30
 """A request's own limit on draft tokens when it has none."""
 OPEN = "open"
-"""Status of an answer whose end the recording has not seen; `types.Status` has the others."""
+"""Status of an answer whose end the recording has not seen; `types.FinishReason` has the others."""
 
 
 class TraceError(SpecRolloutError):
@@ -59,7 +59,7 @@ class Arrival:
     # most tokens that it may generate
     max_tokens: int
     problem_id: str = ""
-    shape: Shape = Shape.TREE
+    shape: DraftMode = DraftMode.TREE
     max_draft_tokens: int = UNLIMITED
     weights_version: int = 0
     # milliseconds since the recording began, before which it did not exist; 0.0 for those that were there at once
@@ -106,7 +106,7 @@ class End:
     """An answer that is over: the truth that replays walk along."""
 
     request: int
-    # `types.Status` by value, or OPEN
+    # `types.FinishReason` by value, or OPEN
     status: str
     # [num_tokens] the whole answer
     token_ids: IntArray

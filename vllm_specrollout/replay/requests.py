@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout.replay.records import OPEN, Arrival, End, Header, Trace
-from vllm_specrollout.types import Ending, IntArray, RequestView, Status
+from vllm_specrollout.types import FinishedRequest, FinishReason, IntArray, RequestView
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +48,11 @@ class Request:
             self.name,
         )
 
-    def ending(self) -> Ending:
+    def ending(self) -> FinishedRequest:
         prompt = self.arrival.num_prompt_tokens
         # an answer that the recording lost sight of is taken to end where it was last seen
-        status = Status.FINISHED if self.end.status == OPEN else Status(self.end.status)
-        return Ending(
+        status = FinishReason.FINISHED if self.end.status == OPEN else FinishReason(self.end.status)
+        return FinishedRequest(
             self.name,
             self.arrival.problem_id,
             self.token_ids[:prompt],

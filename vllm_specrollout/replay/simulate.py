@@ -21,8 +21,8 @@ from vllm_specrollout.replay.requests import Request, requests_of, take_rows
 from vllm_specrollout.replay.verify import verified, without
 from vllm_specrollout.types import (
     ROOT,
+    DraftMode,
     RequestBatch,
-    Shape,
     StepPlan,
     StepRecord,
     StepTiming,
@@ -240,7 +240,7 @@ class _Replay:
         Without a request to draft for, the budget is not asked either.
         """
         step = len(self._nodes)
-        requests = [r for r in running if r.position and r.arrival.shape is not Shape.OFF]
+        requests = [r for r in running if r.position and r.arrival.shape is not DraftMode.OFF]
         if not requests or self._backoff.is_paused(step) or self._budget.steps_off(len(requests)):
             return 0
         batch = RequestBatch.of([request.view(self._header) for request in requests])

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Step, Trace
-from vllm_specrollout.types import DraftTree, Status
+from vllm_specrollout.types import DraftTree, FinishReason
 
 _VOCABULARY = 32_000
 
@@ -92,7 +92,7 @@ def make_trace(plan: Plan) -> Trace:
                 ready_ms=request * plan.spacing_ms,
             )
         )
-        status = Status.TRUNCATED if is_cut else Status.FINISHED
+        status = FinishReason.TRUNCATED if is_cut else FinishReason.FINISHED
         ends[request] = End(request=request, status=status.value, token_ids=answer)
         # the first token comes with the prompt
         for position in range(1, length + 1):

@@ -12,11 +12,11 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_specrollout.config import RequestOptions, parse_request
 from vllm_specrollout.support import RequestTraits, request_shape
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 logger = init_logger(__name__)
 
-_EFFECT = {Shape.CHAIN: "chains only", Shape.OFF: "off", Shape.TREE: "on"}
+_EFFECT = {DraftMode.CHAIN: "chains only", DraftMode.OFF: "off", DraftMode.TREE: "on"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Admission:
 
     options: RequestOptions
     problem_id: str
-    shape: Shape
+    shape: DraftMode
     max_tokens: int
 
     @property
@@ -37,7 +37,7 @@ class Admission:
 class Desk:
     """Admits requests for one engine, and remembers why some got less than trees."""
 
-    def __init__(self, model_shape: Shape) -> None:
+    def __init__(self, model_shape: DraftMode) -> None:
         self.model_shape = model_shape
         self._reasons: dict[str, int] = {}
 
@@ -67,12 +67,12 @@ class Desk:
                 is_trace_replay=bool(params.trace_decode_token_ids),
             )
         )
-        if follows_one_line and shape is Shape.TREE:
-            shape, reason = Shape.CHAIN, follows_one_line
+        if follows_one_line and shape is DraftMode.TREE:
+            shape, reason = DraftMode.CHAIN, follows_one_line
         if reason:
             self._reasons[reason] = self._reasons.get(reason, 0) + 1
             logger.info_once("Drafts for some requests are %s: %s", _EFFECT[shape], reason)
-        if self.model_shape is not Shape.TREE and shape is Shape.TREE:
+        if self.model_shape is not DraftMode.TREE and shape is DraftMode.TREE:
             shape = self.model_shape
         return Admission(
             options,

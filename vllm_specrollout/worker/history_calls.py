@@ -7,12 +7,12 @@ from typing import Any
 
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.stats import Outcome
-from vllm_specrollout.worker.weights_version import WatchesWeights
+from vllm_specrollout.worker.weights_version import WeightsMixin
 
 _COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
 
 
-class ServesTrainers(WatchesWeights):
+class TrainerMixin(WeightsMixin):
     """Mixed into vLLM's workers, whose model runner has a `spec_rollout`. Ranks that do not draft keep no history."""
 
     def _history(self) -> HistoryDrafter | None:

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import vllm.envs
 
-from vllm_specrollout.types import Ending, IntArray, RequestView, Status
+from vllm_specrollout.types import FinishedRequest, FinishReason, IntArray, RequestView
 from vllm_specrollout.worker.admission import Admission
 
 # what vLLM appends to the name that a client knows, so that no two requests share one
@@ -56,14 +56,16 @@ class RequestState:
         view.weights_version = weights_version
         return view
 
-    def ending(self, prompt_ids: IntArray, token_ids: IntArray, status: Status, weights_version: int) -> Ending:
+    def ending(
+        self, prompt_ids: IntArray, token_ids: IntArray, status: FinishReason, weights_version: int
+    ) -> FinishedRequest:
         """What drafters are told at its end.
 
         Args:
             prompt_ids, token_ids: int32 the prompt, and the answer without what was sampled beyond its end.
         """
         view = self.view
-        return Ending(
+        return FinishedRequest(
             view.request_id,
             view.problem_id,
             np.array(prompt_ids, dtype=np.int32),

@@ -26,14 +26,17 @@ from vllm_specrollout.config import parse_request
 from vllm_specrollout.observe.metrics import encode
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.scheduling.lookahead import Ask, granted
-from vllm_specrollout.types import Status
+from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.admission import prompt_hash
 from vllm_specrollout.worker.common import config_of, with_speculation
 
 logger = init_logger(__name__)
 
 _Base = Scheduler if TYPE_CHECKING else object
-_STATUS = {RequestStatus.FINISHED_STOPPED: Status.FINISHED, RequestStatus.FINISHED_LENGTH_CAPPED: Status.TRUNCATED}
+_STATUS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.TRUNCATED,
+}
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
 
 
@@ -71,7 +74,7 @@ class SpecRolloutOutput(ModelRunnerOutput):
         return cls(**{**values, "drafts": drafts, "report": report, "counts": counts or {}})
 
 
-def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, Status]]:
+def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, FinishReason]]:
     """Requests that are over: internal name -> (number of tokens generated, how it ended)."""
     return getattr(scheduler_output, _ENDINGS, {})
 
@@ -109,7 +112,7 @@ class SchedulerMixin(_Base):
         # waiting or running request -> what the policy knows of it
         self._known: dict[str, Waiting] = {}
         self._arrived = 0
-        self._endings: dict[str, tuple[int, Status]] = {}
+        self._endings: dict[str, tuple[int, FinishReason]] = {}
         self._step = 0
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
@@ -178,7 +181,7 @@ class SchedulerMixin(_Base):
         if known is not None and self._queue is not None and request.status in _STATUS:
             self._queue.observe(known.problem_id, request.num_output_tokens)
         if request.num_output_tokens:
-            status = _STATUS.get(request.status, Status.ABORTED)
+            status = _STATUS.get(request.status, FinishReason.ABORTED)
             self._endings[request.request_id] = (request.num_output_tokens, status)
         return super()._free_request(request, *args, **kwargs)
 

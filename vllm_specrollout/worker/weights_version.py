@@ -38,7 +38,7 @@ class WeightsVersion:
         model.load_weights = load_and_tell
 
 
-class WatchesWeights(_Base):
+class WeightsMixin(_Base):
     """Mixed into vLLM's workers, whose model runner has a `weights_version`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 
 def _simple(count: int, seed: int, length: int, max_tokens: int) -> list[Case]:
@@ -127,7 +127,7 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
 
 def test_models_with_two_kinds_of_cache_draft_chains(models: Path) -> None:
     def chains_only(ours: Engine) -> None:
-        assert ours.runner.shape[0] is Shape.CHAIN
+        assert ours.runner.shape[0] is DraftMode.CHAIN
         assert ours.runner.stats.branches_committed == 0
 
     check_identity(

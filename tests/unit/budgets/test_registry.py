@@ -20,10 +20,10 @@ from vllm_specrollout.budgets.papers.tlt import TltBudget
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import BUDGETS, parse
 from vllm_specrollout.types import (
-    Ending,
+    DraftMode,
+    FinishedRequest,
+    FinishReason,
     RequestBatch,
-    Shape,
-    Status,
     StepPlan,
     StepRecord,
     StepTiming,
@@ -59,7 +59,7 @@ def _steps(draw: st.DrawFn) -> list[_Step]:
         views = [
             view(
                 f"r{i}",
-                shape=draw(st.sampled_from(Shape)) if i < 3 else Shape.TREE,
+                shape=draw(st.sampled_from(DraftMode)) if i < 3 else DraftMode.TREE,
                 max_new_tokens=draw(st.integers(1, 40)) if i < 3 else 100,
                 max_draft_tokens=draw(st.sampled_from([0, 1, 5, 1 << 30])) if i < 3 else 1 << 30,
                 problem_id=f"p{i % 2}",
@@ -98,7 +98,7 @@ def _play(budget: Budget, steps: list[_Step]) -> list[tuple[RequestBatch, StepPl
         trees = plan.trees if plan else empty_trees(item.batch.request_ids)
         cost = timing(item.batch.size, trees.num_nodes, item.ms, is_decode_only=item.is_decode_only)
         late = StepRecord(plan, trees, _first_children(trees), cost, item.batch, item.proposals)
-    budget.finish(Ending("r0", "p0", np.zeros(2, np.int32), np.zeros(9, np.int32), Status.FINISHED))
+    budget.finish(FinishedRequest("r0", "p0", np.zeros(2, np.int32), np.zeros(9, np.int32), FinishReason.FINISHED))
     return played
 
 
@@ -114,7 +114,7 @@ def test_plans_are_within_limits_and_say_why(name: str, steps: list[_Step]) -> N
         assert list(plan.trees.request_ids) == batch.request_ids
         for i in np.flatnonzero(plan.trees.sizes).tolist():
             tree = plan.trees.tree(i)
-            assert batch.views[i].shape is not Shape.OFF
+            assert batch.views[i].shape is not DraftMode.OFF
             if batch.is_chain[i] or name in ("histospec", "das", "specactor"):
                 assert tree.parents.tolist() == list(range(-1, tree.size - 1))
 

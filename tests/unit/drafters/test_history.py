@@ -16,7 +16,7 @@ from vllm_specrollout.history.library import Library
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.trees.build import check
-from vllm_specrollout.types import Ending, RequestView, Status
+from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
 
 _core = pytest.importorskip("vllm_specrollout._core")
 
@@ -74,7 +74,9 @@ def _drafts(drafter: _Drafter, *views: RequestView, is_built: bool = True) -> li
 
 def _finish(drafter: _Drafter, name: str, output: list[int], problem_id: str = "p") -> None:
     tokens = np.asarray(output, np.int32)
-    drafter.finish(Ending(name, problem_id, np.asarray(PROMPT, np.int32), tokens, Status.FINISHED, name=name))
+    drafter.finish(
+        FinishedRequest(name, problem_id, np.asarray(PROMPT, np.int32), tokens, FinishReason.FINISHED, name=name)
+    )
     drafter.forget(name)
 
 

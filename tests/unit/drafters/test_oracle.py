@@ -19,12 +19,12 @@ from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees import build
-from vllm_specrollout.types import ROOT, DraftTree, RequestView, Shape
+from vllm_specrollout.types import ROOT, DraftMode, DraftTree, RequestView
 
 PROMPT = [9, 9, 9]
 
 
-def make_view(answer: list[int], key: str = "p", room: int = 1000, shape: Shape = Shape.TREE) -> RequestView:
+def make_view(answer: list[int], key: str = "p", room: int = 1000, shape: DraftMode = DraftMode.TREE) -> RequestView:
     token_ids = np.asarray(PROMPT + answer, dtype=np.int32)
     return RequestView("request", token_ids, len(PROMPT), room, shape, problem_id=key)
 
@@ -130,8 +130,8 @@ def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
 
 def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
     drafter = OracleDrafter(OracleConfig(accuracy=(0.4, 0.3)), {"p": list(range(20))})
-    assert build.num_paths(draft(drafter, make_view([], shape=Shape.CHAIN), 9, 9).parents) == 1
-    assert draft(drafter, make_view([], shape=Shape.OFF), 9, 9).size == 0
+    assert build.num_paths(draft(drafter, make_view([], shape=DraftMode.CHAIN), 9, 9).parents) == 1
+    assert draft(drafter, make_view([], shape=DraftMode.OFF), 9, 9).size == 0
 
 
 def test_a_request_without_problem_id_is_found_by_its_own_id() -> None:

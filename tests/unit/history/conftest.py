@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.types import Status
+from vllm_specrollout.types import FinishReason
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def make_answer() -> Callable[..., Answer]:
             "request_id": request_id,
             "epoch": epoch,
             "weights_version": epoch,
-            "status": Status.FINISHED,
+            "status": FinishReason.FINISHED,
             "token_ids": rng.integers(0, 5000, count).astype(np.int32),
             "prompt_tail": np.arange(5, dtype=np.int32),
         }

@@ -291,14 +291,14 @@ def test_an_index_that_outgrows_the_cap_is_dropped(build, later):
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
     from vllm_specrollout.history.answers import Answer
-    from vllm_specrollout.types import Status
+    from vllm_specrollout.types import FinishReason
 
     config = HistoryConfig(max_mib=1)
     store = HistoryStore(config)
     rng, picks = np.random.default_rng(0), random.Random(0)
     for number in range(10_000):
         tokens = rng.integers(0, 9, int(rng.integers(1, 60))).astype(np.int32)
-        store.append(Answer(f"p{number}", f"r{number}", 0, 0, Status.FINISHED, tokens, tokens[:0]))
+        store.append(Answer(f"p{number}", f"r{number}", 0, 0, FinishReason.FINISHED, tokens, tokens[:0]))
     pool = ThreadPoolExecutor(num_threads)
     library = Library(config, store, NaiveIndex, pool)
     served = 0

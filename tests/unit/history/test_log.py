@@ -25,7 +25,7 @@ from vllm_specrollout.history.records import (
     encode_record,
     with_reward,
 )
-from vllm_specrollout.types import Status
+from vllm_specrollout.types import FinishReason
 
 TEXTS = st.text(max_size=20)
 TOKENS = st.lists(st.integers(0, 150_000), max_size=50).map(lambda values: np.array(values, np.int32))
@@ -35,7 +35,7 @@ ANSWERS = st.builds(
     request_id=TEXTS,
     epoch=st.integers(0, 1 << 40),
     weights_version=st.integers(-1, 1 << 40),
-    status=st.sampled_from(Status),
+    status=st.sampled_from(FinishReason),
     token_ids=TOKENS,
     prompt_tail=TOKENS,
     reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),

@@ -372,11 +372,11 @@ def test_a_store_is_a_list_of_answers_with_a_window(tmp_path_factory, make_answe
 @pytest.fixture(scope="session")
 def make_answer_once():
     from vllm_specrollout.history.answers import Answer
-    from vllm_specrollout.types import Status
+    from vllm_specrollout.types import FinishReason
 
     def make(request_id, problem_id, epoch):
         tokens = np.arange(int(request_id), dtype=np.int32)
-        return Answer(problem_id, request_id, epoch, 0, Status.FINISHED, tokens, tokens[:2])
+        return Answer(problem_id, request_id, epoch, 0, FinishReason.FINISHED, tokens, tokens[:2])
 
     return make
 

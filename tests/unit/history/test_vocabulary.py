@@ -24,7 +24,7 @@ from vllm_specrollout.history.log import ForeignError, Reader, Writer
 from vllm_specrollout.history.records import decode_record, encode_record
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import Ending, RequestView, Shape, Status
+from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestView
 
 MakeAnswer = Callable[..., Answer]
 
@@ -129,12 +129,14 @@ def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
     config = HistoryConfig(dir=str(tmp_path))
     other = HistoryDrafter(config)
     prompt, answer = np.asarray([5, 6, 7], np.int32), np.asarray([11, 149_999, -7, 2**31 - 1, 12], np.int32)
-    other.finish(Ending("r0", "aime-7", prompt, answer, Status.FINISHED, 0, "cmpl-0"))
+    other.finish(FinishedRequest("r0", "aime-7", prompt, answer, FinishReason.FINISHED, 0, "cmpl-0"))
     sound = np.asarray([11, 13, 14], np.int32)
-    other.finish(Ending("r1", "aime-7", prompt, sound, Status.FINISHED, 0, "cmpl-1"))
+    other.finish(FinishedRequest("r1", "aime-7", prompt, sound, FinishReason.FINISHED, 0, "cmpl-1"))
     other.close()
     drafter = HistoryDrafter(config, vocabulary=Vocabulary("small", 512))
-    view = RequestView("r2", np.asarray([8, 9, 7, 11], np.int32), 3, 100, Shape.TREE, 1 << 30, "aime-7", 0, "cmpl-2")
+    view = RequestView(
+        "r2", np.asarray([8, 9, 7, 11], np.int32), 3, 100, DraftMode.TREE, 1 << 30, "aime-7", 0, "cmpl-2"
+    )
     ask(drafter, [view])
     # its index is being built
     drafter.library._executor.submit(lambda: None).result()

@@ -15,10 +15,10 @@ from vllm_specrollout.types import (
     NOTHING_ACCEPTED,
     DraftLimits,
     DraftTree,
-    Ending,
+    FinishedRequest,
+    FinishReason,
     RequestBatch,
     RequestView,
-    Status,
     StepPlan,
     StepRecord,
     StepTiming,
@@ -37,8 +37,8 @@ def view(request_id: str, tokens: Sequence[int], most: int = MOST_TOKENS, **valu
     return RequestView(request_id, token_ids, PROMPT, most - len(tokens), problem_id="p", **values)
 
 
-def ending(request_id: str, tokens: Sequence[int], status: Status = Status.FINISHED) -> Ending:
-    return Ending(request_id, "p", np.zeros(PROMPT, np.int32), np.asarray(tokens, dtype=np.int32), status)
+def ending(request_id: str, tokens: Sequence[int], status: FinishReason = FinishReason.FINISHED) -> FinishedRequest:
+    return FinishedRequest(request_id, "p", np.zeros(PROMPT, np.int32), np.asarray(tokens, dtype=np.int32), status)
 
 
 def walk(tree: DraftTree, truth: Sequence[int]) -> list[int]:

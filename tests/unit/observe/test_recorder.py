@@ -12,7 +12,7 @@ from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.replay.files import ThreadSink, read_trace
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Trace, Verified
 from vllm_specrollout.replay.simulate import replay
-from vllm_specrollout.types import EMPTY_TREE, RequestBatch, Status, StepPlan, empty_trees
+from vllm_specrollout.types import EMPTY_TREE, FinishReason, RequestBatch, StepPlan, empty_trees
 
 ANSWERS = {"a": list(range(1, 40)), "b": list(range(100, 120)), "c": list(range(200, 231))}
 RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -119,7 +119,7 @@ def test_what_is_recorded_is_what_listeners_were_told():
     engine.step(timing=timing_of(0, 12.5))
     second = engine.plan([view("a", [10, 4, 5]), view("b", [10, 11], most=4)], [TREE, chain([4])], draft_ms=2.0)
     engine.step(first, [[0], []], timing=timing_of(8, 13.5))
-    engine.recorder.finished(ending("b", [10, 11], Status.TRUNCATED))
+    engine.recorder.finished(ending("b", [10, 11], FinishReason.TRUNCATED))
     engine.plan([view("a", [10, 4, 5, 6, 7])], [EMPTY_TREE])
     engine.step(second, [[], []])
     engine.recorder.closed()

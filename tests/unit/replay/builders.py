@@ -14,7 +14,7 @@ from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     DraftLimits,
     DraftTree,
-    Ending,
+    FinishedRequest,
     RequestBatch,
     StepPlan,
     StepRecord,
@@ -105,5 +105,5 @@ class ScriptedBudget(BaseBudget):
     def observe(self, record: StepRecord) -> None:
         self.calls.append(("observe", record))
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         self.calls.append(("finish", ending))

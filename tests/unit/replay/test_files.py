@@ -12,7 +12,7 @@ from vllm_specrollout.replay import codec
 from vllm_specrollout.replay.files import ThreadSink, TraceWriter, read_trace, write_trace
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, TraceError, Verified
 from vllm_specrollout.replay.synthetic import Plan, make_trace
-from vllm_specrollout.types import DraftTree, Shape, StepTiming
+from vllm_specrollout.types import DraftMode, DraftTree, StepTiming
 
 NAMES = ("trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst")
 numbers = st.integers(0, 1 << 30)
@@ -42,7 +42,7 @@ records = st.one_of(
         num_prompt_tokens=numbers,
         max_tokens=numbers,
         problem_id=st.text(max_size=5),
-        shape=st.sampled_from(Shape),
+        shape=st.sampled_from(DraftMode),
         max_draft_tokens=numbers,
         ready_ms=times,
     ),

@@ -11,7 +11,7 @@ from vllm_specrollout.replay.cost import Load
 from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.replay.synthetic import Plan, make_trace
-from vllm_specrollout.types import Status
+from vllm_specrollout.types import FinishReason
 
 
 def budget(name: str, nodes: int = 8, depth: int = 8, seed: int = 0):
@@ -50,7 +50,7 @@ def test_a_budget_learns_of_a_step_one_step_late_and_of_an_ending_before_it() ->
     assert second.plan is not None and second.timing.nodes == 3 and second.timing.tokens == 3
     assert second.timing.trees == 1 and second.timing.ask_ms == pytest.approx(0.1)
     ending = budget.of("finish")[0]
-    assert ending.token_ids.tolist() == [7] and ending.status is Status.FINISHED
+    assert ending.token_ids.tolist() == [7] and ending.status is FinishReason.FINISHED
 
 
 def test_on_the_second_runner_a_step_is_learned_of_at_once() -> None:

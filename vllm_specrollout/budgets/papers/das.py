@@ -19,10 +19,10 @@ from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.scheduling.lengths import Lengths
 from vllm_specrollout.types import (
     DraftLimits,
-    Ending,
+    FinishedRequest,
+    FinishReason,
     IntArray,
     RequestBatch,
-    Status,
     StepPlan,
     StepRecord,
     StepTiming,
@@ -111,8 +111,8 @@ class DasBudget(BaseBudget):
         if record.timing is not None:
             self.cost.observe(record.timing)
 
-    def finish(self, ending: Ending) -> None:
-        if ending.status is not Status.ABORTED:  # its length says nothing of where it was going
+    def finish(self, ending: FinishedRequest) -> None:
+        if ending.status is not FinishReason.ABORTED:  # its length says nothing of where it was going
             self.lengths.observe(ending.problem_id, len(ending.token_ids))
 
     def seed(self, timings: Sequence[StepTiming]) -> None:

@@ -14,7 +14,15 @@ from vllm_specrollout.budgets.options import HistoSpecOptions
 from vllm_specrollout.budgets.papers.chains import Rate
 from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
+from vllm_specrollout.types import (
+    DraftLimits,
+    FinishedRequest,
+    RequestBatch,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+)
 
 PROBE_EVERY = 32
 """Steps without drafts after which one drafts: acceptance changes, also while nobody looks."""
@@ -78,7 +86,7 @@ class HistoSpecBudget(BaseBudget):
             grown = min(self.windows.get(name, self.options.start) + self.options.step, self.cap)
             self.windows[name] = grown if is_whole else self.options.start
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         self.windows.pop(ending.request_id, None)
 
     def seed(self, timings: Sequence[StepTiming]) -> None:

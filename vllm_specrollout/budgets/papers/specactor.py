@@ -16,7 +16,15 @@ from vllm_specrollout.budgets.options import SpecActorOptions
 from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
 from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.types import DraftLimits, Ending, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
+from vllm_specrollout.types import (
+    DraftLimits,
+    FinishedRequest,
+    RequestBatch,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+)
 
 _PRIOR_P, _PRIOR_TOKENS = 0.7, 8.0
 """The batch's acceptance before anything was seen, and how many tokens that is worth."""
@@ -113,7 +121,7 @@ class SpecActorBudget(BaseBudget):
         if record.timing is not None:
             self.cost.observe(record.timing)
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: FinishedRequest) -> None:
         self.requests.pop(ending.request_id, None)
         self.own.pop(ending.request_id, None)
 

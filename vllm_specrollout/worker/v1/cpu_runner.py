@@ -18,7 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import as_chains
 from vllm_specrollout.trees.kv_moves import plan_moves
-from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
+from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import BlockCopier, PathAttention, PathStep, path_metadata, plan_paths
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
@@ -47,13 +47,13 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self.scratch = scratch
         self.block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if self.kv_caches else 1
         self._set_up_drafting()
-        if self.shape[0] is Shape.TREE:
+        if self.shape[0] is DraftMode.TREE:
             self.copier = BlockCopier(self.kv_caches)
             layers = self.compilation_config.static_forward_context
             for name in self.kv_cache_config.kv_cache_groups[0].layer_names:
                 layers[name].impl = PathAttention(layers[name].impl, self.paths)
 
-    def _kv_shape(self) -> tuple[Shape, str]:
+    def _kv_shape(self) -> tuple[DraftMode, str]:
         return kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
 
     def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:

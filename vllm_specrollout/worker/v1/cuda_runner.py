@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.trees.batch import cut
-from vllm_specrollout.types import RequestBatch, Shape, TreeBatch
+from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.requests import ExponentialNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
@@ -27,7 +27,7 @@ BUFFERS_PER_ROW = 4
 _Base = SpecRolloutV1 if TYPE_CHECKING else object
 
 
-class DraftsChains(_Base):
+class ChainMixin(_Base):
     """What the runner adds to the shared part; apart from the runner, so that it is tested where there is no GPU."""
 
     def _make_noise(self) -> ExponentialNoise:
@@ -56,19 +56,19 @@ class DraftsChains(_Base):
         share = self.most_nodes // np.count_nonzero(trees.sizes)
         return cut(trees, np.full(batch.size, share, dtype=np.int32))
 
-    def _kv_shape(self) -> tuple[Shape, str]:
+    def _kv_shape(self) -> tuple[DraftMode, str]:
         groups = self.kv_cache_config.kv_cache_groups
         if not groups:
-            return Shape.OFF, "the model has no KV cache"
+            return DraftMode.OFF, "the model has no KV cache"
         for group in groups:
             specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
             for spec in specs.values() if specs else [group.kv_cache_spec]:
                 if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
                     return (
-                        Shape.OFF,
+                        DraftMode.OFF,
                         f"a rejected token cannot be taken back from a cache of kind {type(spec).__name__}",
                     )
-        return Shape.CHAIN, "vLLM's V1 runner on CUDA has no tree attention"
+        return DraftMode.CHAIN, "vLLM's V1 runner on CUDA has no tree attention"
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._bookkeeping_sync(*args, **kwargs)
@@ -77,5 +77,5 @@ class DraftsChains(_Base):
         return result
 
 
-class SpecRolloutCUDARunner(DraftsChains, SpecRolloutV1, GPUModelRunner):
+class SpecRolloutCUDARunner(ChainMixin, SpecRolloutV1, GPUModelRunner):
     """Stock V1 GPU runner, drafting chains."""

@@ -8,12 +8,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.explaining import ExplainsMixin
-from vllm_specrollout.worker.history_calls import ServesTrainers
+from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.v1.cuda_runner import SpecRolloutCUDARunner
-from vllm_specrollout.worker.v1.reporting import ReportsV1
+from vllm_specrollout.worker.v1.reporting import StatsMixin
 
 
-class SpecRolloutCUDAWorker(ReportsV1, ExplainsMixin, ServesTrainers, Worker):
+class SpecRolloutCUDAWorker(StatsMixin, ExplainsMixin, TrainerMixin, Worker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCUDARunner

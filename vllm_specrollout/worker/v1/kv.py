@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specrollout.types import IntArray, Shape
+from vllm_specrollout.types import DraftMode, IntArray
 
 _MOST_SCRATCH = 512
 _SCRATCH_SHARE = 0.1  # of the KV cache's memory
@@ -54,23 +54,23 @@ def with_scratch(config: KVCacheConfig, count: int) -> tuple[KVCacheConfig, IntA
     return larger, np.arange(config.num_blocks, larger.num_blocks, dtype=np.int32)
 
 
-def kv_shape(config: KVCacheConfig, attn_groups: list[list[AttentionGroup]], num_scratch: int) -> tuple[Shape, str]:
+def kv_shape(config: KVCacheConfig, attn_groups: list[list[AttentionGroup]], num_scratch: int) -> tuple[DraftMode, str]:
     """What the KV cache's make-up allows to be drafted, and why not more."""
     groups = config.kv_cache_groups
     if not groups:
-        return Shape.OFF, "the model has no KV cache"
+        return DraftMode.OFF, "the model has no KV cache"
     for group in groups:
         spec = group.kv_cache_spec
         specs = getattr(spec, "kv_cache_specs", None)
         for one in specs.values() if specs else [spec]:
             if not isinstance(one, (FullAttentionSpec, SlidingWindowSpec)):
-                return Shape.OFF, f"a rejected token cannot be taken back from a cache of kind {type(one).__name__}"
+                return DraftMode.OFF, f"a rejected token cannot be taken back from a cache of kind {type(one).__name__}"
     backends = {group.backend for per_group in attn_groups for group in per_group}
     if any(not issubclass(backend, CPUAttentionBackend) for backend in backends):
         names = ", ".join(sorted(backend.get_name() for backend in backends))
-        return Shape.OFF, f"attention backend {names} is not the one verified to be exact (CPU_ATTN)"
+        return DraftMode.OFF, f"attention backend {names} is not the one verified to be exact (CPU_ATTN)"
     if len(groups) > 1:
-        return Shape.CHAIN, "several KV cache groups: one block table per group"
+        return DraftMode.CHAIN, "several KV cache groups: one block table per group"
     if num_scratch == 0:
-        return Shape.CHAIN, "no scratch blocks for branches"
-    return Shape.TREE, ""
+        return DraftMode.CHAIN, "no scratch blocks for branches"
+    return DraftMode.TREE, ""

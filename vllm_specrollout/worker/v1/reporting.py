@@ -15,7 +15,7 @@ else:
     _Base = object
 
 
-class ReportsV1(_Base):
+class StatsMixin(_Base):
     """Mixed into vLLM's workers."""
 
     model_runner: SpecRolloutV1

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_specrollout.types import Ending, IntArray, RequestView, Shape, Status
+from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.admission import Admission, Desk
 from vllm_specrollout.worker.request import RequestState
@@ -40,7 +40,7 @@ class RequestEntry(RequestState):
         # None for greedy requests
         self.tape = tape
 
-    def ended(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
+    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> FinishedRequest:
         """What drafters are told at its end; `num_tokens` of the answer count."""
         output = np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32)
         return self.ending(
@@ -53,7 +53,7 @@ class RequestBook:
 
     def __init__(
         self,
-        model_shape: Shape,
+        model_shape: DraftMode,
         make_tape: Callable[[torch.Generator | None], Tape],
         admitted: Callable[[RequestView], None] = lambda view: None,
     ) -> None:
@@ -91,7 +91,7 @@ class RequestBook:
         admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
         tape = None if params.temperature < 1e-5 else self._make_tape(state.generator)
         entry = RequestEntry(state, admission, tape)
-        if admission.shape is not Shape.OFF:
+        if admission.shape is not DraftMode.OFF:
             self._admitted(entry.view)
             self._fresh[state.req_id] = entry
         return entry

@@ -23,7 +23,15 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.trees.batch import num_branches, with_branches
-from vllm_specrollout.types import Ending, RequestBatch, Shape, Status, StepTiming, TreeBatch, empty_trees
+from vllm_specrollout.types import (
+    DraftMode,
+    FinishedRequest,
+    FinishReason,
+    RequestBatch,
+    StepTiming,
+    TreeBatch,
+    empty_trees,
+)
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
@@ -66,8 +74,8 @@ class SpecRolloutV1(_Base):
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.weights_version = WeightsVersion()
         self.stats = Stats()
-        self.book = RequestBook(Shape.OFF, self.noise.tape)
-        self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
+        self.book = RequestBook(DraftMode.OFF, self.noise.tape)
+        self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.drafting = Drafting(self.spec_rollout, self.parallel_config.tensor_parallel_size)
         self.step = StepState(0, 0.0, 0)
         # drafts on their way through the scheduler
@@ -80,7 +88,7 @@ class SpecRolloutV1(_Base):
         """Where the noise of each position comes from, as in stock vLLM's sampler on this platform."""
         raise NotImplementedError
 
-    def _kv_shape(self) -> tuple[Shape, str]:
+    def _kv_shape(self) -> tuple[DraftMode, str]:
         """What KV cache and attention allow to be drafted, and why not more."""
         raise NotImplementedError
 
@@ -88,24 +96,24 @@ class SpecRolloutV1(_Base):
         """Called at the end of `initialize_kv_cache`."""
         self.shape = self._model_shape()
         self.book = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
-        if self.shape[0] is not Shape.TREE:
-            effect = "off" if self.shape[0] is Shape.OFF else "chains only"
+        if self.shape[0] is not DraftMode.TREE:
+            effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
 
     def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
         """The trees, cut to what the runner has room for."""
         return trees
 
-    def _model_shape(self) -> tuple[Shape, str]:
+    def _model_shape(self) -> tuple[DraftMode, str]:
         if self.model_config.is_encoder_decoder or self.supports_mm_inputs or self.uses_mrope:
-            return Shape.OFF, "encoder-decoder or multimodal model"
+            return DraftMode.OFF, "encoder-decoder or multimodal model"
         if not are_builtin(self.input_batch.logitsprocs):
-            return Shape.OFF, "custom logits processors may keep state that a draft would disturb"
+            return DraftMode.OFF, "custom logits processors may keep state that a draft would disturb"
         shape, reason = self._kv_shape()
-        if shape is Shape.TREE and self.shared_kv_cache_layers:
-            return Shape.CHAIN, "layers share their KV cache"
-        if shape is Shape.TREE and config_of(self.vllm_config).shape == "chain":
-            return Shape.CHAIN, '`shape` is "chain"'
+        if shape is DraftMode.TREE and self.shared_kv_cache_layers:
+            return DraftMode.CHAIN, "layers share their KV cache"
+        if shape is DraftMode.TREE and config_of(self.vllm_config).shape == "chain":
+            return DraftMode.CHAIN, '`shape` is "chain"'
         return shape, reason
 
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
@@ -145,11 +153,11 @@ class SpecRolloutV1(_Base):
         self.input_batch.generators.clear()
         return result
 
-    def unfinished(self) -> list[Ending]:
+    def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""
         version = self.weights_version.number
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
-        return [entry.ended(len(entry.state.output_token_ids), Status.ABORTED, version) for entry in running]
+        return [entry.ended(len(entry.state.output_token_ids), FinishReason.ABORTED, version) for entry in running]
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
@@ -212,7 +220,7 @@ class SpecRolloutV1(_Base):
         if not isinstance(output, ModelRunnerOutput) or not output.sampled_token_ids:
             return output
         draft_ms = 0.0
-        if self.shape[0] is not Shape.OFF:
+        if self.shape[0] is not DraftMode.OFF:
             self._observe(output)
             self._planned = self.drafting.plan(lambda: self._requests(output), self.step.number + 1, self._fit)
             draft_ms = self.drafting.ms
@@ -248,7 +256,7 @@ class SpecRolloutV1(_Base):
             if not tokens:
                 continue  # still in its prompt
             entry = self.book.get(self.requests[req_id])
-            if entry.admission.shape is not Shape.OFF:
+            if entry.admission.shape is not DraftMode.OFF:
                 views.append(entry.seen(batch.token_ids_cpu[i, : lengths[i]], self.max_model_len, version))
         return RequestBatch.of(views)
 

@@ -10,18 +10,18 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.explaining import ExplainsMixin
-from vllm_specrollout.worker.history_calls import ServesTrainers
+from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
-from vllm_specrollout.worker.v1.reporting import ReportsV1
+from vllm_specrollout.worker.v1.reporting import StatsMixin
 from vllm_specrollout.worker.v1.warm_up import warm_up
 
 
-class SpecRolloutCPUWorker(ReportsV1, TunableMixin, ExplainsMixin, ServesTrainers, CPUWorker):
+class SpecRolloutCPUWorker(StatsMixin, TunableMixin, ExplainsMixin, TrainerMixin, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner
@@ -52,7 +52,7 @@ class SpecRolloutCPUWorker(ReportsV1, TunableMixin, ExplainsMixin, ServesTrainer
 
     def compile_or_warm_up_model(self) -> Any:
         scheduler, runner = self.vllm_config.scheduler_config, self.model_runner
-        if runner.shape[0] is not Shape.OFF:
+        if runner.shape[0] is not DraftMode.OFF:
             most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
             warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
         return super().compile_or_warm_up_model()

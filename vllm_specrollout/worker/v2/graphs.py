@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
 from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def plans_for(runner: SpecRolloutV2) -> tuple[GraphPlan | None, GraphPlan | None
     """
     most = runner.spec_config.max_graphs
     longest = min(runner.max_draft_tokens, runner.spec_config.max_depth)
-    for_trees = most if runner.shape[0] is Shape.TREE else 0
+    for_trees = most if runner.shape[0] is DraftMode.TREE else 0
     unable = get_varlen_cudagraph_unsupported_backend(runner.attn_groups, runner.vllm_config, 1 + longest)
     if unable is not None:
         logger.info("Spec rollout: %s replays no chains of different lengths: they get no graphs", unable[0])

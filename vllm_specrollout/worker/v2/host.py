@@ -16,7 +16,16 @@ import torch
 
 from vllm_specrollout import _core
 from vllm_specrollout.speculator import PlannedStep
-from vllm_specrollout.types import Ending, IntArray, RequestBatch, RequestView, Shape, Status, StepTiming, TreeBatch
+from vllm_specrollout.types import (
+    DraftMode,
+    FinishedRequest,
+    FinishReason,
+    IntArray,
+    RequestBatch,
+    RequestView,
+    StepTiming,
+    TreeBatch,
+)
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import RequestState
@@ -47,7 +56,7 @@ class HostRequest(RequestState):
         self.buffer[self.length : end] = tokens
         self.length = end
 
-    def ended(self, num_tokens: int, status: Status, weights_version: int) -> Ending:
+    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> FinishedRequest:
         """What drafters are told at its end: the answer is `num_tokens` long, whatever was sampled behind them."""
         end = min(self.length, self.num_prompt + num_tokens)
         return self.ending(self.buffer[: self.num_prompt], self.buffer[self.num_prompt : end], status, weights_version)
@@ -78,7 +87,7 @@ class _Over:
 
     request: HostRequest
     num_tokens: int
-    status: Status
+    status: FinishReason
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +140,7 @@ class Host:
 
     def add(self, request: HostRequest) -> None:
         self._requests[request.request_id] = request
-        if request.admission.shape is not Shape.OFF:
+        if request.admission.shape is not DraftMode.OFF:
             self.drafting.admit(request.view)
 
     def get(self, request_id: str) -> HostRequest | None:
@@ -142,19 +151,19 @@ class Host:
         if is_known and request_id not in self._over:
             self.speculator.forget(request_id)
 
-    def end(self, request_id: str, num_tokens: int, status: Status) -> None:
+    def end(self, request_id: str, num_tokens: int, status: FinishReason) -> None:
         """The request is over after so many tokens; drafters are told when the last of them has come home."""
         request = self._requests.get(request_id)
         if request is not None:
             self._over[request_id] = _Over(request, num_tokens, status)
             self._tell_endings()
 
-    def unfinished(self) -> list[Ending]:
+    def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""
         version = self.weights_version.number
         over = [over.request.ended(over.num_tokens, over.status, version) for over in self._over.values()]
         running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
-        return over + [r.ended(r.length - r.num_prompt, Status.ABORTED, version) for r in running]
+        return over + [r.ended(r.length - r.num_prompt, FinishReason.ABORTED, version) for r in running]
 
     def _tell_endings(self) -> None:
         for request_id, over in list(self._over.items()):
@@ -175,7 +184,7 @@ class Host:
     def limits(self) -> list[tuple[str, int]]:
         """Most nodes per request that the request itself allows."""
         return [
-            (r.request_id, 0 if r.admission.shape is Shape.OFF else r.admission.max_draft_tokens)
+            (r.request_id, 0 if r.admission.shape is DraftMode.OFF else r.admission.max_draft_tokens)
             for r in self._requests.values()
         ]
 
@@ -225,7 +234,7 @@ class Host:
         views: list[RequestView] = []
         for request_id, limit in room.items():
             request = self._requests.get(request_id)
-            if request is not None and request.admission.shape is not Shape.OFF and limit > 0:
+            if request is not None and request.admission.shape is not DraftMode.OFF and limit > 0:
                 views.append(request.seen(request.buffer[: request.length], self.max_model_len, version, limit))
         return RequestBatch.of(views, may_branch=may_branch)
 
@@ -233,7 +242,7 @@ class Host:
         """Append what was sampled; returns the accepted nodes, as in `VerifyResult`."""
         for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
             if request is not None and count:
-                if request.length == request.num_prompt and request.admission.shape is not Shape.OFF:
+                if request.length == request.num_prompt and request.admission.shape is not DraftMode.OFF:
                     self._begun.append(request)
                 request.append(tokens[:count])
         # the last token of each request is the target's own

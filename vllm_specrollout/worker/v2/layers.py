@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_specrollout.kernels.tree_attention.launch import MAX_HEAD_SIZE
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 _BACKENDS = frozenset(
     backend.get_path()
@@ -37,20 +37,20 @@ _BACKENDS = frozenset(
 _OUTPUT_QUANT_KEYS = (kFp8StaticTensorSym, kNvfp4Dynamic)
 
 
-def spec_shape(spec: KVCacheSpec) -> tuple[Shape, str]:
+def spec_shape(spec: KVCacheSpec) -> tuple[DraftMode, str]:
     """What one KV cache allows at most, whatever reads it."""
     if isinstance(spec, MambaSpec):
-        return Shape.OFF, "recurrent layers: a rejected token cannot be taken back"
+        return DraftMode.OFF, "recurrent layers: a rejected token cannot be taken back"
     if not isinstance(spec, AttentionSpec):
-        return Shape.OFF, f"nothing is known of {type(spec).__name__}"
+        return DraftMode.OFF, f"nothing is known of {type(spec).__name__}"
     if isinstance(spec, CircularBufferSpec) or spec.tokens_per_state != 1:
-        return Shape.OFF, "compressed KV caches: a rejected token cannot be taken back"
+        return DraftMode.OFF, "compressed KV caches: a rejected token cannot be taken back"
     if getattr(spec, "non_causal", False):
-        return Shape.OFF, "rows attend to what follows them: they would see drafts"
-    return Shape.TREE, ""
+        return DraftMode.OFF, "rows attend to what follows them: they would see drafts"
+    return DraftMode.TREE, ""
 
 
-def layer_shape(impl: Any, spec: KVCacheSpec, backend: type, config: VllmConfig) -> tuple[Shape, str]:
+def layer_shape(impl: Any, spec: KVCacheSpec, backend: type, config: VllmConfig) -> tuple[DraftMode, str]:
     """What may be drafted beside one attention layer, and why not more.
 
     Args:
@@ -60,10 +60,10 @@ def layer_shape(impl: Any, spec: KVCacheSpec, backend: type, config: VllmConfig)
         config: the engine's.
     """
     shape, reason = spec_shape(spec)
-    if shape is Shape.OFF:
+    if shape is DraftMode.OFF:
         return shape, reason
     reason = next(_of_cache(impl, spec, backend, config), "") or next(_of_attention(impl, spec, config), "")
-    return (Shape.CHAIN, reason) if reason else (Shape.TREE, "")
+    return (DraftMode.CHAIN, reason) if reason else (DraftMode.TREE, "")
 
 
 def _of_cache(impl: Any, spec: Any, backend: type, config: VllmConfig) -> Iterator[str]:

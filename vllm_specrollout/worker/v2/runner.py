@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
-from vllm_specrollout.types import Ending, IntArray, Shape
+from vllm_specrollout.types import DraftMode, FinishedRequest, IntArray
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens
@@ -67,8 +67,8 @@ class SpecRolloutV2(_Base):
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()
-        self.desk = Desk(Shape.OFF)
-        self.shape: tuple[Shape, str] = (Shape.OFF, "the KV cache is not set up yet")
+        self.desk = Desk(DraftMode.OFF)
+        self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
         self.step = StepState()
         self.draft_graphs = DraftGraphs(self.inputs)
@@ -78,7 +78,7 @@ class SpecRolloutV2(_Base):
     def weights_version(self) -> WeightsVersion:
         return self.host.weights_version
 
-    def unfinished(self) -> list[Ending]:
+    def unfinished(self) -> list[FinishedRequest]:
         return self.host.unfinished()
 
     @property
@@ -99,15 +99,15 @@ class SpecRolloutV2(_Base):
         self.shape = model_shape(self)
         self.desk = Desk(self.shape[0])
         self.verifier = TreeVerifier(self.sampler, self.max_draft_tokens)
-        if self.shape[0] is Shape.TREE:
+        if self.shape[0] is DraftMode.TREE:
             self.mover = SlotMover(self.kv_caches)
             install_tree_attention(self)
         else:
-            effect = "off" if self.shape[0] is Shape.OFF else "chains only"
+            effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        if not profile_only and self.shape[0] is not Shape.OFF:
+        if not profile_only and self.shape[0] is not DraftMode.OFF:
             # before vLLM's own, which locks the workspaces when it is done
             self.draft_graphs.capture(self)
         return super().capture_model(profile_only=profile_only)
@@ -163,7 +163,7 @@ class SpecRolloutV2(_Base):
             self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         step = self.step
-        step.trees = self.host.plan(room, self.shape[0] is Shape.TREE, step.number, is_paused)
+        step.trees = self.host.plan(room, self.shape[0] is DraftMode.TREE, step.number, is_paused)
         step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
         self.stats.draft_ms += step.ask_ms
         return filled(scheduler_output, step.trees)
@@ -228,7 +228,7 @@ class SpecRolloutV2(_Base):
             self.mover.move(self.inputs.slots, *self.step.accepted)
             self.stats.branches_committed += 1
             self.step.accepted = None
-        if batch is None or output is None or self.shape[0] is Shape.OFF:
+        if batch is None or output is None or self.shape[0] is DraftMode.OFF:
             return output
         self.tokens_ready.record(self.output_copy_stream)
         self._remember(output, batch)

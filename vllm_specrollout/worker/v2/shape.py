@@ -10,44 +10,44 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.layers import layer_shape, spec_shape
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
-_STRICTEST_FIRST = (Shape.OFF, Shape.CHAIN, Shape.TREE)
+_STRICTEST_FIRST = (DraftMode.OFF, DraftMode.CHAIN, DraftMode.TREE)
 
 
-def model_shape(runner: SpecRolloutV2) -> tuple[Shape, str]:
+def model_shape(runner: SpecRolloutV2) -> tuple[DraftMode, str]:
     """What may be drafted for the loaded model, and why not more."""
     if runner.is_encoder_decoder or runner.supports_mm_inputs or runner.uses_inputs_embeds:
-        return Shape.OFF, "encoder-decoder or multimodal model, or prompt embeddings"
+        return DraftMode.OFF, "encoder-decoder or multimodal model, or prompt embeddings"
     if runner.model_config.logits_processors:
-        return Shape.OFF, "custom logits processors may keep state that a draft would disturb"
+        return DraftMode.OFF, "custom logits processors may keep state that a draft would disturb"
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
-        return Shape.OFF, "the model does not decode token by token"
+        return DraftMode.OFF, "the model does not decode token by token"
     if runner.batch_sharder is not None:
-        return Shape.OFF, "batch-sharded sampling splits a request's rows from each other"
+        return DraftMode.OFF, "batch-sharded sampling splits a request's rows from each other"
     layers = runner.compilation_config.static_forward_context.values()
     if any(getattr(layer, "attn_type", AttentionType.DECODER) != AttentionType.DECODER for layer in layers):
-        return Shape.OFF, "layers that attend in both directions: rows would see drafts"
+        return DraftMode.OFF, "layers that attend in both directions: rows would see drafts"
     groups = [spec_shape(group.kv_cache_spec) for group in runner.kv_cache_config.kv_cache_groups]
     found = list(groups)
     if runner.spec_config.shape == "chain":
-        found.append((Shape.CHAIN, '`shape` is "chain"'))
+        found.append((DraftMode.CHAIN, '`shape` is "chain"'))
     if len(groups) != 1:
-        found.append((Shape.CHAIN, "several KV cache groups"))
+        found.append((DraftMode.CHAIN, "several KV cache groups"))
     for group in itertools.chain.from_iterable(runner.attn_groups):
         found += _group_shapes(runner, group)
     # the first of the strictest
     return min(found, key=lambda shape_and_reason: _STRICTEST_FIRST.index(shape_and_reason[0]))
 
 
-def _group_shapes(runner: SpecRolloutV2, group: AttentionGroup) -> Iterator[tuple[Shape, str]]:
+def _group_shapes(runner: SpecRolloutV2, group: AttentionGroup) -> Iterator[tuple[DraftMode, str]]:
     """What may be drafted beside each layer of those that share an attention backend."""
     if group.kernel_block_size is not None:
-        yield Shape.CHAIN, f"{group.backend.__qualname__} reads smaller blocks than the KV cache has"
+        yield DraftMode.CHAIN, f"{group.backend.__qualname__} reads smaller blocks than the KV cache has"
     layers = runner.compilation_config.static_forward_context
     for name in group.layer_names:
         impl = getattr(layers[name], "impl", None)

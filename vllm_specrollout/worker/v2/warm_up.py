@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.attention import attention_layers
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @torch.inference_mode()
 def warm_up(runner: SpecRolloutV2) -> None:
     """After the KV cache is set up, and before graphs are captured."""
-    if runner.shape[0] is Shape.OFF:
+    if runner.shape[0] is DraftMode.OFF:
         return
     runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device)
     if runner.mover is None:

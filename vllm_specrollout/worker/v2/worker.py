@@ -12,7 +12,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.explaining import ExplainsMixin
-from vllm_specrollout.worker.history_calls import ServesTrainers
+from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.tuning import TunableMixin
 
@@ -41,7 +41,7 @@ def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(ExplainsMixin, ServesTrainers, TunableMixin, _Base):
+class SpeculatingWorker(ExplainsMixin, TrainerMixin, TunableMixin, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2

@@ -9,7 +9,7 @@ from tests.unit.budgets.papers.builders import Line, chains_of, requests, step, 
 from vllm_specrollout.budgets.options import DasOptions
 from vllm_specrollout.budgets.papers.chains import Rate
 from vllm_specrollout.budgets.papers.das import LONG, MEDIUM, SHORT, DasBudget
-from vllm_specrollout.types import Ending, RequestBatch, Shape, Status
+from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestBatch
 
 _NONE = np.zeros(0, np.int32)
 
@@ -22,8 +22,8 @@ def _das(lengths: dict[str, list[int]] | None = None, *, fixed: float = 10.0, ro
     return budget
 
 
-def _end(budget: DasBudget, problem_id: str, length: int, status: Status = Status.FINISHED) -> None:
-    budget.finish(Ending("r", problem_id, _NONE, np.zeros(length, np.int32), status))
+def _end(budget: DasBudget, problem_id: str, length: int, status: FinishReason = FinishReason.FINISHED) -> None:
+    budget.finish(FinishedRequest("r", problem_id, _NONE, np.zeros(length, np.int32), status))
 
 
 def _batch(*problems: str, generated: int = 0, **kwargs: object) -> RequestBatch:
@@ -72,7 +72,7 @@ def test_the_shares_of_the_classes_can_be_set() -> None:
 
 def test_an_aborted_answers_length_is_not_learned() -> None:
     budget = _das({"a": [1000]})
-    _end(budget, "b", 10, Status.ABORTED)
+    _end(budget, "b", 10, FinishReason.ABORTED)
     assert budget.classes(_batch("a", "b")).tolist() == [LONG, LONG]
 
 
@@ -110,7 +110,7 @@ def test_many_long_answers_draft_less_each() -> None:
 
 def test_who_may_not_draft_is_not_counted() -> None:
     budget = _das()
-    batch = RequestBatch.of([view("r0"), *(view(f"o{i}", shape=Shape.OFF) for i in range(63))])
+    batch = RequestBatch.of([view("r0"), *(view(f"o{i}", shape=DraftMode.OFF) for i in range(63))])
     assert budget.limits(batch).max_nodes[0] == budget.best_size(64, 1, 0) > budget.best_size(64, 64, 0)
 
 
@@ -135,7 +135,7 @@ def test_acceptance_is_that_of_all_requests_in_any_order() -> None:
 
 def test_a_step_in_which_nothing_is_drafted_says_off_and_why() -> None:
     budget = _das({"a": [1000], "c": [100]})
-    batch = RequestBatch.of([view("r0", problem_id="a", shape=Shape.OFF), view("r1", problem_id="c")])
+    batch = RequestBatch.of([view("r0", problem_id="a", shape=DraftMode.OFF), view("r1", problem_id="c")])
     plan = budget.choose(chains_of(batch, 8), budget.limits(batch), batch, 0.0)
     assert (plan.is_on, plan.reason, plan.trees.num_nodes) == (False, "short answers", 0)
 

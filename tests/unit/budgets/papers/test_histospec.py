@@ -8,7 +8,7 @@ import pytest
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
 from vllm_specrollout.budgets.options import HistoSpecOptions
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
-from vllm_specrollout.types import Ending, Status
+from vllm_specrollout.types import FinishedRequest, FinishReason
 
 _NONE = np.zeros(0, np.int32)
 
@@ -50,7 +50,7 @@ def test_each_answer_has_a_window_of_its_own_which_ends_with_it() -> None:
     budget = _histospec()
     budget.observe(step([2, 2], [2, 0]))
     assert _windows(budget, 3) == [4, 2, 2]
-    budget.finish(Ending("r0", "", _NONE, _NONE, Status.FINISHED))
+    budget.finish(FinishedRequest("r0", "", _NONE, _NONE, FinishReason.FINISHED))
     assert _windows(budget, 2) == [2, 2] and set(budget.windows) == {"r1"}
 
 

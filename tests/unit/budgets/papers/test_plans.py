@@ -14,7 +14,7 @@ from vllm_specrollout.budgets.papers.plans import (
     no_drafts,
     tree_limits,
 )
-from vllm_specrollout.types import Shape
+from vllm_specrollout.types import DraftMode
 
 
 def test_a_chain_is_no_longer_than_its_request_allows() -> None:
@@ -25,7 +25,7 @@ def test_a_chain_is_no_longer_than_its_request_allows() -> None:
 
 
 def test_where_nobody_may_draft_that_is_the_reason() -> None:
-    batch = requests(2, shape=Shape.OFF)
+    batch = requests(2, shape=DraftMode.OFF)
     assert chain_limits(batch, np.asarray([2, 2], np.int32), "window").reason == "nothing to draft"
     assert tree_limits(batch, Strategy(8, 4, 2), "explore").reason == "nothing to draft"
 

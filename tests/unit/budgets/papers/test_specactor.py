@@ -9,7 +9,7 @@ from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
 from vllm_specrollout.budgets.options import SpecActorOptions
 from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step
 from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
-from vllm_specrollout.types import Ending, Status
+from vllm_specrollout.types import FinishedRequest, FinishReason
 
 _NONE = np.zeros(0, np.int32)
 
@@ -98,7 +98,7 @@ def test_what_a_request_left_ends_with_it() -> None:
         budget.observe(step([8, 8], [8, 0]))
     budget.replan(requests(2))
     assert "r1" in budget.own
-    budget.finish(Ending("r1", "", _NONE, _NONE, Status.FINISHED))
+    budget.finish(FinishedRequest("r1", "", _NONE, _NONE, FinishReason.FINISHED))
     assert "r1" not in budget.own and set(budget.requests) == {"r0"}
 
 

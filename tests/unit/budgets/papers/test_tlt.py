@@ -13,7 +13,7 @@ from vllm_specrollout.budgets.options import TltOptions
 from vllm_specrollout.budgets.papers.bandit import Draw
 from vllm_specrollout.budgets.papers.plans import Strategy
 from vllm_specrollout.budgets.papers.tlt import TltBudget, strategies_for
-from vllm_specrollout.types import Shape, StepPlan, StepRecord
+from vllm_specrollout.types import DraftMode, StepPlan, StepRecord
 
 
 def _tlt(seed: int = 0, *, fixed: float = 10.0, row: float = 0.2, **options: float) -> TltBudget:
@@ -141,5 +141,5 @@ def test_under_one_seed_it_always_draws_the_same() -> None:
 
 
 def test_requests_that_may_not_draft_are_not_asked_for() -> None:
-    limits = _tlt().limits(requests(3, shape=Shape.OFF))
+    limits = _tlt().limits(requests(3, shape=DraftMode.OFF))
     assert not limits.wants_any and limits.reason == "nothing to draft"
