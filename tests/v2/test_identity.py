@@ -85,7 +85,7 @@ def test_preempted_requests_yield_stocks_tokens(models: Path, ahead: None, monke
         Case("pressure", str(i), list(range(5 + i, 35 + i)), {"max_tokens": 20, "seed": i, "ignore_eos": True})
         for i in range(6)
     ]
-    scarce = {**ENGINE, "block_size": 32, "num_gpu_blocks_override": 9, "max_num_seqs": 6}
+    scarce = {**ENGINE, "max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 9, "max_num_seqs": 6}
     check_identity(
         model(models, "qwen3", "float32"),
         "float32",
