@@ -71,7 +71,7 @@ bench: setup
 	$(BIN)/specrollout bench engine
 
 identity: setup
-	$(BIN)/python -m pytest tests/e2e -m identity
+	$(PYTEST) --dist worksteal tests/e2e -m identity
 
 docs: setup
 	$(BIN)/python docs/reference/generate.py
