@@ -1,7 +1,7 @@
 # make setup   a virtual environment with everything pinned (skipped when up to date)
 # make demo    the rollout of the shipped policy, with and without drafts
 # make test    every test but the long identity run and what needs a GPU
-# make unit    the pure part of the tests: no engine, no vLLM, no torch, fewer examples
+# make unit    the pure part of the tests: no engine, no vLLM, no torch, no benchmarks, fewer examples
 # make lint    formatting, types, layers
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
 # make bench   decoding speed against stock vLLM
@@ -55,7 +55,7 @@ test: setup
 	$(PYTEST) -m "not identity and not gpu" --dist loadfile --no-loadscope-reorder
 
 unit: setup
-	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc
+	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
 
 lint: setup
 	$(BIN)/ruff check .
