@@ -187,31 +187,32 @@ def test_a_fingerprint_follows_qualified_names_and_says_what_is_missing(toy):
     assert found[targets[2]] == found[targets[3]] == supported.NOT_FOUND
 
 
-def test_a_changed_source_is_named_and_the_way_out_too(toy, tmp_path, monkeypatch):
+@pytest.fixture
+def recorded(toy, tmp_path, monkeypatch):
+    """The toy's module, its fingerprints in a table of their own."""
     path = tmp_path / "supported_vllm.toml"
     path.write_text(f'[vllm."1.0".patched]\n[vllm."1.0".assumed]\n"{toy}:Toy.method" = ""\n')
     monkeypatch.setattr(supported, "file_path", lambda: path)
     supported.table.cache_clear()
     supported.update("1.0", [f"{toy}:function"])
+    return toy
+
+
+def test_a_changed_source_is_named_and_the_way_out_too(recorded, tmp_path):
     assert supported.mismatches("1.0") == []
-    assert list(supported.table()["1.0"]["patched"]) == [f"{toy}:function"]
-    source = tmp_path / f"{toy}.py"
+    assert list(supported.table()["1.0"]["patched"]) == [f"{recorded}:function"]
+    source = tmp_path / f"{recorded}.py"
     source.write_text(TOY.replace('return "stock"\n\n    @static', 'return "new"\n\n    @static'))
-    assert supported.mismatches("1.0") == [f"{toy}:Toy.method"]
+    assert supported.mismatches("1.0") == [f"{recorded}:Toy.method"]
     problem = supported.drift_problem("1.0")
-    assert f"{toy}:Toy.method" in problem.cause and "specrollout patches" in problem.hint
+    assert f"{recorded}:Toy.method" in problem.cause and "specrollout patches" in problem.hint
 
 
-def test_a_file_that_is_as_recorded_is_not_parsed_and_another_build_of_it_is(toy, tmp_path, monkeypatch):
-    path = tmp_path / "supported_vllm.toml"
-    path.write_text(f'[vllm."1.0".patched]\n[vllm."1.0".assumed]\n"{toy}:Toy.method" = ""\n')
-    monkeypatch.setattr(supported, "file_path", lambda: path)
-    supported.table.cache_clear()
-    supported.update("1.0", [f"{toy}:function"])
+def test_a_file_that_is_as_recorded_is_not_parsed_and_another_build_of_it_is(recorded, tmp_path, monkeypatch):
     parsed = []
     parse = supported._parse
     monkeypatch.setattr(supported, "_parse", lambda module: parsed.append(module) or parse(module))
     assert supported.mismatches("1.0") == [] and not parsed
-    source = tmp_path / f"{toy}.py"
+    source = tmp_path / f"{recorded}.py"
     source.write_text("# of another build\n" + TOY)
-    assert supported.mismatches("1.0") == [] and parsed == [toy], "the definitions are the same"
+    assert supported.mismatches("1.0") == [] and parsed == [recorded], "the definitions are the same"
