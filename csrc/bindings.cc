@@ -5,6 +5,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,12 +33,13 @@ void Expect(bool condition, const char* message) {
 
 void ExpectTree(const Array<int32_t>& node_start, const Array<int32_t>& parents, int num_requests) {
   Expect(node_start.size() == num_requests + 1, "node_start must have one entry per request and one more");
-  Expect(node_start.at(0) == 0 && node_start.at(num_requests) == parents.size(), "node_start must cover parents");
-  for (int r = 0; r < num_requests; ++r) {
-    Expect(node_start.at(r) <= node_start.at(r + 1), "node_start must not fall");
-    for (int i = node_start.at(r); i < node_start.at(r + 1); ++i)
-      Expect(parents.at(i) >= -1 && parents.at(i) < i - node_start.at(r), "parents must come before their children");
-  }
+  const int32_t *start = node_start.data(), *parent = parents.data();
+  Expect(start[0] == 0 && start[num_requests] == parents.size(), "node_start must cover parents");
+  // before any node is looked at: only then does every start lie within `parents`
+  for (int r = 0; r < num_requests; ++r) Expect(start[r] <= start[r + 1], "node_start must not fall");
+  for (int r = 0; r < num_requests; ++r)
+    for (int i = start[r]; i < start[r + 1]; ++i)
+      Expect(parent[i] >= -1 && parent[i] < i - start[r], "parents must come before their children");
 }
 
 py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32_t> node_start, Array<int32_t> parents,
@@ -77,6 +79,54 @@ py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32
   out["copy_to"] = Give(std::move(layout.copy_to));
   out["node_path"] = Give(std::move(layout.node_path));
   out["depths"] = Give(std::move(layout.depths));
+  out["node_rows"] = Give(std::move(layout.node_rows));
+  out["node_positions"] = Give(std::move(layout.node_positions));
+  out["first_path"] = Give(std::move(layout.first_path));
+  out["root"] = Give(std::move(layout.root));
+  out["is_in_order"] = layout.is_in_order;
+  return out;
+}
+
+// Request and depth of every logits row: a root's, then its nodes', request after request.
+py::tuple row_layout(Array<int32_t> node_start, Array<int32_t> depth) {
+  const int n = static_cast<int>(node_start.size()) - 1;
+  Expect(n >= 0 && node_start.at(0) == 0 && node_start.at(n) == depth.size(), "node_start must cover depth");
+  std::vector<int32_t> request, level;
+  request.reserve(depth.size() + n);
+  level.reserve(depth.size() + n);
+  for (int r = 0; r < n; ++r) {
+    const int begin = node_start.data()[r], end = node_start.data()[r + 1];
+    Expect(begin <= end && end <= depth.size(), "node_start must not fall");
+    request.insert(request.end(), end - begin + 1, r);
+    level.push_back(0);
+    level.insert(level.end(), depth.data() + begin, depth.data() + end);
+  }
+  return py::make_tuple(Give(std::move(request)), Give(std::move(level)));
+}
+
+// Each row's entry of its request's list: the one of the row's depth; 0 where the request has no list.
+py::array_t<int64_t> by_depth(const py::sequence& lists, Array<int32_t> node_start, Array<int32_t> row_depth) {
+  const int n = static_cast<int>(lists.size());
+  Expect(node_start.size() == n + 1, "node_start must have one entry per list and one more");
+  Expect(node_start.at(n) + n == row_depth.size(), "row_depth must have a row per list and per node");
+  py::array_t<int64_t> out(row_depth.size());
+  int row = 0;
+  for (int r = 0; r < n; ++r) {
+    const int end = node_start.data()[r + 1] + r + 1;
+    Expect(row <= end && end <= row_depth.size(), "node_start must not fall");
+    const py::object list = lists[r];
+    if (list.is_none()) {
+      std::fill(out.mutable_data() + row, out.mutable_data() + end, 0);
+      row = end;
+      continue;
+    }
+    const auto values = list.cast<Array<int64_t>>();
+    for (; row < end; ++row) {
+      const int depth = row_depth.data()[row];
+      Expect(depth >= 0 && depth < values.size(), "a row lies deeper than its list is long");
+      out.mutable_data()[row] = values.data()[depth];
+    }
+  }
   return out;
 }
 
@@ -232,13 +282,12 @@ py::tuple Tally(const py::object& node_start, const py::object& parents, const p
   if (!fault.empty()) throw std::invalid_argument(fault);
   merge::Tally tally;
   merge::Count(own.view, num_requests, counts, nodes, static_cast<size_t>(listed), &tally);
-  const auto table = [](const double* cells) {
-    py::array_t<double> array({merge::kSources, merge::kTenths});
-    std::copy(cells, cells + merge::kSources * merge::kTenths, array.mutable_data());
-    return array;
-  };
-  return py::make_tuple(table(tally.reached), table(tally.expected), table(tally.accepted),
-                        py::array_t<int64_t>(merge::kSources, tally.num_verified),
+  constexpr int kCells = merge::kSources * merge::kTenths;
+  py::array_t<double> cells({3, merge::kSources, merge::kTenths});
+  std::copy_n(tally.reached, kCells, cells.mutable_data());
+  std::copy_n(tally.expected, kCells, cells.mutable_data() + kCells);
+  std::copy_n(tally.accepted, kCells, cells.mutable_data() + 2 * kCells);
+  return py::make_tuple(cells, py::array_t<int64_t>(merge::kSources, tally.num_verified),
                         py::array_t<int64_t>(merge::kSources, tally.num_accepted));
 }
 
@@ -248,6 +297,8 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "Host arithmetic of tree speculation; see csrc/core for what each function means.";
   m.def("expand_paths", &expand_paths, py::arg("row_start"), py::arg("base"), py::arg("node_start"), py::arg("parents"),
         py::arg("block_table"), py::arg("block_size"), py::arg("scratch"), py::arg("zero_block"));
+  m.def("row_layout", &row_layout, py::arg("node_start"), py::arg("depth"));
+  m.def("by_depth", &by_depth, py::arg("lists"), py::arg("node_start"), py::arg("row_depth"));
   m.def("without_scratch", &without_scratch, py::arg("node_start"), py::arg("parents"), py::arg("roots"),
         py::arg("block_size"), py::arg("num_scratch"));
   m.def("walk", &walk, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("sampled"));

@@ -88,8 +88,8 @@ def merge_select(
 
 def tally(
     node_start: _Ints, parents: _Ints, log_q: _Floats, source: _Ints, num_accepted: _Ints, accepted: _Ints
-) -> tuple[_Doubles, _Doubles, _Doubles, _Longs, _Longs]:
-    """[SOURCES, TENTHS] nodes reached, their expected and their accepted number; [SOURCES] verified, and accepted."""
+) -> tuple[_Doubles, _Longs, _Longs]:
+    """[3, SOURCES, TENTHS] nodes reached, their expected and accepted number; [SOURCES] verified, and accepted."""
 
 def walk(node_start: _Ints, parents: _Ints, tokens: _Ints, sampled: _Longs) -> tuple[_Ints, _Longs, _Ints, _Ints]:
     """Exact match: output [R, W] padded with -1, its rows [R, W], num_accepted [R], accepted [sum].
@@ -111,6 +111,12 @@ def expand_paths(
     zero_block: int,
 ) -> dict[str, Any]:
     """A batch laid out as root-to-leaf paths: arrays by name, as csrc/core/layout.h has them."""
+
+def row_layout(node_start: _Ints, depth: _Ints) -> tuple[_Ints, _Ints]:
+    """[R + N] request and depth of every logits row: a root's (depth 0), then its nodes', request after request."""
+
+def by_depth(lists: Sequence[_Longs | None], node_start: _Ints, row_depth: _Ints) -> _Longs:
+    """[R + N] the entry at each row's depth of its request's list; 0 where there is None. Raises: a list too short."""
 
 def without_scratch(node_start: _Ints, parents: _Ints, roots: _Ints, block_size: int, num_scratch: int) -> _Bools:
     """[R] whether a tree must do without its branches for want of scratch blocks; roots [R]: positions of the roots."""

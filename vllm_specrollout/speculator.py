@@ -10,7 +10,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_specrollout import _core
@@ -176,7 +176,7 @@ class Speculator:
         trees, is_owing = None, False
         if self._late.owed:
             trees, is_owing = self._collected(drafter, batch=batch), self._late.owes(drafter)
-        if is_owing or not limits.wanted(self._sources[id(drafter)]).any():
+        if is_owing or not limits.wants(self._sources[id(drafter)]):
             return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
@@ -233,7 +233,8 @@ class Speculator:
         """What the oldest step without a time cost (None: not known); budget and listeners learn of it now."""
         if not self._untimed:
             return
-        record = replace(self._untimed.popleft(), timing=timing)
+        over = self._untimed.popleft()
+        record = StepRecord(over.plan, over.trees, over.result, timing, over.batch, over.proposals)
         self._budget_does(lambda budget: budget.observe(record))
         self._tell(lambda listener: listener.stepped(record))
 

@@ -48,13 +48,10 @@ class Expander {
     out_.inverse.assign(rows, -1);
     out_.node_path.assign(nodes, -1);
     out_.depths.resize(nodes);
+    out_.node_rows.resize(nodes);
+    out_.node_positions.resize(nodes);
     out_.query_start.push_back(0);
-    for (int r = 0; r < b_.num_requests; ++r) {
-      const int32_t* parents = b_.parents + b_.node_start[r];
-      int32_t* depths = out_.depths.data() + b_.node_start[r];
-      const int n = b_.node_start[r + 1] - b_.node_start[r];
-      for (int i = 0; i < n; ++i) depths[i] = parents[i] < 0 ? 1 : depths[parents[i]] + 1;
-    }
+    for (int r = 0; r < b_.num_requests; ++r) Nodes(r);
   }
 
   PathLayout Run() {
@@ -73,7 +70,20 @@ class Expander {
     return block * b_.block_size + position % b_.block_size;
   }
 
+  void Nodes(int r) {
+    const int begin = b_.node_start[r], n = b_.node_start[r + 1] - begin;
+    const int known = b_.row_start[r + 1] - b_.row_start[r] - n, root = b_.base[r] + known - 1;
+    for (int i = 0; i < n; ++i) {
+      const int parent = b_.parents[begin + i];
+      const int depth = out_.depths[begin + i] = parent < 0 ? 1 : out_.depths[begin + parent] + 1;
+      out_.node_rows[begin + i] = b_.row_start[r] + known + i;
+      out_.node_positions[begin + i] = root + depth;
+    }
+    out_.root.push_back(root);
+  }
+
   void Query(int64_t row) {
+    out_.is_in_order &= row == static_cast<int64_t>(out_.query_rows.size());
     out_.inverse[row] = static_cast<int64_t>(out_.query_rows.size());
     out_.query_rows.push_back(row);
   }
@@ -92,7 +102,8 @@ class Expander {
   void Request(int r) {
     const int n = b_.node_start[r + 1] - b_.node_start[r];
     const int begin = b_.row_start[r], known = b_.row_start[r + 1] - begin - n;
-    const int root = b_.base[r] + known - 1;
+    const int root = out_.root[r];
+    out_.first_path.push_back(static_cast<int32_t>(out_.seq_lens.size()));
     for (int i = 0; i < known; ++i) {
       Query(begin + i);
       Write(begin + i, Slot(r, b_.base[r] + i));

@@ -37,6 +37,10 @@ struct PathLayout {
   std::vector<int64_t> copy_from, copy_to;  // [copies] blocks copied before the forward pass: context, or zeros
   std::vector<int32_t> node_path;           // [nodes] first path that holds the node (index into `paths`)
   std::vector<int32_t> depths;              // [nodes] 1 for children of the root
+  std::vector<int32_t> node_rows;           // [nodes] batch row: a request's nodes are the last of its rows
+  std::vector<int32_t> node_positions;      // [nodes] position in the sequence
+  std::vector<int32_t> first_path, root;    // [R] first path, and the root's position
+  bool is_in_order = true;                  // the queries stand in the batch's own order
   int table_width = 0;                      // widest table any path needs
   int scratch_used = 0;                     // scratch blocks taken; more than num_scratch means the layout is unusable
 };

@@ -43,6 +43,59 @@ def test_the_layout_equals_its_naive_twin(b: Layout) -> None:
         assert row[: len(table)] == table
 
 
+@given(batches())
+def test_nodes_stand_in_the_rows_behind_their_requests_known_tokens(b: Layout) -> None:
+    fast = _expand(b)
+    known = [end - begin - len(own) for begin, end, own in zip(b.row_start, b.row_start[1:], b.trees, strict=False)]
+    roots = [base + count - 1 for base, count in zip(b.base, known, strict=True)]
+    depths = iter(fast["depths"].tolist())
+    rows = [
+        begin + count + i
+        for begin, count, own in zip(b.row_start, known, b.trees, strict=False)
+        for i in range(len(own))
+    ]
+    assert fast["root"].tolist() == roots
+    assert fast["node_rows"].tolist() == rows
+    assert fast["node_positions"].tolist() == [
+        root + next(depths) for root, own in zip(roots, b.trees, strict=True) for _ in own
+    ]
+    starts = fast["query_start"].tolist()
+    assert [starts[path] for path in fast["first_path"].tolist()] == list(b.row_start[:-1])
+    assert fast["is_in_order"] == (fast["query_rows"].tolist() == list(range(b.row_start[-1])))
+
+
+@given(st.lists(tree_parents(24), max_size=4))
+def test_every_row_knows_its_request_and_its_depth(trees: list[list[int]]) -> None:
+    requests, depths = [], []
+    for r, parents in enumerate(trees):
+        own = [0]
+        for parent in parents:
+            own.append(own[parent + 1] + 1)
+        requests += [r] * len(own)
+        depths += own
+    flat = _int32([d for d in depths if d])
+    row_request, row_depth = _core.row_layout(_node_start(trees), flat)
+    assert (row_request.tolist(), row_depth.tolist()) == (requests, depths)
+
+
+@given(st.lists(tree_parents(24), max_size=4), st.data())
+def test_a_row_takes_its_requests_entry_of_its_own_depth(trees: list[list[int]], data) -> None:
+    lists = [
+        None if data.draw(st.booleans()) else np.arange(25, dtype=np.int64) * 7 + 1000 * r for r in range(len(trees))
+    ]
+    start = _node_start(trees)
+    rows = sum(map(len, trees)) + len(trees)
+    depths = _int32(data.draw(st.lists(st.integers(0, 24), min_size=rows, max_size=rows)))
+    owner = [r for r, own in enumerate(trees) for _ in range(len(own) + 1)]
+    wanted = [0 if lists[r] is None else 7 * d + 1000 * r for r, d in zip(owner, depths.tolist(), strict=True)]
+    assert _core.by_depth(lists, start, depths).tolist() == wanted
+
+
+def test_a_list_shorter_than_a_row_is_deep_is_refused() -> None:
+    with pytest.raises(ValueError, match="deeper than its list"):
+        _core.by_depth([np.zeros(2, dtype=np.int64)], _int32([0, 2]), _int32([0, 1, 2]))
+
+
 @given(st.lists(tree_parents(24), max_size=4), st.data(), st.sampled_from([1, 4, 32, 128]))
 def test_trees_do_without_branches_where_those_before_them_took_the_scratch(trees, data, block_size) -> None:
     roots = [data.draw(st.integers(0, 300)) for _ in trees]

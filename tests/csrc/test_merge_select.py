@@ -148,7 +148,7 @@ def test_what_is_counted_is_what_the_target_put_to_the_test():
     tree = tree_of([-1, 0, 0, 2, -1], [1, 2, 3, 4, 5], [0.55, 0.32, 0.44, 0.93, 0.07])
     trees = batch_of([EMPTY_TREE, tree])
     accepted = np.asarray([0, 2], dtype=np.int32)
-    reached, expected, hits, verified, taken = _core.tally(
+    (reached, expected, hits), verified, taken = _core.tally(
         trees.node_start, trees.parents, trees.log_q, trees.source, np.asarray([0, 2], np.int32), accepted
     )
     # of five nodes all but none below a rejected one are reached: the root's two, the first one's two, and the third's

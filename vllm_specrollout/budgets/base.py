@@ -129,11 +129,13 @@ class OffBudget(BaseBudget):
 
 def bounded(batch: RequestBatch, max_nodes: int, max_depth: int, *, is_chain: bool = False) -> DraftLimits:
     """The same limits for all requests, within what each of them allows."""
-    depth = np.minimum(batch.max_depth, max_depth)
+    depth = np.minimum(batch.max_depth, np.int32(max_depth))
     chain_only = np.ones_like(batch.is_chain) if is_chain else batch.is_chain
-    nodes = np.minimum(batch.max_nodes, max_nodes)
-    nodes = np.where(chain_only, np.minimum(nodes, depth), nodes)
-    return DraftLimits(np.where(depth > 0, nodes, 0).astype(np.int32), depth.astype(np.int32), chain_only)
+    # a request without levels has no nodes either; a chain has one on each level
+    nodes = np.minimum(batch.max_nodes, np.int32(max_nodes if max_depth > 0 else 0))
+    if chain_only.any():
+        np.minimum(nodes, depth, out=nodes, where=chain_only)
+    return DraftLimits(nodes, depth, chain_only)
 
 
 class Backoff:

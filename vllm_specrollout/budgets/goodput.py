@@ -37,6 +37,7 @@ FIRST_PLAIN, RARER = 8, 8
 """Steps with drafts after which one goes without, to measure what drafts are compared with; then so many times as many,
 each time. The first one comes soon, since the step at the very start may have been disturbed."""
 _ANY = 1 << 30
+_LEAST = 1e-9
 PRIOR = 20.0
 """Observations that the drafter's own word counts for."""
 MEMORY = 0.999
@@ -49,10 +50,9 @@ class Acceptance:
     """Accepted over expected, for each drafter and each tenth of the probability that it gives."""
 
     def __init__(self) -> None:
-        # [SOURCES, TENTHS] nodes whose parents were accepted; what drafters expected of them; those accepted
-        self._reached = np.zeros((SOURCES, TENTHS))
-        self._expected = np.zeros((SOURCES, TENTHS))
-        self._accepted = np.zeros((SOURCES, TENTHS))
+        # [3, SOURCES, TENTHS] nodes whose parents were accepted; what drafters expected of them; those accepted.
+        # Next to nothing, rather than nothing: a kind never seen is taken at its word.
+        self._counts = np.full((3, SOURCES, TENTHS), _LEAST)
         self._version: int | None = None
 
     def observe(self, record: StepRecord) -> None:
@@ -63,11 +63,9 @@ class Acceptance:
         if not trees.num_nodes:
             return
         columns = (trees.node_start, trees.parents, trees.log_q, trees.source)
-        reached, expected, accepted, _, _ = _core.tally(*columns, result.num_accepted, result.accepted)
-        kept = MEMORY**reached
-        self._reached = self._reached * kept + reached
-        self._expected = self._expected * kept + expected
-        self._accepted = self._accepted * kept + accepted
+        counts, _, _ = _core.tally(*columns, result.num_accepted, result.accepted)
+        self._counts *= MEMORY ** counts[0]
+        self._counts += counts
 
     def calibration(self) -> npt.NDArray[np.float64]:
         """[SOURCES, TENTHS] factors on the drafters' probabilities; 1 where nothing is known.
@@ -75,14 +73,13 @@ class Acceptance:
         The prior weighs as observations of the kind's own mean probability, so that unlikely nodes are learned about as
         fast as likely ones.
         """
-        claimed = self._expected / np.maximum(self._reached, 1e-9)
-        told = PRIOR * np.where(self._reached > 0.0, claimed, 1.0)
-        return (self._accepted + told) / (self._expected + told)
+        reached, expected, accepted = self._counts
+        prior = PRIOR * expected  # both sides times `reached`
+        return (accepted * reached + prior) / (expected * reached + prior)
 
     def _weights_are(self, version: int) -> None:
         if self._version is not None and version != self._version:
-            for counts in (self._reached, self._expected, self._accepted):
-                counts *= NEW_WEIGHTS
+            np.maximum(self._counts * NEW_WEIGHTS, _LEAST, out=self._counts)
         self._version = version
 
 
@@ -104,7 +101,7 @@ class GoodputBudget(BaseBudget):
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
     ) -> StepPlan:
-        plain_ms = self.cost.plain_ms(batch.size, batch.context)
+        plain_ms = self.cost.plain_ms(batch.size)
         num_nodes = sum(proposal.num_nodes for proposal in proposals)
         if not num_nodes:
             return self._without("nothing proposed", batch, plain_ms, pays=False)

@@ -100,7 +100,7 @@ class Metrics(BaseListener):
     def stepped(self, record: StepRecord) -> None:
         trees, result = record.trees, record.result
         if trees.num_nodes:
-            *_, verified, accepted = _core.tally(
+            _, verified, accepted = _core.tally(
                 trees.node_start, trees.parents, trees.log_q, trees.source, result.num_accepted, result.accepted
             )
             self._by_source("verified_nodes", verified.tolist())

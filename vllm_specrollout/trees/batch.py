@@ -154,6 +154,8 @@ def over(trees: TreeBatch, request_ids: Sequence[str]) -> TreeBatch:
 
 def cut(trees: TreeBatch, counts: IntArray) -> TreeBatch:
     """The first `counts` [R] nodes of each tree, or all that there are."""
+    if not (trees.sizes > counts).any():
+        return trees
     kept = np.minimum(trees.sizes, counts).astype(np.int32)
     return take(trees, trees.request_ids, np.arange(len(kept)), kept)
 

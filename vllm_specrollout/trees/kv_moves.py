@@ -19,6 +19,9 @@ class KVMoves:
     target_blocks: IntArray
 
 
+NO_MOVES = KVMoves(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32))
+
+
 def plan_moves(
     num_accepted: IntArray,
     last_node_path: IntArray,
@@ -43,9 +46,11 @@ def plan_moves(
         block_table: [R, blocks] the requests' own block table.
         block_size: tokens per block.
     """
+    moved = np.nonzero((num_accepted > 0) & (last_node_path != first_path))[0]
+    if not len(moved):
+        return NO_MOVES
     sources: list[int] = []
     targets: list[int] = []
-    moved = np.nonzero((num_accepted > 0) & (last_node_path != first_path))[0]
     for r in moved.tolist():
         first = (int(root[r]) + 1) // block_size
         last = (int(root[r]) + int(num_accepted[r])) // block_size

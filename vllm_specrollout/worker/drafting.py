@@ -112,7 +112,9 @@ def scheduled_trees(planned: TreeBatch, request_ids: Sequence[str], scheduled: M
     It may have cut drafts to their first tokens, and left some out. Tokens that no tree is known for are a chain:
     lossless anyway.
     """
-    own = [scheduled.get(request_id, ()) for request_id in request_ids]
+    own = [scheduled.get(request_id, []) for request_id in request_ids]
+    if planned.request_ids == request_ids and own == token_lists(planned):
+        return planned
     counts = np.fromiter(map(len, own), np.int32, len(own))
     place = {name: i for i, name in enumerate(planned.request_ids)}
     index = np.fromiter((place.get(name, -1) for name in request_ids), np.int64, len(own))

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.budgets.builders import batch, chains, record, step
 from tests.unit.replay import gate
 from vllm_specrollout.budgets.base import FixedBudget, OffBudget
-from vllm_specrollout.budgets.goodput import FIRST_PLAIN, RARER, GoodputBudget
+from vllm_specrollout.budgets.goodput import FIRST_PLAIN, RARER, Acceptance, GoodputBudget
 from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.simulate import Result, replay
 from vllm_specrollout.replay.synthetic import Plan, make_trace
@@ -89,6 +89,17 @@ def test_a_drafter_that_claims_too_much_is_written_off_and_comes_back() -> None:
     for _ in range(30):
         budget.observe(record(trees, [7] * 8))
     assert choose(budget, 0.9).pays
+
+
+def test_after_thousands_of_weight_updates_what_was_never_drafted_is_taken_at_its_word() -> None:
+    acceptance = Acceptance()
+    for version in range(3000):
+        acceptance.observe(record(chains(2, 3, 0.55), [1, 2], weights_version=version))
+    factors = acceptance.calibration()
+    seen = factors[0, 5]
+    factors[0, 5] = 1.0
+    assert np.isfinite(seen) and seen != 1.0
+    np.testing.assert_allclose(factors, 1.0)
 
 
 def test_the_same_steps_give_the_same_plans() -> None:

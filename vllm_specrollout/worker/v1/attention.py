@@ -101,24 +101,17 @@ def plan_paths(
 ) -> tuple[PathPlan, dict[str, Any]]:
     """Lay the batch out; also returns what the metadata needs. Arguments as in csrc/core/layout.h."""
     raw = _core.expand_paths(row_start, base, node_start, parents, block_table, block_size, scratch, zero_block)
-    query_rows = raw["query_rows"]
-    is_in_order = bool((query_rows == raw["inverse"]).all() and (np.diff(query_rows) == 1).all())
-    first_path = np.searchsorted(raw["query_start"], row_start[:-1], side="left").astype(np.int32)
-    counts = np.diff(node_start)
-    root = (base + np.diff(row_start) - counts - 1).astype(np.int32)
-    # a request's nodes are the last of its rows
-    node_rows = np.arange(len(parents)) + np.repeat(row_start[1:] - node_start[1:], counts)
     plan = PathPlan(
-        None if is_in_order else torch.from_numpy(query_rows),
+        None if raw["is_in_order"] else torch.from_numpy(raw["query_rows"]),
         torch.from_numpy(raw["inverse"]),
         torch.from_numpy(raw["write_rows"]),
         torch.from_numpy(raw["write_slots"]),
         raw["node_path"],
         raw["depths"],
-        node_rows.astype(np.int32),
-        np.repeat(root, counts) + raw["depths"],
-        first_path,
-        root,
+        raw["node_rows"],
+        raw["node_positions"],
+        raw["first_path"],
+        raw["root"],
         raw["tables"],
     )
     return plan, raw

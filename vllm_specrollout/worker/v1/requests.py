@@ -15,6 +15,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_specrollout import _core
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.admission import Admission, Desk
@@ -195,11 +196,6 @@ def _seeded_generator(seeds: RequestSeeds, device: torch.device | str) -> torch.
 
 def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> SeedArray:
     """[rows] the noise seed of each logits row: that of its position in its request; 0 for greedy requests."""
-    seeds = np.zeros(len(row_depth), dtype=np.int64)
-    for i, entry in enumerate(entries):
-        if entry.tape is None:
-            continue
-        begin, end = int(node_start[i]) + i, int(node_start[i + 1]) + i + 1
-        depths = row_depth[begin:end]
-        seeds[begin:end] = entry.tape.peek(int(depths.max()) + 1)[depths]
-    return seeds
+    levels = int(row_depth.max()) + 1
+    coming = [None if entry.tape is None else entry.tape.peek(levels) for entry in entries]
+    return _core.by_depth(coming, node_start, row_depth)

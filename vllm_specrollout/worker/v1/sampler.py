@@ -92,13 +92,7 @@ class Sampled:
 
 def row_layout(trees: TreeBatch) -> tuple[IntArray, IntArray]:
     """Request and depth of every logits row: a root row, then its nodes, request after request."""
-    counts = trees.sizes + 1
-    row_request = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    row_depth = np.zeros(len(row_request), dtype=np.int32)
-    is_node = np.ones(len(row_request), dtype=bool)
-    is_node[trees.node_start[:-1] + np.arange(len(counts))] = False
-    row_depth[is_node] = trees.depth
-    return row_request, row_depth
+    return _core.row_layout(trees.node_start, trees.depth)
 
 
 def sample_drafts(
