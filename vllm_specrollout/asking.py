@@ -39,8 +39,7 @@ def ask(engine: Any, conversation: Conversation[T]) -> T:
         ConfigError: it is no such engine.
         UnsupportedError: it keeps no history.
     """
-    _check_kind(engine, is_async=False)
-    check_keeps_history(engine)
+    _check(engine, is_async=False)
     try:
         call = next(conversation)
         while True:
@@ -56,8 +55,7 @@ async def aask(engine: Any, conversation: Conversation[T]) -> T:
         ConfigError: it is no such engine.
         UnsupportedError: it keeps no history.
     """
-    _check_kind(engine, is_async=True)
-    check_keeps_history(engine)
+    _check(engine, is_async=True)
     try:
         call = next(conversation)
         while True:
@@ -74,24 +72,21 @@ async def _await_all(engine: Any, call: Call) -> Answers:
     return [await engine.collective_rpc(call.method, args=call.args)]
 
 
-def _check_kind(engine: Any, *, is_async: bool) -> None:
+def _check(engine: Any, *, is_async: bool) -> None:
     rpc = getattr(engine, "collective_rpc", None)
     if not callable(rpc):
         raise ConfigError(
             f"the engine is a {type(engine).__name__}, which has no `collective_rpc`",
             "give the `LLM`, `LLMEngine` or `AsyncLLM`",
         )
-    if inspect.iscoroutinefunction(rpc) == is_async:
-        return
-    if is_async:
-        raise ConfigError(
-            f"the engine is a {type(engine).__name__}, which is called, not awaited",
-            "use `report_rewards`, `begin_epoch` or `read_history`",
-        )
-    raise ConfigError(
-        f"the engine is a {type(engine).__name__}, which is awaited, not called",
-        "await `areport_rewards`, `abegin_epoch` or `aread_history`",
-    )
+    if inspect.iscoroutinefunction(rpc) != is_async:
+        name = type(engine).__name__
+        if is_async:
+            way = "use `report_rewards`, `begin_epoch` or `read_history`"
+            raise ConfigError(f"the engine is a {name}, which is called, not awaited", way)
+        way = "await `areport_rewards`, `abegin_epoch` or `aread_history`"
+        raise ConfigError(f"the engine is a {name}, which is awaited, not called", way)
+    check_keeps_history(engine)
 
 
 def check_keeps_history(engine: Any) -> None:

@@ -44,6 +44,17 @@ def check_real(name: str, value: Any, low: float, high: float) -> None:
         )
 
 
+def check_match(drafter: str, min_match: int, max_match: int) -> None:
+    """The shortest and the longest context that a drafter looks up."""
+    check_range(f"{drafter}.min_match", min_match, 1, 64)
+    check_range(f"{drafter}.max_match", max_match, 1, 64)
+    if min_match > max_match:
+        raise ConfigError(
+            f"`{drafter}.min_match` is {min_match}, above `{drafter}.max_match` {max_match}",
+            "lower `min_match` or raise `max_match`",
+        )
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)

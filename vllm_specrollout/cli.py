@@ -12,7 +12,7 @@ import typer
 import typer.core
 import typer.main
 
-from vllm_specrollout import history_cli, patches, profile_cli, replay_cli
+from vllm_specrollout import history_cli, patches, plan, profile_cli, replay_cli
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 
@@ -126,32 +126,7 @@ def _bench() -> None:
 
 app.add_typer(bench, name="bench")
 
-plan = typer.Typer(help="What to set up before an engine starts.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@plan.callback()
-def _plan() -> None:
-    """What to set up before an engine starts. Needs neither vLLM nor a GPU."""
-
-
-@plan.command("graphs")
-def plan_graphs(
-    draft: Annotated[str, typer.Option(help="Draft sizes that share the graphs, in nodes per request.")] = "8,16,32,64",
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a captured step; larger ones run piecewise.")] = 2048,
-    model: Annotated[Path | None, typer.Option(help="A model's folder, for its shape.")] = None,
-    shape: Annotated[str | None, typer.Option(help="7B or 0.5B, instead of a folder; default: 7B.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="Also plan for a drafting model: 7B, 0.5B or its folder.")] = None,
-    limit: Annotated[str | None, typer.Option(help="Most graphs (`40`), or most memory (`600MiB`).")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the plan to this file.")] = None,
-) -> None:
-    """Plan CUDA graphs that several draft sizes share; estimate their memory beside that of one per size and batch."""
-    from vllm_specrollout.plan import plan_graphs_command
-
-    plan_graphs_command(draft, max_num_seqs, max_tokens, model, shape, drafter, limit, json)
-
-
-app.add_typer(plan, name="plan")
+app.add_typer(plan.app, name="plan")
 app.add_typer(history_cli.app, name="history")
 app.command("replay")(replay_cli.replay_command)
 app.command("profile")(profile_cli.profile)

@@ -98,7 +98,7 @@ def _vllm_findings() -> list[Finding]:
     drift = supported.drift_problem(version)
     found = [Finding("vllm source", drift.cause, True, drift.hint) if drift else Finding("vllm source", "as released")]
     try:
-        facts = importlib.import_module("vllm_specrollout.server.facts").host_facts()
+        facts = importlib.import_module("vllm_specrollout.server.engines").host_facts()
         for process in patches.PROCESSES:
             for patch in patches.load(process):
                 importlib.import_module(patch.module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_specrollout.checks import check_choice, check_range, check_real, check_type
+from vllm_specrollout.checks import check_choice, check_match, check_range, check_real, check_type
 from vllm_specrollout.errors import ConfigError
 
 SCOPES = ("problem", "global")
@@ -22,14 +22,8 @@ class NgramConfig:
     """Most recent earlier places compared per context length."""
 
     def __post_init__(self) -> None:
-        check_range("ngram.max_match", self.max_match, 1, 64)
-        check_range("ngram.min_match", self.min_match, 1, 64)
+        check_match("ngram", self.min_match, self.max_match)
         check_range("ngram.max_matches", self.max_matches, 1, 4096)
-        if self.min_match > self.max_match:
-            raise ConfigError(
-                f"`ngram.min_match` is {self.min_match}, above `ngram.max_match` {self.max_match}",
-                "lower `min_match` or raise `max_match`",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +57,11 @@ class HistoryConfig:
     def __post_init__(self) -> None:
         check_range("history.epochs", self.epochs, 0, 1024)
         check_choice("history.scope", self.scope, SCOPES)
-        check_range("history.min_match", self.min_match, 1, 64)
-        check_range("history.max_match", self.max_match, 1, 64)
+        check_match("history", self.min_match, self.max_match)
         check_range("history.max_matches", self.max_matches, 1, 4096)
         check_real("history.decay", self.decay, 0.0, 1.0)
         check_real("history.reward_weight", self.reward_weight, 0.0, 1024.0)
         check_range("history.max_mib", self.max_mib, 1, 1 << 22)
-        if self.min_match > self.max_match:
-            raise ConfigError(
-                f"`history.min_match` is {self.min_match}, above `history.max_match` {self.max_match}",
-                "lower `min_match` or raise `max_match`",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.history import upkeep
 
 app = typer.Typer(help="Look into, merge, trim or remove kept answers.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -21,11 +24,21 @@ def _history() -> None:
     """Answers that the `history` drafter keeps in `history.dir`. Needs neither vLLM nor a GPU."""
 
 
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """A disk's refusal, worded like every other error."""
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(
+            f"`{path}` cannot be written: {error.strerror or error}",
+            "free space, or see to the directory's permissions",
+        ) from None
+
+
 @app.command("inspect")
 def inspect_files(paths: Paths, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what each file holds, and whether anything in it is damaged. Engines may go on writing."""
-    from vllm_specrollout.history import upkeep
-
     reports = [upkeep.inspect(path) for path in upkeep.find(paths)]
     rows = [dataclasses.asdict(report) | {"bytes_per_token": report.bytes_per_token} for report in reports]
     if json:
@@ -53,10 +66,8 @@ def merge(
     paths: Paths, into: Annotated[Path, typer.Option(help="The new file, *.history.", show_default=False)]
 ) -> None:
     """Write the answers of several files into a new one, once each. The old ones stay."""
-    from vllm_specrollout.history import upkeep
-
     sources = upkeep.find(paths)
-    with _DiskErrors(into):
+    with _disk_errors(into):
         count = upkeep.merge(sources, into)
     typer.echo(f"{count} answers of {len(sources)} files: {into}")
 
@@ -67,9 +78,7 @@ def trim(
     epochs: Annotated[int, typer.Option(min=0, help="How many of the last epochs to keep.", show_default=False)],
 ) -> None:
     """Drop the answers of all but the last epochs. Refused while an engine writes one of the files."""
-    from vllm_specrollout.history import upkeep
-
-    with _DiskErrors(paths[0]):
+    with _disk_errors(paths[0]):
         changed = upkeep.trim(upkeep.find(paths), epochs)
     for path, (before, after) in changed.items():
         typer.echo(f"{path}: {before} answers, {after} kept")
@@ -78,28 +87,9 @@ def trim(
 @app.command()
 def clear(paths: Paths, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
     """Remove the files. Refused while an engine writes one of them."""
-    from vllm_specrollout.history import upkeep
-
     found = upkeep.find(paths)
     if not yes:
         typer.confirm(f"Remove {len(found)} history files ({', '.join(map(str, found))})?", abort=True)
-    with _DiskErrors(paths[0]):
+    with _disk_errors(paths[0]):
         freed = upkeep.clear(found)
     typer.echo(f"{len(found)} files removed, {freed} bytes")
-
-
-class _DiskErrors:
-    """A disk's refusal, worded like every other error."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise UnsupportedError(
-                f"`{self._path}` cannot be written: {error.strerror or error}",
-                "free space, or see to the directory's permissions",
-            ) from None

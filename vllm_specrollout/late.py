@@ -63,11 +63,11 @@ class LateAnswers:
             if tree is None:
                 drafter.rollback(view.request_id, length + passed)
             kept.append(tree or EMPTY_TREE)
-        return _joined(batch.request_ids, kept)
+        return batch_of(batch.request_ids, kept)
 
 
-def _joined(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
-    """Trees behind one another; each node keeps its source."""
+def batch_of(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
+    """The trees of a batch, [R] each, behind one another; each node keeps its source."""
     node_start = np.zeros(len(trees) + 1, dtype=np.int32)
     np.cumsum([tree.size for tree in trees], out=node_start[1:])
     token_ids, parents, log_q, source = (

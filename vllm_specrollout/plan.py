@@ -6,8 +6,9 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -32,21 +33,26 @@ SHAPES = {
 _MIB = {"MiB": 1.0, "GiB": 1024.0}
 
 
-def plan_graphs_command(
-    draft: str,
-    max_num_seqs: int,
-    max_tokens: int,
-    model: Path | None,
-    shape: str | None,
-    drafter: str | None,
-    limit: str | None,
-    json_file: Path | None,
-) -> None:
-    """Print the plan, beside what it is measured against; the flags are documented in `cli.py`.
+app = typer.Typer(help="What to set up before an engine starts.", no_args_is_help=True, rich_markup_mode=None)
 
-    Raises:
-        ConfigError: a flag that does not make sense, or a limit that nothing fits.
-    """
+
+@app.callback()
+def _plan() -> None:
+    """What to set up before an engine starts. Needs neither vLLM nor a GPU."""
+
+
+@app.command("graphs")
+def plan_graphs_command(
+    draft: Annotated[str, typer.Option(help="Draft sizes that share the graphs, in nodes per request.")] = "8,16,32,64",
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a captured step; larger ones run piecewise.")] = 2048,
+    model: Annotated[Path | None, typer.Option(help="A model's folder, for its shape.")] = None,
+    shape: Annotated[str | None, typer.Option(help="7B or 0.5B, instead of a folder; default: 7B.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Also plan for a drafting model: 7B, 0.5B or its folder.")] = None,
+    limit: Annotated[str | None, typer.Option(help="Most graphs (`40`), or most memory (`600MiB`).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the plan to this file.")] = None,
+) -> None:
+    """Plan CUDA graphs that several draft sizes share; estimate their memory beside that of one per size and batch."""
     sizes = flags.integers(draft, "--draft", 1, MAX_NODES)
     flags.in_range(max_num_seqs, "--max-num-seqs", 1, 1 << 16)
     flags.in_range(max_tokens, "--max-tokens", 1, 1 << 20)

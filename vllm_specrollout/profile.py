@@ -90,28 +90,18 @@ def save(profile: Profile) -> Path:
 
 def load(key: ProfileKey) -> Profile | None:
     """The profile of this key; None where there is none, or, after one warning, where it cannot be used."""
-    path = key.path
     try:
-        text = path.read_text(encoding="utf-8")
+        return _parse(json.loads(key.path.read_text(encoding="utf-8")), key)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        _ignored(path, error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning(
+            "The profile %s cannot be used (%s: %s) and is ignored; run `specrollout profile` again",
+            key.path,
+            type(error).__name__,
+            error,
+        )
         return None
-    try:
-        return _parse(json.loads(text), key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _ignored(path, error)
-        return None
-
-
-def _ignored(path: Path, error: Exception) -> None:
-    logger.warning(
-        "The profile %s cannot be used (%s: %s) and is ignored; run `specrollout profile` again",
-        path,
-        type(error).__name__,
-        error,
-    )
 
 
 def _parse(body: Any, key: ProfileKey) -> Profile:

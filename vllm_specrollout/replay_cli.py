@@ -48,7 +48,7 @@ def replay_command(
     chosen = strategies(strategy)
     if json is not None and not json.resolve().parent.is_dir():
         raise ConfigError(f"`--json` is `{json}`, in a folder that does not exist", "make the folder first")
-    out = Console()
+    out = Console(markup=False, highlight=False)
     rows: list[ReplayRow] = []
     for path in traces:
         trace = read_trace(path)
@@ -58,7 +58,7 @@ def replay_command(
         rows += own
     if json is not None:
         json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-        out.print(f"wrote {json}", markup=False)
+        out.print(f"wrote {json}")
 
 
 def strategies(text: str) -> tuple[str, ...]:
@@ -109,14 +109,12 @@ def _print(path: Path, trace: Trace, rows: Sequence[ReplayRow], results: dict[st
     tokens = sum(len(end.token_ids) for end in answers)
     out.print(
         f"{path.name}: {len(answers)} answers, {tokens} tokens, {header.max_num_seqs} at once,"
-        f" recorded with {header.budget}, at most {header.max_draft_tokens} nodes",
-        markup=False,
-        highlight=False,
+        f" recorded with {header.budget}, at most {header.max_draft_tokens} nodes"
     )
     lost = len(trace.arrivals) - len(answers)
     if trace.is_cut or lost:
         cut = "the file stops in the middle; " if trace.is_cut else ""
-        out.print(f"warning: {cut}{lost} answers have no end and are left out", markup=False, highlight=False)
+        out.print(f"warning: {cut}{lost} answers have no end and are left out")
     table = Table(box=None, pad_edge=False)
     for title in ("budget", "makespan s", "tokens/step", "wasted nodes", "steps", "steps off", "vs off"):
         table.add_column(title, justify="left" if title == "budget" else "right")
@@ -138,8 +136,6 @@ def _print(path: Path, trace: Trace, rows: Sequence[ReplayRow], results: dict[st
         error = recorded.makespan_ms / measured - 1.0
         out.print(
             f"{header.budget}: predicted {recorded.makespan_ms / 1e3:.3f} s,"
-            f" measured {measured / 1e3:.3f} s ({error:+.1%})",
-            markup=False,
-            highlight=False,
+            f" measured {measured / 1e3:.3f} s ({error:+.1%})"
         )
     out.print()

@@ -142,7 +142,7 @@ class Hops:
 def test_a_decode_step_with_two_drafters_passes_few_of_our_files(ours: Engine) -> None:
     """Of steps in which nothing comes or goes, both drafters are asked, and a tree is verified, the usual one.
 
-    Now and then a step passes two files more: the history's library looks at how its indices have grown.
+    Now and then a step passes two files more: the history's index cache looks at how its indices have grown.
     """
     speculator, llm_engine = ours.runner.spec_rollout, ours.llm.llm_engine
     speculator.replace_drafters(drafters.build(SpecRolloutConfig(drafters=("history", "ngram"))))

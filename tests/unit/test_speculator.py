@@ -14,7 +14,7 @@ from tests.trees import batch_of, tree_of
 from vllm_specrollout.budgets.base import FixedBudget, OffBudget, bounded
 from vllm_specrollout.drafters.base import Pending
 from vllm_specrollout.guard import Guard
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import (
     DraftLimits,
@@ -136,7 +136,7 @@ def test_a_record_holds_plan_verdict_and_time_of_the_same_step():
 
 
 def test_a_listener_that_fails_changes_nothing():
-    class Breaks(BaseListener):
+    class Breaks(Listener):
         def planned(self, *args):
             raise ZeroDivisionError
 
@@ -178,7 +178,7 @@ def test_what_never_pays_is_asked_about_ever_more_seldom_and_listeners_change_no
 
     steps = asked_steps([])
     assert np.diff(steps).tolist()[:7] == [1, 1, 1, 5, 9, 17, 33]
-    assert asked_steps([BaseListener()]) == steps
+    assert asked_steps([Listener()]) == steps
 
 
 def test_a_budget_that_is_off_is_never_asked_for_limits():

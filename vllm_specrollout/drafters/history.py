@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,7 @@ from vllm_specrollout._core import HistoryIndex, propose_history
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.background import one_thread
-from vllm_specrollout.history.library import Library
+from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
@@ -28,7 +28,7 @@ from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.types import MOST_NODES, DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch
 
 _CHECKED_EVERY = 16
-"""Steps after which the library is asked for all running requests' indices, and sees how they have grown.
+"""Steps after which the cache is asked for all running requests' indices, and sees how they have grown.
 
 Asking in each step, `propose` took 0.21, 0.64 and 2.79 ms at batch 16, 64 and 256; now it takes 0.16, 0.33 and 1.84.
 Meanwhile indices may exceed `max_mib` by what so many steps add to them.
@@ -54,7 +54,7 @@ class HistoryDrafter(BaseDrafter):
         config: which contexts are looked up, and who may draft.
         max_nodes: most nodes of a tree, whatever a decision says.
         source: this drafter's index in the engine's list.
-        store, library: what is kept; by default, what `config` says.
+        store, cache: what is kept; by default, what `config` says.
         vocabulary: the model's; answers in another one draft nothing.
     """
 
@@ -67,17 +67,19 @@ class HistoryDrafter(BaseDrafter):
         source: int = 0,
         *,
         store: HistoryStore | None = None,
-        library: Library[Any] | None = None,
+        cache: IndexCache[Any] | None = None,
         vocabulary: Vocabulary = ANY_VOCABULARY,
     ) -> None:
         self._config = config
         self._max_nodes = max_nodes
         self._source = source
-        self.store = store if store is not None else HistoryStore(config, one_thread(), vocabulary)
-        self.library = library if library is not None else Library(config, self.store, self._make_index)
+        # what waits for a disk must not hold the engine up
+        background = ThreadPoolExecutor(1, "specrollout-history-store").submit
+        self.store = store if store is not None else HistoryStore(config, background, vocabulary)
+        self.cache = cache if cache is not None else IndexCache(config, self.store, self._make_index)
         self._live: dict[str, _Live] = {}
         self.hits, self.lookups = 0, 0
-        # of the library when it was asked last, and the steps until it is asked again, if nothing changes before
+        # of the cache when it was asked last, and the steps until it is asked again, if nothing changes before
         self._version, self._steps_left = 0, 0
 
     def _make_index(self) -> Any:
@@ -89,13 +91,13 @@ class HistoryDrafter(BaseDrafter):
     def admit(self, view: RequestView) -> None:
         """Note the arrival, and have its problem's index ready when drafts are wanted."""
         epoch = self.store.arrived(view.problem_id, view.name or view.request_id, view.weights_version)
-        self.library.want(view.problem_id)
+        self.cache.want(view.problem_id)
         self._live[view.request_id] = _Live(view.problem_id, epoch)
         self._steps_left = 0
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
-        if self._version != self.library.version:
-            self._version, self._steps_left = self.library.version, 0
+        if self._version != self.cache.version:
+            self._version, self._steps_left = self.cache.version, 0
         # written down even if it drafts nothing itself: its siblings may
         lives = [self._written(view) for view in batch.views]
         self._steps_left = self._steps_left - 1 if self._steps_left else _CHECKED_EVERY - 1
@@ -121,7 +123,7 @@ class HistoryDrafter(BaseDrafter):
             self.admit(view)
             live = self._live[view.request_id]
         # between two checks, an index that is there is the right one, and one that is not is not built yet
-        index = live.index if self._steps_left else self.library.get(live.problem_id)
+        index = live.index if self._steps_left else self.cache.get(live.problem_id)
         if index is None:
             # not held either: what was dropped for memory is to be gone
             live.index = None
@@ -150,14 +152,14 @@ class HistoryDrafter(BaseDrafter):
         answer = self.store.append(answer)
         if live is not None:
             self._keep(live, answer)
-            self.library.done(live.problem_id)
+            self.cache.done(live.problem_id)
 
     def _keep(self, live: _Live, answer: Answer) -> None:
         """Leave the whole answer to its siblings, without what was sampled beyond its end."""
-        index = self.library.get(live.problem_id)
+        index = self.cache.get(live.problem_id)
         if index is not None and index is live.index:
             index.sync(live.document, answer.token_ids)
-            self.library.track(live.problem_id, answer.request_id, live.document, live.epoch, answer.reward)
+            self.cache.track(live.problem_id, answer.request_id, live.document, live.epoch, answer.reward)
 
     def forget(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
@@ -166,7 +168,7 @@ class HistoryDrafter(BaseDrafter):
         if live.index is not None:
             # preempted: it comes back from its prompt, and must not find itself as a sibling
             live.index.remove(live.document)
-        self.library.done(live.problem_id)
+        self.cache.done(live.problem_id)
 
     # --- what trainers tell ------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class HistoryDrafter(BaseDrafter):
         for name in names:
             outcome = self.store.report_reward(name, reward)
             if outcome is not Outcome.UNKNOWN:
-                self.library.set_reward(name, reward)
+                self.cache.set_reward(name, reward)
                 return outcome
         return Outcome.UNKNOWN
 
@@ -197,7 +199,7 @@ class HistoryDrafter(BaseDrafter):
         """Counts, bytes and hit rate, in plain JSON types."""
         return {
             "store": dataclasses.asdict(self.store.stats()),
-            "library": dataclasses.asdict(self.library.stats()),
+            "library": dataclasses.asdict(self.cache.stats()),
             "lookups": self.lookups,
             "hits": self.hits,
             "hit_rate": self.hits / self.lookups if self.lookups else 0.0,
@@ -205,5 +207,5 @@ class HistoryDrafter(BaseDrafter):
 
     def close(self) -> None:
         """Write what is left to write; nothing drafts afterwards."""
-        self.library.close()
+        self.cache.close()
         self.store.close()

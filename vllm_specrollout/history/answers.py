@@ -24,3 +24,7 @@ class Answer:
     prompt_tail: IntArray
     # as last reported; None: not reported (yet)
     reward: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.size

@@ -76,14 +76,14 @@ class Folder:
         self.latest_epoch = 0
         """Of all that was read."""
         own = self._sources[OWN]
-        self._writer = log.claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary)
-        own.reader = self._writer.reader
+        self.writer = log.claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary)
+        own.reader = self.writer.reader
         self.refresh(is_start=True)
 
     @property
     def path(self) -> Path:
         """Of the own file."""
-        return self._writer.path
+        return self.writer.path
 
     def readers(self) -> list[log.Reader]:
         return [source.reader for source in list(self._sources.values()) if source.reader is not None]
@@ -96,30 +96,14 @@ class Folder:
 
     def append(self, record: Record) -> int:
         """Write a record to the own file; returns an answer's row, otherwise -1. Raises OSError: disk full or gone."""
-        frame = self._writer.append(record)
-        if isinstance(record, EpochRecord):
-            self.latest_epoch = max(self.latest_epoch, record.epoch)
-        if not isinstance(record, Answer):
-            return _NONE
-        own = self._sources[OWN]
-        place = Place(OWN, frame.offset, frame.sequence, record.epoch, record.reward, record.token_ids.size)
-        row = self._table.add(key_of(record.problem_id), place)
-        own.set_row(frame.sequence, row)
-        own.num_tokens += place.num_tokens
-        return row
+        return self._take(OWN, self._sources[OWN], self.writer.append(record), record)
 
     def move_in(self, row: int, answer: Answer) -> None:
         """Write an answer whose row is elsewhere so far. Raises OSError: disk full or gone."""
-        frame = self._writer.append(answer)
+        frame = self.writer.append(answer)
         self._table.move(row, OWN, frame.offset, frame.sequence)
         self._sources[OWN].set_row(frame.sequence, row)
-        self._sources[OWN].num_tokens += answer.token_ids.size
-
-    def sync(self) -> None:
-        self._writer.sync()
-
-    def close(self) -> None:
-        self._writer.close()
+        self._sources[OWN].num_tokens += answer.num_tokens
 
     def refresh(self, is_start: bool = False) -> None:
         """Read what others have written since. A file that cannot be used is an error at the start, a warning later."""
@@ -165,18 +149,21 @@ class Folder:
             "give each model its own `history.dir`; nothing else is lost",
         )
 
-    def _take(self, number: int, source: _Source, frame: Frame, head: RecordHead) -> None:
-        if isinstance(head, AnswerHead):
+    def _take(self, number: int, source: _Source, frame: Frame, head: Record | RecordHead) -> int:
+        """Note a record that is in a file; returns an answer's row, otherwise -1."""
+        row = _NONE
+        if isinstance(head, (Answer, AnswerHead)):
             place = Place(number, frame.offset, frame.sequence, head.epoch, head.reward, head.num_tokens)
-            source.set_row(frame.sequence, self._table.add(key_of(head.problem_id), place))
+            row = self._table.add(key_of(head.problem_id), place)
+            source.set_row(frame.sequence, row)
             source.num_tokens += head.num_tokens
             self.latest_epoch = max(self.latest_epoch, head.epoch)
         elif isinstance(head, RewardRecord):
-            row = source.row(head.sequence)
-            if row != _NONE:
-                self._table.set_reward(row, head.reward)
+            if (known := source.row(head.sequence)) != _NONE:
+                self._table.set_reward(known, head.reward)
         elif isinstance(head, EpochRecord):
             self.latest_epoch = max(self.latest_epoch, head.epoch)
+        return row
 
     def _forget(self, number: int) -> None:
         with self._lock:
@@ -192,7 +179,7 @@ class Folder:
     def is_mostly_dead(self) -> bool:
         """Whether more than half of the own file is of no use any more. Called with the lock."""
         own = self._sources[OWN]
-        if self._writer.size < _LEAST_REWRITTEN:
+        if self.writer.size < _LEAST_REWRITTEN:
             return False
         return 2 * self._table.num_tokens(OWN) < own.num_tokens
 
@@ -207,7 +194,7 @@ class Folder:
         with self._lock:
             places = ((row, self._table.place(row)) for row in self._table.rows_of(OWN))
             rows = sorted((place.offset, row, place) for row, place in places)
-            reader = self._writer.reader
+            reader = self.writer.reader
         written: list[tuple[int, Place]] = []
 
         def live() -> Iterator[Record | bytes]:
@@ -218,9 +205,9 @@ class Folder:
                     written.append((row, place))
                     yield with_reward(payload, place.reward)
 
-        frames = self._writer.rewrite(live())[1:]
+        frames = self.writer.rewrite(live())[1:]
         with self._lock:
-            own = _Source(self._writer.reader)
+            own = _Source(self.writer.reader)
             for (row, place), frame in zip(written, frames, strict=True):
                 self._table.move(row, OWN, frame.offset, frame.sequence)
                 own.set_row(frame.sequence, row)

@@ -29,7 +29,7 @@ from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 SUFFIX = ".history"
 
-Visit = Callable[[Frame, RecordHead], None]
+Visit = Callable[[Frame, RecordHead], object]
 
 
 class LockedError(HistoryError):

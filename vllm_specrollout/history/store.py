@@ -1,4 +1,4 @@
-"""All answers worth drafting from, of this engine and of those that share its directory. No indices: see library.py.
+"""All answers worth drafting from, of this engine and of those that share its directory. Indices: see index_cache.py.
 
 At rest an answer is compressed tokens, in a file or (without `history.dir`) in memory, and some 40 bytes that say
 where. Any thread may call a store. What waits for a disk longer than one write does (reading others' files, syncing,
@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import operator
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.background import Background, run_now
 from vllm_specrollout.history.epochs import EpochGuess
 from vllm_specrollout.history.folder import Folder, Located
 from vllm_specrollout.history.log import Reader
@@ -34,7 +35,7 @@ class HistoryStore:
 
     Args:
         config: `dir` is where; empty: in memory only.
-        background: runs tasks one at a time, in the order given; in an engine, `one_thread()`.
+        background: runs tasks one at a time, in the order given; in an engine, in a thread. Default: at once.
         vocabulary: the model's; answers in another one are never handed out.
 
     Raises:
@@ -42,7 +43,10 @@ class HistoryStore:
     """
 
     def __init__(
-        self, config: HistoryConfig, background: Background = run_now, vocabulary: Vocabulary = ANY_VOCABULARY
+        self,
+        config: HistoryConfig,
+        background: Callable[[Callable[[], None]], object] = operator.call,
+        vocabulary: Vocabulary = ANY_VOCABULARY,
     ) -> None:
         self._config = config
         self._filter = Filter(vocabulary, config.dir)
@@ -163,7 +167,7 @@ class HistoryStore:
 
     def _settle_folder(self, folder: Folder) -> None:
         try:
-            folder.sync()
+            folder.writer.sync()
             folder.refresh()
             self._drop_old()
             with self._lock:
@@ -199,7 +203,7 @@ class HistoryStore:
                 return self._folder.append(answer)
             except OSError as error:
                 self._note_error(error)
-        place = Place(IN_MEMORY, self._memory.reserve(), 0, answer.epoch, answer.reward, answer.token_ids.size)
+        place = Place(IN_MEMORY, self._memory.reserve(), 0, answer.epoch, answer.reward, answer.num_tokens)
         row = self._table.add(key_of(answer.problem_id), place)
         self._memory.put(row, answer)
         return row
@@ -246,7 +250,7 @@ class HistoryStore:
     def find(self, problem_id: str | None) -> list[Located]:
         """A problem's answers (None: all problems') that may draft now, older epochs first."""
         with self._lock:
-            places = self._table.all() if problem_id is None else self._table.find(key_of(problem_id))
+            places = self._table.find(None if problem_id is None else key_of(problem_id))
             oldest = self._epoch - self._config.epochs
             return [Located(place, self._source(place)) for place in places if place.epoch >= oldest]
 
@@ -262,11 +266,6 @@ class HistoryStore:
         if not isinstance(answer, Answer) or problem_id not in (None, answer.problem_id):
             return None
         return dataclasses.replace(answer, reward=place.reward) if self._filter.passes(answer) else None
-
-    def answers(self, problem_id: str) -> list[Answer]:
-        """The problem's answers of this epoch and the last `config.epochs`, older epochs first."""
-        found = (self.read(located, problem_id) for located in self.find(problem_id))
-        return [answer for answer in found if answer is not None]
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -293,7 +292,7 @@ class HistoryStore:
         with self._settling, self._lock:
             if self._folder is not None and not self._is_closed:
                 try:
-                    self._folder.close()
+                    self._folder.writer.close()
                 except OSError as error:
                     self._note_error(error)
             self._is_closed = True

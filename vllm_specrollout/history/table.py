@@ -101,15 +101,10 @@ class Table:
             self._num_tokens[row],
         )
 
-    def find(self, problem: int) -> list[Place]:
-        """The problem's answers, older epochs first, within an epoch in the order they came."""
-        places = [self.place(row) for row in self._rows.get(problem, ())]
-        return sorted(places, key=lambda place: place.epoch)
-
-    def all(self) -> list[Place]:
-        """All answers, older epochs first."""
-        places = [self.place(row) for rows in self._rows.values() for row in rows]
-        return sorted(places, key=lambda place: place.epoch)
+    def find(self, problem: int | None) -> list[Place]:
+        """The problem's answers (None: all problems'), older epochs first, within an epoch in the order they came."""
+        groups = self._rows.values() if problem is None else (self._rows.get(problem, ()),)
+        return sorted((self.place(row) for rows in groups for row in rows), key=lambda place: place.epoch)
 
     def rows_before(self, epoch: int) -> list[int]:
         """Rows of answers of earlier epochs."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,7 +155,7 @@ def merge(sources: list[Path], into: Path) -> int:
         for source in sources:
             for answer in answers_of(source):
                 tokens = answer.token_ids.tobytes()[-64:]
-                key = (answer.problem_id, answer.request_id, answer.epoch, answer.token_ids.size, tokens)
+                key = (answer.problem_id, answer.request_id, answer.epoch, answer.num_tokens, tokens)
                 if key not in seen:
                     writer.append(answer)
                 seen.add(key)
@@ -186,26 +188,21 @@ def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:
     Raises:
         LockedError: one of the files is being written; then none is changed.
     """
-    writers = _lock_all(paths)
-    try:
-        latest = max((answer.epoch for path in paths for answer in answers_of(path)), default=0)
+    with ExitStack() as open_writers:
+        writers: dict[Path, Writer] = {}
+        for path in paths:
+            writers[path] = Writer(path)
+            open_writers.callback(writers[path].close, sync=False)
+        found = {path: [answer.epoch for answer in answers_of(path)] for path in paths}
+        latest = max(itertools.chain.from_iterable(found.values()), default=0)
         changed = {}
         for path, writer in writers.items():
-            answers = [(answer.epoch, number) for number, answer in enumerate(answers_of(path))]
-            kept = {number for epoch, number in answers if epoch > latest - epochs}
-            changed[path] = (len(answers), len(kept))
-            if len(kept) < len(answers):
-                live = (answer for number, answer in enumerate(answers_of(path)) if number in kept)
-                writer.rewrite(_led_by(EpochRecord(latest), live))
+            num_kept = sum(epoch > latest - epochs for epoch in found[path])
+            changed[path] = (len(found[path]), num_kept)
+            if num_kept < len(found[path]):
+                live = (answer for answer in answers_of(path) if answer.epoch > latest - epochs)
+                writer.rewrite(itertools.chain([EpochRecord(latest)], live))
         return changed
-    finally:
-        for writer in writers.values():
-            writer.close(sync=False)
-
-
-def _led_by(first: EpochRecord, answers: Iterator[Answer]) -> Iterator[EpochRecord | Answer]:
-    yield first
-    yield from answers
 
 
 def clear(paths: list[Path]) -> int:
@@ -219,15 +216,3 @@ def clear(paths: list[Path]) -> int:
     for path in paths:
         path.unlink()
     return freed
-
-
-def _lock_all(paths: list[Path]) -> dict[Path, Writer]:
-    writers: dict[Path, Writer] = {}
-    try:
-        for path in paths:
-            writers[path] = Writer(path)
-    except BaseException:
-        for writer in writers.values():
-            writer.close(sync=False)
-        raise
-    return writers

@@ -7,7 +7,6 @@ speculator contains that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from vllm_specrollout.types import (
     DraftLimits,
@@ -23,8 +22,8 @@ NOTHING_TO_DRAFT = "nothing to draft"
 """Reason of a plan for requests none of which may have a draft: nobody decided anything."""
 
 
-class Listener(Protocol):
-    """Watches the steps of one engine.
+class Listener:
+    """Watches the steps of one engine; what a listener does not override, it does not care for.
 
     Steps may overlap: `planned` of step k + 1 may come before `stepped` of step k, and a request's `finished` before
     the `stepped` of its last step. `planned` and `paused` come in the order of the steps, and so does `stepped`. A
@@ -37,7 +36,6 @@ class Listener(Protocol):
         Args:
             view: its arrays are valid during the call only.
         """
-        ...
 
     def planned(
         self,
@@ -56,7 +54,6 @@ class Listener(Protocol):
             plan: what the budget chose of them; its trees are over all requests of the batch.
             draft_ms: milliseconds that asking and choosing took.
         """
-        ...
 
     def paused(self, num_requests: int, reason: str) -> None:
         """The coming step goes without drafts, and no drafter was asked.
@@ -65,7 +62,6 @@ class Listener(Protocol):
             num_requests: running requests.
             reason: a few words out of a small set, fit to be a metric's label: `off`, `drafts do not pay`, ...
         """
-        ...
 
     def stepped(self, record: StepRecord) -> None:
         """A step is over; its verdict is in the record, and its time if that is known.
@@ -73,11 +69,9 @@ class Listener(Protocol):
         Args:
             record: `plan` is None for a step that nothing was planned for.
         """
-        ...
 
     def finished(self, ending: FinishedRequest) -> None:
         """A request is over."""
-        ...
 
     def failed(self, part: str) -> None:
         """A part of ours failed and was contained.
@@ -85,40 +79,6 @@ class Listener(Protocol):
         Args:
             part: what failed: a drafter's name, or a word of the code's own. There are few of them.
         """
-        ...
 
     def closed(self) -> None:
         """The engine stops, or nobody listens any more: nothing follows."""
-        ...
-
-
-class BaseListener:
-    """Hears everything and does nothing."""
-
-    def admitted(self, view: RequestView) -> None:
-        """Nothing to do."""
-
-    def planned(
-        self,
-        batch: RequestBatch,
-        limits: DraftLimits,
-        proposals: Sequence[TreeBatch],
-        plan: StepPlan,
-        draft_ms: float,
-    ) -> None:
-        """Nothing to do."""
-
-    def paused(self, num_requests: int, reason: str) -> None:
-        """Nothing to do."""
-
-    def stepped(self, record: StepRecord) -> None:
-        """Nothing to do."""
-
-    def finished(self, ending: FinishedRequest) -> None:
-        """Nothing to do."""
-
-    def failed(self, part: str) -> None:
-        """Nothing to do."""
-
-    def closed(self) -> None:
-        """Nothing to do."""

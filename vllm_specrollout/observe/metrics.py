@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout import _core
-from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, BaseListener
+from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
 
 PREFIX = "vllm:spec_rollout_"
@@ -67,7 +67,7 @@ METRICS = (
 )
 
 
-class Metrics(BaseListener):
+class Metrics(Listener):
     """Counts since the last `take`."""
 
     def __init__(self, sources: Sequence[str]) -> None:

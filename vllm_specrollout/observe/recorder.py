@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
 from vllm_specrollout.replay.files import Sink
 from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified
@@ -40,7 +40,7 @@ class _Drafts:
     candidates: tuple[Candidates, ...]
 
 
-class Recorder(BaseListener):
+class Recorder(Listener):
     """Writes a trace. A step's drafts stand in the record of the step before it, as drafters were asked at its end."""
 
     def __init__(self, header: Header, sink: Sink, clock: Callable[[], float]) -> None:

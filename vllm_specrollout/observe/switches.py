@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
 
 
-class SwitchCounter(BaseListener):
+class SwitchCounter(Listener):
     """Counts steps by whether they drafted.
 
     A step is off when nothing is verified although something was proposed, or when no drafter was asked. Steps for

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.segments import Segment, summarise
 from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
 from vllm_specrollout.types import (
@@ -111,7 +111,7 @@ class _Note:
     limits: DraftLimits
 
 
-class TimelineListener(BaseListener):
+class TimelineListener(Listener):
     """Writes down what was decided for each request. Times count from the end of the first step."""
 
     def __init__(self, keep: int, clock: Callable[[], float]) -> None:

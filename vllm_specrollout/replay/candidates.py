@@ -10,12 +10,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-import numpy as np
-
 from vllm_specrollout.replay.records import Trace
-from vllm_specrollout.trees.build import depths, select
+from vllm_specrollout.trees.build import select
 from vllm_specrollout.trees.follow import below
-from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, IntArray, TreeBatch, empty_trees
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree, IntArray
 
 
 class RecordedTrees:
@@ -38,25 +36,6 @@ class RecordedTrees:
             return EMPTY_TREE
         root = positions[nearest]
         return below(self._trees[request][root], truth[root:position])[0] or EMPTY_TREE
-
-
-def batch_of(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
-    """The trees of a batch, one behind another; [R] each."""
-    sizes = [tree.size for tree in trees]
-    node_start = np.zeros(len(sizes) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=node_start[1:])
-    if not node_start[-1]:
-        return empty_trees(request_ids)
-    full = [tree for tree in trees if tree.size]
-    return TreeBatch(
-        request_ids,
-        node_start,
-        np.concatenate([tree.token_ids for tree in full]),
-        np.concatenate([tree.parents for tree in full]),
-        np.concatenate([tree.log_q for tree in full]),
-        np.concatenate([tree.source for tree in full]),
-        np.concatenate([depths(tree.parents) for tree in full]),
-    )
 
 
 def of_sources(tree: DraftTree, wanted: int) -> DraftTree:

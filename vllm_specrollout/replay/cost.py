@@ -146,11 +146,12 @@ def _bent(timings: Sequence[StepTiming], line: CostLine) -> CostLine:
 
 def _error(line: CostLine, decode: Sequence[tuple[StepTiming, float, int]], measured: Floats) -> float:
     """Median relative error."""
-    found = np.asarray([line.step_ms(_load(timing)) for timing, _, _ in decode])
+    found = np.asarray([line.step_ms(load_of(timing)) for timing, _, _ in decode])
     return float(np.median(np.abs(found - measured) / np.maximum(measured, 1e-9)))
 
 
-def _load(timing: StepTiming) -> Load:
+def load_of(timing: StepTiming) -> Load:
+    """A decode step's work, as far as its timing tells."""
     return Load(
         batch=timing.batch,
         nodes=timing.nodes,
@@ -194,12 +195,14 @@ def _fit(x: Floats, y: Floats, shares: Floats, pull: Floats) -> Floats:
 
 def _fit_ask(asked: Sequence[tuple[float, int]]) -> tuple[float, float]:
     """Milliseconds of asking drafters: a fixed part, and one per request."""
-    if not asked:
-        return 0.0, 0.0
-    x = np.asarray([[1.0, requests] for _, requests in asked])
-    y = np.asarray([ms for ms, _ in asked])
-    fixed, request = _fit(x, y, np.asarray([1.0, 0.1]), np.asarray([0.01, 0.01])).tolist()
-    return fixed, request
+    return _fit_two([requests for _, requests in asked], [ms for ms, _ in asked]) if asked else (0.0, 0.0)
+
+
+def _fit_two(counts: Sequence[int], ms: Sequence[float]) -> tuple[float, float]:
+    """A fixed part, and one for each of the counted."""
+    x = np.asarray([[1.0, count] for count in counts])
+    fixed, each = _fit(x, np.asarray(ms), np.asarray([1.0, 0.1]), np.asarray([0.01, 0.01])).tolist()
+    return fixed, each
 
 
 def _with_prompts(line: CostLine, trace: Trace, steps: Sequence[_Timed]) -> CostLine:
@@ -211,13 +214,11 @@ def _with_prompts(line: CostLine, trace: Trace, steps: Sequence[_Timed]) -> Cost
         if timing.is_decode_only or computed <= 0:
             continue
         rows.append(computed)
-        extra.append(max(timing.step_ms - ask - line.step_ms(_load(timing)), 0.0))
+        extra.append(max(timing.step_ms - ask - line.step_ms(load_of(timing)), 0.0))
     if not rows or not nominal:
         return replace(line, prompt_row=max(line.node, line.request, *line.rows))
     share = min(1.0, sum(rows) / nominal)
     if len(rows) == 1:
         return replace(line, prompt_row=extra[0] / rows[0], prompt_share=share)
-    x = np.asarray([[1.0, count] for count in rows], dtype=np.float64)
-    fitted = _fit(x, np.asarray(extra), np.asarray([1.0, 0.1]), np.asarray([0.01, 0.01]))
-    prompt, prompt_row = fitted.tolist()
+    prompt, prompt_row = _fit_two(rows, extra)
     return replace(line, prompt=prompt, prompt_row=prompt_row, prompt_share=share)

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import Backoff, Budget
-from vllm_specrollout.replay.candidates import RecordedTrees, batch_of, of_sources
-from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of
+from vllm_specrollout.late import batch_of
+from vllm_specrollout.replay.candidates import RecordedTrees, of_sources
+from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of, load_of
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.replay.requests import Request, requests_of, take_rows
-from vllm_specrollout.replay.verify import verified, without
+from vllm_specrollout.replay.verify import verified
+from vllm_specrollout.trees.batch import cut, num_branches
 from vllm_specrollout.types import (
-    ROOT,
     DraftMode,
     RequestBatch,
     StepPlan,
     StepRecord,
     StepTiming,
     TreeBatch,
-    VerifyResult,
     empty_trees,
 )
 
@@ -97,7 +97,7 @@ class _Replay:
         self._plan: StepPlan | None = None
         # the step before, for a budget that learns of it one step late
         self._late: StepRecord | None = None
-        self._asked = self._before = 0
+        self._asked = 0
         self._decode_tokens = self._request_steps = self._drafted = self._accepted = 0
         self._finish_ms: dict[int, float] = {}
         self._step_ms: list[float] = []
@@ -151,28 +151,19 @@ class _Replay:
         """One forward pass and what follows it."""
         running = list(self._running)
         trees = self._trees()
-        timing = self._load(running, prompt_rows, trees)
-        record = StepRecord(self._plan, trees, self._verify(trees), batch=self._batch)
-        self._advance(running, prompt_rows, record)
-        timing = replace(timing, tokens=sum(request.position for request in running) - self._before)
+        timing = self._timing(running, prompt_rows, trees)
+        truths = [request.end.token_ids[request.position :] for request in self._drafted_for]
+        record = StepRecord(self._plan, trees, verified(trees, truths), batch=self._batch)
+        timing = replace(timing, tokens=self._advance(running, prompt_rows, record))
         is_v1 = self._header.lag > 0
         if is_v1:
             # the next drafts are made at the step's end, before its time is known
             if self._late is not None:
                 self._budget.observe(self._late)
             self._asked = self._draft(running)
-        load = Load(
-            batch=timing.batch,
-            nodes=timing.nodes,
-            branches=timing.branches,
-            trees=timing.trees,
-            context=timing.context,
-            prompt_rows=sum(prompt_rows.values()),
-            asked=self._asked,
-        )
+        load = replace(load_of(timing), prompt_rows=sum(prompt_rows.values()), asked=self._asked)
         step_ms = self._cost.step_ms(load)
-        ask_ms = step_ms - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
-        self._late = replace(record, timing=replace(timing, step_ms=step_ms, ask_ms=ask_ms))
+        self._late = replace(record, timing=replace(timing, step_ms=step_ms, ask_ms=self._ask_ms(load)))
         self._now_ms += step_ms
         self._step_ms.append(step_ms)
         self._nodes.append(timing.nodes)
@@ -190,34 +181,30 @@ class _Replay:
         if self._plan is None:
             return empty_trees([request.name for request in self._drafted_for])
         trees, is_over = self._plan.trees, [request.is_over for request in self._drafted_for]
-        return without(trees, is_over) if any(is_over) else trees
+        return cut(trees, np.where(is_over, 0, trees.sizes))
 
-    def _load(self, running: Sequence[Request], prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
+    def _ask_ms(self, load: Load) -> float:
+        """What of a step's time asking drafters takes."""
+        return self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
+
+    def _timing(self, running: Sequence[Request], prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
         """What the forward pass has to do; tokens and time come later."""
-        self._before = sum(request.position for request in running)
-        nodes, with_drafts = trees.num_nodes, int(np.count_nonzero(trees.sizes))
-        inner = (trees.parents + np.repeat(trees.node_start[:-1], trees.sizes))[trees.parents != ROOT]
         return StepTiming(
             batch=len(running),
-            rows=len(running) - len(prompt_rows) + sum(prompt_rows.values()) + nodes,
-            nodes=nodes,
-            # every node that is nobody's parent ends a path
-            branches=nodes - len(set(inner.tolist())) - with_drafts,
+            rows=len(running) - len(prompt_rows) + sum(prompt_rows.values()) + trees.num_nodes,
+            nodes=trees.num_nodes,
+            branches=num_branches(trees),
             tokens=0,
             step_ms=0.0,
             is_decode_only=not prompt_rows,
-            trees=with_drafts,
+            trees=int(np.count_nonzero(trees.sizes)),
             context=sum(r.arrival.num_prompt_tokens + r.position - 1 for r in running if r.position),
             waiting=sum(request.arrival.ready_ms <= self._now_ms for request in self._queue),
         )
 
-    def _verify(self, trees: TreeBatch) -> VerifyResult:
-        """The target's walk: as far as each draft holds true."""
-        truths = [request.end.token_ids[request.position :] for request in self._drafted_for]
-        return verified(trees, truths)
-
-    def _advance(self, running: Sequence[Request], prompt_rows: dict[str, int], record: StepRecord) -> None:
-        """Every request goes as far as its draft holds true, and one token further."""
+    def _advance(self, running: Sequence[Request], prompt_rows: dict[str, int], record: StepRecord) -> int:
+        """Every request goes as far as its draft holds true, and one token further; returns the tokens of all."""
+        before = sum(request.position for request in running)
         drafted = zip(record.trees.sizes.tolist(), record.result.num_accepted.tolist(), strict=True)
         drafts = dict(zip((request.name for request in self._drafted_for), drafted, strict=True))
         for request in running:
@@ -233,6 +220,7 @@ class _Replay:
                 self._drafted += size
                 self._accepted += accepted
         self._drafted_for, self._batch, self._plan = [], None, None
+        return sum(request.position for request in running) - before
 
     def _draft(self, running: Sequence[Request]) -> int:
         """The next step's drafts, as the speculator makes them; returns how many requests drafters were asked for.
@@ -251,8 +239,7 @@ class _Replay:
         if limits.drafters is not None:
             found = [of_sources(tree, wanted) for tree, wanted in zip(found, limits.drafters.tolist(), strict=True)]
         proposal = batch_of(batch.request_ids, found)
-        load = Load(batch=len(requests), asked=len(requests))
-        draft_ms = self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0))
+        draft_ms = self._ask_ms(Load(batch=len(requests), asked=len(requests)))
         self._plan = self._budget.choose([proposal], limits, batch, draft_ms)
         self._backoff.asked(step, self._plan.pays)
         self._drafted_for, self._batch = requests, batch

@@ -1,4 +1,7 @@
-"""Which worker and scheduler an engine gets: by platform and model runner. Nothing here imports vLLM."""
+"""Which worker and scheduler an engine gets, by platform and model runner; and which of these this host has.
+
+Only `host_facts` imports vLLM, when it is called.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +101,33 @@ def check_runner(engine: Engine, uses_v2: bool) -> None:
         f"for this configuration vLLM chose its {chosen} model runner; spec rollout runs the {engine.runner} one here",
         hint,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """The parts of vLLM that would serve here; `specrollout doctor` asks."""
+
+    platform: str
+    is_cpu: bool
+    is_cuda: bool
+    model_runner: str
+    attention: str
+    """Backend and, on CPU, the instruction set its kernel would use for bf16."""
+
+
+def host_facts() -> HostFacts:
+    """Ask the installed vLLM; importing it takes seconds."""
+    import torch
+    import vllm.envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    forced = vllm.envs.VLLM_USE_V2_MODEL_RUNNER
+    runner = "V2" if (HAS_TRITON if forced is None else forced) else "V1"
+    attention = "chosen by vLLM per model"
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        attention = f"CPU_ATTN, {_get_attn_isa(torch.bfloat16, 32, 64)}"
+    name = current_platform.device_name or "unknown"
+    return HostFacts(name, current_platform.is_cpu(), current_platform.is_cuda(), runner, attention)

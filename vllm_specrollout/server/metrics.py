@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_specrollout.server import settings
+
+if TYPE_CHECKING:
+    from vllm_specrollout.observe.metrics import Metric
 
 LABELS = ["model_name", "engine"]
 
@@ -21,8 +24,6 @@ def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
         config = settings.config_of(vllm_config)
         if config is None:
             return
-        from vllm_specrollout.server.metrics_ours import Counts  # numpy: not when the plugin is registered
-
         self.record = _recording(self.record, Counts(self))
         if not self.spec_decoding_prom.spec_decoding_enabled:
             positions = SimpleNamespace(num_speculative_tokens=config.max_draft_tokens)
@@ -31,7 +32,7 @@ def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _recording(record: Callable[..., None], counts: Any) -> Callable[..., None]:
+def _recording(record: Callable[..., None], counts: Counts) -> Callable[..., None]:
     """The logger's `record`, which also takes out what our workers sent along."""
 
     @functools.wraps(record)
@@ -41,3 +42,55 @@ def _recording(record: Callable[..., None], counts: Any) -> Callable[..., None]:
             counts.record(scheduler_stats.num_kv_fetch_reqs_by_stage, engine_idx)
 
     return wrapper
+
+
+class Counts:
+    """Our metrics of all engines that one stat logger stands for."""
+
+    def __init__(self, logger: Any) -> None:
+        """Args:
+        logger: vLLM's stat logger, whose kinds of metrics (they differ under Ray) and label values are taken.
+        """
+        from vllm_specrollout.observe import metrics  # numpy: not when the plugin is registered
+
+        self._decode = metrics.decode
+        kinds = {"counter": logger._counter_cls, "gauge": logger._gauge_cls, "histogram": logger._histogram_cls}
+        self._labels: Mapping[int, list[object]] = logger.per_engine_labelvalues
+        self._known = {
+            metric.name: (metric, _make(metrics.PREFIX + metric.name, metric, kinds[metric.kind]))
+            for metric in metrics.METRICS
+        }
+        for metric, made in self._known.values():
+            if not metric.labels:
+                for values in self._labels.values():
+                    made.labels(*values)  # shown as 0 from the start
+
+    def record(self, mixed: dict[str, int], engine: int) -> None:
+        """Add what came with one step of an engine and take it out of the table; keys that are not ours stay."""
+        for name, rest, count in self._decode(mixed):
+            if name not in self._known:
+                continue
+            metric, made = self._known[name]
+            if metric.kind == "histogram":
+                child = made.labels(*self._labels[engine])
+                for _ in range(count):
+                    child.observe(int(rest[0]) / metric.scale)
+                continue
+            child = made.labels(*self._labels[engine], *rest)
+            if metric.kind == "gauge":
+                child.set(count)
+            else:
+                child.inc(count / metric.scale)
+
+
+def _make(name: str, metric: Metric, cls: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "name": name,
+        "documentation": metric.help,
+        "labelnames": LABELS + list(metric.labels),
+    }
+    if metric.kind == "histogram":
+        arguments["buckets"] = list(metric.buckets)
+    if metric.kind == "gauge":
+        arguments["multiprocess_mode"] = "mostrecent"
+    return cls(**arguments)

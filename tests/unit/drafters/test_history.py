@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tests.drafters import ask
+from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.history.library import Library
+from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.trees.build import check
@@ -52,7 +53,7 @@ def _drafter(**settings: Any) -> _Drafter:
     def make_index() -> Any:
         return _core.HistoryIndex(min_match=config.min_match, max_match=config.max_match, max_matches=32)
 
-    drafter = _Drafter(config, store=store, library=Library(config, store, make_index, executor))
+    drafter = _Drafter(config, store=store, cache=IndexCache(config, store, make_index, executor))
     drafter.executor = executor
     return drafter
 
@@ -146,7 +147,7 @@ def test_a_request_that_outlives_its_epoch_belongs_to_the_old_one(drafter: _Draf
     drafter.begin_epoch()
     _drafts(drafter, _view("a", ANSWER[:30]))
     _finish(drafter, "a", ANSWER)
-    assert [answer.epoch for answer in drafter.store.answers("p")] == [0]
+    assert [answer.epoch for answer in answers_in(drafter.store, "p")] == [0]
 
 
 def test_an_answer_that_was_never_drafted_for_is_kept_all_the_same(drafter: _Drafter) -> None:
@@ -195,7 +196,7 @@ def test_a_reward_finds_its_request_before_and_after_its_end(drafter: _Drafter) 
     assert drafter.report_reward(["a"], 7.0) is Outcome.EARLY
     assert drafter.report_reward(["a"], 1.0) is Outcome.REPEATED
     _finish(drafter, "a", ANSWER)
-    assert drafter.store.answers("p")[0].reward == 1.0
+    assert answers_in(drafter.store, "p")[0].reward == 1.0
     assert drafter.report_reward(["a-0", "a"], 2.0) is Outcome.REPEATED
     assert drafter.report_reward(["nobody"], 2.0) is Outcome.UNKNOWN
 

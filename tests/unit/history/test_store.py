@@ -5,16 +5,17 @@ import itertools
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import folder, log, table
-from vllm_specrollout.history.background import one_thread
 from vllm_specrollout.history.frames import HistoryError
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
@@ -31,7 +32,7 @@ def on_disk(tmp_path):
 
 
 def names(store, problem_id="p"):
-    return [answer.request_id for answer in store.answers(problem_id)]
+    return [answer.request_id for answer in answers_in(store, problem_id)]
 
 
 def test_a_problems_answers_come_back_and_no_others(config, make_answer, same):
@@ -39,7 +40,7 @@ def test_a_problems_answers_come_back_and_no_others(config, make_answer, same):
     mine, other = make_answer("a"), make_answer("b", problem_id="q")
     store.append(mine)
     store.append(other)
-    (found,) = store.answers("p")
+    (found,) = answers_in(store, "p")
     assert same(found, mine)
     assert names(store, "nobody asked") == []
     assert [store.read(located).request_id for located in store.find(None)] == ["a", "b"]
@@ -67,9 +68,9 @@ def test_a_reward_is_kept_with_its_answer(config, make_answer):
     store = HistoryStore(config)
     store.append(make_answer("a"))
     assert store.report_reward("a", 0.5) is Outcome.RECORDED
-    assert store.answers("p")[0].reward == 0.5
+    assert answers_in(store, "p")[0].reward == 0.5
     assert store.report_reward("a", 0) is Outcome.REPEATED
-    assert store.answers("p")[0].reward == 0.0
+    assert answers_in(store, "p")[0].reward == 0.0
     store.begin_epoch()
     store.append(make_answer("b", epoch=0))
     assert store.report_reward("b", 1.0) is Outcome.LATE
@@ -85,7 +86,7 @@ def test_a_reward_before_the_end_of_its_request_is_kept_for_it(config, make_answ
     assert store.report_reward("b", 3.0) is Outcome.EARLY
     assert store.append(make_answer("a")).reward == 2.0
     store.ended("b")
-    assert store.answers("p")[0].reward == 2.0
+    assert answers_in(store, "p")[0].reward == 2.0
     assert store.report_reward("b", 3.0) is Outcome.UNKNOWN
 
 
@@ -94,7 +95,7 @@ def test_a_reward_goes_to_the_latest_answer_of_that_name(config, make_answer):
     store.append(make_answer("a", problem_id="old"))
     store.append(make_answer("a", problem_id="new"))
     store.report_reward("a", 1.0)
-    assert store.answers("old")[0].reward is None and store.answers("new")[0].reward == 1.0
+    assert answers_in(store, "old")[0].reward is None and answers_in(store, "new")[0].reward == 1.0
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), "1", None, True])
@@ -103,7 +104,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(config, make_answer, rewar
     store.append(make_answer("a"))
     with pytest.raises(ConfigError, match="not a finite number"):
         store.report_reward("a", reward)
-    assert store.answers("p")[0].reward is None
+    assert answers_in(store, "p")[0].reward is None
 
 
 def test_epochs_are_guessed_until_the_trainer_names_one(config, make_answer):
@@ -145,7 +146,7 @@ def test_a_restart_finds_everything_again(on_disk, make_answer, same):
     store.close()
     again = HistoryStore(on_disk)
     assert again.epoch == 3
-    (found,) = again.answers("p")
+    (found,) = answers_in(again, "p")
     assert found.reward == 4.0 and np.array_equal(found.token_ids, answer.token_ids)
     # its request was another run's
     assert again.report_reward("a", 1.0) is Outcome.UNKNOWN
@@ -158,10 +159,10 @@ def test_engines_that_share_a_directory_see_each_others_answers_from_the_next_ep
     two.report_reward("b", 1.0)
     assert names(one) == ["a"]
     one.begin_epoch()
-    assert names(one) == ["a", "b"] and one.answers("p")[1].reward == 1.0
+    assert names(one) == ["a", "b"] and answers_in(one, "p")[1].reward == 1.0
     two.report_reward("b", 2.0)
     one.begin_epoch(1)
-    assert one.answers("p")[1].reward == 2.0
+    assert answers_in(one, "p")[1].reward == 2.0
     assert one.stats().files == 2
 
 
@@ -199,7 +200,7 @@ def test_a_file_mostly_of_old_epochs_is_written_anew(on_disk, make_answer, monke
     assert store.report_reward("5-0", 9.0) is Outcome.REPEATED
     store.close()
     again = HistoryStore(on_disk)
-    found = {answer.request_id: answer.reward for answer in again.answers("p")}
+    found = {answer.request_id: answer.reward for answer in answers_in(again, "p")}
     assert [name for name in found] == wanted
     assert found["5-0"] == 9.0 and found["4-3"] == 3.0
 
@@ -228,7 +229,7 @@ def test_answers_and_rewards_that_come_while_the_file_is_rewritten_are_written_a
     assert store.stats().memory_bytes == 0
     store.close()
     again = HistoryStore(on_disk)
-    assert {a.request_id: a.reward for a in again.answers("p")} == {"kept": 1.0, "new": 2.0}
+    assert {a.request_id: a.reward for a in answers_in(again, "p")} == {"kept": 1.0, "new": 2.0}
 
 
 def test_a_full_disk_leaves_answers_in_memory_until_there_is_room(on_disk, make_answer, monkeypatch):
@@ -250,7 +251,7 @@ def test_a_full_disk_leaves_answers_in_memory_until_there_is_room(on_disk, make_
 
 
 def test_a_store_with_a_thread_of_its_own_settles_there(on_disk, make_answer):
-    store = HistoryStore(on_disk, one_thread())
+    store = HistoryStore(on_disk, ThreadPoolExecutor(1).submit)
     other = HistoryStore(on_disk)
     other.append(make_answer("b"))
     assert store.begin_epoch() == 1
@@ -327,7 +328,7 @@ def test_threads_may_read_while_another_appends(on_disk, make_answer):
     def read():
         while not stop.is_set():
             for problem in ("p0", "p1", "p2"):
-                for found in store.answers(problem):
+                for found in answers_in(store, problem):
                     if not np.array_equal(found.token_ids, answers[int(found.request_id)].token_ids):
                         wrong.append(found)
 
@@ -365,7 +366,7 @@ def test_a_store_is_a_list_of_answers_with_a_window(tmp_path_factory, make_answe
             for answer, reward in kept
             if answer.problem_id == f"p{problem}" and answer.epoch >= store.epoch - 1
         ]
-        assert [(found.request_id, found.reward) for found in store.answers(f"p{problem}")] == wanted
+        assert [(found.request_id, found.reward) for found in answers_in(store, f"p{problem}")] == wanted
     store.close()
 
 

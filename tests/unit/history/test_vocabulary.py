@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.drafters import ask
+from tests.unit.history.stored import answers_in
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import HistoryConfig, OracleConfig
@@ -88,7 +89,7 @@ def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once
         store = _store(tmp_path, SMALL)
         store.append(make_answer("ours", token_ids=np.arange(5, dtype=np.int32)))
         store.begin_epoch()
-    assert [answer.request_id for answer in store.answers("p")] == ["ours"]
+    assert [answer.request_id for answer in answers_in(store, "p")] == ["ours"]
     assert store.stats().foreign_files == 1
     assert caplog.text.count("which has another vocabulary than `small`") == 1 and "`large`" in caplog.text
     store.close()
@@ -100,7 +101,7 @@ def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once
 def test_a_later_checkpoint_goes_on_with_its_models_file(tmp_path: Path, make_answer: MakeAnswer) -> None:
     _filled(tmp_path, SMALL, make_answer("a", token_ids=np.arange(5, dtype=np.int32)))
     store = _store(tmp_path, SMALL_LATER)
-    assert [answer.request_id for answer in store.answers("p")] == ["a"]
+    assert [answer.request_id for answer in answers_in(store, "p")] == ["a"]
     store.close()
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -115,8 +116,8 @@ def test_files_of_the_first_version_are_read_and_tokens_that_the_model_lacks_are
     _first_version(tmp_path / "answers-0000.history")
     store = _store(tmp_path, SMALL)
     with caplog.at_level(logging.WARNING):
-        assert [answer.request_id for answer in store.answers("p")] == ["ours", "last"]
-        assert [answer.request_id for answer in store.answers("p")] == ["ours", "last"]
+        assert [answer.request_id for answer in answers_in(store, "p")] == ["ours", "last"]
+        assert [answer.request_id for answer in answers_in(store, "p")] == ["ours", "last"]
     assert store.stats().foreign_answers == 8 and caplog.text.count("outside the model's vocabulary of 512") == 1
     # what it writes itself goes to a file that says whose it is
     store.append(make_answer("new", token_ids=np.zeros(1, np.int32)))
@@ -139,7 +140,7 @@ def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
     )
     ask(drafter, [view])
     # its index is being built
-    drafter.library._executor.submit(lambda: None).result()
+    drafter.cache._executor.submit(lambda: None).result()
     (tree,) = ask(drafter, [view])
     assert tree.token_ids.tolist() == [13, 14]
     drafter.close()

@@ -7,7 +7,7 @@ from tests.trees import batch_of, chain, limits_of, tree_of
 from tests.unit.observe.engine import Rollout, ending, record_of, timing_of, view
 from tests.unit.replay.builders import LINE, ListSink, header
 from vllm_specrollout.budgets.base import FixedBudget
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.replay.files import ThreadSink, read_trace
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Trace, Verified
@@ -48,7 +48,7 @@ class Engine:
 def recorded(runner, is_late=None, sink=None, **facts):
     """A rollout with a recorder: (the rollout, what it wrote)."""
     sink = ListSink() if sink is None else sink
-    rollout = Rollout(ANSWERS, BaseListener(), runner == "v1" if is_late is None else is_late, **facts)
+    rollout = Rollout(ANSWERS, Listener(), runner == "v1" if is_late is None else is_late, **facts)
     rollout.listener = Recorder(header(batch=len(ANSWERS), runner=runner), sink, rollout.clock)
     return rollout.run(), sink
 

@@ -3,7 +3,7 @@ import pytest
 
 from tests.trees import batch_of, chain
 from tests.unit.observe.engine import Rollout, record_of
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.observe.steps import _MOST_OPEN, OpenPlans, verified_by_request
@@ -51,7 +51,7 @@ class NullSink:
         pass
 
 
-class Frozen(BaseListener):
+class Frozen(Listener):
     """Hands on what it hears, with every array locked."""
 
     def __init__(self, inner):
@@ -94,5 +94,5 @@ def lock(carrier):
     ids=lambda listener: type(listener).__name__,
 )
 def test_no_listener_writes_into_what_it_is_given(listener, is_late):
-    alone = Rollout(ANSWERS, BaseListener(), is_late).run()
+    alone = Rollout(ANSWERS, Listener(), is_late).run()
     assert Rollout(ANSWERS, Frozen(listener), is_late).run().nodes == alone.nodes

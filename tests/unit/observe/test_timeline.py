@@ -12,7 +12,7 @@ from tests.trees import batch_of, chain, limits_of
 from tests.unit.observe.engine import Rollout, ending, record_of, view
 from tests.unit.observe.story import is_gapless, reasons_of, step
 from vllm_specrollout.budgets.base import FixedBudget
-from vllm_specrollout.observe.listener import BaseListener
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.timeline import (
     MOST_RUNNING,
     Segment,
@@ -283,7 +283,7 @@ def test_whatever_is_accepted_the_story_has_all_tokens_and_nodes(story, is_late)
 @pytest.mark.parametrize("is_late", [True, False])
 def test_both_runners_tell_the_same_story(is_late):
     answers = {"a": list(range(1, 40)), "b": list(range(100, 120))}
-    rollout = Rollout(answers, BaseListener(), is_late, FixedBudget(4, 3), frozenset({3, 4, 7}))
+    rollout = Rollout(answers, Listener(), is_late, FixedBudget(4, 3), frozenset({3, 4, 7}))
     rollout.listener = TimelineListener(4, rollout.clock)
     rollout.run()
     told = dict(rollout.listener.segments())

@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.replay.builders import tree
-from vllm_specrollout.replay.candidates import batch_of
-from vllm_specrollout.replay.verify import verified, without
+from vllm_specrollout.late import batch_of
+from vllm_specrollout.replay.verify import verified
+from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.trees.build import from_paths, path_to
 
 tokens = st.integers(0, 2)
@@ -31,7 +32,7 @@ def test_the_longest_path_that_agrees_with_the_truth_is_accepted(requests) -> No
 def test_dropping_some_requests_drafts_leaves_the_others_as_they_are(requests, data) -> None:
     batch = batch_of([str(i) for i in range(len(requests))], [from_paths(paths, 64, 5) for paths, _ in requests])
     dropped = [data.draw(st.booleans()) for _ in requests]
-    kept = without(batch, dropped)
+    kept = cut(batch, np.where(dropped, 0, batch.sizes))
     for i, is_dropped in enumerate(dropped):
         before, after = batch.tree(i), kept.tree(i)
         assert after.token_ids.tolist() == ([] if is_dropped else before.token_ids.tolist())

@@ -1,4 +1,4 @@
-"""What is promised of the library: indices of what is wanted, never more of them than memory allows."""
+"""What is promised of the index cache: indices of what is wanted, never more of them than memory allows."""
 
 import random
 import threading
@@ -9,7 +9,7 @@ import pytest
 
 from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.history.library import Library
+from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import ONE
 
@@ -91,14 +91,14 @@ def later():
 
 @pytest.fixture
 def build(later):
-    """A store and a library over it."""
+    """A store and a cache over it."""
 
     def make(answers=(), **changes):
         config = HistoryConfig(**({"epochs": 2} | changes))
         store = HistoryStore(config)
         for answer in answers:
             store.append(answer)
-        return store, Library(config, store, NaiveIndex, later)
+        return store, IndexCache(config, store, NaiveIndex, later)
 
     return make
 
@@ -109,90 +109,90 @@ def tokens_in(index):
 
 def test_an_index_is_built_from_its_problems_answers_once_it_is_wanted(build, later, make_answer):
     mine = [make_answer("a"), make_answer("b")]
-    _, library = build([*mine, make_answer("c", problem_id="q")])
-    assert library.get("p") is None
-    library.want("p")
-    assert library.get("p") is None, "it is being built"
+    _, cache = build([*mine, make_answer("c", problem_id="q")])
+    assert cache.get("p") is None
+    cache.want("p")
+    assert cache.get("p") is None, "it is being built"
     later.run()
-    assert tokens_in(library.get("p")) == [answer.token_ids.tolist() for answer in mine]
-    assert library.get("p").prompts == [answer.prompt_tail.tolist() for answer in mine]
-    assert library.get("q") is None
-    assert (library.stats().built, library.stats().indices, library.stats().building) == (1, 1, 0)
+    assert tokens_in(cache.get("p")) == [answer.token_ids.tolist() for answer in mine]
+    assert cache.get("p").prompts == [answer.prompt_tail.tolist() for answer in mine]
+    assert cache.get("q") is None
+    assert (cache.stats().built, cache.stats().indices, cache.stats().building) == (1, 1, 0)
 
 
 def test_a_problem_without_answers_has_an_empty_index_for_its_siblings(build, later):
-    _, library = build()
-    library.want("p")
+    _, cache = build()
+    cache.want("p")
     later.run()
-    assert library.get("p").documents == {}
+    assert cache.get("p").documents == {}
 
 
 def test_wanting_an_index_again_builds_it_once(build, later):
-    _, library = build()
-    library.want("p")
-    library.want("p")
+    _, cache = build()
+    cache.want("p")
+    cache.want("p")
     later.run()
-    library.want("p")
-    assert library.stats().built == 1 and not later.tasks
+    cache.want("p")
+    assert cache.stats().built == 1 and not later.tasks
 
 
 def test_a_global_library_has_one_index_of_all_problems(build, later, make_answer):
-    _, library = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
-    library.want("p")
-    library.want("q")
+    _, cache = build([make_answer("a"), make_answer("b", problem_id="q")], scope="global")
+    cache.want("p")
+    cache.want("q")
     later.run()
-    assert library.get("p") is library.get("q") is not None
-    assert len(library.get("p").documents) == 2 and library.stats().built == 1
+    assert cache.get("p") is cache.get("q") is not None
+    assert len(cache.get("p").documents) == 2 and cache.stats().built == 1
 
 
 def test_weights_say_how_old_an_answer_is_and_how_good(build, later, make_answer):
-    store, library = build([make_answer("old", epoch=0), make_answer("good", epoch=0)])
+    store, cache = build([make_answer("old", epoch=0), make_answer("good", epoch=0)])
     store.report_reward("good", 1.0)
     store.begin_epoch()
     store.append(make_answer("new", epoch=1))
-    library.want("p")
+    cache.want("p")
     later.run()
-    assert library.get("p").weights() == [ONE // 2, ONE, ONE]
+    assert cache.get("p").weights() == [ONE // 2, ONE, ONE]
 
 
 def test_a_reward_reaches_an_index_that_stands(build, later, make_answer):
-    _, library = build([make_answer("a")])
-    library.want("p")
+    _, cache = build([make_answer("a")])
+    cache.want("p")
     later.run()
-    index = library.get("p")
-    library.track("p", "early", index.add(np.arange(3), ONE, 0), 0, reward=2.0)
-    library.track("p", "running", index.add(np.arange(3), ONE, 0), 0)
-    library.set_reward("running", 1.0)
-    library.set_reward("a", 3.0)
-    library.set_reward("nobody", 3.0)
+    index = cache.get("p")
+    cache.track("p", "early", index.add(np.arange(3), ONE, 0), 0, reward=2.0)
+    cache.track("p", "running", index.add(np.arange(3), ONE, 0), 0)
+    cache.set_reward("running", 1.0)
+    cache.set_reward("a", 3.0)
+    cache.set_reward("nobody", 3.0)
     assert index.weights() == [4 * ONE, 3 * ONE, 2 * ONE]
 
 
 def test_a_new_epoch_weighs_anew_what_is_in_use_and_drops_what_is_not(build, later, make_answer):
-    store, library = build([make_answer("a"), make_answer("b", problem_id="q")])
-    library.want("p")
-    library.want("q")
+    store, cache = build([make_answer("a"), make_answer("b", problem_id="q")])
+    cache.want("p")
+    cache.want("q")
     later.run()
-    index = library.get("p")
-    library.done("q")
+    index = cache.get("p")
+    cache.done("q")
     store.begin_epoch()
-    assert library.get("q") is None
-    assert library.get("p") is index and index.weights() == [ONE // 2]
-    library.want("q")
+    assert cache.get("q") is None
+    assert cache.get("p") is index and index.weights() == [ONE // 2]
+    cache.want("q")
     later.run()
-    assert library.get("q").weights() == [ONE // 2]
+    assert cache.get("q").weights() == [ONE // 2]
 
 
 def test_an_index_in_use_loses_what_is_too_old_but_no_answer_that_grows(build, later, make_answer):
-    store, library = build([make_answer("a")], epochs=0)
-    library.want("p")
+    store, cache = build([make_answer("a")], epochs=0)
+    cache.want("p")
     later.run()
-    index = library.get("p")
+    index = cache.get("p")
     growing, complete = (index.add(np.arange(3), ONE, 0) for _ in range(2))
-    library.track("p", "complete", complete, 0)
+    cache.track("p", "complete", complete, 0)
     store.begin_epoch()
-    assert list(library.get("p").documents) == [growing]
-    library.set_reward("complete", 1.0)
+    assert list(cache.get("p").documents) == [growing]
+    cache.set_reward("complete", 1.0)
 
 
 def test_an_index_finished_after_an_epoch_began_has_that_epochs_weights(build, make_answer):
@@ -200,7 +200,7 @@ def test_an_index_finished_after_an_epoch_began_has_that_epochs_weights(build, m
     store = HistoryStore(config)
     store.append(make_answer("a"))
     pool, reading, go_on = ThreadPoolExecutor(1), threading.Event(), threading.Event()
-    library = Library(config, store, NaiveIndex, pool)
+    cache = IndexCache(config, store, NaiveIndex, pool)
     read = store.read
 
     def slow_read(*arguments):
@@ -209,17 +209,17 @@ def test_an_index_finished_after_an_epoch_began_has_that_epochs_weights(build, m
         return read(*arguments)
 
     store.read = slow_read
-    library.want("p")
+    cache.want("p")
     reading.wait()
     store.begin_epoch()
-    assert library.get("p") is None
+    assert cache.get("p") is None
     go_on.set()
     pool.shutdown(wait=True)
-    assert library.get("p").weights() == [ONE // 2]
+    assert cache.get("p").weights() == [ONE // 2]
 
 
 def test_an_answer_that_ends_during_the_build_is_in_the_index(build, later, make_answer):
-    store, library = build([make_answer("a")])
+    store, cache = build([make_answer("a")])
     read = store.read
 
     def read_while_another_ends(*arguments):
@@ -228,64 +228,64 @@ def test_an_answer_that_ends_during_the_build_is_in_the_index(build, later, make
         return read(*arguments)
 
     store.read = read_while_another_ends
-    library.want("p")
+    cache.want("p")
     later.run()
-    assert len(library.get("p").documents) == 2
+    assert len(cache.get("p").documents) == 2
 
 
 def test_a_build_that_fails_leaves_the_problem_without_index_and_is_logged(build, later, make_answer, caplog):
-    store, library = build([make_answer("a")])
+    store, cache = build([make_answer("a")])
 
     def fail(*_):
         raise RuntimeError("broken")
 
     store.read = fail
-    library.want("p")
+    cache.want("p")
     later.run()
-    assert library.get("p") is None and library.stats().given_up == 1 and "could not be built" in caplog.text
+    assert cache.get("p") is None and cache.stats().given_up == 1 and "could not be built" in caplog.text
 
 
 def test_the_least_recently_used_index_goes_first_and_those_in_use_last(build, later, make_answer):
     # each takes 250 kB, and nearly twice that while it is built; the cap is 1 MiB
     answers = [make_answer(f"{name}{n}", problem_id=name, count=500) for name in "abcde" for n in range(5)]
-    _, library = build(answers, max_mib=1)
+    _, cache = build(answers, max_mib=1)
     for name in "abc":
-        library.want(name)
+        cache.want(name)
         later.run()
-        library.done(name)
-    library.get("a")
-    library.want("d")
+        cache.done(name)
+    cache.get("a")
+    cache.want("d")
     later.run()
-    assert library.get("b") is None and all(library.get(name) for name in "acd")
+    assert cache.get("b") is None and all(cache.get(name) for name in "acd")
     for name in "ac":
-        library.want(name)
-    library.want("e")
+        cache.want(name)
+    cache.want("e")
     later.run()
-    assert all(library.get(name) for name in "acd"), "in use, so the newcomer goes without their room"
-    assert library.get("e") is None or len(library.get("e").documents) < 5
+    assert all(cache.get(name) for name in "acd"), "in use, so the newcomer goes without their room"
+    assert cache.get("e") is None or len(cache.get("e").documents) < 5
 
 
 def test_answers_too_many_for_the_cap_are_indexed_from_the_newest_on(build, later, make_answer):
     answers = [make_answer(str(number), count=1000) for number in range(20)]
-    _, library = build(answers, max_mib=1)
-    library.want("p")
+    _, cache = build(answers, max_mib=1)
+    cache.want("p")
     later.run()
-    found = tokens_in(library.get("p"))
+    found = tokens_in(cache.get("p"))
     assert 0 < len(found) < 20 and found == [answer.token_ids.tolist() for answer in answers[-len(found) :]]
-    assert library.stats().shortened == 1 and NaiveIndex.most <= 1 << 20
+    assert cache.stats().shortened == 1 and NaiveIndex.most <= 1 << 20
 
 
 def test_an_index_that_outgrows_the_cap_is_dropped(build, later):
-    _, library = build(max_mib=1)
-    library.want("p")
-    library.want("q")
+    _, cache = build(max_mib=1)
+    cache.want("p")
+    cache.want("q")
     later.run()
-    library.get("p").grow(6_000)
-    assert library.get("p") is not None
-    library.get("q").grow(6_000)
-    assert library.get("q") is not None and library.get("p") is None, "the other one made room"
-    library.get("q").grow(6_000)
-    assert library.get("q") is None
+    cache.get("p").grow(6_000)
+    assert cache.get("p") is not None
+    cache.get("q").grow(6_000)
+    assert cache.get("q") is not None and cache.get("p") is None, "the other one made room"
+    cache.get("q").grow(6_000)
+    assert cache.get("q") is None
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
@@ -300,21 +300,21 @@ def test_ten_thousand_problems_stay_within_a_small_cap(num_threads):
         tokens = rng.integers(0, 9, int(rng.integers(1, 60))).astype(np.int32)
         store.append(Answer(f"p{number}", f"r{number}", 0, 0, FinishReason.FINISHED, tokens, tokens[:0]))
     pool = ThreadPoolExecutor(num_threads)
-    library = Library(config, store, NaiveIndex, pool)
+    cache = IndexCache(config, store, NaiveIndex, pool)
     served = 0
     for start in range(0, 10_000, 50):
         problems = [f"p{number}" for number in range(start, start + 50)]
         for problem in problems:
-            library.want(problem)
-        while library.stats().building:
+            cache.want(problem)
+        while cache.stats().building:
             pool.submit(lambda: None).result()
         # some requests run on for long
         for problem in problems:
-            served += library.get(problem) is not None
+            served += cache.get(problem) is not None
             if picks.random() < 0.99:
-                library.done(problem)
+                cache.done(problem)
     pool.shutdown(wait=True)
-    stats = library.stats()
+    stats = cache.stats()
     assert stats.built > 9_000 and served > 9_000 and stats.dropped > 0
     assert stats.num_bytes <= 1 << 20 and NaiveIndex.most <= 1 << 20
 
@@ -329,12 +329,12 @@ def test_room_is_made_for_tables_that_double(later, make_answer):
     store = HistoryStore(config)
     for number in range(80):
         store.append(make_answer(str(number), problem_id=f"p{number % 4}", count=200))
-    library = Library(config, store, Doubling, later)
+    cache = IndexCache(config, store, Doubling, later)
     for number in range(4):
-        library.want(f"p{number}")
+        cache.want(f"p{number}")
         later.run()
-        library.done(f"p{number}")
-    assert NaiveIndex.most <= 1 << 20 and library.stats().built == 4 and library.get("p3").documents
+        cache.done(f"p{number}")
+    assert NaiveIndex.most <= 1 << 20 and cache.stats().built == 4 and cache.get("p3").documents
 
 
 @pytest.mark.skipif(not hasattr(_core, "HistoryIndex"), reason="the C++ core was built before it had this index")
@@ -343,23 +343,23 @@ def test_the_index_of_the_core_is_one_that_a_library_can_keep(later, make_answer
     store = HistoryStore(config)
     for number in range(20):
         store.append(make_answer(str(number), epoch=0, count=2000))
-    library = Library(config, store, lambda: _core.HistoryIndex(min_match=3, max_match=7, max_matches=32), later)
-    library.want("p")
+    cache = IndexCache(config, store, lambda: _core.HistoryIndex(min_match=3, max_match=7, max_matches=32), later)
+    cache.want("p")
     later.run()
-    index = library.get("p")
+    index = cache.get("p")
     assert 0 < index.num_documents <= 21 and index.nbytes <= 1 << 20
     store.report_reward("19", 2.0)
-    library.set_reward("19", 2.0)
+    cache.set_reward("19", 2.0)
     for _ in range(4):
         store.begin_epoch()
-        assert library.get("p") is index
-    assert library.stats().indices == 1
+        assert cache.get("p") is index
+    assert cache.stats().indices == 1
     index.check_integrity()
 
 
 def test_closing_gives_up_what_is_being_built(build, later):
-    _, library = build()
-    library.want("p")
-    library.close()
+    _, cache = build()
+    cache.want("p")
+    cache.close()
     later.run()
-    assert library.get("p") is None
+    assert cache.get("p") is None

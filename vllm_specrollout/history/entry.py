@@ -1,4 +1,4 @@
-"""What a library keeps per problem, and what it needs of an index. Carriers and a Protocol only."""
+"""What a cache keeps per problem, and what it needs of an index. Carriers and a Protocol only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_specrollout.types import IntArray
 
 
 class Index(Protocol):
-    """What the library needs of an index; the drafter needs more."""
+    """What the cache needs of an index; the drafter needs more."""
 
     @property
     def nbytes(self) -> int: ...
@@ -38,7 +38,7 @@ class Document:
 
 
 @dataclass(slots=True)
-class Shelf(Generic[IndexType]):
+class Entry(Generic[IndexType]):
     """A problem's index, or the place for it."""
 
     # None: being built
@@ -52,8 +52,8 @@ class Shelf(Generic[IndexType]):
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryStats:
-    """What a library holds, and what it went through."""
+class IndexCacheStats:
+    """What a cache holds, and what it went through."""
 
     indices: int
     building: int

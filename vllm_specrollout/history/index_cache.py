@@ -15,8 +15,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Generic
 
 from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
 from vllm_specrollout.history.folder import Located
-from vllm_specrollout.history.shelf import Document, IndexType, LibraryStats, Shelf
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
@@ -28,7 +28,7 @@ GLOBAL = ""
 _LEAST_GUESS = 256.0
 
 
-class Library(Generic[IndexType]):
+class IndexCache(Generic[IndexType]):
     """Problem id -> index.
 
     Args:
@@ -53,7 +53,7 @@ class Library(Generic[IndexType]):
         self._clock = clock
         self._lock = threading.RLock()
         # least recently used first
-        self._shelves: OrderedDict[str, Shelf[IndexType]] = OrderedDict()
+        self._entries: OrderedDict[str, Entry[IndexType]] = OrderedDict()
         # where a request's answer is indexed
         self._problem_of: dict[str, str] = {}
         self.version = 0
@@ -69,65 +69,65 @@ class Library(Generic[IndexType]):
         key = self._key(problem_id)
         with self._lock:
             self._follow_epoch()
-            shelf = self._shelves.get(key)
-            if shelf is None:
-                shelf = self._shelves[key] = Shelf()
-                self._executor.submit(self._build, key, shelf)
-            shelf.running += 1
-            self._shelves.move_to_end(key)
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = Entry()
+                self._executor.submit(self._build, key, entry)
+            entry.running += 1
+            self._entries.move_to_end(key)
 
     def get(self, problem_id: str) -> IndexType | None:
         """The problem's index; None: it is being built, or was dropped. Another one than before: that was dropped."""
         key = self._key(problem_id)
         with self._lock:
             self._follow_epoch()
-            shelf = self._shelves.get(key)
-            if shelf is None or shelf.index is None:
+            entry = self._entries.get(key)
+            if entry is None or entry.index is None:
                 return None
-            self._shelves.move_to_end(key)
+            self._entries.move_to_end(key)
             # it grows with the answers that run
-            self._resize(shelf, shelf.index.nbytes)
+            self._resize(entry, entry.index.nbytes)
             if not self._make_room(0, key, spare_running=False):
                 # alone too large
                 self._forget(key)
                 self._dropped += 1
                 return None
-            return shelf.index
+            return entry.index
 
     def done(self, problem_id: str) -> None:
         """A request for the problem runs no longer. Its index stays as long as there is room."""
         with self._lock:
-            shelf = self._shelves.get(self._key(problem_id))
-            if shelf is not None and shelf.running:
-                shelf.running -= 1
+            entry = self._entries.get(self._key(problem_id))
+            if entry is not None and entry.running:
+                entry.running -= 1
 
     def track(self, problem_id: str, request_id: str, document: int, epoch: int, reward: float | None = None) -> None:
         """An answer that grew in its problem's index is complete and stays: its reward and age are to count from now
-        on. Until then the document is the caller's, and the library leaves it alone."""
+        on. Until then the document is the caller's, and the cache leaves it alone."""
         with self._lock:
             key = self._key(problem_id)
-            shelf = self._shelves.get(key)
-            if shelf is not None and shelf.index is not None:
-                shelf.documents[request_id] = Document(document, epoch, reward)
-                shelf.index.set_weight(document, self._weight(epoch, reward))
+            entry = self._entries.get(key)
+            if entry is not None and entry.index is not None:
+                entry.documents[request_id] = Document(document, epoch, reward)
+                entry.index.set_weight(document, self._weight(epoch, reward))
                 self._problem_of[request_id] = key
 
     def set_reward(self, request_id: str, reward: float) -> None:
         """Weigh an answer anew, if it is in an index now; the store is told apart from this."""
         with self._lock:
             self._follow_epoch()
-            shelf = self._shelves.get(self._problem_of.get(request_id, "\0"))
-            if shelf is None or shelf.index is None or request_id not in shelf.documents:
+            entry = self._entries.get(self._problem_of.get(request_id, "\0"))
+            if entry is None or entry.index is None or request_id not in entry.documents:
                 return
-            document = shelf.documents[request_id]
+            document = entry.documents[request_id]
             document.reward = reward
-            shelf.index.set_weight(document.number, self._weight(document.epoch, reward))
+            entry.index.set_weight(document.number, self._weight(document.epoch, reward))
 
-    def stats(self) -> LibraryStats:
+    def stats(self) -> IndexCacheStats:
         with self._lock:
-            building = sum(shelf.index is None for shelf in self._shelves.values())
-            return LibraryStats(
-                indices=len(self._shelves) - building,
+            building = sum(entry.index is None for entry in self._entries.values())
+            return IndexCacheStats(
+                indices=len(self._entries) - building,
                 building=building,
                 num_bytes=self._num_bytes,
                 built=self._built,
@@ -140,7 +140,7 @@ class Library(Generic[IndexType]):
     def close(self) -> None:
         """Give up what is being built."""
         with self._lock:
-            self._shelves.clear()
+            self._entries.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _key(self, problem_id: str) -> str:
@@ -154,14 +154,14 @@ class Library(Generic[IndexType]):
         if self._epoch == self._store.epoch:
             return
         self._epoch = self._store.epoch
-        for key, shelf in list(self._shelves.items()):
-            if shelf.index is None:
+        for key, entry in list(self._entries.items()):
+            if entry.index is None:
                 continue
-            if not shelf.running and self._config.scope != "global":
+            if not entry.running and self._config.scope != "global":
                 self._forget(key)
                 continue
-            self._weigh(shelf.index, shelf.documents)
-            self._resize(shelf, shelf.index.nbytes)
+            self._weigh(entry.index, entry.documents)
+            self._resize(entry, entry.index.nbytes)
 
     def _weigh(self, index: IndexType, documents: dict[str, Document]) -> None:
         oldest = self._epoch - self._config.epochs
@@ -174,15 +174,15 @@ class Library(Generic[IndexType]):
 
     def _forget(self, key: str) -> None:
         self.version += 1
-        shelf = self._shelves.pop(key)
-        self._num_bytes -= shelf.num_bytes
-        for request_id in shelf.documents:
+        entry = self._entries.pop(key)
+        self._num_bytes -= entry.num_bytes
+        for request_id in entry.documents:
             if self._problem_of.get(request_id) == key:
                 del self._problem_of[request_id]
 
-    def _resize(self, shelf: Shelf[IndexType], num_bytes: int) -> None:
-        self._num_bytes += num_bytes - shelf.num_bytes
-        shelf.num_bytes = num_bytes
+    def _resize(self, entry: Entry[IndexType], num_bytes: int) -> None:
+        self._num_bytes += num_bytes - entry.num_bytes
+        entry.num_bytes = num_bytes
 
     def _make_room(self, num_bytes: int, key: str, spare_running: bool) -> bool:
         """Drop indices, the least recently used first and those in use last, until so much more fits; never `key`'s."""
@@ -190,7 +190,7 @@ class Library(Generic[IndexType]):
         for is_running in (False,) if spare_running else (False, True):
             while self._num_bytes + num_bytes > limit:
                 victims = (
-                    k for k, s in self._shelves.items() if k != key and s.index and bool(s.running) == is_running
+                    k for k, s in self._entries.items() if k != key and s.index and bool(s.running) == is_running
                 )
                 victim = next(victims, None)
                 if victim is None:
@@ -201,10 +201,10 @@ class Library(Generic[IndexType]):
 
     # --- building, in the executor's threads ---
 
-    def _build(self, key: str, shelf: Shelf[IndexType]) -> None:
+    def _build(self, key: str, entry: Entry[IndexType]) -> None:
         start = self._clock()
         try:
-            is_built = self._fill_as_far_as_it_fits(key, shelf)
+            is_built = self._fill_as_far_as_it_fits(key, entry)
         except Exception:
             # without it the problem's requests decode without its drafts, and that is all
             logger.exception("an index of the history could not be built")
@@ -213,20 +213,20 @@ class Library(Generic[IndexType]):
             self._build_seconds += self._clock() - start
             self._built += is_built
             self._given_up += not is_built
-            if not is_built and self._shelves.get(key) is shelf:
+            if not is_built and self._entries.get(key) is entry:
                 self._forget(key)
 
-    def _fill_as_far_as_it_fits(self, key: str, shelf: Shelf[IndexType]) -> bool:
+    def _fill_as_far_as_it_fits(self, key: str, entry: Entry[IndexType]) -> bool:
         problem_id = None if self._config.scope == "global" else key
         located = self._store.find(problem_id)
         is_short = False
         while True:
             with self._lock:
                 epoch = self._epoch
-                if not shelf.running or self._shelves.get(key) is not shelf:
+                if not entry.running or self._entries.get(key) is not entry:
                     return False
             index, documents = self._make_index(), dict[str, Document]()
-            if self._fill(key, shelf, index, documents, located, epoch):
+            if self._fill(key, entry, index, documents, located, epoch):
                 break
             if not located:
                 return False
@@ -237,18 +237,18 @@ class Library(Generic[IndexType]):
             # what ended meanwhile; what ends from here on is in the index of the next epoch
             known = {place.place for place in located}
             later = [place for place in self._store.find(problem_id) if place.place not in known]
-            self._fill(key, shelf, index, documents, later, epoch)
+            self._fill(key, entry, index, documents, later, epoch)
         num_tokens = sum(found.place.num_tokens for found in located)
         with self._lock:
             if num_tokens >= _LEAST_GUESS:
                 self._bytes_per_token = max(self._bytes_per_token, 1.25 * index.nbytes / num_tokens)
             self._shortened += is_short
-            return self._publish(key, shelf, index, documents, epoch)
+            return self._publish(key, entry, index, documents, epoch)
 
     def _fill(
         self,
         key: str,
-        shelf: Shelf[IndexType],
+        entry: Entry[IndexType],
         index: IndexType,
         documents: dict[str, Document],
         located: list[Located],
@@ -259,7 +259,7 @@ class Library(Generic[IndexType]):
             with self._lock:
                 # tables double, so an answer may add as much as there is
                 step = max(index.nbytes, int(found.place.num_tokens * self._bytes_per_token))
-                if not self._hold(key, shelf, index.nbytes + step):
+                if not self._hold(key, entry, index.nbytes + step):
                     return False
             answer = self._store.read(found, None if self._config.scope == "global" else key)
             earlier = documents.get(answer.request_id) if answer else None
@@ -270,24 +270,24 @@ class Library(Generic[IndexType]):
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[answer.request_id] = Document(number, answer.epoch, answer.reward)
         with self._lock:
-            return self._hold(key, shelf, index.nbytes)
+            return self._hold(key, entry, index.nbytes)
 
-    def _hold(self, key: str, shelf: Shelf[IndexType], num_bytes: int) -> bool:
+    def _hold(self, key: str, entry: Entry[IndexType], num_bytes: int) -> bool:
         """Make room for an index of so many bytes; False: there is none, or nobody wants the index any more."""
-        if self._shelves.get(key) is not shelf:
+        if self._entries.get(key) is not entry:
             return False
-        fits = self._make_room(num_bytes - shelf.num_bytes, key, spare_running=True)
-        self._resize(shelf, num_bytes if fits else 0)
+        fits = self._make_room(num_bytes - entry.num_bytes, key, spare_running=True)
+        self._resize(entry, num_bytes if fits else 0)
         return fits
 
     def _publish(
-        self, key: str, shelf: Shelf[IndexType], index: IndexType, documents: dict[str, Document], epoch: int
+        self, key: str, entry: Entry[IndexType], index: IndexType, documents: dict[str, Document], epoch: int
     ) -> bool:
-        if not self._hold(key, shelf, index.nbytes):
+        if not self._hold(key, entry, index.nbytes):
             return False
         if self._epoch != epoch:
             self._weigh(index, documents)
-        shelf.index, shelf.documents = index, documents
+        entry.index, entry.documents = index, documents
         self.version += 1
         self._problem_of |= dict.fromkeys(documents, key)
         return True
