@@ -13,7 +13,7 @@ from typing import Any
 
 from ..kernels import attention, verdict
 from ..kernels.reference import TOLERANCE
-from ..kernels.shapes import Attention, Cache, Verdict, model_named
+from ..kernels.shapes import MODELS, Attention, Verdict
 from ..kernels.timing import timer_for
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from .child import NotMeasured, Rows
@@ -77,7 +77,7 @@ class CheckRows(Rows):
 
     def tree_attention(self, row: Mapping[str, Any]) -> dict[str, Any]:
         shape = row["context"], row["batch"], row["nodes"], row["shape"]
-        excess = attention.check(attention.load(), model_named(row["model"]), *shape, self.setup["device"])
+        excess = attention.check(attention.load(), MODELS[row["model"]], *shape, self.setup["device"])
         return {
             "is_right": excess <= TOLERANCE,
             "checked": f"off the specification by {excess:.3g}, of {TOLERANCE:g} allowed",
@@ -113,8 +113,8 @@ class KernelRows(Rows):
         return self._timer.copy_bandwidth()
 
     def attention(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        cache = Cache(model_named(row["model"]), row["context"], row["batch"])
-        case = Attention(cache, row["nodes"], "tree" if row["nodes"] else "chain")
+        kind = "tree" if row["nodes"] else "chain"
+        case = Attention(MODELS[row["model"]], row["context"], row["batch"], row["nodes"], kind)
         device, layers = self.setup["device"], self.setup["layers"]
         values = attention.measure(self._timer, self._bandwidth, case, device, layers)
         return {**values, "copy_bytes_per_s": self._bandwidth}
@@ -126,7 +126,7 @@ class KernelRows(Rows):
         return self._judge(verdict.measure_commit, row)
 
     def _judge(self, measure: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-        case = Verdict(model_named(row["model"]), row["batch"], row["nodes"])
+        case = Verdict(MODELS[row["model"]], row["batch"], row["nodes"])
         values = measure(self._timer, self._bandwidth, case, self.setup["device"])
         checked = "by the rows of the first step, at smaller shapes"
         return {**values, "checked": checked, "copy_bytes_per_s": self._bandwidth}

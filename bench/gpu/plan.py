@@ -24,7 +24,7 @@ BLOCK = 64
 DRAFTS = {2.0: 3, 4.0: 7, 6.5: 15}
 """Tokens a step to reach -> draft nodes given to reach it."""
 # `tiny` is for trying the script itself
-MODELS = {model.name: model for model in (*REAL_MODELS, Model("tiny", 2, 1, 64, 2, 512, 256))}
+MODELS = {**REAL_MODELS, "tiny": Model(2, 1, 64, 2, 512, 256)}
 STOCK = "stock"
 ARMS = ("chain", "tree")
 RIVALS = ("ngram", "suffix", "draft_model")
