@@ -133,8 +133,8 @@ class EngineRows(Rows):
             "stale": len(stale),
             "lessons": lessons,
             "row": asdict(made),
-            "step_ms": _median([_step_ms(pair.ours) for pair in timed]),
-            "stock_step_ms": _median([_step_ms(pair.stock) for pair in timed]),
+            "step_ms": _step_ms(*(pair.ours for pair in timed)),
+            "stock_step_ms": _step_ms(*(pair.stock for pair in timed)),
             "split": splits[-1] if made.identical else None,
         }
 
@@ -194,13 +194,10 @@ def _agreement(cell: Cell, parted: set[int], runs: int) -> dict[str, Any]:
     }
 
 
-def _step_ms(run: Run) -> float | None:
-    """Mean of all steps but the first, which also admits the requests."""
-    return run.decode_s * 1e3 / (len(run.step_s) - 1) if len(run.step_s) > 1 else None
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    return statistics.median_high([value for value in values if value is not None] or [None])
+def _step_ms(*runs: Run) -> float | None:
+    """Median over runs of the mean of all steps but the first, which also admits the requests."""
+    means = [statistics.fmean(times) for run in runs if (times := run.step_ms())]
+    return statistics.median_high(means) if means else None
 
 
 def split(totals: Mapping[str, Any]) -> dict[str, float]:
@@ -226,16 +223,14 @@ class MemoryRows(Rows):
         folder = plan.write_model(self.setup["model"], Path(self.setup["work"]) / "models" / self.setup["model"])
         arguments = {
             "model": str(folder),
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            **plan.DUMMY,
             "max_num_seqs": _MAX_NUM_SEQS,
             "max_model_len": 4096,
             # as large in all, so that graphs are what differs
             "kv_cache_memory_bytes": 2 << 30,
-            "gpu_memory_utilization": 0.1,
         }
         ours = {"has_plugin": sizes is not None, "spec_rollout": plan.memory_spec_rollout(sizes)}
+        graphs = plan_graphs(sizes or (), (*CAPTURE_SIZES, *range(272, 513, 16)), _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
         before = torch.cuda.mem_get_info()[0]
         spec = EngineSpec(name=name, arguments=arguments, environment={"VLLM_LOGGING_LEVEL": "INFO"}, **ours)
         engine = EngineProcess(spec)
@@ -248,11 +243,5 @@ class MemoryRows(Rows):
             "device_mib": used,
             # by vLLM's log, which covers vLLM's own graphs only
             "logged_mib": logged[-1] if logged else None,
-            "estimated_mib": _estimate(sizes, folder) if sizes else None,
+            "estimated_mib": estimate_mib(graphs, read_shape(folder)) if sizes else None,
         }
-
-
-def _estimate(sizes: tuple[int, ...], folder: Path) -> float:
-    """MiB of the graphs for these draft sizes, reckoned."""
-    graphs = plan_graphs(sizes, (*CAPTURE_SIZES, *range(272, 513, 16)), _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
-    return estimate_mib(graphs, read_shape(folder))
