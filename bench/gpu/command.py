@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import shlex
 import signal
@@ -158,7 +159,7 @@ class _Session:
         finally:
             self._record.write()
             rows = self._record.rows(self._parts)
-            console = Console(file=self._tell, width=150, force_terminal=False)  # type: ignore[arg-type]
+            console = Console(file=self._tell, width=150, force_terminal=False)
             show.everything(console, self._options, self._parts, rows, self._record.notes)
             self._tell(f"results: {self._record.path}")
         return code or self._status()
@@ -197,7 +198,7 @@ class _Session:
         self._record.notes.append(text)
 
 
-class _Tell:
+class _Tell(io.TextIOBase):
     """What is said goes to standard output as it comes, and into the log; a file, for the console."""
 
     def __init__(self, log: Any) -> None:
@@ -214,9 +215,6 @@ class _Tell:
                 place.write(text)
                 place.flush()
         return len(text)
-
-    def flush(self) -> None:
-        """All is."""
 
 
 @contextlib.contextmanager

@@ -230,7 +230,6 @@ class MemoryRows(Rows):
             "kv_cache_memory_bytes": 2 << 30,
         }
         ours = {"has_plugin": sizes is not None, "spec_rollout": plan.memory_spec_rollout(sizes)}
-        graphs = plan_graphs(sizes or (), (*CAPTURE_SIZES, *range(272, 513, 16)), _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
         before = torch.cuda.mem_get_info()[0]
         spec = EngineSpec(name=name, arguments=arguments, environment={"VLLM_LOGGING_LEVEL": "INFO"}, **ours)
         engine = EngineProcess(spec)
@@ -239,9 +238,13 @@ class MemoryRows(Rows):
             logged = [float(gib) * 1024 for gib in _LOGGED.findall(engine.log())]
         finally:
             engine.kill()
+        estimated = None
+        if sizes:
+            graphs = plan_graphs(sizes, (*CAPTURE_SIZES, *range(272, 513, 16)), _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
+            estimated = estimate_mib(graphs, read_shape(folder))
         return {
             "device_mib": used,
             # by vLLM's log, which covers vLLM's own graphs only
             "logged_mib": logged[-1] if logged else None,
-            "estimated_mib": estimate_mib(graphs, read_shape(folder)) if sizes else None,
+            "estimated_mib": estimated,
         }
