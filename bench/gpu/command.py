@@ -113,16 +113,15 @@ class _Session:
                 "no NVIDIA GPU can be seen: nvidia-smi names none",
                 "try `--dry` here, and run this beside a CUDA build of vLLM",
             )
-        versions = report.versions("triton", "transformers")
-        commit = commit or versions["commit"]
-        identity = {**versions, "source": source.of_this_process(), "gpu": device["gpu"]}
+        versions = {**report.versions("triton", "transformers"), "source": source.of_this_process()}
+        versions["commit"] = commit or versions["commit"]
         # the digest stands for it: a commit changes with every word of the documentation
-        del identity["commit"]
+        identity = {name: value for name, value in versions.items() if name != "commit"} | {"gpu": device["gpu"]}
         head = {
             "bench": "gpu first hour",
             "is_dry": options.is_dry,
             "host": {**report.host(), **device},
-            "versions": {**versions, "commit": commit, "source": identity["source"]},
+            "versions": versions,
             "command": shlex.join(["bench/gpu/first_hour.sh", *sys.argv[1:]]),
         }
         kept = options.work / "record"

@@ -14,7 +14,7 @@ from vllm_specrollout.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read
 from ..runner.engine_process import EngineProcess, EngineSpec
 from ..runner.engines import run_round
 from ..runner.rows import Pair, make_row
-from ..runner.runs import Run
+from ..runner.runs import Run, partings
 from . import identity, plan
 from .child import Rows
 from .engines import Engines
@@ -119,8 +119,8 @@ class EngineRows(Rows):
 
         for number in range(-1, row["rounds"]):
             pair = run_round(number, [engine], run)[engine]
-            parted |= {one.request for one in identity.compare(pair.stock, pair.ours).partings}
-            stale |= {one.request for one in identity.compare(taught, pair.ours).partings}
+            parted |= {one.request for one in partings(pair.stock, pair.ours)}
+            stale |= {one.request for one in partings(taught, pair.ours)}
             pairs.append(pair)
         agreement = _agreement(cell, parted, len(pairs))
         if agreement["is_right"]:
@@ -160,7 +160,7 @@ class EngineRows(Rows):
         found = self._engines.engine(engine).ask(
             "profile", prompts=self._engines.prime(engine, cell), params=plan.params(self.scene, cell, nodes=nodes)
         )
-        agreement = _agreement(cell, {one.request for one in identity.compare(stock, run).partings}, 1)
+        agreement = _agreement(cell, {one.request for one in partings(stock, run)}, 1)
         step_ms = _step_ms(run) if agreement["is_right"] else None
         busy_ms = found["busy_ms"] / max(1, found["steps"])
         return {

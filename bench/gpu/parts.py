@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,8 @@ def _checks(options: Options) -> Iterator[Part]:
     for kind, cases in (("tree_verify", VERIFY_CHECKS), ("kv_commit", COMMIT_CHECKS)):
         for batch, nodes in cases:
             if nodes <= most:
-                rows.append(
-                    (f"{kind}, {batch} x {nodes} nodes", {"kind": kind, "batch": batch, "nodes": nodes}, _CHECK_S)
-                )
+                params = {"kind": kind, "batch": batch, "nodes": nodes}
+                rows.append((f"{kind}, {batch} x {nodes} nodes", params, _CHECK_S))
     yield _plain_part("checks", "kernel_rows:CheckRows", {"device": options.device}, rows, options.is_dry)
 
 
@@ -126,23 +126,20 @@ def _stock(options: Options) -> Iterator[Part]:
     yield _engine_part("stock", options.scene(cell, **more), [(f"{tokens} tokens, twice", row, _ROW_S)], options)
 
 
-def _identity(step: str, is_eager: bool) -> Callable[[Options], Iterator[Part]]:
-    def made(options: Options) -> Iterator[Part]:
-        cells, nodes, tokens = _IDENTITY_CELLS, _IDENTITY_NODES, 64
-        if options.is_dry:
-            cells, nodes, tokens = _DRY_CELLS[1:], 5, 12
-        shared: dict[str, Any] = {"nodes": (nodes,), "tokens": tokens, "logit_std": 1.0, "is_eager": is_eager}
-        # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
-        is_interpreted = options.is_dry and is_eager
-        scene = options.scene(*cells, drafters=("oracle", "ngram"), is_interpreted=is_interpreted, **shared)
-        rows = [_identity_row("ngram", cells[-1], nodes, None)]
-        rows += [_identity_row("tree", cell, nodes, _IDENTITY_ACCURACY) for cell in reversed(cells)]
-        yield _engine_part(step, scene, rows, options, name="trees")
-        scene = options.scene(*cells, is_batch_invariant=True, **shared)
-        rows = [_identity_row("chain", cell, nodes, _IDENTITY_ACCURACY[:1]) for cell in reversed(cells)]
-        yield _engine_part(step, scene, rows, options, name="chains, batch-invariant")
-
-    return made
+def _identity(step: str, is_eager: bool, options: Options) -> Iterator[Part]:
+    cells, nodes, tokens = _IDENTITY_CELLS, _IDENTITY_NODES, 64
+    if options.is_dry:
+        cells, nodes, tokens = _DRY_CELLS[1:], 5, 12
+    shared: dict[str, Any] = {"nodes": (nodes,), "tokens": tokens, "logit_std": 1.0, "is_eager": is_eager}
+    # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
+    is_interpreted = options.is_dry and is_eager
+    scene = options.scene(*cells, drafters=("oracle", "ngram"), is_interpreted=is_interpreted, **shared)
+    rows = [_identity_row("ngram", cells[-1], nodes, None)]
+    rows += [_identity_row("tree", cell, nodes, _IDENTITY_ACCURACY) for cell in reversed(cells)]
+    yield _engine_part(step, scene, rows, options, name="trees")
+    scene = options.scene(*cells, is_batch_invariant=True, **shared)
+    rows = [_identity_row("chain", cell, nodes, _IDENTITY_ACCURACY[:1]) for cell in reversed(cells)]
+    yield _engine_part(step, scene, rows, options, name="chains, batch-invariant")
 
 
 def _identity_row(arm: str, cell: Cell, nodes: int, accuracy: tuple[float, ...] | None) -> _Row:
@@ -202,8 +199,8 @@ def _memory(options: Options) -> Iterator[Part]:
 _MAKERS: dict[str, Callable[[Options], Iterator[Part]]] = {
     "checks": _checks,
     "stock": _stock,
-    "eager": _identity("eager", is_eager=True),
-    "graphs": _identity("graphs", is_eager=False),
+    "eager": partial(_identity, "eager", True),
+    "graphs": partial(_identity, "graphs", False),
     "kernels": _kernels,
     "speed": _speed,
     "memory": _memory,

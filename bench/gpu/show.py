@@ -26,7 +26,7 @@ def everything(
         if row.params["kind"] == "installed":
             _line(console, "installed: " + ", ".join(f"{name} {value}" for name, value in row.values.items()))
     _print(console, _engines([row for row in done if row.params["kind"] == "engines"]))
-    for title, (kinds, columns) in _TABLES.items():
+    for title, kinds, columns in _TABLES:
         table = _table(title, ("step", "row"), columns)
         for row in done:
             if row.params["kind"] in kinds:
@@ -142,70 +142,61 @@ def _costliest(_: Row, values: dict[str, Any]) -> str:
     return ", ".join(f"{name[:28]} {ms / steps:.2f}" for name, ms, _ in values["kernels"][:2])
 
 
-_TABLES: dict[str, tuple[tuple[str, ...], _Columns]] = {
-    "Tokens against stock's": (
-        ("stock", "identity"),
-        {
-            "identical": _verdict,
-            "compared": _value("compared"),
-            "parted": _value("partings", lambda found: str(len(found))),
-            "ties": _value("ties"),
-            "worst gap": _worst_gap,
-            "drafted": _value("drafted"),
-            "accepted": _value("accepted"),
-            "branches": _value("branches_committed"),
-            "steps": lambda _, values: f"{values.get('stock_steps', '-')} -> {values['steps']}",
-        },
-    ),
-    "Kernels, microseconds of one call in a CUDA graph: median and half of the quartiles' distance": (
-        ("attention", "verify", "commit"),
-        {
-            "right": _verdict,
-            "ours": _value("times.ours", us),
-            "FA3": _value("times.fa3 graph", us),
-            "FA3 auto": _value("times.fa3 auto", us),
-            "FA3 context": _value("times.fa3 context", us),
-            "and merge": _value("times.fa3 merged", us),
-            "roof": _number("roof_us", digits=1),
-            "x FA3": lambda _, values: number(over_flash(values["times"])),
-        },
-    ),
-    "Engines against stock vLLM without speculation; logits of deviation 0.05": (
-        ("speed", "rival"),
-        {
-            "checked": lambda row, values: "not compared" if row.is_right is None else f"{values['parted']} parted",
-            "decode only": _number("row.decode_speedup", "x"),
-            "whole": _number("row.speedup", "x"),
-            "tokens/step": _tokens_per_step,
-            "nodes/step": _number("row.nodes_per_step"),
-            "step ms": _number("step_ms"),
-            "stock ms": _number("stock_step_ms"),
-            "wait ms": _number("split.wait_ms"),
-            "draft ms": _number("split.draft_ms"),
-            "stale": _value("stale"),
-        },
-    ),
-    "What the device does in a step; busy as profiled, step as timed without": (
-        ("profile",),
-        {
-            "checked": _value("parted", lambda found: f"{found} parted"),
-            "step ms": _number("step_ms"),
-            "busy ms": _number("busy_ms"),
-            "idle ms": _number("idle_ms"),
-            "wait ms": _number("wait_ms"),
-            "costliest, ms per step": _costliest,
-        },
-    ),
-    "Device memory of engines that differ in their graphs": (
-        ("memory",),
-        {
-            "device MiB": _number("device_mib", digits=0),
-            "logged MiB": _number("logged_mib", digits=0),
-            "estimate MiB": _number("estimated_mib", digits=0),
-        },
-    ),
+_IDENTITY: _Columns = {
+    "identical": _verdict,
+    "compared": _value("compared"),
+    "parted": _value("partings", lambda found: str(len(found))),
+    "ties": _value("ties"),
+    "worst gap": _worst_gap,
+    "drafted": _value("drafted"),
+    "accepted": _value("accepted"),
+    "branches": _value("branches_committed"),
+    "steps": lambda _, values: f"{values.get('stock_steps', '-')} -> {values['steps']}",
 }
-"""Title -> (kinds of rows, columns)"""
+_KERNELS: _Columns = {
+    "right": _verdict,
+    "ours": _value("times.ours", us),
+    "FA3": _value("times.fa3 graph", us),
+    "FA3 auto": _value("times.fa3 auto", us),
+    "FA3 context": _value("times.fa3 context", us),
+    "and merge": _value("times.fa3 merged", us),
+    "roof": _number("roof_us", digits=1),
+    "x FA3": lambda _, values: number(over_flash(values["times"])),
+}
+_SPEED: _Columns = {
+    "checked": lambda row, values: "not compared" if row.is_right is None else f"{values['parted']} parted",
+    "decode only": _number("row.decode_speedup", "x"),
+    "whole": _number("row.speedup", "x"),
+    "tokens/step": _tokens_per_step,
+    "nodes/step": _number("row.nodes_per_step"),
+    "step ms": _number("step_ms"),
+    "stock ms": _number("stock_step_ms"),
+    "wait ms": _number("split.wait_ms"),
+    "draft ms": _number("split.draft_ms"),
+    "stale": _value("stale"),
+}
+_DEVICE: _Columns = {
+    "checked": _value("parted", lambda found: f"{found} parted"),
+    "step ms": _number("step_ms"),
+    "busy ms": _number("busy_ms"),
+    "idle ms": _number("idle_ms"),
+    "wait ms": _number("wait_ms"),
+    "costliest, ms per step": _costliest,
+}
+_MEMORY: _Columns = {
+    "device MiB": _number("device_mib", digits=0),
+    "logged MiB": _number("logged_mib", digits=0),
+    "estimate MiB": _number("estimated_mib", digits=0),
+}
+_PER_CALL = "Kernels, microseconds of one call in a CUDA graph: median and half of the quartiles' distance"
+_TABLES: tuple[tuple[str, tuple[str, ...], _Columns], ...] = (
+    ("Tokens against stock's", ("stock", "identity"), _IDENTITY),
+    (_PER_CALL, ("attention", "verify", "commit"), _KERNELS),
+    ("Engines against stock vLLM without speculation; logits of deviation 0.05", ("speed", "rival"), _SPEED),
+    ("What the device does in a step; busy as profiled, step as timed without", ("profile",), _DEVICE),
+    ("Device memory of engines that differ in their graphs", ("memory",), _MEMORY),
+)
+"""(title, kinds of rows, columns)"""
 
 
 def _first(text: str) -> str:

@@ -6,7 +6,6 @@ Whatever becomes of a child, this process learns of it in time and goes on.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import time
@@ -42,10 +41,10 @@ class Child:
         self._log, self._environment = log, environment
         # nothing more is to be expected of it
         self.is_lost = False
-        self._log_begin = log.stat().st_size if log.exists() else 0
         # -P: not this process's folder, which may be a checkout; a segmentation fault then says where
         program = ["-P", "-X", "faulthandler", "-c", f"from {__package__}.child import main; main()"]
         with log.open("ab") as output:
+            self._log_begin = output.tell()
             self._process, self._pipe, self._leash = leash.start(program, environment, output)
 
     def __enter__(self) -> Child:
@@ -94,10 +93,7 @@ class Child:
         return f"its process died of {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
 
     def _tail(self) -> str:
-        with self._log.open("rb") as handle:
-            end = handle.seek(0, os.SEEK_END)
-            handle.seek(max(self._log_begin, end - _TAIL_BYTES))
-            return handle.read().decode(errors="replace")
+        return self._log.read_bytes()[self._log_begin :][-_TAIL_BYTES:].decode(errors="replace")
 
 
 class _OutOfTime(Exception):
