@@ -97,7 +97,3 @@ class HostTimer(Timer):
             _all(calls)
             samples.append((time.perf_counter() - begin) * 1e6 / len(calls))
         return Time.of(samples)
-
-
-def timer_for(device: str) -> Timer:
-    return GraphTimer() if device == "cuda" else HostTimer()
