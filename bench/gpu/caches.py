@@ -6,7 +6,6 @@ Archives are small enough to be carried one by one, and any of them may be left 
 from __future__ import annotations
 
 import io
-import lzma
 import os
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ _PIECES = {"build": 1, "triton": 2, "vllm": 2}
 """Most archives of each cache."""
 _PIECE_BYTES = 24 << 20
 """Uncompressed bytes from which on a cache is packed into one archive more: threads pack them side by side."""
-_SUFFIX = ".tar.xz"
 _File = tuple[Path, int]
 """(relative to its cache, bytes)"""
 
@@ -72,7 +70,7 @@ def pack(caches: Mapping[str, Path], out: Path, limit: int = LIMIT_BYTES) -> lis
 def unpack(caches: Mapping[str, Path], folder: Path) -> int:
     """Put what the archives in `folder` hold where it belongs, unless something is there; how many files."""
     count = 0
-    for archive in sorted(folder.glob(f"cache-*{_SUFFIX}")):
+    for archive in sorted(folder.glob("cache-*.tar.xz")):
         target = caches.get(archive.name.split("-")[1])
         if target is None:
             continue
@@ -85,7 +83,7 @@ def unpack(caches: Mapping[str, Path], folder: Path) -> int:
 
 
 def _name(cache: str, piece: int) -> str:
-    return f"cache-{cache}-{piece}{_SUFFIX}"
+    return f"cache-{cache}-{piece}.tar.xz"
 
 
 def _files(folder: Path) -> list[_File]:
@@ -114,7 +112,7 @@ def _archive(folder: Path, files: Sequence[_File], limit: int) -> tuple[bytes, i
     kept = list(files)
     while True:
         buffer = io.BytesIO()
-        with lzma.open(buffer, "wb", preset=1) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        with tarfile.open(fileobj=buffer, mode="w:xz", preset=1) as tar:
             for path, _ in kept:
                 try:
                     data = (folder / path).read_bytes()
@@ -127,8 +125,7 @@ def _archive(folder: Path, files: Sequence[_File], limit: int) -> tuple[bytes, i
             return buffer.getvalue(), len(files) - len(kept)
         # as many bytes as are too much, if all compressed alike
         excess = sum(size for _, size in kept) * (1 - limit / buffer.tell())
-        for file in sorted(kept, key=lambda one: -one[1]):
-            if excess <= 0:
-                break
-            kept.remove(file)
-            excess -= file[1]
+        while excess > 0:
+            largest = max(kept, key=lambda one: one[1])
+            kept.remove(largest)
+            excess -= largest[1]

@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +24,7 @@ class NotMeasured(Exception):
     """This row cannot be had, and the others still can."""
 
 
-class Rows:
+class Rows(AbstractContextManager["Rows"]):
     """What measures the rows of a part: a context manager with a method for each kind of row.
 
     A method takes the row's parameters and returns its values, of JSON types; `is_right` among them where there was
@@ -36,9 +37,6 @@ class Rows:
 
     def __init__(self, setup: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         self.setup = setup
-
-    def __enter__(self) -> Rows:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """What is held goes with the process."""

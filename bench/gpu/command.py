@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import shlex
 import signal
@@ -112,16 +113,15 @@ class _Session:
                 "no NVIDIA GPU can be seen: nvidia-smi names none",
                 "try `--dry` here, and run this beside a CUDA build of vLLM",
             )
-        versions = report.versions("triton", "transformers")
-        commit = commit or versions["commit"]
-        identity = {**versions, "source": source.of_this_process(), "gpu": device["gpu"]}
+        versions = {**report.versions("triton", "transformers"), "source": source.of_this_process()}
+        versions["commit"] = commit or versions["commit"]
         # the digest stands for it: a commit changes with every word of the documentation
-        del identity["commit"]
+        identity = {name: value for name, value in versions.items() if name != "commit"} | {"gpu": device["gpu"]}
         head = {
             "bench": "gpu first hour",
             "is_dry": options.is_dry,
             "host": {**report.host(), **device},
-            "versions": {**versions, "commit": commit, "source": identity["source"]},
+            "versions": versions,
             "command": shlex.join(["bench/gpu/first_hour.sh", *sys.argv[1:]]),
         }
         kept = options.work / "record"
@@ -158,7 +158,7 @@ class _Session:
         finally:
             self._record.write()
             rows = self._record.rows(self._parts)
-            console = Console(file=self._tell, width=150, force_terminal=False)  # type: ignore[arg-type]
+            console = Console(file=self._tell, width=150, force_terminal=False)
             show.everything(console, self._options, self._parts, rows, self._record.notes)
             self._tell(f"results: {self._record.path}")
         return code or self._status()
@@ -197,7 +197,7 @@ class _Session:
         self._record.notes.append(text)
 
 
-class _Tell:
+class _Tell(io.TextIOBase):
     """What is said goes to standard output as it comes, and into the log; a file, for the console."""
 
     def __init__(self, log: Any) -> None:
@@ -214,9 +214,6 @@ class _Tell:
                 place.write(text)
                 place.flush()
         return len(text)
-
-    def flush(self) -> None:
-        """All is."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from vllm_specrollout.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read
 from ..runner.engine_process import EngineProcess, EngineSpec
 from ..runner.engines import run_round
 from ..runner.rows import Pair, make_row
-from ..runner.runs import Run
+from ..runner.runs import Run, partings
 from . import identity, plan
 from .child import Rows
 from .engines import Engines
@@ -119,8 +119,8 @@ class EngineRows(Rows):
 
         for number in range(-1, row["rounds"]):
             pair = run_round(number, [engine], run)[engine]
-            parted |= {one.request for one in identity.compare(pair.stock, pair.ours).partings}
-            stale |= {one.request for one in identity.compare(taught, pair.ours).partings}
+            parted |= {one.request for one in partings(pair.stock, pair.ours)}
+            stale |= {one.request for one in partings(taught, pair.ours)}
             pairs.append(pair)
         agreement = _agreement(cell, parted, len(pairs))
         if agreement["is_right"]:
@@ -133,8 +133,8 @@ class EngineRows(Rows):
             "stale": len(stale),
             "lessons": lessons,
             "row": asdict(made),
-            "step_ms": _median([_step_ms(pair.ours) for pair in timed]),
-            "stock_step_ms": _median([_step_ms(pair.stock) for pair in timed]),
+            "step_ms": _step_ms(*(pair.ours for pair in timed)),
+            "stock_step_ms": _step_ms(*(pair.stock for pair in timed)),
             "split": splits[-1] if made.identical else None,
         }
 
@@ -160,7 +160,7 @@ class EngineRows(Rows):
         found = self._engines.engine(engine).ask(
             "profile", prompts=self._engines.prime(engine, cell), params=plan.params(self.scene, cell, nodes=nodes)
         )
-        agreement = _agreement(cell, {one.request for one in identity.compare(stock, run).partings}, 1)
+        agreement = _agreement(cell, {one.request for one in partings(stock, run)}, 1)
         step_ms = _step_ms(run) if agreement["is_right"] else None
         busy_ms = found["busy_ms"] / max(1, found["steps"])
         return {
@@ -194,13 +194,10 @@ def _agreement(cell: Cell, parted: set[int], runs: int) -> dict[str, Any]:
     }
 
 
-def _step_ms(run: Run) -> float | None:
-    """Mean of all steps but the first, which also admits the requests."""
-    return run.decode_s * 1e3 / (len(run.step_s) - 1) if len(run.step_s) > 1 else None
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    return statistics.median_high([value for value in values if value is not None] or [None])
+def _step_ms(*runs: Run) -> float | None:
+    """Median over runs of the mean of all steps but the first, which also admits the requests."""
+    means = [statistics.fmean(times) for run in runs if (times := run.step_ms())]
+    return statistics.median_high(means) if means else None
 
 
 def split(totals: Mapping[str, Any]) -> dict[str, float]:
@@ -226,14 +223,11 @@ class MemoryRows(Rows):
         folder = plan.write_model(self.setup["model"], Path(self.setup["work"]) / "models" / self.setup["model"])
         arguments = {
             "model": str(folder),
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            **plan.DUMMY,
             "max_num_seqs": _MAX_NUM_SEQS,
             "max_model_len": 4096,
             # as large in all, so that graphs are what differs
             "kv_cache_memory_bytes": 2 << 30,
-            "gpu_memory_utilization": 0.1,
         }
         ours = {"has_plugin": sizes is not None, "spec_rollout": plan.memory_spec_rollout(sizes)}
         before = torch.cuda.mem_get_info()[0]
@@ -244,15 +238,13 @@ class MemoryRows(Rows):
             logged = [float(gib) * 1024 for gib in _LOGGED.findall(engine.log())]
         finally:
             engine.kill()
+        estimated = None
+        if sizes:
+            graphs = plan_graphs(sizes, (*CAPTURE_SIZES, *range(272, 513, 16)), _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
+            estimated = estimate_mib(graphs, read_shape(folder))
         return {
             "device_mib": used,
             # by vLLM's log, which covers vLLM's own graphs only
             "logged_mib": logged[-1] if logged else None,
-            "estimated_mib": _estimate(sizes, folder) if sizes else None,
+            "estimated_mib": estimated,
         }
-
-
-def _estimate(sizes: tuple[int, ...], folder: Path) -> float:
-    """MiB of the graphs for these draft sizes, reckoned."""
-    graphs = plan_graphs(sizes, (*CAPTURE_SIZES, *range(272, 513, 16)), _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
-    return estimate_mib(graphs, read_shape(folder))

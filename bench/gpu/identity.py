@@ -69,6 +69,7 @@ def prove(
     runner on a CPU draws its noise in order instead, so there nothing is ever proven.)
     """
     chosen = [p for p in verdict.partings if p.stock is not None and p.ours is not None][:sample]
+    bare = [{name: value for name, value in one.items() if name != "extra_args"} for one in params]
     gaps: dict[int, float] = {}
     for bias in LADDER:
         unproven = [parting for parting in chosen if parting.request not in gaps]
@@ -77,14 +78,12 @@ def prove(
         prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in unproven]
         took = []
         for candidates in ([p.stock for p in unproven], [p.ours for p in unproven]):
-            biased = [_biased(params[p.request], token, bias) for p, token in zip(unproven, candidates, strict=True)]
+            biased = [
+                {**bare[p.request], "max_tokens": 1, "logit_bias": {token: bias}}
+                for p, token in zip(unproven, candidates, strict=True)
+            ]
             answer = stock.ask("generate", prompts=prefixes, params=biased, is_warm=True)
             took.append([ids[0] == token for ids, token in zip(answer["token_ids"], candidates, strict=True)])
         gaps |= {p.request: bias for p, one, other in zip(unproven, *took, strict=True) if one and other}
     judged = tuple(replace(parting, gap=gaps.get(parting.request)) for parting in verdict.partings)
     return replace(verdict, partings=judged, asked=len(chosen))
-
-
-def _biased(params: dict[str, Any], token: int | None, bias: float) -> dict[str, Any]:
-    stock = {name: value for name, value in params.items() if name != "extra_args"}
-    return {**stock, "max_tokens": 1, "logit_bias": {token: bias}}

@@ -13,13 +13,16 @@ from typing import Any
 
 from ..kernels import attention, verdict
 from ..kernels.reference import TOLERANCE
-from ..kernels.shapes import Attention, Cache, Verdict, model_named
-from ..kernels.timing import timer_for
+from ..kernels.shapes import MODELS, Attention, Verdict
+from ..kernels.timing import GraphTimer, HostTimer
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from .child import NotMeasured, Rows
 
 _DOCTOR_S = 240
-_LIBRARIES = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm_specrollout._core")
+_LIBRARIES = {
+    **{name: name for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm_specrollout._core")},
+    "flash_attention_3": "vllm.vllm_flash_attn.flash_attn_interface",
+}
 
 
 class CheckRows(Rows):
@@ -44,17 +47,11 @@ class CheckRows(Rows):
                 "l2_bytes": properties.L2_cache_size,
                 "memory_gib": round(properties.total_memory / 2**30, 1),
             }
-        for name in _LIBRARIES:
+        for title, name in _LIBRARIES.items():
             try:
-                importlib.import_module(name)
-                found[name] = "loaded"
+                found[title] = getattr(importlib.import_module(name), "FA3_UNAVAILABLE_REASON", None) or "loaded"
             except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"[:300]
-        try:
-            interface = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
-            found["flash_attention_3"] = interface.FA3_UNAVAILABLE_REASON or "loaded"
-        except Exception as error:
-            found["flash_attention_3"] = f"{type(error).__name__}: {error}"
+                found[title] = f"{type(error).__name__}: {error}"[:300]
         return found
 
     def doctor(self, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +62,8 @@ class CheckRows(Rows):
         try:
             report = json.loads(done.stdout[done.stdout.index("{") :])
         except ValueError:
-            raise NotMeasured(
-                f"it ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-            ) from None
+            said = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            raise NotMeasured(f"it ended with {done.returncode}:\n{said}") from None
         return {
             "is_right": bool(report["is_healthy"]),
             "checked": "`specrollout doctor`",
@@ -77,7 +73,7 @@ class CheckRows(Rows):
 
     def tree_attention(self, row: Mapping[str, Any]) -> dict[str, Any]:
         shape = row["context"], row["batch"], row["nodes"], row["shape"]
-        excess = attention.check(attention.load(), model_named(row["model"]), *shape, self.setup["device"])
+        excess = attention.check(attention.load(), MODELS[row["model"]], *shape, self.setup["device"])
         return {
             "is_right": excess <= TOLERANCE,
             "checked": f"off the specification by {excess:.3g}, of {TOLERANCE:g} allowed",
@@ -106,27 +102,27 @@ class KernelRows(Rows):
 
     def __init__(self, setup: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(setup, rows)
-        self._timer = timer_for(setup["device"])
+        self._timer = GraphTimer() if setup["device"] == "cuda" else HostTimer()
 
     @cached_property
     def _bandwidth(self) -> float:
         return self._timer.copy_bandwidth()
 
     def attention(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        cache = Cache(model_named(row["model"]), row["context"], row["batch"])
-        case = Attention(cache, row["nodes"], "tree" if row["nodes"] else "chain")
-        device, layers = self.setup["device"], self.setup["layers"]
-        values = attention.measure(self._timer, self._bandwidth, case, device, layers)
-        return {**values, "copy_bytes_per_s": self._bandwidth}
+        kind = "tree" if row["nodes"] else "chain"
+        case = Attention(MODELS[row["model"]], row["context"], row["batch"], row["nodes"], kind)
+        return self._measured(attention.measure, case, layers=self.setup["layers"])
 
     def verify(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return self._judge(verdict.measure_verify, row)
+        return self._verdict(verdict.measure_verify, row)
 
     def commit(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return self._judge(verdict.measure_commit, row)
+        return self._verdict(verdict.measure_commit, row)
 
-    def _judge(self, measure: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-        case = Verdict(model_named(row["model"]), row["batch"], row["nodes"])
-        values = measure(self._timer, self._bandwidth, case, self.setup["device"])
-        checked = "by the rows of the first step, at smaller shapes"
-        return {**values, "checked": checked, "copy_bytes_per_s": self._bandwidth}
+    def _verdict(self, measure: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+        case = Verdict(MODELS[row["model"]], row["batch"], row["nodes"])
+        return {**self._measured(measure, case), "checked": "by the rows of the first step, at smaller shapes"}
+
+    def _measured(self, measure: Any, case: Attention | Verdict, **more: Any) -> dict[str, Any]:
+        values = measure(self._timer, self._bandwidth, case, self.setup["device"], **more)
+        return {**values, "copy_bytes_per_s": self._bandwidth}

@@ -40,7 +40,7 @@ def marked_like(environment: Mapping[str, str]) -> list[int]:
 
 def end_orphans(work: Path) -> list[int]:
     """End the processes of earlier starts that worked in the same folder; which were ended."""
-    found = marked_like(marked({}, work))
+    found = marked_like({MARK: str(work)})
     for pid in found:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -74,11 +74,7 @@ def strangers() -> list[str]:
 
 
 def wait_until_free(before_mib: int | None) -> str | None:
-    """Wait until what was killed has given the device's memory back; what is wrong if it does not.
-
-    Args:
-        before_mib: what was in use before.
-    """
+    """Wait until no more of the device's memory is held than before; what is wrong if it is."""
     end = time.monotonic() + _FREE_S
     while True:
         used = describe().get("gpu_memory_used_mib")

@@ -5,6 +5,7 @@ A model is a folder with a config.json and nothing else: vLLM fills in the weigh
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import json
 import random
@@ -24,7 +25,15 @@ BLOCK = 64
 DRAFTS = {2.0: 3, 4.0: 7, 6.5: 15}
 """Tokens a step to reach -> draft nodes given to reach it."""
 # `tiny` is for trying the script itself
-MODELS = {model.name: model for model in (*REAL_MODELS, Model("tiny", 2, 1, 64, 2, 512, 256))}
+MODELS = {**REAL_MODELS, "tiny": Model(2, 1, 64, 2, 512, 256)}
+DUMMY = {
+    "dtype": "bfloat16",
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    # several engines share the device; each one's KV cache is set, so this only has to be free
+    "gpu_memory_utilization": 0.1,
+}
+"""Arguments of `vllm.LLM` for a model without weights."""
 STOCK = "stock"
 ARMS = ("chain", "tree")
 RIVALS = ("ngram", "suffix", "draft_model")
@@ -121,9 +130,7 @@ class Scene:
             compilation["mode"] = 0
         return {
             "model": folder,
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            **DUMMY,
             "seed": 0,
             "max_num_seqs": max(cell.batch for cell in self.cells),
             "max_model_len": self.max_model_len,
@@ -131,8 +138,6 @@ class Scene:
             "enable_prefix_caching": True,
             "enforce_eager": self.is_eager,
             "kv_cache_memory_bytes": self.kv_bytes,
-            # several engines share the device; the KV cache is set above, so this only has to be free
-            "gpu_memory_utilization": 0.1,
             "compilation_config": compilation,
         }
 
@@ -225,14 +230,8 @@ def accuracy_for(tau: float, nodes: int, arm: str) -> tuple[float, ...]:
     def ranks(first: float) -> tuple[float, ...]:
         return (first,) if arm == "chain" else (first, (1 - first) / 2)
 
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        if expected_tokens(ranks(middle), nodes) < tau:
-            low = middle
-        else:
-            high = middle
-    return tuple(round(share, 6) for share in ranks(low))
+    low = bisect.bisect_left(range(1 << 40), tau, key=lambda i: expected_tokens(ranks(i / (1 << 40)), nodes)) - 1
+    return tuple(round(share, 6) for share in ranks(low / (1 << 40)))
 
 
 def prompts(cell: Cell, vocab: int, arm: str = "") -> list[list[int]]:

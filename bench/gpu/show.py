@@ -103,24 +103,20 @@ _Cell = Callable[[Row, dict[str, Any]], str]
 _Columns = dict[str, _Cell]
 
 
-def _value(name: str) -> _Cell:
-    return lambda _, values: str(values.get(name, "-"))
-
-
-def _number(path: str, unit: str = "", digits: int = 2) -> _Cell:
-    """`row.speedup`: the value `speedup` of the value `row`."""
+def _value(path: str, told: Callable[[Any], str] = str) -> _Cell:
+    """`row.speedup`: the value `speedup` of the value `row`; a dash where there is none."""
 
     def text(_: Row, values: dict[str, Any]) -> str:
         found: Any = values
         for name in path.split("."):
             found = (found or {}).get(name)
-        return number(found, unit, digits)
+        return "-" if found is None else told(found)
 
     return text
 
 
-def _time(way: str) -> _Cell:
-    return lambda _, values: us(values["times"].get(way))
+def _number(path: str, unit: str = "", digits: int = 2) -> _Cell:
+    return _value(path, lambda found: number(found, unit, digits))
 
 
 def _verdict(row: Row, _: object) -> str:
@@ -130,9 +126,9 @@ def _verdict(row: Row, _: object) -> str:
 def _worst_gap(_: Row, values: dict[str, Any]) -> str:
     """Most by which a logit had to be raised to prove a tie."""
     gaps = [parting["gap"] for parting in values["partings"]]
-    if not gaps:
-        return "-"
-    return "unknown" if None in gaps else f"{max(gaps):g}"
+    if None in gaps:
+        return "unknown"
+    return f"{max(gaps):g}" if gaps else "-"
 
 
 def _tokens_per_step(_: Row, values: dict[str, Any]) -> str:
@@ -149,7 +145,7 @@ def _costliest(_: Row, values: dict[str, Any]) -> str:
 _IDENTITY: _Columns = {
     "identical": _verdict,
     "compared": _value("compared"),
-    "parted": lambda _, values: str(len(values["partings"])),
+    "parted": _value("partings", lambda found: str(len(found))),
     "ties": _value("ties"),
     "worst gap": _worst_gap,
     "drafted": _value("drafted"),
@@ -159,11 +155,11 @@ _IDENTITY: _Columns = {
 }
 _KERNELS: _Columns = {
     "right": _verdict,
-    "ours": _time("ours"),
-    "FA3": _time("fa3 graph"),
-    "FA3 auto": _time("fa3 auto"),
-    "FA3 context": _time("fa3 context"),
-    "and merge": _time("fa3 merged"),
+    "ours": _value("times.ours", us),
+    "FA3": _value("times.fa3 graph", us),
+    "FA3 auto": _value("times.fa3 auto", us),
+    "FA3 context": _value("times.fa3 context", us),
+    "and merge": _value("times.fa3 merged", us),
     "roof": _number("roof_us", digits=1),
     "x FA3": lambda _, values: number(over_flash(values["times"])),
 }
@@ -180,7 +176,7 @@ _SPEED: _Columns = {
     "stale": _value("stale"),
 }
 _DEVICE: _Columns = {
-    "checked": lambda _, values: f"{values['parted']} parted",
+    "checked": _value("parted", lambda found: f"{found} parted"),
     "step ms": _number("step_ms"),
     "busy ms": _number("busy_ms"),
     "idle ms": _number("idle_ms"),

@@ -6,7 +6,6 @@ Whatever becomes of a child, this process learns of it in time and goes on.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import time
@@ -35,23 +34,18 @@ class Child:
     """A process for some rows of a part; a context manager, at whose end it and all that it started are gone.
 
     Args:
-        rows: parameters of the rows that it will be asked for.
         log: file that its output is added to.
     """
 
-    def __init__(
-        self, part: Part, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, str], log: Path
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self._log, self._environment = log, environment
         # nothing more is to be expected of it
         self.is_lost = False
-        self._log_begin = log.stat().st_size if log.exists() else 0
         # -P: not this process's folder, which may be a checkout; a segmentation fault then says where
         program = ["-P", "-X", "faulthandler", "-c", f"from {__package__}.child import main; main()"]
         with log.open("ab") as output:
+            self._log_begin = output.tell()
             self._process, self._pipe, self._leash = leash.start(program, environment, output)
-        with contextlib.suppress(OSError):  # it died at once, which the first answer will say
-            self._pipe.send({"runner": part.runner, "setup": part.setup, "rows": rows})
 
     def __enter__(self) -> Child:
         return self
@@ -67,23 +61,15 @@ class Child:
         self._process.wait()
         self._pipe.close()
 
-    def measure(self, params: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """One row's values.
-
-        Raises:
-            ChildFailed: there are none, or not within the limit.
-        """
-        with contextlib.suppress(OSError):
-            self._pipe.send(params)
-        return self.answer(limit_s)
-
-    def answer(self, limit_s: float) -> dict[str, Any]:
-        """What it answers next; first of all, None, once it is set up.
+    def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """What it answers: nothing to the part, once it is set up; then a row's values to the row's parameters.
 
         Raises:
             ChildFailed: an error, or nothing within the limit.
         """
         self.is_lost = True
+        with contextlib.suppress(OSError):  # it died, which the answer will say
+            self._pipe.send(message)
         try:
             if not self._pipe.poll(max(0.0, limit_s)):
                 # it and its engines write down where they are
@@ -107,10 +93,7 @@ class Child:
         return f"its process died of {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
 
     def _tail(self) -> str:
-        with self._log.open("rb") as handle:
-            end = handle.seek(0, os.SEEK_END)
-            handle.seek(max(self._log_begin, end - _TAIL_BYTES))
-            return handle.read().decode(errors="replace")
+        return self._log.read_bytes()[self._log_begin :][-_TAIL_BYTES:].decode(errors="replace")
 
 
 class _OutOfTime(Exception):
@@ -177,9 +160,10 @@ class Walk:
         self.say(f"{part.title}: starting")
         begin = time.monotonic()
         environment = {**self.environment, **part.environment}
-        with Child(part, [task.params for task, _ in todo], environment, self.log) as child:
+        with Child(environment, self.log) as child:
             try:
-                child.answer(min(part.limit_s, self._left()))
+                message = {"runner": part.runner, "setup": part.setup, "rows": [task.params for task, _ in todo]}
+                child.ask(message, min(part.limit_s, self._left()))
             except ChildFailed as failure:
                 self._need(0, f"{part.title}, while it started")
                 # no row was under way; the next one pays, or this would never end
@@ -199,7 +183,7 @@ class Walk:
         begin = time.monotonic()
         self._begin(row)
         try:
-            values = child.measure(task.params, min(task.limit_s, self._left()))
+            values = child.ask(task.params, min(task.limit_s, self._left()))
         except ChildFailed as failure:
             # out of time, it stays as it was begun
             self._need(0, title)

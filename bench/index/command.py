@@ -75,10 +75,8 @@ class Index(Scenario):
         table = Table(pad_edge=False)
         for title in ("data", "row"):
             table.add_column(title, no_wrap=True)
-        for title in ("ours", "theirs", "ratio", "limit"):
-            table.add_column(title, justify="right")
-        for title in ("unit", "met"):
-            table.add_column(title)
+        for title in ("ours", "theirs", "ratio", "limit", "unit", "met"):
+            table.add_column(title, justify="left" if title in ("unit", "met") else "right")
         for row in found.rows:
             numbers = (row.ours, row.theirs, row.ratio, row.limit)
             met = "-" if row.is_met is None else "yes" if row.is_met else "NO"

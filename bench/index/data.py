@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import IntArray
 
-IntArray = NDArray[np.int32]
-
+Key = tuple[int, int]
+"""(problem, answer of the present epoch)"""
 RECORDED = Path(__file__).with_name("recorded.json.gz")
 """Answers of the policy in bench/policy, sampled at temperature 1 by stock vLLM: 16 per problem and epoch.
 
@@ -64,11 +65,9 @@ class Data:
         return sum(len(a) for problem in self.problems for epoch in problem.past for a in epoch.answers)
 
     @property
-    def num_present_tokens(self) -> int:
-        return sum(len(a) for problem in self.problems for a in problem.present.answers)
-
-    def longest(self) -> int:
-        return max(len(a) for problem in self.problems for a in problem.present.answers)
+    def answers(self) -> dict[Key, IntArray]:
+        """Those of the present."""
+        return {(p, a): ids for p, problem in enumerate(self.problems) for a, ids in enumerate(problem.present.answers)}
 
 
 def recorded(path: Path = RECORDED, past: int = 2) -> Data:
@@ -79,18 +78,19 @@ def recorded(path: Path = RECORDED, past: int = 2) -> Data:
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            problems = tuple(_problem(line, past) for line in json.load(file)["problems"])
+            problems = tuple(
+                Problem(
+                    np.asarray(line["prompt"], np.int32),
+                    tuple(
+                        Epoch(tuple(np.asarray(ids, np.int32) for ids in epoch["answers"]), tuple(epoch["rewards"]))
+                        for epoch in line["epochs"][-1 - past :]
+                    ),
+                )
+                for line in json.load(file)["problems"]
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"`{path}` holds no recorded answers: {error}", "leave `--recorded` out") from None
     return Data("recorded", problems)
-
-
-def _problem(line: dict[str, list[object]], past: int) -> Problem:
-    epochs = [
-        Epoch(tuple(np.asarray(answer, np.int32) for answer in epoch["answers"]), tuple(epoch["rewards"]))  # type: ignore[call-overload]
-        for epoch in line["epochs"]
-    ]
-    return Problem(np.asarray(line["prompt"], np.int32), tuple(epochs[-1 - past :]))
 
 
 def synthetic(problems: int, answers: int, tokens: int, past: int, seed: int) -> Data:
@@ -101,8 +101,7 @@ def synthetic(problems: int, answers: int, tokens: int, past: int, seed: int) ->
     token in a hundred is changed. New tokens are drawn by Zipf's law from 150,000.
     """
     rng = np.random.default_rng(seed)
-    made = []
-    num_new = 0
+    made, num_new = [], 0
     for _ in range(problems):
         segments = list(_segments(rng, tokens))
         epochs = []

@@ -16,8 +16,8 @@ import numpy as np
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.tokens import encode_tokens
 
-from .data import Data, synthetic
-from .systems import Key, Ours, System, Theirs
+from .data import Data, Epoch, Key, Problem, synthetic
+from .systems import Ours, System, Theirs
 
 Report = Callable[[str, int], None]
 _APPEND = 4
@@ -68,9 +68,7 @@ def row(
 
 def accepted(tokens: Sequence[int], parents: Sequence[int], answer: Sequence[int]) -> int:
     """How many tokens of the answer the draft holds on a path from the root."""
-    children: dict[tuple[int, int], int] = {}
-    for node, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
-        children[parent, token] = node
+    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
     node, depth = -1, 0
     while depth < len(answer) and (node, answer[depth]) in children:
         node = children[node, answer[depth]]
@@ -81,37 +79,34 @@ def accepted(tokens: Sequence[int], parents: Sequence[int], answer: Sequence[int
 def replay(system: System, data: Data, nodes: int, is_chain: bool, batch: int, begin: int) -> Replayed:
     """Draft, accept, append until all answers of the present are written; the first `begin` tokens are there."""
     result = Replayed()
-    waiting = [(p, a) for p, problem in enumerate(data.problems) for a in range(len(problem.present.answers))]
-    answers = {key: data.problems[key[0]].present.answers[key[1]].tolist() for key in waiting}
+    answers = {key: ids.tolist() for key, ids in data.answers.items()}
+    waiting = list(answers)
     running: list[tuple[Key, int]] = []
     while waiting or running:
-        while waiting and len(running) < batch:
-            key = waiting.pop(0)
-            running.append((key, min(begin, len(answers[key]))))
+        free = batch - len(running)
+        running += [(key, min(begin, len(answers[key]))) for key in waiting[:free]]
         running = [(key, at) for key, at in running if at < len(answers[key])]
+        del waiting[:free]
         if not running:
             continue
         drafts, seconds = system.draft(running, nodes, is_chain)
         result.seconds += seconds
-        going_on = []
-        for (key, at), (tokens, parents, _) in zip(running, drafts, strict=True):
+        for i, ((key, at), (tokens, parents, _)) in enumerate(zip(running, drafts, strict=True)):
             end = min(at + accepted(tokens, parents, answers[key][at : at + nodes]) + 1, len(answers[key]))
             system.append(key, at, end)
             result.steps += 1
             result.tokens += end - at
-            going_on.append((key, end))
-        running = going_on
+            running[i] = (key, end)
     return result
 
 
-def append_all(system: System, data: Data, begin: int, end: int) -> float:
-    """Append the answers' tokens from `begin` to `end`, all answers in turn; returns seconds."""
-    seconds = 0.0
-    for at in range(begin, end, _APPEND):
-        for p, problem in enumerate(data.problems):
-            for a, answer in enumerate(problem.present.answers):
-                if at < min(end, len(answer)):
-                    seconds += system.append((p, a), at, min(at + _APPEND, end, len(answer)))
+def append_all(system: System, data: Data, end: int) -> float:
+    """Append the answers' first tokens up to `end`, all answers in turn; returns seconds."""
+    answers, seconds = data.answers, 0.0
+    for at in range(0, end, _APPEND):
+        for key, answer in answers.items():
+            if at < min(end, len(answer)):
+                seconds += system.append(key, at, min(at + _APPEND, end, len(answer)))
     return seconds
 
 
@@ -123,15 +118,15 @@ def compare(data: Data, config: HistoryConfig, nodes: int, batch: int, begin: in
         begin: tokens of each present answer that are there when drafting begins.
     """
     ours, bounded = (lambda: Ours(data, config)), (lambda: Theirs(data, is_bounded=True))
+    lengths = [len(answer) for answer in data.answers.values()]
     made: dict[str, list[float]] = {"build": [], "append": [], "bytes": []}
     for maker in (ours, bounded):
         report(f"{data.name}: build and append", 0)
         gc.collect()
         system = maker()
         made["build"].append(system.build() / data.num_past_tokens * 1e6)
-        system.open()
-        made["append"].append(append_all(system, data, 0, data.longest()) / data.num_present_tokens * 1e6)
-        made["bytes"].append(system.nbytes() / (data.num_past_tokens + data.num_present_tokens))
+        made["append"].append(append_all(system, data, max(lengths)) / sum(lengths) * 1e6)
+        made["bytes"].append(system.nbytes() / (data.num_past_tokens + sum(lengths)))
         del system
         report("", 1)
     kinds: dict[str, tuple[Callable[[], System], bool, int]] = {
@@ -154,8 +149,7 @@ def compare(data: Data, config: HistoryConfig, nodes: int, batch: int, begin: in
 def begun(system: System, data: Data, begin: int) -> System:
     """The system with the past, and so many tokens of each present answer."""
     system.build()
-    system.open()
-    append_all(system, data, 0, begin)
+    append_all(system, data, begin)
     return system
 
 
@@ -167,7 +161,7 @@ def _rows(data: Data, made: dict[str, list[float]], runs: dict[str, list[Replaye
         return statistics.median(float(np.percentile(run.seconds, percent)) for run in runs[title]) * 1e6
 
     p50, p99 = ([percentile_us(title, q) for title in ("our tree", "their chain, bounded")] for q in (50, 99))
-    texts = [answer for problem in data.problems for answer in problem.present.answers]
+    texts = data.answers.values()
     rest_bytes = sum(len(encode_tokens(text)) for text in texts) / sum(map(len, texts))
     chain, tree, full, bounded = (own[0].tokens_per_step for own in runs.values())
     # a drafter that is right about every token but the new ones, which nobody can know
@@ -205,20 +199,18 @@ def flatness(config: HistoryConfig, nodes: int, seed: int, sizes: tuple[int, int
 def many_problems(data: Data, config: HistoryConfig, count: int, report: Report) -> list[Row]:
     """`count` indices open at once, each with one answer of the past and one that runs: bytes, and a draft's cost."""
     report(f"{count:,} problems at once", 0)
-    one = [p.present.answers[0] for p in data.problems]
-    problems = []
-    for i in range(count):
-        problem = data.problems[i % len(data.problems)]
-        epochs = tuple(type(e)(e.answers[:1], e.rewards[:1]) for e in problem.epochs[-2:])
-        problems.append(type(problem)(problem.prompt, epochs))
-    many = Data("recorded", tuple(problems))
+    few = [
+        Problem(problem.prompt, tuple(Epoch(e.answers[:1], e.rewards[:1]) for e in problem.epochs[-2:]))
+        for problem in data.problems
+    ]
+    many = Data("recorded", tuple(few[i % len(few)] for i in range(count)))
     system = begun(Ours(many, config), many, 0)
-    half = min(len(answer) for answer in one) // 2
-    asks = [((p, 0), half) for p in range(count)]
+    half = min(len(problem.present.answers[0]) for problem in few) // 2
+    asks = [(key, half) for key in many.answers]
     for key, _ in asks:
         system.append(key, 0, half)
     seconds = [s for at in range(0, count, 64) for s in system.draft(asks[at : at + 64], 16, False)[1]]
-    tokens = many.num_past_tokens + half * count + sum(len(problem.prompt) for problem in problems)
+    tokens = many.num_past_tokens + half * count + sum(len(problem.prompt) for problem in many.problems)
     report("", 1)
     title = f"{count:,} problems"
     return [

@@ -16,10 +16,8 @@ from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.weights import weight_of
 
-from .data import Data, IntArray
+from .data import Data, IntArray, Key
 
-Key = tuple[int, int]
-"""(problem, answer of the present epoch)"""
 Drafts = tuple[list[tuple[Sequence[int], Sequence[int], Sequence[float]]], list[float]]
 """Per request (token ids, parents, probabilities), and seconds per request."""
 
@@ -32,13 +30,13 @@ class Ours:
     """The history index, one per problem."""
 
     def __init__(self, data: Data, config: HistoryConfig) -> None:
-        self._data, self._config = data, config
+        self._data, self._answers, self._config = data, data.answers, config
         self._indices: list[Any] = []
         self._docs: dict[Key, int] = {}
 
     def build(self) -> float:
-        """Take the past in; returns seconds."""
-        start = thread_time()
+        """Take the past in, and begin the answers of the present; returns the seconds of the former."""
+        begin = thread_time()
         c = self._config
         for problem in self._data.problems:
             index = _core.HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
@@ -47,18 +45,14 @@ class Ours:
                 for answer, reward in zip(epoch.answers, epoch.rewards, strict=True):
                     index.add(answer, weight_of(c, len(problem.past) - number, reward), number)
             self._indices.append(index)
-        return thread_time() - start
-
-    def open(self) -> None:
-        """Begin the answers of the present."""
-        for p, problem in enumerate(self._data.problems):
-            for a in range(len(problem.present.answers)):
-                self._docs[p, a] = self._indices[p].open(len(problem.past))
+        seconds = thread_time() - begin
+        for p, a in self._answers:
+            self._docs[p, a] = self._indices[p].open(len(self._data.problems[p].past))
+        return seconds
 
     def append(self, key: Key, start: int, end: int) -> float:
         """The next tokens of a present answer; returns seconds."""
-        tokens = self._data.problems[key[0]].present.answers[key[1]][start:end]
-        index, doc = self._indices[key[0]], self._docs[key]
+        index, doc, tokens = self._indices[key[0]], self._docs[key], self._answers[key][start:end]
         begin = thread_time()
         index.append(doc, tokens)
         return thread_time() - begin
@@ -95,13 +89,13 @@ class Theirs:
 
     def __init__(self, data: Data, is_bounded: bool) -> None:
         self._cache_type = load_arctic()
-        self._data = data
+        self._data, self._answers = data, data.answers
         self._bounds = (1.0, 0.1) if is_bounded else (1e6, 0.0)
         self._caches: list[Any] = []
         self._texts: dict[Key, IntArray] = {}
 
     def build(self) -> float:
-        start = thread_time()
+        begin = thread_time()
         for problem in self._data.problems:
             cache = self._cache_type(_DEPTH)
             for number, epoch in enumerate(problem.past):
@@ -110,17 +104,15 @@ class Theirs:
                     cache.add_active_response((number, i), answer)
                     cache.stop_request((number, i))
             self._caches.append(cache)
-        return thread_time() - start
-
-    def open(self) -> None:
-        for p, problem in enumerate(self._data.problems):
-            for a, answer in enumerate(problem.present.answers):
-                self._caches[p].start_request(a, problem.prompt)
-                self._texts[p, a] = np.concatenate([problem.prompt, answer])
+        seconds = thread_time() - begin
+        for (p, a), answer in self._answers.items():
+            prompt = self._data.problems[p].prompt
+            self._caches[p].start_request(a, prompt)
+            self._texts[p, a] = np.concatenate([prompt, answer])
+        return seconds
 
     def append(self, key: Key, start: int, end: int) -> float:
-        tokens = self._data.problems[key[0]].present.answers[key[1]][start:end]
-        cache = self._caches[key[0]]
+        cache, tokens = self._caches[key[0]], self._answers[key][start:end]
         begin = thread_time()
         cache.add_active_response(key[1], tokens)
         return thread_time() - begin

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from . import flash, reference
-from .inputs import AttentionInputs, make_attention, make_cache
-from .shapes import Attention, Cache, Model
+from .inputs import AttentionInputs, make_attention
+from .shapes import Attention, Model
 from .timing import Call, Timer
 
 _COLD_BYTES, _MOST_LAYERS, _FEWEST_LAYERS = 256 << 20, 28, 4
@@ -25,8 +25,7 @@ def load() -> Any:
 
 def check(kernel: Any, model: Model, context: int, batch: int, nodes: int, kind: str, device: str = "cuda") -> float:
     """How far the kernel is off its specification on random inputs, as `reference.TOLERANCE` counts it."""
-    cache = Cache(model, context, batch)
-    inputs = make_attention(Attention(cache, nodes, kind), make_cache(cache, device))
+    inputs = make_attention(Attention(model, context, batch, nodes, kind), device)
     return reference.excess(inputs.call(kernel).double(), reference.attention(inputs))
 
 
@@ -43,18 +42,17 @@ def measure(
     Raises:
         Exception: what left the device in no state to go on.
     """
-    layers = layers or max(_FEWEST_LAYERS, min(_MOST_LAYERS, -(-_COLD_BYTES // case.cache.num_bytes)))
-    inputs = [make_attention(case, make_cache(case.cache, device)) for _ in range(layers)]
+    layers = layers or max(_FEWEST_LAYERS, min(_MOST_LAYERS, -(-_COLD_BYTES // case.cache_bytes)))
+    inputs = [make_attention(case, device) for _ in range(layers)]
     kernel = load()
     ways, notes = _flash_ways(inputs, device)
     right, checked = _check_beside(kernel, inputs[0], ways)
-    calls = {name: [call for _, call in made] for name, made in ways.items()}
     if right:
-        calls = {"ours": [functools.partial(one.call, kernel) for one in inputs], **calls}
+        ways = {"ours": [functools.partial(one.call, kernel) for one in inputs], **ways}
     else:
         notes.append("ours is wrong, so it is not timed")
     times = {}
-    for name, made in calls.items():
+    for name, made in ways.items():
         try:
             times[name] = asdict(timer.time(made))
         except Exception as error:
@@ -74,24 +72,24 @@ def _note(name: str, error: Exception, device: str) -> str:
     return f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-Way = list[tuple[torch.Tensor | None, Call]]
+Ways = dict[str, list[Call]]
 
 
-def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[dict[str, Way], list[str]]:
+def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[Ways, list[str]]:
     """FlashAttention's ways, each tried once, and why others are missing."""
     if device != "cuda":
         return {}, ["FlashAttention 3 needs a GPU"]
     makers: dict[str, Any] = {
-        "fa3 graph": lambda one: (None, flash.causal(one, flash.graph_splits())),
-        "fa3 auto": lambda one: (None, flash.causal(one, flash.AUTO)),
+        "fa3 graph": lambda one: flash.causal(one, flash.graph_splits()),
+        "fa3 auto": lambda one: flash.causal(one, flash.AUTO),
     }
-    if inputs[0].max_query_len > 1:
+    if inputs[0].case.nodes:
         makers |= {"fa3 context": flash.context, "fa3 merged": flash.merged}
     ways, notes = {}, []
     for name, make in makers.items():
         try:
             made = [make(one) for one in inputs]
-            made[0][1]()
+            made[0]()
             torch.cuda.synchronize()
             ways[name] = made
         except Exception as error:
@@ -99,17 +97,14 @@ def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[dict[str, W
     return ways, notes
 
 
-def _check_beside(kernel: Any, inputs: AttentionInputs, ways: dict[str, Way]) -> tuple[bool, str]:
+def _check_beside(kernel: Any, inputs: AttentionInputs, ways: Ways) -> tuple[bool, str]:
     """(whether ours is right, beside what): another way of computing the same, at the very shape that is timed."""
     found = inputs.call(kernel).double()
     if "fa3 merged" in ways:
-        out, call = ways["fa3 merged"][0]
-        assert out is not None
-        call()
-        wanted, name = out.double(), "FlashAttention 3 over the context and PyTorch over the nodes"
-    elif inputs.max_query_len == 1 and "fa3 graph" in ways:
-        wanted, name = ways["fa3 graph"][0][1]().double(), "FlashAttention 3"
+        wanted, name = ways["fa3 merged"][0](), "FlashAttention 3 over the context and PyTorch over the nodes"
+    elif not inputs.case.nodes and "fa3 graph" in ways:
+        wanted, name = ways["fa3 graph"][0](), "FlashAttention 3"
     else:
         wanted, name = reference.attention(inputs), "the specification"
-    excess = reference.excess(found, wanted)
+    excess = reference.excess(found, wanted.double())
     return excess <= reference.TOLERANCE, f"differs from {name} by {excess:.3g}, of {reference.TOLERANCE:g} allowed"

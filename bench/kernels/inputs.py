@@ -7,82 +7,64 @@ from typing import Any
 
 import torch
 
-from .shapes import BLOCK_SIZE, Attention, Cache, Verdict, ancestor_words, tree
-
-
-@dataclass(frozen=True, slots=True)
-class PagedCache:
-    """One layer's cache in vLLM's layout, with the blocks of a request scattered over it."""
-
-    # [blocks, kv heads, block size, 2 * head size] bf16: keys before values
-    kv: torch.Tensor
-    # [batch, blocks per request] int32
-    block_table: torch.Tensor
-
-    @property
-    def keys(self) -> torch.Tensor:
-        return self.kv[..., : self.kv.shape[-1] // 2]
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.kv[..., self.kv.shape[-1] // 2 :]
+from .shapes import BLOCK_SIZE, Attention, Verdict, ancestor_words, tree
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """Arguments of `tree_attention`, see there for their meaning."""
 
-    cache: PagedCache
+    case: Attention
     query: torch.Tensor
+    # [blocks, kv heads, block size, 2 * head size] bf16, one layer's cache in vLLM's layout: keys before values
+    kv: torch.Tensor
     out: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    # [batch, blocks per request] int32; a request's blocks are scattered over the cache
+    block_table: torch.Tensor
     num_nodes: torch.Tensor
     ancestors: torch.Tensor
-    max_query_len: int
-    max_seq_len: int
-    scale: float
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.kv[..., : self.case.model.head_size]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.kv[..., self.case.model.head_size :]
+
+    @property
+    def scale(self) -> float:
+        return self.case.model.head_size**-0.5
+
+    @property
+    def step(self) -> tuple[torch.Tensor, ...]:
+        """What says which row sees what."""
+        return self.query_start_loc, self.seq_lens, self.block_table, self.num_nodes, self.ancestors
 
     def call(self, kernel: Any) -> torch.Tensor:
-        kernel(
-            self.query,
-            self.cache.keys,
-            self.cache.values,
-            self.out,
-            self.query_start_loc,
-            self.seq_lens,
-            self.cache.block_table,
-            self.num_nodes,
-            self.ancestors,
-            scale=self.scale,
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
-        )
+        most = {"max_query_len": self.case.rows, "max_seq_len": self.case.seq_len}
+        kernel(self.query, self.keys, self.values, self.out, *self.step, scale=self.scale, **most)
         return self.out
 
 
-def make_cache(cache: Cache, device: str) -> PagedCache:
-    blocks, model = cache.batch * cache.blocks_per_request, cache.model
+def make_attention(case: Attention, device: str) -> AttentionInputs:
+    batch, model = case.batch, case.model
+    blocks = batch * case.blocks
     kv = torch.empty((blocks, model.kv_heads, BLOCK_SIZE, 2 * model.head_size), dtype=torch.bfloat16, device=device)
-    order = torch.randperm(blocks, dtype=torch.int32, device=device)
-    return PagedCache(kv.normal_(), order.view(cache.batch, -1))
-
-
-def make_attention(case: Attention, cache: PagedCache) -> AttentionInputs:
-    device, batch, model = cache.kv.device, case.cache.batch, case.cache.model
     query = torch.empty((batch * case.rows, model.heads, model.head_size), dtype=torch.bfloat16, device=device)
     words = torch.tensor(ancestor_words(case.nodes, case.kind), dtype=torch.int64, device=device)
     return AttentionInputs(
-        cache=cache,
+        case=case,
         query=query.normal_(),
+        kv=kv.normal_(),
         out=torch.empty_like(query),
         query_start_loc=torch.arange(0, query.shape[0] + 1, case.rows, dtype=torch.int32, device=device),
         seq_lens=torch.full((batch,), case.seq_len, dtype=torch.int32, device=device),
+        block_table=torch.randperm(blocks, dtype=torch.int32, device=device).view(batch, -1),
         num_nodes=torch.full((batch,), case.nodes, dtype=torch.int32, device=device),
         ancestors=words.repeat(batch),
-        max_query_len=case.rows,
-        max_seq_len=case.seq_len,
-        scale=model.head_size**-0.5,
     )
 
 

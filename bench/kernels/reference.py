@@ -24,17 +24,7 @@ def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def attention(inputs: AttentionInputs) -> torch.Tensor:
     """[rows, heads, head size] float64."""
-    return naive_tree_attention(
-        inputs.query,
-        inputs.cache.keys,
-        inputs.cache.values,
-        inputs.query_start_loc,
-        inputs.seq_lens,
-        inputs.cache.block_table,
-        inputs.num_nodes,
-        inputs.ancestors,
-        scale=inputs.scale,
-    )
+    return naive_tree_attention(inputs.query, inputs.keys, inputs.values, *inputs.step, scale=inputs.scale)
 
 
 def verdict(arguments: dict[str, torch.Tensor]) -> list[list[int]]:

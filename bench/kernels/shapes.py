@@ -1,4 +1,4 @@
-"""Shapes that kernels are measured at: models, caches, trees, and the bytes that must move at least. Pure."""
+"""Shapes that kernels are measured at: models, trees, and the bytes that must move at least. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _BF16 = 2
 class Model:
     """A model's sizes."""
 
-    name: str
     heads: int
     kv_heads: int
     head_size: int
@@ -34,7 +33,7 @@ class Model:
         return 2 * self.kv_heads * self.head_size * _BF16
 
 
-MODELS = (Model("7B", 28, 4, 128, 28, 152064, 18944), Model("0.5B", 14, 2, 64, 24, 151936, 4864))
+MODELS = {"7B": Model(28, 4, 128, 28, 152064, 18944), "0.5B": Model(14, 2, 64, 24, 151936, 4864)}
 """Qwen2.5's."""
 ATTENTION_CHECKS = (
     (53, 2, 0, "chain"),
@@ -51,27 +50,12 @@ COMMIT_CHECKS = ((1, 7), (3, 31))
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
-    """A paged KV cache of one layer that holds `batch` requests of `context` tokens, and the largest tree's nodes."""
+class Attention:
+    """One verification step's attention: every request has its last token (the root, part of the context) and nodes."""
 
     model: Model
     context: int
     batch: int
-
-    @property
-    def blocks_per_request(self) -> int:
-        return -(-(self.context + MOST_NODES) // BLOCK_SIZE)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.batch * self.blocks_per_request * BLOCK_SIZE * self.model.token_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """One verification step's attention: every request has its last token (the root, part of the context) and nodes."""
-
-    cache: Cache
     nodes: int
     # `chain` or `tree`
     kind: str
@@ -83,14 +67,22 @@ class Attention:
 
     @property
     def seq_len(self) -> int:
-        return self.cache.context + self.nodes
+        return self.context + self.nodes
+
+    @property
+    def blocks(self) -> int:
+        """KV cache blocks of one request, which hold the largest tree's nodes."""
+        return -(-(self.context + MOST_NODES) // BLOCK_SIZE)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.batch * self.blocks * BLOCK_SIZE * self.model.token_bytes
 
     @property
     def least_bytes(self) -> int:
         """Keys and values read once, queries read once, outputs written once."""
-        model = self.cache.model
-        per_row = 2 * model.heads * model.head_size * _BF16
-        return self.cache.batch * (self.seq_len * model.token_bytes + self.rows * per_row)
+        per_row = 2 * self.model.heads * self.model.head_size * _BF16
+        return self.batch * (self.seq_len * self.model.token_bytes + self.rows * per_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +117,3 @@ def tree(nodes: int, kind: str) -> IntArray:
 def ancestor_words(nodes: int, kind: str) -> list[int]:
     """The kernels' masks of one request's rows, the root's first: signed 64-bit, bit j for node j."""
     return [0, *ancestor_mask(tree(nodes, kind)).view(np.int64).tolist()]
-
-
-def model_named(name: str) -> Model:
-    return next(model for model in MODELS if model.name == name)

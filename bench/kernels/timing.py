@@ -13,7 +13,6 @@ import torch
 
 Call = Callable[[], Any]
 _FLUSH_BYTES = 1 << 30  # many times the L2 cache
-_COPY_BYTES = 4 << 30
 _REPEATS = 25
 _WARM_UP = 2
 
@@ -38,13 +37,31 @@ def _all(calls: Sequence[Call]) -> None:
         call()
 
 
-class GraphTimer:
+class Timer:
+    """Where calls are timed, and how much is copied there to see how fast memory is."""
+
+    device: str
+    copy_bytes: int
+
+    def time(self, calls: Sequence[Call]) -> Time:
+        raise NotImplementedError
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second, read and written, of a large copy: the roof of what is bound by memory."""
+        source = torch.zeros(self.copy_bytes, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * self.copy_bytes / (self.time([lambda: target.copy_(source)]).median_us * 1e-6)
+
+
+class GraphTimer(Timer):
     """Times calls that do the same work on different memory, as the layers of a model do, on the current CUDA device.
 
     All calls are captured into one graph, in order, and its replay is divided by their number: as in an engine, the
     host launches once. Before each replay a buffer larger than the L2 cache is overwritten, and each call has keys and
     values of its own, so they come from memory.
     """
+
+    device, copy_bytes = "cuda", 4 << 30
 
     @cached_property
     def _flush(self) -> torch.Tensor:
@@ -67,15 +84,11 @@ class GraphTimer:
         torch.cuda.synchronize()
         return Time.of([begin.elapsed_time(end) * 1e3 / len(calls) for begin, end in marks])
 
-    def copy_bandwidth(self) -> float:
-        """Bytes per second, read and written, of a large copy: the roof of what is bound by memory."""
-        source = torch.empty(_COPY_BYTES, dtype=torch.int8, device="cuda")
-        target = torch.empty_like(source)
-        return 2 * _COPY_BYTES / (self.time([lambda: target.copy_(source)]).median_us * 1e-6)
 
-
-class HostTimer:
+class HostTimer(Timer):
     """The host's clock, few repeats: to walk through the code on a CPU. Its figures mean nothing."""
+
+    device, copy_bytes = "cpu", 1 << 20
 
     def time(self, calls: Sequence[Call]) -> Time:
         samples = []
@@ -84,14 +97,3 @@ class HostTimer:
             _all(calls)
             samples.append((time.perf_counter() - begin) * 1e6 / len(calls))
         return Time.of(samples)
-
-    def copy_bandwidth(self) -> float:
-        source = torch.ones(1 << 20, dtype=torch.int8)
-        return 2 * len(source) / (self.time([source.clone]).median_us * 1e-6)
-
-
-Timer = GraphTimer | HostTimer
-
-
-def timer_for(device: str) -> Timer:
-    return GraphTimer() if device == "cuda" else HostTimer()

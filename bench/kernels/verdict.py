@@ -29,7 +29,7 @@ def load_commit() -> Any:
 
 def check_verify(kernel: Any, batch: int, nodes: int, device: str = "cuda") -> str | None:
     """Walks over small trees, greedy ones to the bottom and random ones; the reason if one is wrong."""
-    arguments = make_verdict(Verdict(MODELS[1], batch, nodes), device, vocab=_CHECKED_VOCAB)
+    arguments = make_verdict(Verdict(MODELS["0.5B"], batch, nodes), device, vocab=_CHECKED_VOCAB)
     for temperature in (0.0, 1.0):
         arguments["temperature"].fill_(temperature)
         wanted = reference.verdict(arguments)
@@ -43,7 +43,7 @@ def check_verify(kernel: Any, batch: int, nodes: int, device: str = "cuda") -> s
 
 def check_commit(module: Any, batch: int, nodes: int, device: str = "cuda") -> str | None:
     """Every byte of every layer; the reason if one is wrong."""
-    layers, arguments = make_commit(Verdict(MODELS[1], batch, nodes), device)
+    layers, arguments = make_commit(Verdict(MODELS["0.5B"], batch, nodes), device)
     wanted = reference.committed(layers, arguments)
     module.kv_commit(module.CacheTable.of(layers), *arguments.values())
     # what stands behind the accepted slots is overwritten before it is read, but nothing may write there either

@@ -13,7 +13,7 @@ import torch
 from bench.kernels import attention, flash, inputs, reference, shapes, verdict
 from bench.kernels.timing import HostTimer, Time
 
-SMALL = shapes.MODELS[1]
+SMALL = shapes.MODELS["0.5B"]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ class Watch:
         return Time.of([1.0, 2.0, 3.0])
 
 
-CASE = shapes.Attention(shapes.Cache(SMALL, 40, 2), 7, "tree")
+CASE = shapes.Attention(SMALL, 40, 2, 7, "tree")
 
 
 def test_what_is_measured_is_checked_at_that_very_shape_and_goes_into_json(device):
@@ -155,21 +155,20 @@ def signatures(path):
 
 @pytest.fixture
 def tree_inputs():
-    return inputs.make_attention(CASE, inputs.make_cache(CASE.cache, "cpu"))
+    return inputs.make_attention(CASE, "cpu")
 
 
 def test_flash_attention_over_the_context_and_the_nodes_apart_is_tree_attention(monkeypatch, tree_inputs):
     Flash(monkeypatch)
-    out, call = flash.merged(tree_inputs)
-    call()
+    out = flash.merged(tree_inputs)()
     # two roundings to bf16 instead of one
     assert reference.excess(out.double(), reference.attention(tree_inputs)) <= reference.TOLERANCE
 
 
 def test_flash_attention_is_called_as_vllm_calls_it_and_sees_a_chain(monkeypatch):
     Flash(monkeypatch)
-    chain = shapes.Attention(shapes.Cache(SMALL, 40, 2), 7, "chain")
-    made = inputs.make_attention(chain, inputs.make_cache(chain.cache, "cpu"))
+    chain = shapes.Attention(SMALL, 40, 2, 7, "chain")
+    made = inputs.make_attention(chain, "cpu")
     for splits in (flash.AUTO, flash.graph_splits()):
         found = flash.causal(made, splits)()
         assert reference.excess(found.double(), reference.attention(made)) <= reference.TOLERANCE
@@ -178,7 +177,7 @@ def test_flash_attention_is_called_as_vllm_calls_it_and_sees_a_chain(monkeypatch
 
 def test_every_way_is_tried_beside_ours_where_there_is_a_gpu(monkeypatch):
     Flash(monkeypatch)
-    made = [inputs.make_attention(CASE, inputs.make_cache(CASE.cache, "cpu"))]
+    made = [inputs.make_attention(CASE, "cpu")]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     ways, notes = attention._flash_ways(made, "cuda")
     assert list(ways) == ["fa3 graph", "fa3 auto", "fa3 context", "fa3 merged"] and notes == []

@@ -48,7 +48,6 @@ def test_a_replay_writes_every_answer_to_its_end() -> None:
     data = synthetic(2, 3, 120, 1, seed=2)
     system = Ours(data, HistoryConfig(min_match=1))
     system.build()
-    system.open()
     result = measure.replay(system, data, nodes=8, is_chain=False, batch=4, begin=0)
     assert result.tokens == 2 * 3 * 120
     assert len(result.seconds) == result.steps < result.tokens
