@@ -53,12 +53,9 @@ class BudgetEngines(Engines):
             spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
         self._spec_rollout = spec_rollout
 
-    def __enter__(self) -> BudgetEngines:
-        with self._stack:
-            self.start(STOCK)
-            self.start(OURS, self._spec_rollout)
-            self._stack = self._stack.pop_all()
-        return self
+    def begin(self) -> None:
+        self.start(STOCK)
+        self.start(OURS, self._spec_rollout)
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
