@@ -15,7 +15,7 @@ from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
 from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
-from ..runner.engines import OURS, STOCK, run_round, sampling
+from ..runner.engines import run_round
 from ..runner.models import find_model
 from ..runner.report import Found
 from ..runner.rows import Pair, Row, make_row
@@ -156,36 +156,31 @@ class _Bench:
             engines.set_answers(recorded, scenario.accuracy, self._load.turns_bad_at)
         pairs: dict[Budget, list[Pair]] = {arm: [] for arm in arms}
         switches: dict[Budget, dict[str, int]] = {}
+
+        def run(arm: Budget | None) -> Run:
+            if arm is None:
+                return recorded if number < 0 else self._run(None, seed)
+            when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
+            engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
+            engines.set_budget(arm, is_fresh=number < 0)
+            if scenario.is_tail and number < 0 and arm.longest_first:
+                # earlier epochs: other answers to the same problems
+                for epoch in range(1, _EPOCHS + 1):
+                    self._run(arm, seed + epoch * len(self._prompts))
+            engines.switches()
+            found = self._run(arm, seed)
+            switches[arm] = engines.switches()
+            return found
+
         for number in range(-1, scenario.rounds):
-
-            def run(arm: Budget | None, number: int = number) -> Run:
-                if arm is None:
-                    return recorded if number < 0 else self._run(None, seed)
-                when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
-                self._engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
-                engines.set_budget(arm, is_fresh=number < 0)
-                if scenario.is_tail and number < 0 and arm.longest_first:
-                    # earlier epochs: other answers to the same problems
-                    for epoch in range(1, _EPOCHS + 1):
-                        self._run(arm, seed + epoch * len(self._prompts))
-                engines.switches()
-                found = self._run(arm, seed)
-                switches[arm] = engines.switches()
-                return found
-
             for arm, pair in run_round(number, arms, run).items():
                 pairs[arm].append(pair)
         return self._sum_up(seed, pairs, switches)
 
     def _run(self, arm: Budget | None, seed: int) -> Run:
-        made = self._load
-        is_to_the_end = not self._scenario.is_tail
-        params = [
-            sampling(seed + i, length, None if arm is None else {"problem_id": str(i)}, is_to_the_end=is_to_the_end)
-            for i, length in enumerate(made.lengths)
-        ]
-        name = STOCK if arm is None else OURS
-        return self._engines.run_waves(name, self._prompts, params, made.arrives_after, made.reload_after)
+        load, is_to_the_end = self._load, not self._scenario.is_tail
+        waves = (load.lengths, load.arrives_after, load.reload_after)
+        return self._engines.run_waves(arm, self._prompts, seed, *waves, is_to_the_end=is_to_the_end)
 
     def _sum_up(
         self, seed: int, pairs: Mapping[Budget, list[Pair]], switches: Mapping[Budget, dict[str, int]]
