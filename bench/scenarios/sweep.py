@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,10 +163,11 @@ class _Bench:
         return rows
 
     def _pairs(self, cell: Cell, seed: int) -> _Pairs:
-        lengths = [self._scenario.tokens_of(cell.batch)] * cell.batch
-        run = functools.partial(
-            self._engines.run_waves, prompts=self._prompts[: cell.batch], seed=seed, lengths=lengths
-        )
+        requests = (self._prompts[: cell.batch], seed, [self._scenario.tokens_of(cell.batch)] * cell.batch)
+
+        def run(arm: Budget | None) -> Run:
+            return self._engines.run_waves(arm, *requests)
+
         if (cell.batch, seed) not in self._answers:
             run(None)
             self._answers[cell.batch, seed] = run(None)
