@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
-from .rows import Pair, Row, extended, ratio, without_speed
+from .rows import SPEEDS, Pair, Row, ratio
 from .runs import Run
 
 SEEDS = 3
@@ -135,6 +135,7 @@ def compared(
     for arm, row in rows.items():
         told = best if arm == AUTO else None
         against = None if told is None else ratio(pairs[told], pairs[AUTO])
-        more = {"is_comparable": is_comparable, "auto_to_best": against, **fields(arm, told)}
-        found.append(extended(cls, row if is_comparable else without_speed(row), **more))
+        values = {name: getattr(row, name) for name in Row.__dataclass_fields__}
+        values |= {} if is_comparable else dict.fromkeys(SPEEDS)
+        found.append(cls(**values, is_comparable=is_comparable, auto_to_best=against, **fields(arm, told)))
     return found

@@ -41,12 +41,7 @@ class Engines:
     """
 
     def __init__(
-        self,
-        arguments: dict[str, Any],
-        report: Report,
-        *,
-        environment: dict[str, str] | None = None,
-        **common: Any,
+        self, arguments: dict[str, Any], report: Report, *, environment: dict[str, str] | None = None, **common: Any
     ) -> None:
         self.report, self._arguments, self._environment, self._common = report, arguments, environment or {}, common
         self._stack = ExitStack()

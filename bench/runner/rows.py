@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from .ideal import StepTimes, ideal_speedup
 from .runs import Run, first_difference
 
-R = TypeVar("R", bound="Row")
 SPEEDS = (
     *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
     *("tokens_per_s", "stock_tokens_per_s", "overhead_ms_per_step", "draft_ms_per_step", "stock_step_ms", "rounds_s"),
@@ -87,16 +86,6 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         **counts,
         **(_speeds(timed, counts, times) if difference is None else dict.fromkeys(SPEEDS)),
     )
-
-
-def extended(cls: type[R], row: Row, **more: Any) -> R:
-    """The row with fields of its scenario."""
-    return cls(**{one.name: getattr(row, one.name) for one in fields(Row)}, **more)
-
-
-def without_speed(row: R) -> R:
-    """The row of a cell in which another one's outputs differ: there is nothing to compare its speed with."""
-    return replace(row, **dict.fromkeys(SPEEDS))
 
 
 def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
