@@ -124,7 +124,7 @@ class Fleet(Engines):
 
 def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], stock: Run) -> EngineRun:
     """The figures of one rollout, compared with stock's of the same step token by token."""
-    difference = first_difference(stock, run)
+    difference, totals = first_difference(stock, run), run.totals
     return EngineRun(
         engine=arm.name,
         wall_s=run.wall_s,
@@ -135,6 +135,6 @@ def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], 
         identical=(difference is None) if arm.is_ours else None,
         difference=difference.as_text() if arm.is_ours and difference is not None else None,
         idle_cores=idle_cores,
-        drafted=run.totals.drafted if run.totals is not None else None,
-        accepted=run.totals.accepted if run.totals is not None else None,
+        drafted=totals and totals.drafted,
+        accepted=totals and totals.accepted,
     )

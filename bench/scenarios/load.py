@@ -187,16 +187,21 @@ class _Bench:
     ) -> list[RampRow]:
         batch = min(len(self._prompts), self._scenario.seqs)
         rows = {arm: make_row(arm.title, batch, 0, own) for arm, own in pairs.items()}
-        wall_s = {
-            arm: statistics.median(pair.ours.wall_s for pair in own if pair.is_timed) for arm, own in pairs.items()
-        }
+        timed = {arm: [pair.ours.wall_s for pair in own if pair.is_timed] for arm, own in pairs.items()}
 
         def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
             lengths = tail_ratio([len(ids) for ids in pairs[arm][-1].stock.token_ids])
             own = {"pattern": self._load.name, "seed": seed, "length_ratio": lengths}
             return {**switches[arm], **own, "best": best and best.title}
 
-        return compared(RampRow, rows, pairs, wall_s.__getitem__, fields, [arm for arm in pairs if arm != AUTO])
+        return compared(
+            RampRow,
+            rows,
+            pairs,
+            lambda arm: statistics.median(timed[arm]),
+            fields,
+            [arm for arm in pairs if arm != AUTO],
+        )
 
 
 def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:
