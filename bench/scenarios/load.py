@@ -194,14 +194,8 @@ class _Bench:
             own = {"pattern": self._load.name, "seed": seed, "length_ratio": lengths}
             return {**switches[arm], **own, "best": best and best.title}
 
-        return compared(
-            RampRow,
-            rows,
-            pairs,
-            lambda arm: statistics.median(timed[arm]),
-            fields,
-            [arm for arm in pairs if arm != AUTO],
-        )
+        rivals = [arm for arm in pairs if arm != AUTO]
+        return compared(RampRow, rows, pairs, lambda arm: statistics.median(timed[arm]), fields, rivals)
 
 
 def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:
