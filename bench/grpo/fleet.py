@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..policy.tasks import Problem
-from ..runner.engines import WARM_UP_TOKENS, Engines, sampling
+from ..runner.engines import WARM_UP_TOKENS, Engines, Report, sampling
 from ..runner.runs import Run, first_difference
 from .rows import EngineRun
 
@@ -81,60 +81,50 @@ def suffix_problem(import_path: str) -> str | None:
     return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else None
 
 
-class Fleet:
+class Fleet(Engines):
     """The engines of some arms, all alive at once, one at work; a context manager."""
 
-    def __init__(self, engines: Engines, arms: Sequence[Arm], plan: Grpo) -> None:
-        self.arms, self._engines, self._plan = tuple(arms), engines, plan
+    def __init__(
+        self, arguments: dict[str, Any], report: Report, *, arms: Sequence[Arm], plan: Grpo, **common: Any
+    ) -> None:
+        super().__init__(arguments, report, **common)
+        self.arms, self._plan = tuple(arms), plan
 
-    def __enter__(self) -> Fleet:
+    def begin(self) -> None:
         """Start them, and let them set their kernels up on prompts that are like no task."""
         batch, tokens = self._plan.batch, min(WARM_UP_TOKENS, self._plan.max_tokens)
         prompts = [[_FIRST_BYTE + (17 * i + j * j) % 256 for j in range(32)] for i in range(batch)]
-        try:
-            for arm in self.arms:
-                arm.start(self._engines)
-                options = {"problem_id": "warm-up"} if arm.is_ours else None
-                params = [sampling(i, tokens, options) for i in range(batch)]
-                self._engines[arm.name].ask("generate", prompts=prompts, params=params)
-        except BaseException:
-            self._engines.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engines.close()
+        for arm in self.arms:
+            arm.start(self)
+            options = {"problem_id": "warm-up"} if arm.is_ours else None
+            params = [sampling(i, tokens, options) for i in range(batch)]
+            self[arm.name].ask("generate", prompts=prompts, params=params)
 
     def roll_out(self, arm: Arm, requests: Sequence[Request]) -> tuple[Run, float]:
         """Run all requests in one engine; also how many cores the other engines' processes kept busy meanwhile."""
-        others = [self._engines[other.name] for other in self.arms if other is not arm]
-        self._engines.wait_for(arm.name)
+        others = [self[other.name] for other in self.arms if other is not arm]
+        self.wait_for(arm.name)
         before = sum(other.cpu_s() for other in others)
         prompts = [list(request.prompt_ids) for request in requests]
         params = [request.params(self._plan.max_tokens, is_ours=arm.is_ours) for request in requests]
-        run = self._engines.run(arm.name, prompts, params, ids=[request.request_id for request in requests])
+        run = self.run(arm.name, prompts, params, ids=[request.request_id for request in requests])
         return run, (sum(other.cpu_s() for other in others) - before) / run.wall_s
 
     def begin_epoch(self) -> None:
         """Tell our engines that every problem will be asked again."""
         for arm in self.arms:
             if arm.is_ours:
-                self._engines[arm.name].ask("begin_epoch")
-
-    def report_rewards(self, arm: Arm, requests: Sequence[Request], rewards: Sequence[float]) -> dict[str, int] | None:
-        """Tell one of our engines what its answers earned; how many of them it knew, None if it takes no rewards."""
-        earned = {request.request_id: value for request, value in zip(requests, rewards, strict=True)}
-        return self._engines[arm.name].ask("report_rewards", rewards=earned)
+                self[arm.name].ask("begin_epoch")
 
     def push(self, folder: Path) -> None:
         """Load new weights into every engine, and empty its prefix cache."""
         for arm in self.arms:
-            self._engines[arm.name].ask("reload", folder=str(folder))
+            self[arm.name].ask("reload", folder=str(folder))
 
 
 def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], stock: Run) -> EngineRun:
     """The figures of one rollout, compared with stock's of the same step token by token."""
-    difference = first_difference(stock, run)
+    difference, totals = first_difference(stock, run), run.totals
     return EngineRun(
         engine=arm.name,
         wall_s=run.wall_s,
@@ -145,6 +135,6 @@ def engine_run(arm: Arm, run: Run, idle_cores: float, rewards: Sequence[float], 
         identical=(difference is None) if arm.is_ours else None,
         difference=difference.as_text() if arm.is_ours and difference is not None else None,
         idle_cores=idle_cores,
-        drafted=run.totals.drafted if run.totals is not None else None,
-        accepted=run.totals.accepted if run.totals is not None else None,
+        drafted=totals and totals.drafted,
+        accepted=totals and totals.accepted,
     )

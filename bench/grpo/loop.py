@@ -14,9 +14,8 @@ from vllm_specrollout.errors import SpecRolloutError
 from ..policy.grpo import AnswerGroup, GrpoTrainer
 from ..policy.inflate import inflate
 from ..policy.reward import reward
-from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
-from ..runner.engines import PROMPT_LEN, STOCK, Engines, Report
+from ..runner.engines import PROMPT_LEN, STOCK, Report
 from ..runner.runs import Run
 from .fleet import Arm, Fleet, Request, engine_run
 from .rows import StepRow
@@ -44,7 +43,7 @@ class Loop:
     """
 
     def __init__(
-        self, plan: Grpo, policy: Path, size: str | None, make_engines: Callable[[], Engines], report: Report
+        self, plan: Grpo, policy: Path, size: str | None, make_fleet: Callable[[Sequence[Arm]], Fleet], report: Report
     ) -> None:
         import torch
         from transformers import AutoTokenizer
@@ -54,11 +53,13 @@ class Loop:
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
         torch.set_num_threads(plan.threads)
-        self._plan, self._size, self._make_engines, self._report = plan, size, make_engines, report
+        self._plan, self._size, self._make_fleet, self._report = plan, size, make_fleet, report
         self._tokenizer = AutoTokenizer.from_pretrained(policy)
         self._trainer = GrpoTrainer(policy, plan.grpo)
         self._problems = plan.problem_set()
-        self._prompts = {problem.problem_id: self._encode(problem) for problem in self._problems}
+        texts = [prompt_text(problem.prompt) for problem in self._problems]
+        ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self._prompts = {one.problem_id: own[:PROMPT_LEN] for one, own in zip(self._problems, ids, strict=True)}
         # what our engines answered to the rewards of each rollout
         self._reports: list[dict[str, int] | None] = []
         # per step, what a variant needs to meet the same
@@ -74,17 +75,13 @@ class Loop:
         """
         with tempfile.TemporaryDirectory(prefix="specrollout-grpo-") as folder:
             scratch = Path(folder)
-            with Fleet(self._make_engines(), arms, self._plan) as fleet:
+            with self._make_fleet(arms) as fleet:
                 rows = [self._step(step, fleet, scratch) for step in range(self._plan.num_steps)]
             for arm in variants:
                 rows = self._replay(arm, rows, scratch)
         if self._plan.save is not None:
             self._trainer.save(self._plan.save, self._plan.dtype)
         return rows, reward_notes(self._reports)
-
-    def _encode(self, problem: Problem) -> list[int]:
-        ids = self._tokenizer(prompt_text(problem.prompt), add_special_tokens=False)["input_ids"]
-        return list(ids)[:PROMPT_LEN]
 
     def _step(self, step: int, fleet: Fleet, scratch: Path) -> StepRow:
         plan = self._plan
@@ -99,17 +96,17 @@ class Loop:
             write_rollout(plan.trace, step, self._trace_lines(step, epoch, requests, stock, rewards))
         self._report("updating the policy", 0)
         begin = time.perf_counter()
-        update = self._trainer.update(self._groups(plan.problems_of_step(self._problems, step), stock, rewards))
+        groups = self._groups(requests, stock, rewards)
+        update = self._trainer.update(groups)
         train_s = time.perf_counter() - begin
         self._report("", 1)
         push_s, error = self._push(step + 1, fleet, scratch) if step + 1 < plan.num_steps else (0.0, None)
-        by_group = [rewards[i : i + plan.samples] for i in range(0, len(rewards), plan.samples)]
         return StepRow(
             step=step,
             epoch=epoch,
             weights_version=step,
             reward=sum(rewards) / len(rewards),
-            solved=sum(max(group) > 0.0 for group in by_group) / len(by_group),
+            solved=sum(max(group.rewards) > 0.0 for group in groups) / len(groups),
             mean_tokens=stock.num_tokens / len(requests),
             cut_share=sum(not self._is_finished(ids) for ids in stock.token_ids) / len(requests),
             runs=tuple(engine_run(arm, *results[arm.name], stock) for arm in fleet.arms),
@@ -122,7 +119,7 @@ class Loop:
     def _replay(self, arm: Arm, rows: Sequence[StepRow], scratch: Path) -> list[StepRow]:
         """The rows with the runs of one more arm."""
         extended = []
-        with Fleet(self._make_engines(), [arm], self._plan) as fleet:
+        with self._make_fleet([arm]) as fleet:
             for row, (requests, stock) in zip(rows, self._done, strict=True):
                 if row.step % self._plan.steps_per_epoch == 0:
                     fleet.begin_epoch()
@@ -144,7 +141,8 @@ class Loop:
             run, idle = fleet.roll_out(arm, requests)
             rewards = self._rewards(requests, run)
             if arm.is_ours:
-                self._reports.append(fleet.report_rewards(arm, requests, rewards))
+                earned = {one.request_id: value for one, value in zip(requests, rewards, strict=True)}
+                self._reports.append(fleet[arm.name].ask("report_rewards", rewards=earned))
             results[arm.name] = (run, idle, rewards)
             self._report("", 1)
         return results
@@ -153,15 +151,13 @@ class Loop:
         texts = self._tokenizer.batch_decode([list(ids) for ids in run.token_ids], skip_special_tokens=True)
         return [reward(request.problem, text) for request, text in zip(requests, texts, strict=True)]
 
-    def _groups(self, chosen: Sequence[Problem], run: Run, rewards: Sequence[float]) -> list[AnswerGroup]:
-        n = self._plan.samples
+    def _groups(self, requests: Sequence[Request], run: Run, rewards: Sequence[float]) -> list[AnswerGroup]:
+        parts = [slice(i, i + self._plan.samples) for i in range(0, len(requests), self._plan.samples)]
         return [
             AnswerGroup(
-                prompt_ids=tuple(self._prompts[problem.problem_id]),
-                answers=run.token_ids[i * n : (i + 1) * n],
-                rewards=tuple(rewards[i * n : (i + 1) * n]),
+                prompt_ids=requests[part.start].prompt_ids, answers=run.token_ids[part], rewards=tuple(rewards[part])
             )
-            for i, problem in enumerate(chosen)
+            for part in parts
         ]
 
     def _push(self, version: int, fleet: Fleet, scratch: Path) -> tuple[float, float | None]:
@@ -195,7 +191,7 @@ class Loop:
             path.unlink()
 
     def _is_finished(self, ids: Sequence[int]) -> bool:
-        return bool(ids) and ids[-1] == self._tokenizer.eos_token_id
+        return ids[-1:] == (self._tokenizer.eos_token_id,)
 
     def _trace_lines(
         self, step: int, epoch: int, requests: Sequence[Request], run: Run, rewards: Sequence[float]

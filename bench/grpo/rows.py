@@ -115,13 +115,14 @@ def epoch_rows(steps: Sequence[StepRow]) -> list[EpochRow]:
 def sum_up(name: str, steps: Sequence[StepRow]) -> EpochRow:
     """One row of some steps, each engine's times and counts summed."""
     runs = {run.engine: [r for step in steps for r in step.runs if r.engine == run.engine] for run in steps[0].runs}
-    s_per_token = {engine: _seconds_per_token(own) for engine, own in runs.items()}
-    engines = tuple(_engine_epoch(engine, own, s_per_token) for engine, own in runs.items())
+    s_per_token = {
+        engine: sum(run.wall_s for run in own) / sum(run.num_tokens for run in own) for engine, own in runs.items()
+    }
     return EpochRow(
         epoch=name,
         reward=sum(step.reward for step in steps) / len(steps),
         solved=sum(step.solved for step in steps) / len(steps),
-        engines=engines,
+        engines=tuple(_engine_epoch(engine, own, s_per_token) for engine, own in runs.items()),
     )
 
 
@@ -145,10 +146,6 @@ def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[s
         speedup_on_suffix=against(SUFFIX),
         identical=identical,
     )
-
-
-def _seconds_per_token(runs: Sequence[EngineRun]) -> float:
-    return sum(run.wall_s for run in runs) / sum(run.num_tokens for run in runs)
 
 
 def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:

@@ -20,15 +20,10 @@ from .tasks import demonstrate
 from .train import TrainConfig
 from .train import train as train_policy
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The small real policy that the benchmarks run.")
 console = Console()
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 """The trained policy that comes with the project."""
-
-
-@app.callback()
-def _group() -> None:
-    """The small real policy that the benchmarks run."""
 
 
 @app.command()

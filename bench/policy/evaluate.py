@@ -3,8 +3,9 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_specrollout.errors import ConfigError
 
@@ -52,19 +53,14 @@ class FamilyStats:
     repeat_rate: float
 
 
-class Group(NamedTuple):
-    """All answers to one problem."""
-
-    problem: Problem
-    prompt_ids: Sequence[int]
-    # vLLM's: text without special tokens, token ids with the end token
-    answers: Sequence[Any]
+Group = tuple[Problem, Sequence[int], Sequence[Any]]
+"""A problem, its prompt's tokens, and vLLM's answers: text without special tokens, token ids with the end token."""
 
 
 def evaluate(model: Path, config: EvalConfig) -> dict[str, FamilyStats]:
     """Samples in vLLM and returns figures per family and for `all`."""
     groups = sample(model, config)
-    by_family = {family: [g for g in groups if g.problem.family == family] for family in FAMILIES}
+    by_family = {family: [group for group in groups if group[0].family == family] for family in FAMILIES}
     return {name: summarise(chosen) for name, chosen in {**by_family, "all": groups}.items()}
 
 
@@ -74,26 +70,21 @@ def sample(model: Path, config: EvalConfig) -> list[Group]:
 
     chosen = problems(config.num_problems, config.seed)
     engine = LLM(str(model), enforce_eager=True, max_model_len=MAX_LEN, max_num_seqs=256)
-    chats, params = [], []
-    for i, problem in enumerate(chosen):
-        for j in range(config.samples):
-            chats.append([{"role": "user", "content": problem.prompt}])
-            seed = config.seed * 1_000_003 + i * config.samples + j
-            params.append(SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=seed))
-    results, groups = engine.chat(chats, params), []
-    for i, problem in enumerate(chosen):
-        own = results[i * config.samples : (i + 1) * config.samples]
-        groups.append(Group(problem, own[0].prompt_token_ids or (), [result.outputs[0] for result in own]))
-    return groups
+    chats = [[{"role": "user", "content": one.prompt}] for one in chosen for _ in range(config.samples)]
+    limits = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    params = [SamplingParams(**limits, seed=config.seed * 1_000_003 + i) for i in range(len(chats))]
+    results = iter(engine.chat(chats, params))
+    by_problem = [(problem, list(islice(results, config.samples))) for problem in chosen]
+    return [(one, own[0].prompt_token_ids or (), [r.outputs[0] for r in own]) for one, own in by_problem]
 
 
 def summarise(groups: Sequence[Group]) -> FamilyStats:
     """Figures over some groups."""
-    rewards = [[reward(group.problem, answer.text) for answer in group.answers] for group in groups]
+    rewards = [[reward(problem, answer.text) for answer in own] for problem, _, own in groups]
     flat = [value for row in rewards for value in row]
-    answers = [answer for group in groups for answer in group.answers]
+    answers = [answer for _, _, own in groups for answer in own]
     lengths = sorted(len(answer.token_ids) for answer in answers)
-    repeats = [repeat_rate([answer.token_ids for answer in group.answers], group.prompt_ids) for group in groups]
+    repeats = [repeat_rate([answer.token_ids for answer in own], prompt_ids) for _, prompt_ids, own in groups]
     return FamilyStats(
         num_answers=len(flat),
         accuracy=round(statistics.mean(flat), 4),

@@ -13,11 +13,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_specrollout.errors import ConfigError
 
-from .train import check_least, packed
+from .train import answer_logits, check_least, packed
 
 if TYPE_CHECKING:
     import torch
@@ -81,17 +81,22 @@ class UpdateStats:
     optimizer_steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
+class _Row(NamedTuple):
     """One answer in training."""
 
     prompt_ids: tuple[int, ...]
     answer: tuple[int, ...]
     advantage: float
 
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.answer)
+
+class _Step(NamedTuple):
+    """One optimiser step; `kl` is the sum over its tokens."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    num_clipped: int
+    kl: float
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
@@ -155,20 +160,19 @@ class GrpoTrainer:
         rows, num_flat = self._rows(groups)
         old = self._frozen_log_probs(self.model, rows)
         reference = self._frozen_log_probs(self._reference, rows) if self._reference is not None else None
-        losses: list[float] = []
-        norm, num_tokens, num_clipped, kl_sum = 0.0, 0, 0, 0.0
-        for _ in range(self.config.inner_epochs):
-            for chosen in self._minibatches(len(rows)):
-                loss, norm, counts = self._step(rows, chosen, old, reference)
-                losses.append(loss)
-                num_tokens, num_clipped, kl_sum = num_tokens + counts[0], num_clipped + counts[1], kl_sum + counts[2]
+        steps = [
+            self._step(rows, chosen, old, reference)
+            for _ in range(self.config.inner_epochs)
+            for chosen in self._minibatches(len(rows))
+        ]
+        num_tokens = max(1, sum(step.num_tokens for step in steps))
         return UpdateStats(
-            loss=losses[0] if losses else 0.0,
-            grad_norm=norm,
-            clipped_share=num_clipped / max(1, num_tokens),
-            kl=kl_sum / max(1, num_tokens) if reference is not None else None,
+            loss=steps[0].loss if steps else 0.0,
+            grad_norm=steps[-1].grad_norm if steps else 0.0,
+            clipped_share=sum(step.num_clipped for step in steps) / num_tokens,
+            kl=sum(step.kl for step in steps) / num_tokens if reference is not None else None,
             flat_share=num_flat / len(groups),
-            optimizer_steps=len(losses),
+            optimizer_steps=len(steps),
         )
 
     def save(self, folder: Path, dtype: str = "bfloat16") -> Path:
@@ -200,8 +204,7 @@ class GrpoTrainer:
             num_flat += is_flat
             if is_flat and self.config.kl_weight == 0.0:
                 continue
-            for answer, advantage in zip(group.answers, advantages, strict=True):
-                rows.append(_Row(prompt_ids=group.prompt_ids, answer=answer, advantage=advantage))
+            rows += [_Row(group.prompt_ids, *one) for one in zip(group.answers, advantages, strict=True)]
         return rows, num_flat
 
     def _minibatches(self, count: int) -> list[list[int]]:
@@ -217,8 +220,7 @@ class GrpoTrainer:
         chosen: Sequence[int],
         old: Sequence["torch.Tensor"],
         reference: Sequence["torch.Tensor"] | None,
-    ) -> tuple[float, float, tuple[int, int, float]]:
-        """One optimiser step on some rows; returns loss, gradient norm, (tokens, clipped tokens, sum of k3)."""
+    ) -> _Step:
         import torch
 
         config = self.config
@@ -241,39 +243,25 @@ class GrpoTrainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_norm))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss_sum, norm, (total, num_clipped, kl_sum)
+        return _Step(loss_sum, norm, total, num_clipped, kl_sum)
 
     def _frozen_log_probs(self, model: "torch.nn.Module", rows: Sequence[_Row]) -> list["torch.Tensor"]:
         """Per row, the log-probabilities of its answer's tokens, [tokens of that answer], without gradients."""
         import torch
 
-        found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+        found: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for part in _micro_batches(rows, range(len(rows))):
                 flat = answer_log_probs(model, [rows[i] for i in part])
-                pieces = flat.split([len(rows[i].answer) for i in part])
-                for i, piece in zip(part, pieces, strict=True):
-                    found[i] = piece
-        return found
+                found |= zip(part, flat.split([len(rows[i].answer) for i in part]), strict=True)
+        return [found[i] for i in range(len(rows))]
 
 
 def answer_log_probs(model: "torch.nn.Module", rows: Sequence[_Row]) -> "torch.Tensor":
-    """Natural log-probabilities of all answer tokens of these rows, float32 [num_tokens], row after row.
-
-    Rows are padded on the right, so causal attention alone keeps the padding out.
-    """
-    import torch
-
-    longest = max(row.length for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    is_answer = torch.zeros(len(rows), longest - 1, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, : row.length] = torch.tensor(row.prompt_ids + row.answer)
-        is_answer[i, len(row.prompt_ids) - 1 : row.length - 1] = True
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[is_answer]).float()
-    return logits.log_softmax(-1).gather(-1, ids[:, 1:][is_answer][:, None])[:, 0]
+    """Natural log-probabilities of all answer tokens of these rows, float32 [num_tokens], row after row."""
+    logits, targets = answer_logits(model, [(row.prompt_ids, row.answer) for row in rows])
+    return logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
 def _micro_batches(rows: Sequence[_Row], chosen: Iterable[int]) -> list[list[int]]:
-    return packed(chosen, lambda i: rows[i].length, _MICRO_TOKENS)
+    return packed(chosen, lambda i: len(rows[i].prompt_ids) + len(rows[i].answer), _MICRO_TOKENS)

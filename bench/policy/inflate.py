@@ -107,15 +107,10 @@ def _random(rows: int, columns: int, generator: "torch.Generator", dtype: "torch
     return torch.empty(rows, columns).normal_(0.0, 1.0 / math.sqrt(columns), generator=generator).to(dtype)
 
 
-def _scale(old: Shape, new: Shape) -> float:
-    """Of norms: a power of two."""
-    return math.sqrt(old.hidden / new.hidden)
-
-
 def _norm(weight: "torch.Tensor", old: Shape, new: Shape) -> "torch.Tensor":
     """A norm's weight [H]: the old entries scaled, ones elsewhere (their input is zero)."""
     grown = weight.new_ones(new.hidden)
-    grown[: old.hidden] = weight * _scale(old, new)
+    grown[: old.hidden] = weight * math.sqrt(old.hidden / new.hidden)
     return grown
 
 
@@ -123,10 +118,13 @@ def _outer(
     weights: dict[str, "torch.Tensor"], old: Shape, new: Shape, generator: "torch.Generator"
 ) -> dict[str, "torch.Tensor"]:
     """Embedding [V, H] (new columns zero), final norm [H], and the output head [V, H] unless it is tied."""
+    import torch
+
     embedding = weights["model.embed_tokens.weight"]
-    grown = {"model.embed_tokens.weight": embedding.new_zeros(len(embedding), new.hidden)}
-    grown["model.embed_tokens.weight"][:, : old.hidden] = embedding
-    grown["model.norm.weight"] = _norm(weights["model.norm.weight"], old, new)
+    grown = {
+        "model.embed_tokens.weight": torch.nn.functional.pad(embedding, (0, new.hidden - old.hidden)),
+        "model.norm.weight": _norm(weights["model.norm.weight"], old, new),
+    }
     if "lm_head.weight" in weights:
         grown["lm_head.weight"] = _random(len(embedding), new.hidden, generator, embedding.dtype)
         grown["lm_head.weight"][:, : old.hidden] = weights["lm_head.weight"]
@@ -165,7 +163,8 @@ def _block(
         writes = name.endswith(("o_proj.weight", "down_proj.weight"))
         grown[name] = torch.zeros(rows, columns, dtype=dtype) if writes else _random(rows, columns, generator, dtype)
         if block:
-            scale = _scale(old, new) if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+            is_normed = name.endswith(("q_proj.weight", "k_proj.weight"))
+            scale = math.sqrt(old.hidden / new.hidden) if is_normed else 1.0
             grown[name][old_rows, old_columns] = block[name] * scale
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         grown[name] = _norm(block[name], old, new) if block else torch.ones(new.hidden, dtype=dtype)

@@ -167,10 +167,8 @@ def _fill(model: "torch.nn.Module", seed: int, on_weight: Callable[[int, int], N
             weight.data.fill_(1.0)
             continue
         # [out, in]: a row's dot product with unit-variance input has variance std**2 * in.
-        std = 1.0 / math.sqrt(weight.shape[1])
+        std = (LOGIT_STD if name.startswith("lm_head") else 1.0) / math.sqrt(weight.shape[1])
         if name.endswith("embed_tokens.weight"):
             std = 1.0
-        elif name.startswith("lm_head"):
-            std *= LOGIT_STD
         noise = torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
         weight.data.copy_(noise)

@@ -100,30 +100,21 @@ def make_problem(rng: random.Random, family: str, problem_id: str, *, max_terms:
     size = 0
     while not 3 <= size <= limit:
         size = round(rng.lognormvariate(0.0, style.spread) * style.median_terms)
-    terms = _terms(rng, size)
+    # signed terms whose running sums from the left stay in 0..LARGEST_NUMBER
+    terms = [rng.randint(1, LARGEST_TERM)]
+    while len(terms) < size:
+        term = rng.randint(1, LARGEST_TERM) * rng.choice((1, -1))
+        if 0 <= sum(terms) + term <= LARGEST_NUMBER:
+            terms.append(term)
     prompt = _PROMPTS[family].format(rest=render(terms))
     return Problem(
         problem_id=problem_id, family=family, prompt=prompt, answer=sum(terms), size=size, terms=tuple(terms)
     )
 
 
-def _terms(rng: random.Random, size: int) -> list[int]:
-    """`size` signed terms whose running sums from the left stay in 0..LARGEST_NUMBER."""
-    terms = [rng.randint(1, LARGEST_TERM)]
-    total = terms[0]
-    while len(terms) < size:
-        term = rng.randint(1, LARGEST_TERM) * rng.choice((1, -1))
-        if 0 <= total + term <= LARGEST_NUMBER:
-            terms.append(term)
-            total += term
-    return terms
-
-
 def demonstrate(problem: Problem, rng: random.Random, *, slips: bool = True) -> str:
     """One written-out answer. Without `slips` its final answer is right; with them it is now and then wrong."""
-    style = STYLES[problem.family]
-    family = problem.family
-    current = list(problem.terms)
+    family, style, current = problem.family, STYLES[problem.family], list(problem.terms)
     text = [rng.choice(_OPENERS[family])]
     while len(current) > 1:
         at = _choose_pair(current, style.decay, rng)

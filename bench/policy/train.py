@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Row = TypeVar("Row")
-_IGNORED = -100
-"""Label of positions without loss: prompts and padding."""
+Tokens = tuple[Sequence[int], Sequence[int]]
+"""Of a prompt, and of an answer with the end token."""
 _POOL = 1024
 """Demonstrations drawn and sorted at a time."""
 # From each share of the run on, the largest number of terms: short problems first, they teach the sums fastest.
@@ -100,12 +100,12 @@ def train(config: TrainConfig, out: Path, work: Path, on_step: Callable[[int, fl
     with (work / "metrics.jsonl").open("a") as metrics:
         started = time.perf_counter() - seconds
         stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
-        for step, (ids, labels) in enumerate(stream):
+        for step, rows in enumerate(stream):
             if step < first:
                 continue
             for group in optimizer.param_groups:
                 group["lr"] = config.rate_at(step)
-            loss = _step(model, optimizer, ids, labels, config.clip)
+            loss = _step(model, optimizer, rows, config.clip)
             recent = loss if step == first else 0.98 * recent + 0.02 * loss
             seconds = time.perf_counter() - started
             if on_step is not None:
@@ -137,31 +137,35 @@ def _build(config: TrainConfig, vocab_size: int) -> tuple["torch.nn.Module", "to
     return model, torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
 
 
-def _step(
-    model: "torch.nn.Module",
-    optimizer: "torch.optim.Optimizer",
-    ids: "torch.Tensor",
-    labels: "torch.Tensor",
-    clip: float,
-) -> float:
-    """One optimiser step on ids, labels [rows, length]; returns the loss in nats per answer token.
+def _step(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", rows: Sequence[Tokens], clip: float) -> float:
+    """One optimiser step; returns the loss in nats per answer token.
 
-    Products run in bf16, weights and optimiser stay in fp32. Rows are padded on the right, so causal attention alone
-    keeps the padding out.
+    Products run in bf16, weights and optimiser stay in fp32.
     """
     import torch
 
-    targets = labels[:, 1:]
-    keep = targets != _IGNORED
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden[keep])
-    loss = torch.nn.functional.cross_entropy(logits.float(), targets[keep])
+        logits, targets = answer_logits(model, rows)
+    loss = torch.nn.functional.cross_entropy(logits.float(), targets)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()
+
+
+def answer_logits(model: "torch.nn.Module", rows: Sequence[Tokens]) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Logits [num_tokens, V] of all answer tokens of these rows, row after row, and the tokens, int64 [num_tokens].
+
+    Rows are padded on the right, so causal attention alone keeps the padding out.
+    """
+    import torch
+
+    wholes = [torch.tensor([*prompt, *answer]) for prompt, answer in rows]
+    places = [torch.arange(len(whole)) >= len(prompt) for whole, (prompt, _) in zip(wholes, rows, strict=True)]
+    ids, is_answer = (torch.nn.utils.rnn.pad_sequence(one, batch_first=True) for one in (wholes, places))
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return model.lm_head(hidden[is_answer[:, 1:]]), ids[is_answer]
 
 
 def _resume(
@@ -209,26 +213,19 @@ def max_terms_at(progress: float) -> int:
     return [limit for start, limit in _CURRICULUM if progress >= start][-1]
 
 
-def batches(
-    tokenizer: "PreTrainedTokenizerFast", *, seed: int, steps: int, tokens: int
-) -> Iterator[tuple["torch.Tensor", "torch.Tensor"]]:
-    """`steps` batches (token ids, labels), both int64 [rows, length], rows * length near `tokens`; same by seed."""
+def batches(tokenizer: "PreTrainedTokenizerFast", *, seed: int, steps: int, tokens: int) -> Iterator[list[Tokens]]:
+    """`steps` batches of near `tokens` padded tokens; the same by seed."""
     done = 0
     while done < steps:
         rng = random.Random(f"demonstrations/{seed}/{done}")
         pool = _draw_pool(tokenizer, rng, max_terms_at(done / steps))
         groups = packed(pool, lambda row: len(row[0]) + len(row[1]), tokens)
         rng.shuffle(groups)
-        for rows in groups[: steps - done]:
-            done += 1
-            yield _pad(rows, tokenizer.pad_token_id)
+        yield from groups[: steps - done]
+        done += len(groups)
 
 
-_Tokens = tuple[list[int], list[int]]
-"""Of a prompt, and of an answer with the end token."""
-
-
-def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_terms: int) -> list[_Tokens]:
+def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_terms: int) -> list[Tokens]:
     """`_POOL` demonstrations, half of each family."""
     prompts, answers = [], []
     for family in FAMILIES:
@@ -249,17 +246,3 @@ def packed(rows: Iterable[Row], length: Callable[[Row], int], tokens: int) -> li
         else:
             groups.append([row])
     return groups
-
-
-def _pad(rows: list[_Tokens], pad_id: int) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Rows of (prompt, answer) as right-padded ids and labels, int64 [rows, longest]."""
-    import torch
-
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.full((len(rows), longest), pad_id)
-    labels = torch.full((len(rows), longest), _IGNORED)
-    for i, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        ids[i, :end] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels

@@ -81,15 +81,13 @@ def start(rollout: Rollout, budget: str, history: Path | None = None, record: Pa
 
 def run(engine: EngineProcess, rollout: Rollout, noise: int) -> float:
     """One pass over the problems; returns its makespan in seconds."""
-    chosen = chosen_problems(rollout)
-    prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in chosen])
-    owners = [problem for problem in chosen for _ in range(rollout.samples)]
+    owners = [problem for problem in chosen_problems(rollout) for _ in range(rollout.samples)]
+    prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in owners])
     params = [
         sampling(noise * 1_000_003 + i, rollout.max_tokens, {"problem_id": problem.problem_id})
         for i, problem in enumerate(owners)
     ]
-    repeated = [ids for ids in prompts for _ in range(rollout.samples)]
-    return engine.generate(repeated, params).wall_s
+    return engine.generate(prompts, params).wall_s
 
 
 def warm_up(engine: EngineProcess, rollout: Rollout) -> int:

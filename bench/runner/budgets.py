@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, write_answers
-from .rows import Pair, Row, extended, ratio, without_speed
+from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
+from .rows import SPEEDS, Pair, Row, ratio
 from .runs import Run
 
 SEEDS = 3
@@ -53,44 +53,40 @@ class BudgetEngines(Engines):
             spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
         self._spec_rollout = spec_rollout
 
-    def __enter__(self) -> BudgetEngines:
-        with self._stack:
-            self.start(STOCK)
-            self.start(OURS, self._spec_rollout)
-            self._stack = self._stack.pop_all()
-        return self
+    def begin(self) -> None:
+        self.start(STOCK)
+        self.start(OURS, self._spec_rollout)
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
-        limit = budget.max_draft_tokens
         self[OURS].ask("order_queue", longest_first=budget.longest_first)
-        self[OURS].ask(
-            "rpc",
-            method="spec_rollout_set_budget",
-            name=budget.name,
-            max_draft_tokens=limit,
-            max_depth=limit,
-            is_fresh=is_fresh,
-        )
+        limits = dict.fromkeys(("max_draft_tokens", "max_depth"), budget.max_draft_tokens)
+        self[OURS].ask("rpc", method="spec_rollout_set_budget", name=budget.name, is_fresh=is_fresh, **limits)
 
     def run_waves(
         self,
-        name: str,
+        arm: Budget | None,
         prompts: Sequence[list[int]],
-        params: list[dict[str, Any]],
+        seed: int,
+        lengths: Sequence[int],
         arrives_after: Sequence[int] = (),
         reload_after: int | None = None,
+        *,
+        is_to_the_end: bool = True,
     ) -> Run:
-        """Requests that arrive once so many others have finished; see `engine_child.Engine`. Default: all at once."""
-        return self.run(
-            name,
-            prompts,
-            params,
-            "generate_in_waves",
-            arrives_after=list(arrives_after) or [0] * len(prompts),
-            reload_after=reload_after,
-            folder=str(self._arguments["model"]),
-        )
+        """By stock (None) or the present budget: requests that arrive once so many others have finished.
+
+        Args:
+            seed: of the first request's noise.
+            lengths: most tokens of each answer.
+            arrives_after, reload_after: see `engine_child.Engine`; default: all at once, never.
+        """
+        options = [None if arm is None else {"problem_id": str(i)} for i in range(len(prompts))]
+        each = enumerate(zip(lengths, options, strict=True))
+        params = [sampling(seed + i, length, one, is_to_the_end=is_to_the_end) for i, (length, one) in each]
+        arrives = list(arrives_after) or [0] * len(prompts)
+        waves = {"arrives_after": arrives, "reload_after": reload_after, "folder": str(self._arguments["model"])}
+        return self.run(STOCK if arm is None else OURS, prompts, params, "generate_in_waves", **waves)
 
     def set_answers(self, run: Run, accuracy: float, position: int | None = None) -> None:
         """What the oracle drafts: stock's answers, under the requests' numbers; from `position` on, decoys only."""
@@ -139,6 +135,7 @@ def compared(
     for arm, row in rows.items():
         told = best if arm == AUTO else None
         against = None if told is None else ratio(pairs[told], pairs[AUTO])
-        more = {"is_comparable": is_comparable, "auto_to_best": against, **fields(arm, told)}
-        found.append(extended(cls, row if is_comparable else without_speed(row), **more))
+        values = {name: getattr(row, name) for name in Row.__dataclass_fields__}
+        values |= {} if is_comparable else dict.fromkeys(SPEEDS)
+        found.append(cls(**values, is_comparable=is_comparable, auto_to_best=against, **fields(arm, told)))
     return found

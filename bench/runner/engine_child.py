@@ -16,9 +16,12 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+_ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
 
 
 class Engine:
@@ -58,17 +61,12 @@ class Engine:
         """
         if not is_warm:
             self._forget_prefixes()
-        if stats:
-            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
-        result = self._run(prompts, params, ids)
-        if stats:
-            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
-        return result
+        return self._run(prompts, params, stats=stats, ids=ids)
 
     def prime(self, prompts: list[list[int]]) -> None:
         """Compute these prompts into an empty prefix cache."""
         self._forget_prefixes()
-        self._run(prompts, [{"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}] * len(prompts))
+        self._run(prompts, [_ONE_TOKEN] * len(prompts))
 
     def randomise(self, logit_std: float) -> int:
         """Replace all weights by random ones that make a lively model, equal in every process; returns a checksum.
@@ -103,16 +101,14 @@ class Engine:
 
         The prefixes must fill whole KV cache blocks, so that the step computes the appended tokens and nothing else.
         """
-        self._forget_prefixes()
-        first = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
-        self._run([[*prefix, prefix[0]] for prefix in prefixes], [first] * len(prefixes))
+        self.prime([[*prefix, prefix[0]] for prefix in prefixes])
         rng = random.Random(seed)
         times: dict[int, list[float]] = {n: [] for n in num_tokens}
         # one unmeasured pass: kernels set themselves up at the first sight of a shape
         for repeat in range(-1, repeats):
             for n in num_tokens:
                 prompts = [[*prefix, *rng.choices(prefix, k=n)] for prefix in prefixes]
-                params = [{**first, "temperature": 1.0, "seed": i} for i in range(len(prompts))]
+                params = [{**_ONE_TOKEN, "temperature": 1.0, "seed": i} for i in range(len(prompts))]
                 result = self._run(prompts, params)
                 if len(result["step_s"]) != 1:
                     raise RuntimeError(f"{len(prompts)} x {n} tokens took {len(result['step_s'])} steps instead of one")
@@ -135,13 +131,11 @@ class Engine:
         return self._tell("begin_epoch")
 
     def _tell(self, name: str, *arguments: Any) -> Any:
+        import vllm_specrollout
         from vllm_specrollout.errors import UnsupportedError
 
-        for module in ("vllm_specrollout", "vllm_specrollout.reports"):
-            with contextlib.suppress(ModuleNotFoundError, UnsupportedError):
-                function = getattr(importlib.import_module(module), name, None)
-                if function is not None:
-                    return function(self.llm, *arguments)
+        with contextlib.suppress(UnsupportedError):
+            return getattr(vllm_specrollout, name)(self.llm, *arguments)
         return None
 
     def rpc(self, method: str, **arguments: Any) -> Any:
@@ -149,13 +143,7 @@ class Engine:
         return self.llm.collective_rpc(method, kwargs=arguments)[0]
 
     def generate_in_waves(
-        self,
-        prompts: list[list[int]],
-        params: list[dict[str, Any]],
-        arrives_after: list[int],
-        reload_after: int | None = None,
-        folder: str = "",
-        stats: bool = False,
+        self, prompts: list[list[int]], params: list[dict[str, Any]], arrives_after: list[int], **more: Any
     ) -> dict[str, Any]:
         """As `generate`, with requests that arrive once so many others have finished.
 
@@ -164,33 +152,11 @@ class Engine:
 
         Args:
             arrives_after: per request, ascending: how many must have finished.
-            reload_after: once so many have finished, the weights are loaded anew from `folder`; the clock stands still.
+            more: `stats`; and `reload_after`: once so many have finished, the weights are loaded anew from `folder`,
+                while the clock stands still.
         """
         self._forget_prefixes()
-        if stats:
-            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
-        token_ids: list[list[int]] = [[] for _ in prompts]
-        finish_s, step_s = [0.0] * len(prompts), []
-        added = finished = 0
-        begin = time.perf_counter()
-        while finished < len(prompts):
-            while added < len(prompts) and arrives_after[added] <= finished:
-                self._add(str(added), prompts[added], params[added])
-                added += 1
-            outputs = self.core.step()
-            now = time.perf_counter() - begin
-            step_s.append(now)
-            for output in outputs:
-                if output.finished:
-                    i, finished = int(output.request_id), finished + 1
-                    token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
-            if reload_after is not None and finished >= reload_after:
-                reload_after, paused = None, time.perf_counter()
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-                begin += time.perf_counter() - paused
-        result = {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
-        if stats:
-            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+        result = self._run(prompts, params, arrives_after=arrives_after, **more)
         # an empty step, which tells the worker of the last endings before anybody changes its policy
         self.core.step()
         return result
@@ -202,18 +168,6 @@ class Engine:
         """
         self.core.engine_core.engine_core.scheduler.is_reordering = longest_first
 
-    def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        self.core.add_request(name, {"prompt_token_ids": prompt}, sampling)
-
-    def shape(self) -> dict[str, Any]:
-        """What may be drafted for this model, and why not more; only for our engine."""
-        stats = self.llm.collective_rpc("spec_rollout_stats")[0]
-        return {"shape": stats["shape"], "reason": stats["shape_reason"]}
-
     def block_size(self) -> int:
         return int(self.core.vllm_config.cache_config.block_size)
 
@@ -223,27 +177,57 @@ class Engine:
             raise RuntimeError("the prefix cache could not be reset: requests still hold blocks")
 
     def _run(
-        self, prompts: list[list[int]], params: list[dict[str, Any]], ids: list[str] | None = None
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        *,
+        stats: bool = False,
+        ids: list[str] | None = None,
+        arrives_after: list[int] | None = None,
+        reload_after: int | None = None,
+        folder: str = "",
     ) -> dict[str, Any]:
-        token_ids: list[list[int]] = [[] for _ in prompts]
-        finish_s, step_s = [0.0] * len(prompts), []
+        if stats:
+            self.llm.collective_rpc("spec_rollout_stats", args=(True,))
         names = list(map(str, range(len(prompts)))) if ids is None else ids
         number = {name: i for i, name in enumerate(names)}
-        # paused while the requests arrive, so that every run schedules them in the same steps
-        self.llm.sleep(level=0)
-        for i, (prompt, values) in enumerate(zip(prompts, params, strict=True)):
-            self._add(names[i], prompt, values)
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        finish_s, step_s = [0.0] * len(prompts), []
+        waiting = deque(zip(arrives_after or [0] * len(prompts), names, prompts, params, strict=True))
+        finished = 0
+        if arrives_after is None:
+            # paused while the requests arrive, so that every run schedules them in the same steps
+            self.llm.sleep(level=0)
+            while waiting:
+                self._add(*waiting.popleft()[1:])
         begin = time.perf_counter()
-        self.llm.wake_up(tags=["scheduling"])
-        while self.core.has_unfinished_requests():
+        if arrives_after is None:
+            self.llm.wake_up(tags=["scheduling"])
+        while finished < len(prompts):
+            while waiting and waiting[0][0] <= finished:
+                self._add(*waiting.popleft()[1:])
             outputs = self.core.step()
             now = time.perf_counter() - begin
             step_s.append(now)
             for output in outputs:
                 if output.finished:
-                    i = number[output.request_id]
+                    i, finished = number[output.request_id], finished + 1
                     token_ids[i], finish_s[i] = list(output.outputs[0].token_ids), now
-        return {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
+            if reload_after is not None and finished >= reload_after:
+                reload_after, paused = None, time.perf_counter()
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+                begin += time.perf_counter() - paused
+        result = {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
+        if stats:
+            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+        return result
+
+    def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.core.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
     def close(self) -> None:
         self.core.engine_core.shutdown()

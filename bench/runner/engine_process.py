@@ -135,16 +135,14 @@ class EngineProcess:
                 self._signal(number)
                 if self._ends_within(_END_S / 4):
                     break
-        self._let_go()
+        self._leash.release()
+        self._log.close()
 
     def kill(self) -> None:
         """End the engine and its workers at once; what it holds on a device goes with it."""
         self._signal(signal.SIGKILL)
         self._pipe.close()
         self._ends_within(_END_S / 4)
-        self._let_go()
-
-    def _let_go(self) -> None:
         self._leash.release()
         self._log.close()
 

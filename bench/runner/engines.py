@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..policy.reward import problems
 from ..policy.tasks import Problem
@@ -41,12 +41,7 @@ class Engines:
     """
 
     def __init__(
-        self,
-        arguments: dict[str, Any],
-        report: Report,
-        *,
-        environment: dict[str, str] | None = None,
-        **common: Any,
+        self, arguments: dict[str, Any], report: Report, *, environment: dict[str, str] | None = None, **common: Any
     ) -> None:
         self.report, self._arguments, self._environment, self._common = report, arguments, environment or {}, common
         self._stack = ExitStack()
@@ -54,19 +49,20 @@ class Engines:
         # what stock answered to the same requests the first time
         self._first: dict[str, Run] = {}
 
-    def __enter__(self) -> Engines:
+    def __enter__(self) -> Self:
+        with self._stack:
+            self.begin()
+            self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
 
     def __getitem__(self, name: str) -> EngineProcess:
         return self._processes[name]
 
-    def close(self) -> None:
-        """End all engines."""
-        self._stack.close()
-        self._processes.clear()
+    def begin(self) -> None:
+        """Start what is there from the beginning: nothing."""
 
     def start(
         self,

@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
 
 from .runs import Run, WorkerTotals
 
@@ -30,25 +34,24 @@ def step_times(decode_ms: Sequence[float], extend_ms: Mapping[int, Sequence[floa
     every n, so the difference from n = 1 is what counts: t(n) = decode + extend(n) - extend(1), and never less than
     for a smaller n.
     """
-    decode = statistics.median(decode_ms)
+    return _rising(_extended(statistics.median(decode_ms), extend_ms))
+
+
+def _extended(decode: float, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
     base = statistics.median(extend_ms[1])
-    times: dict[int, float] = {}
-    longest = decode
-    for n in sorted(extend_ms):
-        longest = max(longest, decode + statistics.median(extend_ms[n]) - base)
-        times[n] = longest
-    return times
+    return {n: decode + (statistics.median(ms) - base) for n, ms in extend_ms.items()}
+
+
+def _rising(times: StepTimes) -> dict[int, float]:
+    """In ascending order of n, and no time less than one before it."""
+    known = sorted(times)
+    return dict(zip(known, accumulate((times[n] for n in known), max), strict=True))
 
 
 def at(times: StepTimes, n: float) -> float:
     """t(n) between measured points: linear. Outside of them: the nearest."""
     known = sorted(times)
-    if n <= known[0]:
-        return times[known[0]]
-    for low, high in zip(known, known[1:], strict=False):
-        if n <= high:
-            return times[low] + (times[high] - times[low]) * (n - low) / (high - low)
-    return times[known[-1]]
+    return float(np.interp(n, known, [times[one] for one in known]))
 
 
 def ideal_speedup(tokens_per_step: float, nodes: float, times: StepTimes) -> float:
@@ -62,12 +65,7 @@ def running(run: Run, batch: int) -> list[int]:
     The scheduler admits first come, first served: as many run as have not ended, at most `batch`.
     """
     ends = sorted(run.finish_s)
-    left, counts, ended = len(ends), [], 0
-    for begin in run.step_s[:-1]:
-        while ended < len(ends) and ends[ended] <= begin:
-            ended += 1
-        counts.append(min(batch, left - ended))
-    return counts
+    return [min(batch, len(ends) - bisect_right(ends, begin)) for begin in run.step_s[:-1]]
 
 
 def row_times(runs: Sequence[Run], batch: int, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
@@ -84,13 +82,8 @@ def row_times(runs: Sequence[Run], batch: int, extend_ms: Mapping[int, Sequence[
     times = {count: statistics.median(ms) for count, ms in decode.items() if len(ms) >= _FEWEST_STEPS}
     if not times:
         return {}
-    full = at(times, batch)
-    base = statistics.median(extend_ms[1])
-    times |= {batch * n: full + statistics.median(ms) - base for n, ms in extend_ms.items() if n > 1}
-    longest = 0.0
-    for rows in sorted(times):
-        longest = times[rows] = max(longest, times[rows])
-    return times
+    wider = {batch * n: ms for n, ms in _extended(at(times, batch), extend_ms).items() if n > 1}
+    return _rising(times | wider)
 
 
 def ideal_rollout_speedup(stock: Run, totals: WorkerTotals, batch: int, times: StepTimes) -> float | None:

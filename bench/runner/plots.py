@@ -52,13 +52,7 @@ def _panels(path: Path, title: str, count: int, width: float, **shape: Any) -> I
 
 def running_curve(run: Run, batch: int) -> tuple[list[float], list[int]]:
     """Times in seconds, and how many requests run from each on (at most `batch`; the others wait)."""
-    left = len(run.finish_s)
-    times, counts = [0.0], [min(batch, left)]
-    for finish in sorted(run.finish_s):
-        left -= 1
-        times.append(finish)
-        counts.append(min(batch, left))
-    return times, counts
+    return [0.0, *sorted(run.finish_s)], [min(batch, left) for left in range(len(run.finish_s), -1, -1)]
 
 
 def plot_rollout(pair: Pair, batch: int, title: str, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .rows import quartiles
@@ -65,7 +65,7 @@ def as_text(body: Mapping[str, Any]) -> str:
 
 def _paired(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for row in report["rows"]:
-        kept = {name: row[name] for name in _ROW if row.get(name) is not None}
+        kept = _known(row, _ROW)
         ratios = [stock / ours for stock, ours in row.get("rounds_s") or ()]
         if ratios:
             kept |= {"rounds": len(ratios), "speedup_quartiles": quartiles(ratios)}
@@ -75,13 +75,11 @@ def _paired(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _epochs(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for epoch in report["epochs"]:
         for engine in epoch["engines"]:
-            known = {name: value for name, value in engine.items() if value is not None}
-            yield {"epoch": epoch["epoch"], "reward": epoch["reward"], **known}
+            yield {"epoch": epoch["epoch"], "reward": epoch["reward"], **_known(engine, engine)}
 
 
 def _plain(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for row in report["rows"]:
-        yield {name: value for name, value in row.items() if value is not None}
+    return (_known(row, row) for row in report["rows"])
 
 
 def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -90,14 +88,14 @@ def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if row["state"] != "done":
             continue
         values = row["values"] if row["is_right"] is not False else {}
-        kept = {
-            name: values[name]
-            for name in ("step_ms", "stock_step_ms", "busy_ms", "idle_ms", "roof_us", "times")
-            if values.get(name) is not None
-        }
-        speed = {name: value for name in _ROW if (value := (values.get("row") or {}).get(name)) is not None}
-        told = {} if row["is_right"] is None else {"is_right": row["is_right"]}
-        yield {**speed, **kept, **told, "step": row["step"], "name": row["name"]}
+        kept = _known(values, ("step_ms", "stock_step_ms", "busy_ms", "idle_ms", "roof_us", "times"))
+        speed = _known(values.get("row") or {}, _ROW)
+        yield {**speed, **kept, **_known(row, ("is_right", "step", "name"))}
+
+
+def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What the row tells of these."""
+    return {name: row[name] for name in names if row.get(name) is not None}
 
 
 _ROWS = {"grpo": _epochs, "index": _plain, "gpu first hour": _first_hour}

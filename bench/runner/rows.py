@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from .ideal import StepTimes, ideal_speedup
 from .runs import Run, first_difference
 
-R = TypeVar("R", bound="Row")
 SPEEDS = (
     *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
     *("tokens_per_s", "stock_tokens_per_s", "overhead_ms_per_step", "draft_ms_per_step", "stock_step_ms", "rounds_s"),
@@ -73,11 +72,7 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
     """
     timed = [pair for pair in pairs if pair.is_timed]
     last = timed[-1]
-    difference = _difference(pairs)
-    counts = _counts(last.ours)
-    values: dict[str, Any] = dict.fromkeys(SPEEDS)
-    if difference is None:
-        values = _speeds(timed, counts, times)
+    difference, counts = _difference(pairs), _counts(last.ours)
     return Row(
         name=name,
         batch=batch,
@@ -89,18 +84,8 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         steps=len(last.ours.step_s),
         stock_steps=len(last.stock.step_s),
         **counts,
-        **values,
+        **(_speeds(timed, counts, times) if difference is None else dict.fromkeys(SPEEDS)),
     )
-
-
-def extended(cls: type[R], row: Row, **more: Any) -> R:
-    """The row with fields of its scenario."""
-    return cls(**{one.name: getattr(row, one.name) for one in fields(Row)}, **more)
-
-
-def without_speed(row: R) -> R:
-    """The row of a cell in which another one's outputs differ: there is nothing to compare its speed with."""
-    return replace(row, **dict.fromkeys(SPEEDS))
 
 
 def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:
@@ -165,17 +150,14 @@ def _speeds(timed: Sequence[Pair], counts: dict[str, Any], times: StepTimes | No
 
 def _counts(run: Run) -> dict[str, Any]:
     """Per request and step. The step that computes the prompt is left out: it has no draft and yields one token."""
-    names = ("tokens_per_step", "nodes_per_step", "verified_per_accepted")
     totals = run.totals
     if totals is None:
-        return dict(zip(names, (1.0, 0.0, None), strict=True))
-    decode_steps = totals.request_steps - len(run.token_ids)
-    if decode_steps <= 0:
-        return dict.fromkeys(names)
-    values = (
+        return {"tokens_per_step": 1.0, "nodes_per_step": 0.0, "verified_per_accepted": None}
+    # None rather than a division by zero
+    decode_steps = max(0, totals.request_steps - len(run.token_ids)) or None
+    return {
         # what a request was given, not what the worker sampled: tokens after a stop are dropped
-        (run.num_tokens - len(run.token_ids)) / decode_steps,
-        totals.drafted / decode_steps,
-        totals.drafted / totals.accepted if totals.accepted else None,
-    )
-    return dict(zip(names, values, strict=True))
+        "tokens_per_step": decode_steps and (run.num_tokens - len(run.token_ids)) / decode_steps,
+        "nodes_per_step": decode_steps and totals.drafted / decode_steps,
+        "verified_per_accepted": decode_steps and (totals.drafted / totals.accepted if totals.accepted else None),
+    }

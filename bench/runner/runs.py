@@ -25,9 +25,8 @@ class WorkerTotals:
     @classmethod
     def from_worker(cls, stats: Mapping[str, Any]) -> WorkerTotals:
         """Pick what is known from the worker's answer, which may grow."""
-        names = [name for name in cls.__dataclass_fields__ if name != "by_rows"]
         rows = {int(rows): (int(steps), float(ms)) for rows, (steps, ms) in stats["by_rows"].items()}
-        return cls(**{name: stats[name] for name in names}, by_rows=rows)
+        return cls(**{name: stats[name] for name in cls.__dataclass_fields__} | {"by_rows": rows})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

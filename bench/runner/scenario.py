@@ -203,19 +203,21 @@ def command(scenario: type[Scenario], run: Callable[[Any], None] = run) -> Calla
     types = typing.get_type_hints(scenario)
 
     def execute(**given: Any) -> None:
-        run(scenario(**{one.name: _value(one, types[one.name], given[one.name]) for one in fields}))
+        for one in fields:
+            parse = _parser(one, types[one.name])
+            if parse is not None and given[one.name] is not None:
+                given[one.name] = parse(given[one.name], _names(one)[0])
+        run(scenario(**given))
 
     parameters = []
     for one in fields:
         known, kind = one.metadata["flag"], types[one.name]
         default = one.default if one.default is not dataclasses.MISSING else one.default_factory()  # type: ignore[misc]
-        if _is_text(one, kind):
+        if _parser(one, kind) is not None:
             kind, default = str, _as_text(default)
-        names = known.names or _names(one)
-        option = typer.Option(*names, help=known.help, show_default=known.is_default_shown)
-        annotation = Annotated[kind, option]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(one.name, keyword, default=default, annotation=annotation))
+        option = typer.Option(*(known.names or _names(one)), help=known.help, show_default=known.is_default_shown)
+        more = {"default": default, "annotation": Annotated[kind, option]}
+        parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, **more))
     execute.__name__ = f"bench_{scenario.bench}"
     execute.__doc__ = (inspect.getdoc(scenario) or "").partition("\n\n")[0]
     execute.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -229,22 +231,16 @@ def _names(one: dataclasses.Field[Any]) -> list[str]:
     return [name.partition("/")[0] for name in names]
 
 
-def _is_text(one: dataclasses.Field[Any], kind: Any) -> bool:
-    """Whether the flag is a text that becomes something else."""
-    return one.metadata["flag"].parse is not None or typing.get_origin(kind) in (tuple, dict)
-
-
-def _value(one: dataclasses.Field[Any], kind: Any, given: Any) -> Any:
-    if not _is_text(one, kind) or given is None:
-        return given
-    known, name = one.metadata["flag"], _names(one)[0]
-    if known.parse is not None:
-        return known.parse(given, name)
+def _parser(one: dataclasses.Field[Any], kind: Any) -> Callable[[str, str], Any] | None:
+    """(text, flag) -> value, where the flag is a text that becomes something else."""
+    known = one.metadata["flag"]
+    if known.parse is not None or typing.get_origin(kind) not in (tuple, dict):
+        return known.parse
     if typing.get_origin(kind) is dict:
-        return cli_flags.json_object(given, name)
+        return cli_flags.json_object
     if typing.get_args(kind)[0] is int and known.within is not None:
-        return cli_flags.integers(given, name, *known.within)
-    return cli_flags.names(given, name, known.choices or ())
+        return lambda text, name: cli_flags.integers(text, name, *known.within)
+    return lambda text, name: cli_flags.names(text, name, known.choices or ())
 
 
 def _as_text(value: Any) -> Any:

@@ -72,14 +72,12 @@ class Decode(EngineScenario):
 
     def arms(self) -> list[Arm]:
         if self.is_off_path:
-            return [
-                Arm(name="installed, off", engine=INSTALLED, draft=0),
-                Arm(name="on, no drafts", engine=IDLE, draft=0),
-            ]
+            titles = {"installed, off": INSTALLED, "on, no drafts": IDLE}
+            return [Arm(name=title, engine=engine, draft=0) for title, engine in titles.items()]
         shapes = ("chain", "tree") if self.shape == "both" else (self.shape,)
         # one rank is a chain, whatever shape is allowed
-        titles = {"tree": "tree" if len(self.accuracy) > 1 else "chain", "chain": "chain"}
-        return [Arm(name=titles[shape], engine=shape, draft=draft) for shape in shapes for draft in self.drafts]
+        is_tree = len(self.accuracy) > 1
+        return [Arm(name=s if is_tree else "chain", engine=s, draft=draft) for s in shapes for draft in self.drafts]
 
     def spec_rollout(self, engine: str, oracle: Path) -> dict[str, Any] | None:
         """Our configuration of an engine named by an arm; None for one without drafts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,8 +110,7 @@ def reasons_text(reasons: Mapping[str, int]) -> str:
     if len(reasons) == 1:
         return next(iter(reasons))
     steps = sum(reasons.values())
-    ranked = sorted(reasons.items(), key=lambda item: -item[1])
-    named = ranked[:_MOST_REASONS]
-    parts = [f"{reason} {100 * count / steps:.0f} %" for reason, count in named]
+    named = Counter(reasons).most_common(_MOST_REASONS)
     other = steps - sum(count for _, count in named)
-    return ", ".join([*parts, f"other {100 * other / steps:.0f} %"] if other else parts)
+    named += [("other", other)] if other else []
+    return ", ".join(f"{reason} {100 * count / steps:.0f} %" for reason, count in named)

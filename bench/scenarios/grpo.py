@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from rich.console import Console
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
-from ..grpo.fleet import Arm, Request, overlaid, suffix_problem
+from ..grpo.fleet import Arm, Fleet, Request, overlaid, suffix_problem
 from ..grpo.loop import Loop, num_units
 from ..grpo.rows import SUFFIX, epoch_rows, print_ablation, print_epochs, print_notes
 from ..policy.grpo import GrpoConfig
@@ -200,8 +199,11 @@ class Grpo(EngineScenario):
         report = session.display.steps(num_units(self, together, variants))
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         check_length(served, shape["length"])
-        make_engines = functools.partial(self.make_engines, served, report, **shape)
-        steps, more_notes = Loop(self, policy, size, make_engines, report).run(together, variants)
+
+        def make_fleet(arms: Sequence[Arm]) -> Fleet:
+            return self.make_engines(served, report, kind=Fleet, arms=arms, plan=self, **shape)
+
+        steps, more_notes = Loop(self, policy, size, make_fleet, report).run(together, variants)
         rows = epoch_rows(steps)
         extra = {"epochs": [asdict(row) for row in rows], "notes": notes + more_notes}
         return Found(model=title, rows=steps, extra=extra, more=rows)

@@ -15,7 +15,7 @@ from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
 from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
-from ..runner.engines import OURS, STOCK, run_round, sampling
+from ..runner.engines import run_round
 from ..runner.models import find_model
 from ..runner.report import Found
 from ..runner.rows import Pair, Row, make_row
@@ -156,52 +156,46 @@ class _Bench:
             engines.set_answers(recorded, scenario.accuracy, self._load.turns_bad_at)
         pairs: dict[Budget, list[Pair]] = {arm: [] for arm in arms}
         switches: dict[Budget, dict[str, int]] = {}
+
+        def run(arm: Budget | None) -> Run:
+            if arm is None:
+                return recorded if number < 0 else self._run(None, seed)
+            when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
+            engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
+            engines.set_budget(arm, is_fresh=number < 0)
+            if scenario.is_tail and number < 0 and arm.longest_first:
+                # earlier epochs: other answers to the same problems
+                for epoch in range(1, _EPOCHS + 1):
+                    self._run(arm, seed + epoch * len(self._prompts))
+            engines.switches()
+            found = self._run(arm, seed)
+            switches[arm] = engines.switches()
+            return found
+
         for number in range(-1, scenario.rounds):
-
-            def run(arm: Budget | None, number: int = number) -> Run:
-                if arm is None:
-                    return recorded if number < 0 else self._run(None, seed)
-                when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
-                self._engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
-                engines.set_budget(arm, is_fresh=number < 0)
-                if scenario.is_tail and number < 0 and arm.longest_first:
-                    # earlier epochs: other answers to the same problems
-                    for epoch in range(1, _EPOCHS + 1):
-                        self._run(arm, seed + epoch * len(self._prompts))
-                engines.switches()
-                found = self._run(arm, seed)
-                switches[arm] = engines.switches()
-                return found
-
             for arm, pair in run_round(number, arms, run).items():
                 pairs[arm].append(pair)
         return self._sum_up(seed, pairs, switches)
 
     def _run(self, arm: Budget | None, seed: int) -> Run:
-        made = self._load
-        is_to_the_end = not self._scenario.is_tail
-        params = [
-            sampling(seed + i, length, None if arm is None else {"problem_id": str(i)}, is_to_the_end=is_to_the_end)
-            for i, length in enumerate(made.lengths)
-        ]
-        name = STOCK if arm is None else OURS
-        return self._engines.run_waves(name, self._prompts, params, made.arrives_after, made.reload_after)
+        load, is_to_the_end = self._load, not self._scenario.is_tail
+        waves = (load.lengths, load.arrives_after, load.reload_after)
+        return self._engines.run_waves(arm, self._prompts, seed, *waves, is_to_the_end=is_to_the_end)
 
     def _sum_up(
         self, seed: int, pairs: Mapping[Budget, list[Pair]], switches: Mapping[Budget, dict[str, int]]
     ) -> list[RampRow]:
         batch = min(len(self._prompts), self._scenario.seqs)
         rows = {arm: make_row(arm.title, batch, 0, own) for arm, own in pairs.items()}
-
-        def wall_s(arm: Budget) -> float:
-            return statistics.median(pair.ours.wall_s for pair in pairs[arm] if pair.is_timed)
+        timed = {arm: [pair.ours.wall_s for pair in own if pair.is_timed] for arm, own in pairs.items()}
 
         def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
             lengths = tail_ratio([len(ids) for ids in pairs[arm][-1].stock.token_ids])
             own = {"pattern": self._load.name, "seed": seed, "length_ratio": lengths}
             return {**switches[arm], **own, "best": best and best.title}
 
-        return compared(RampRow, rows, pairs, wall_s, fields, [arm for arm in pairs if arm != AUTO])
+        rivals = [arm for arm in pairs if arm != AUTO]
+        return compared(RampRow, rows, pairs, lambda arm: statistics.median(timed[arm]), fields, rivals)
 
 
 def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:

@@ -43,7 +43,7 @@ class Outcome:
     # the timed round of median speed-up, for the picture
     pair: Pair
     # of that same round; empty unless asked for, or where there is no speed to tell
-    explained: Sequence[Explained] = ()
+    explained: Sequence[Explained]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,11 @@ class Rollout(EngineScenario):
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         with self.make_engines(folder, report, **shape) as running:
             row, outcome, times = _Bench(self, running).run()
-        mean_reward = statistics.mean(sample["reward"] for sample in outcome.samples)
         # the first answer to each problem, then the second, ...
         ordered = [sample for j in range(self.samples) for sample in outcome.samples[j :: self.samples]]
-        extra: dict[str, Any] = {"mean_reward": mean_reward, "stock_ms_by_rows": times}
-        extra["samples"] = ordered[: self.show_samples]
+        mean_reward = statistics.mean(sample["reward"] for sample in ordered)
+        samples = ordered[: self.show_samples]
+        extra: dict[str, Any] = {"mean_reward": mean_reward, "stock_ms_by_rows": times, "samples": samples}
         if self.is_explained:
             extra["explained"] = [asdict(one) for one in outcome.explained]
         return Found(model=title, rows=[row], extra=extra, more=outcome)
@@ -159,13 +159,11 @@ class _Bench:
         row = _make_row(scenario, [warm_up, *(pair for pair, _ in rounds)], times)
         by_speedup = sorted(rounds, key=lambda one: one[0].stock.wall_s / one[0].ours.wall_s)
         pair, told = by_speedup[(len(rounds) - 1) // 2]
-        samples = self._samples(rounds[-1][0].stock)
-        if not row.identical:
-            return row, Outcome(samples=samples, pair=pair), None
-        num_told = scenario.explain_requests if scenario.is_explained else 0
+        # of a wrong answer nothing is told
+        num_told = scenario.explain_requests if scenario.is_explained and row.identical else 0
         explained = slowest(pair.ours, told, self._chosen, scenario.samples, num_told)
-        outcome = Outcome(samples=samples, pair=pair, explained=explained)
-        return row, outcome, {str(rows): ms for rows, ms in times.items()}
+        outcome = Outcome(samples=self._samples(rounds[-1][0].stock), pair=pair, explained=explained)
+        return row, outcome, {str(rows): ms for rows, ms in times.items()} if row.identical else None
 
     def _warm_up(self) -> Pair:
         """A few tokens of a full batch: kernels set themselves up, and stock is compared with itself."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
 from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
-from ..runner.engines import OURS, STOCK, run_round, sampling
+from ..runner.engines import run_round
 from ..runner.models import find_model
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
@@ -163,7 +163,11 @@ class _Bench:
         return rows
 
     def _pairs(self, cell: Cell, seed: int) -> _Pairs:
-        run = self._runner(cell, seed)
+        requests = (self._prompts[: cell.batch], seed, [self._scenario.tokens_of(cell.batch)] * cell.batch)
+
+        def run(arm: Budget | None) -> Run:
+            return self._engines.run_waves(arm, *requests)
+
         if (cell.batch, seed) not in self._answers:
             run(None)
             self._answers[cell.batch, seed] = run(None)
@@ -174,50 +178,31 @@ class _Bench:
         pairs: _Pairs = {AUTO: [], **{arm: [] for arm in fixed}}
         self._engines.report(f"{cell.title}: warm-up", 0)
         self._engines.set_budget(AUTO)
-        warm_up = run(AUTO, is_kept=True)
+        warm_up = run(AUTO)
         if first_difference(stock, warm_up) is not None:
             # another seed is needed; one timed pair is enough for a row without times
             return {AUTO: [Pair(stock=stock, ours=warm_up)]}
         pairs[AUTO].append(Pair(stock=stock, ours=warm_up, is_timed=False))
+        speeds: list[float] = []
+
+        def tried(arm: Budget | None) -> Run | None:
+            """In the first round longer drafts after shorter ones, until one is clearly worse."""
+            if number == 0 and is_hopeless(speeds):
+                return None
+            if arm is not None:
+                # `auto` comes back as it was left, with what its warm-up taught it
+                self._engines.set_budget(arm, is_fresh=arm != AUTO)
+            found = run(arm)
+            if arm not in (None, AUTO):
+                speeds.append(1.0 / found.wall_s)
+            return found
+
         for number in range(self._scenario.rounds):
             self._engines.report(f"{cell.title}: round {number + 1} of {self._scenario.rounds}", 0)
             arms = [arm for arm in pairs if arm == AUTO or number == 0 or pairs[arm]]
-            for arm, pair in run_round(number, arms, _until_hopeless(run) if number == 0 else run).items():
+            for arm, pair in run_round(number, arms, tried).items():
                 pairs[arm].append(pair)
         return {arm: own for arm, own in pairs.items() if own}
-
-    def _runner(self, cell: Cell, seed: int) -> Callable[..., Run]:
-        scenario, prompts = self._scenario, self._prompts[: cell.batch]
-
-        def run(arm: Budget | None, is_kept: bool = False) -> Run:
-            if arm is not None and not is_kept:
-                # `auto` comes back as it was left, with what its warm-up taught it
-                self._engines.set_budget(arm, is_fresh=arm != AUTO)
-            values = params(seed, cell.batch, scenario.tokens_of(cell.batch), is_ours=arm is not None)
-            return self._engines.run_waves(STOCK if arm is None else OURS, prompts, values)
-
-        return run
-
-
-def _until_hopeless(run: Callable[[Budget | None], Run]) -> Callable[[Budget | None], Run | None]:
-    """Longer drafts after shorter ones, until one is clearly worse."""
-    speeds: list[float] = []
-
-    def tried(arm: Budget | None) -> Run | None:
-        if is_hopeless(speeds):
-            return None
-        found = run(arm)
-        if arm not in (None, AUTO):
-            speeds.append(1.0 / found.wall_s)
-        return found
-
-    return tried
-
-
-def params(seed: int, batch: int, tokens: int, *, is_ours: bool) -> list[dict[str, Any]]:
-    """`SamplingParams` of each request of a cell."""
-    options = [{"problem_id": str(i)} if is_ours else None for i in range(batch)]
-    return [sampling(seed + i, tokens, one, is_to_the_end=True) for i, one in enumerate(options)]
 
 
 def cell_rows(cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]]) -> list[SweepRow]:
