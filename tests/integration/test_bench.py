@@ -12,9 +12,16 @@ from bench.scenarios.decode import bench_engine
 from bench.scenarios.load import bench_ramp
 from bench.scenarios.rollout import bench_rollout
 from bench.scenarios.sweep import bench_sweep
+from tests import warm
 
 pytest.importorskip("vllm")
 TREES = ("--accuracy", "0.7,0.3", "--shape", "both")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    with warm.engine_processes():
+        yield
 
 
 @pytest.fixture(scope="module")
