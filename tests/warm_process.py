@@ -5,10 +5,11 @@ By path, and with nothing of ours but the standard library and vLLM: a stock eng
 
 from __future__ import annotations
 
-import array
+import atexit
 import builtins
 import fcntl
 import gc
+import importlib
 import json
 import logging
 import multiprocessing.context
@@ -16,6 +17,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -23,23 +26,20 @@ from typing import Any
 _MOST_BYTES = 1 << 20
 _MOST_FILES = 16
 # above all numbers that a program may want its files under
-_SPARE = 200
+_SPARE = 512
 
 
 def preload() -> None:
     """What an engine, its core and its worker import."""
-    import vllm.v1.engine.core
-    import vllm.v1.worker.cpu_worker
-    from vllm import LLM, SamplingParams  # noqa: F401 - they are imported lazily
+    for name in ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"):
+        importlib.import_module(name)
 
 
 def answer(connection: socket.socket, imported: dict[str, str]) -> list[str]:
     """Serve until the socket ends; in a forked process, return the program to run."""
     ended: dict[int, int] = {}
     while True:
-        data, ancillary, _, _ = connection.recvmsg(
-            _MOST_BYTES, socket.CMSG_LEN(_MOST_FILES * array.array("i").itemsize)
-        )
+        data, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
         if not data:
             # nothing is to be cleaned up
             os._exit(0)
@@ -47,13 +47,10 @@ def answer(connection: socket.socket, imported: dict[str, str]) -> list[str]:
         if "wait" in request:
             connection.send(json.dumps(_status(request["wait"], ended)).encode())
             continue
-        files = array.array("i")
-        for _, _, content in ancillary:
-            files.frombytes(content)
         pid = os.fork()
         if not pid:
             connection.close()
-            _become(request, files.tolist(), imported)
+            _become(request, files, imported)
             return request["program"]
         for number in files:
             os.close(number)
@@ -95,8 +92,8 @@ def _become(request: dict[str, Any], files: list[int], imported: dict[str, str])
         handler.setLevel(level)
 
 
-def _run(program: list[str]) -> None:
-    """`python [-P] -c CODE ARGUMENTS` or `python [-P] FILE ARGUMENTS`."""
+def _run(program: list[str]) -> int:
+    """`python [-P] -c CODE ARGUMENTS` or `python [-P] FILE ARGUMENTS`; its exit status."""
     is_safe, program = program[0] == "-P", program[program[0] == "-P" :]
     is_code = program[0] == "-c"
     code, name = (program[1], "<string>") if is_code else (Path(program[0]).read_text(), program[0])
@@ -106,7 +103,25 @@ def _run(program: list[str]) -> None:
     main = types.ModuleType("__main__")
     vars(main).update({"__builtins__": builtins} | ({} if is_code else {"__file__": name}))
     sys.modules["__main__"] = main
-    exec(compile(code, name, "exec"), vars(main))
+    try:
+        exec(compile(code, name, "exec"), vars(main))
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(status: int) -> None:
+    """As the interpreter ends, but that it takes nothing apart: what was imported is most of this process."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
@@ -118,4 +133,4 @@ if __name__ == "__main__":
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    _run(answer(socket.socket(fileno=descriptor), imported))
+    _end(_run(answer(socket.socket(fileno=descriptor), imported)))
