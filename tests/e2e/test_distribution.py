@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.trees.build import from_paths
 from vllm_specrollout.types import DraftTree, RequestView
 
-SAMPLES = 3000
+# Of simulated runs in which a drafted token stood for what was drawn in 5% of all rows, the checks fail in 88% where
+# right ones are drafted and in all 300 where others are; at 6% of all rows, in 99% and in all.
+SAMPLES = 1500
 # accepted drafts per request, at the least
 ACCEPTED = {"right": 0.8, "wrong": 0.15, "mixed": 0.25}
 ALLOWED = list(range(40, 52))  # a small vocabulary, so that every cell is well filled
@@ -45,18 +48,20 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield one
 
 
-def _softmax(ours: Any, prefix: list[int]) -> np.ndarray:
-    """The model's next-token distribution over ALLOWED, from a plain request."""
+def _softmaxes(ours: Any, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
+    """The model's next-token distributions over ALLOWED after each prefix, from plain requests."""
     params = SamplingParams(max_tokens=1, logprobs=-1, extra_args={"spec_rollout": {"enabled": False}})
-    found = ours.llm.generate([{"prompt_token_ids": prefix}], [params], use_tqdm=False)[0].outputs[0].logprobs[0]
-    p = np.exp([found[token].logprob for token in ALLOWED])
-    return p / p.sum()
+    requests = [{"prompt_token_ids": list(prefix)} for prefix in prefixes]
+    outputs = ours.llm.generate(requests, [params] * len(requests), use_tqdm=False)
+    found = [output.outputs[0].logprobs[0] for output in outputs]
+    p = np.exp([[one[token].logprob for token in ALLOWED] for one in found])
+    return p / p.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "mixed"])
 def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kind: str, tmp_path: Path) -> None:
     prompt = [7, 90, 33, 61]
-    first = _softmax(ours, prompt)
+    first = _softmaxes(ours, [prompt])[0]
     by_likelihood = [ALLOWED[i] for i in np.argsort(-first)]
     drafts = {"right": by_likelihood[:3], "wrong": by_likelihood[-3:], "mixed": by_likelihood[::4]}[kind]
     ours.runner.spec_rollout.replace_drafters([Drafts(drafts)])
@@ -69,24 +74,21 @@ def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kin
     assert stats["drafted"] > 8 * SAMPLES
     assert stats["accepted"] > SAMPLES * ACCEPTED[kind]
     # Token 0 comes from the prompt's row, tokens 1 to 3 from drafted rows: given its prefix, each follows the softmax.
-    seconds: dict[int, list[int]] = {}
-    for answer in answers:
-        seconds.setdefault(answer[0], []).append(answer[1])
-    _expect([a[0] for a in answers], first)
-    largest = max(seconds, key=lambda token: len(seconds[token]))
-    _expect(seconds[largest], _softmax(ours, [*prompt, largest]))
-    thirds = [a[2] for a in answers if a[:2] == _commonest(answers)]
-    _expect(thirds, _softmax(ours, [*prompt, *_commonest(answers)]))
+    prefixes = Counter(tuple(answer[:depth]) for answer in answers for depth in range(4))
+    p = dict(zip(prefixes, _softmaxes(ours, [[*prompt, *prefix] for prefix in prefixes]), strict=True))
+    for depth in range(3):
+        commonest = max((prefix for prefix in prefixes if len(prefix) == depth), key=prefixes.__getitem__)
+        _expect([a[depth] for a in answers if tuple(a[:depth]) == commonest], p[commonest] * prefixes[commonest])
+    # All drafted rows at once, for what is drafted is the same in all. Their counts vary less than those of as many
+    # rows of one distribution: the check is no stricter than it says.
+    _expect(
+        [token for answer in answers for token in answer[1:]],
+        np.sum([p[tuple(answer[:depth])] for answer in answers for depth in (1, 2, 3)], axis=0),
+    )
 
 
-def _commonest(answers: Sequence[Sequence[int]]) -> list[int]:
-    pairs = [tuple(a[:2]) for a in answers]
-    return list(max(set(pairs), key=pairs.count))
-
-
-def _expect(tokens: Sequence[int], probabilities: np.ndarray) -> None:
+def _expect(tokens: Sequence[int], expected: np.ndarray) -> None:
     counts = np.asarray([list(tokens).count(token) for token in ALLOWED], dtype=float)
-    expected = probabilities * counts.sum()
     rare = expected < 5  # cells too thin for the test are pooled
     if rare.any():
         counts = np.append(counts[~rare], counts[rare].sum())

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
+
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import sys
@@ -34,7 +37,7 @@ def _run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
-    done = subprocess.run(list(command), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = warm.run(command, environment, ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -44,6 +47,7 @@ def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:
 
     model = str(make_random_model(tmp_path / "tiny", size="1M", hidden=64, num_layers=2, dtype="float32"))
     flags = ["--dtype", "float32", "--batches", "1,3", "--steps", "4", "--json"]
+    # in two processes, as users do it: what one keeps, the other finds
     done = _run(tmp_path, str(Path(sys.executable).with_name("specrollout")), "profile", model, *flags)
     report = json.loads(done.stdout[done.stdout.index("{\n") :])
     kept = json.loads(Path(report["file"]).read_text())
@@ -55,6 +59,6 @@ def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:
 
     script = tmp_path / "start.py"
     script.write_text(START)
-    started = _run(tmp_path, sys.executable, str(script), model, "auto", "off")
+    started = _run(tmp_path, str(script), model, "auto", "off")
     assert (started.stdout + started.stderr).count("step costs start from the profile") == 1
     assert "auto known: True\n" in started.stdout and "off known: False\n" in started.stdout

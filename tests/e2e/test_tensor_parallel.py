@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 
 def _run(model: str, folder: Path, *arms: object) -> list[dict[str, Any]]:
-    """Both engines in one process, one after the other: importing vLLM takes longer than what is tested."""
+    """Both engines in one process, one after the other."""
     script = folder / "run.py"
     script.write_text(SCRIPT)
     environment = {
@@ -89,10 +89,7 @@ def _run(model: str, folder: Path, *arms: object) -> list[dict[str, Any]]:
         # a function is sent to the workers
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
-    done = subprocess.run(
-        [sys.executable, str(script), model, *map(json.dumps, arms)],
-        capture_output=True, text=True, env=environment, cwd=folder, timeout=400,
-    )  # fmt: skip
+    done = warm.run([str(script), model, *map(json.dumps, arms)], environment, folder)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(lines[-1].removeprefix("RESULT"))

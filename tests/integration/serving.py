@@ -12,6 +12,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests import warm
+
 VLLM = Path(sys.executable).with_name("vllm")
 
 
@@ -20,15 +22,23 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serve(model: str, log: Path, *flags: str) -> Iterator[str]:
-    """The address of a server that is gone when the block ends; the model is served as `tiny`."""
+def serve(model: str, log: Path, *flags: str, is_warm: bool = True) -> Iterator[str]:
+    """The address of a server that is gone when the block ends; the model is served as `tiny`.
+
+    Args:
+        is_warm: begun with vLLM imported, which is sooner; else as users begin it.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     command = [str(VLLM), "serve", model, "--port", str(port), "--enforce-eager", "--served-model-name", "tiny", *flags]
+    process: subprocess.Popen[bytes] | warm.Process
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment())
+        if is_warm:
+            process = warm.Process(command, environment(), (out.fileno(), out.fileno()))
+        else:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment())
     try:
         _wait_until_healthy(process, address, log)
         yield address
@@ -37,7 +47,7 @@ def serve(model: str, log: Path, *flags: str) -> Iterator[str]:
         process.wait(60)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+def _wait_until_healthy(process: subprocess.Popen[bytes] | warm.Process, address: str, log: Path) -> None:
     for _ in range(300):
         if process.poll() is not None:
             break

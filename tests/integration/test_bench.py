@@ -7,14 +7,24 @@ import typer
 from typer.testing import CliRunner
 
 from bench.policy.random_model import make_random_model
+from bench.runner import engine_process
 from bench.runner.engine_process import EngineFailed, EngineProcess, EngineSpec
 from bench.scenarios.decode import bench_engine
 from bench.scenarios.load import bench_ramp
 from bench.scenarios.rollout import bench_rollout
 from bench.scenarios.sweep import bench_sweep
+from tests import warm
 
 pytest.importorskip("vllm")
 TREES = ("--accuracy", "0.7,0.3", "--shape", "both")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    with warm.engine_processes(), pytest.MonkeyPatch.context() as patch:
+        # who runs beside an engine disturbs its times, which are not looked at here
+        patch.setattr(engine_process, "QUIET_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")

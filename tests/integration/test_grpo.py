@@ -14,6 +14,7 @@ from bench.policy.inflate import inflate
 from bench.policy.random_model import Shape, make_random_model
 from bench.runner.engines import sampling
 from bench.scenarios.grpo import Grpo, bench_grpo
+from tests import warm
 from vllm_specrollout.config import DRAFTERS
 
 pytest.importorskip("vllm")
@@ -21,6 +22,12 @@ OURS = {"drafters": ["history" if "history" in DRAFTERS else "ngram"]}
 PROMPTS = [[3, 87, 261, 308, 18, 4], [3, 90, 120, 7, 4]]
 GROUP = AnswerGroup(prompt_ids=tuple(PROMPTS[0]), answers=((5, 6, 7), (8, 9, 4)), rewards=(1.0, 0.0))
 GROWN = Shape(hidden=256, num_layers=3, intermediate=512, num_heads=8, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    with warm.engine_processes():
+        yield
 
 
 @pytest.fixture(scope="module")

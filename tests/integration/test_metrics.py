@@ -1,11 +1,10 @@
 """An engine's metrics against its worker's own totals; and nothing of ours where spec rollout is off."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests import warm
 from tests.integration.serving import environment
 
 pytest.importorskip("vllm")
@@ -37,12 +36,8 @@ def model(tmp_path_factory):
 
 
 def run(model, spec, in_one_process):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, model, json.dumps(spec)],
-        capture_output=True,
-        text=True,
-        env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_one_process else "1"},
-    )
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_one_process else "1"}
+    done = warm.run(["-c", PROGRAM, model, json.dumps(spec)], {**environment(), **processes})
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, done.stderr[-3000:]
     return json.loads(lines[0].removeprefix("RESULT"))

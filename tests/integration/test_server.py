@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 def server(model, tmp_path_factory):
     """The address of a running server."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
-    with serve(model, log, "--spec-rollout", "--max-model-len", "256") as address:
+    with serve(model, log, "--spec-rollout", "--max-model-len", "256", is_warm=False) as address:
         yield address
 
 

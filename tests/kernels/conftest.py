@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.interpreted import fix_products, patch_language_once
+from tests.interpreted import fix_products, leave_out_what_nobody_reads, patch_language_once
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -19,6 +19,7 @@ if HAS_TRITON and not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     fix_products()
     patch_language_once()
+    leave_out_what_nobody_reads()
 
 
 @pytest.fixture(scope="session")

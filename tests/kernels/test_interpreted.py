@@ -1,4 +1,4 @@
-"""The interpreter's products: what tests of bits rest on where there is no GPU."""
+"""The interpreter's products and types: what tests of bits rest on where there is no GPU."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ def test_products_are_summed_in_the_type_asked_for() -> None:
     )
     stacked = fixed_product(np.stack([a, a + 1]), np.stack([b, b]))
     np.testing.assert_array_equal(stacked, np.stack([fixed_product(a, b), fixed_product(a + 1, b)]))
+
+
+SCALARS = (tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.bfloat16, tl.float32)
+
+
+@pytest.mark.parametrize("scalar", [*SCALARS, *map(tl.pointer_type, SCALARS)], ids=str)
+def test_remembered_types_are_those_that_the_interpreter_finds(scalar: Any) -> None:
+    from triton.runtime import interpreter
+
+    for of in (scalar, tl.block_type(scalar, [4, 2])):
+        for _ in range(2):
+            assert interpreter._get_np_dtype(of) == interpreter._get_np_dtype.__wrapped__(of)

@@ -56,6 +56,10 @@ def engine(
     if is_ours:
         settings["additional_config"] = {"spec_rollout": {**OURS, **(spec_rollout or {})}}
     _running.append(path)
+    # engines are many, and each looks through all objects at its start and its end: leave out what is imported
+    is_first = not gc.get_freeze_count()
+    if is_first:
+        gc.freeze()
     llm = LLM(path, dtype=dtype, **settings)
     try:
         runner = None
@@ -67,6 +71,6 @@ def engine(
         del llm
         gc.collect()
         _running.pop()
-        if not _running and not gc.get_freeze_count():
-            # engines are many, and each one's end looks through all objects: leave out what the first one imported
+        if is_first and not _running:
+            # and what the first one imported
             gc.freeze()
