@@ -15,8 +15,10 @@ def check_field(name: str, value: Any, annotation: Any) -> None:
             raise ConfigError(f"`{name}` is {value!r}, not a list", f"write it as a list, for example [{value!r}]")
         return
     allowed: tuple[type, ...] = ()
+    if text.startswith("dict"):
+        allowed = (dict,)
     for kind, types in (("bool", (bool,)), ("int", (int,)), ("float", (int, float)), ("str", (str,))):
-        if kind in text:
+        if kind in text and allowed != (dict,):
             allowed += types
     if "None" in text and value is None:
         return

@@ -22,6 +22,7 @@ MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
 
 DRAFTERS = ("history", "ngram", "oracle")
+MODEL_SOURCES = ("model", "model_alternatives")
 BUDGETS = tuple(OPTIONS)
 PROFILES = ("auto", "off")
 SHAPES = ("tree", "chain")
@@ -33,7 +34,10 @@ class SpecRolloutConfig:
     """Everything that can be set for an engine."""
 
     drafters: tuple[str, ...] = ("history", "ngram")
-    """Which drafters propose, best first."""
+    """Which drafters propose, best first. May be empty beside a `speculative_config`, whose model drafts as well."""
+    speculative_config: dict[str, Any] | None = None
+    """vLLM's own: the model that drafts, as `--speculative-config` takes it. That flag, given beside `--spec-rollout`,
+    ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     max_draft_tokens: int = 24
     """Most draft tokens (tree nodes) verified for one request in one step."""
     max_depth: int = 16
@@ -71,8 +75,6 @@ class SpecRolloutConfig:
         name, options = name_and_options(self.budget, self.budget_options)
         object.__setattr__(self, "budget", name)
         object.__setattr__(self, "budget_options", options)
-        if not self.drafters:
-            raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
         for name in self.drafters:
             check_choice("drafters", name, DRAFTERS)
         if len(set(self.drafters)) != len(self.drafters):
@@ -96,6 +98,11 @@ class SpecRolloutConfig:
                 "the `oracle` drafter has no recorded continuations",
                 'set {"oracle": {"path": "FILE.json"}}, or use the `ngram` drafter',
             )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What a node's `source` counts: the drafters, then the chain and the alternatives of a model that drafts."""
+        return (*self.drafters, *(MODEL_SOURCES if self.speculative_config is not None else ()))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `parse(config.as_dict()) == config`."""

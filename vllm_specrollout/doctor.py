@@ -14,6 +14,7 @@ from typing import Any
 from vllm_specrollout import __version__, envs, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import supported
+from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
 
@@ -58,6 +59,7 @@ def examine(model: Path | None = None) -> Report:
         ConfigError: the model has no readable config.json.
     """
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
+    drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model is not None:
         drafted.append(_model_finding(model))
     findings = [*_versions(), _core(), *_vllm_findings(), *_command()]
@@ -150,6 +152,7 @@ def _model_finding(model: Path) -> Finding:
     return Finding(f"this model ({config.get('model_type', 'unknown')})", f"{shape.value:<5}  {reason or _ALL[shape]}")
 
 
+_YES = {True: "yes", False: "no"}
 _ALL = {
     DraftMode.TREE: "whatever the request allows",
     DraftMode.CHAIN: "chains only",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import Backoff, Budget, OffBudget
+from vllm_specrollout.budgets.base import Backoff, Budget, OffBudget, Worth
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -37,8 +37,6 @@ from vllm_specrollout.types import (
 Answer = TypeVar("Answer")
 
 _PLAIN = "requests go on without its drafts"
-_MEMORY = 0.9
-"""Weight left to what asking a drafter took, after each further time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,7 @@ class Speculator:
         self.backoff = Backoff()
         self._clock = clock
         self._late = LateAnswers()
-        # milliseconds per request that asking each drafter took of late
-        self._prices: dict[str, float] = {}
+        self._worth = Worth()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
 
@@ -130,15 +127,17 @@ class Speculator:
         if limits is None or not limits.wants_any:
             reason = (limits.reason if limits is not None else "") or NOTHING_TO_DRAFT
             return self._planned(batch, limits, (), StepPlan(nothing, reason, is_on=False, pays=False), begin)
-        proposals = self._proposals(batch, limits)
+        proposals = self._proposals(batch, limits, step)
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False)
             if self.budget.backs_off and not self._late.owed:
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
-        chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
+        chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch, step))
         plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
+        sources = {drafter.name: (self._sources[id(drafter)], drafter.num_sources) for drafter in self.drafters}
+        self._worth.judge(plan, limits.token_ms, batch.size, step, sources)
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _planned(
@@ -154,15 +153,13 @@ class Speculator:
             self._tell(lambda listener: listener.planned(batch, limits, proposals, plan, draft_ms))
         return PlannedStep(plan, batch, proposals)
 
-    def _proposals(self, batch: RequestBatch, limits: DraftLimits) -> list[TreeBatch]:
+    def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
         """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
 
         An answer that is not ready is collected in a later step, and used as far as it still holds.
         """
-        answers = [
-            (drafter, self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=limits)))
-            for drafter in list(self.drafters)
-        ]
+        asked = functools.partial(self._asked, batch=batch, limits=limits, step=step)
+        answers = [(drafter, self._drafter_does(drafter, asked)) for drafter in list(self.drafters)]
         collect = functools.partial(self._collected, batch=batch)
         found = [
             trees if trees is not None or not self._late.owed else self._drafter_does(drafter, collect)
@@ -171,18 +168,18 @@ class Speculator:
         ]
         return [trees for trees in found if trees is not None and trees.num_nodes]
 
-    def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
+    def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits, step: int) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
         trees, is_owing = None, False
         if self._late.owed:
             trees, is_owing = self._collected(drafter, batch=batch), self._late.owes(drafter)
         if is_owing or not limits.wants(self._sources[id(drafter)]):
             return trees
+        if self._worth.is_paused(drafter.name, step):
+            return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        spent = (self._clock() - begin) * 1e3 / max(batch.size, 1)
-        known = self._prices.get(drafter.name, spent)
-        self._prices[drafter.name] = _MEMORY * known + (1.0 - _MEMORY) * spent
+        self._worth.spent(drafter.name, (self._clock() - begin) * 1e3 / max(batch.size, 1))
         if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
             self._late.add(drafter, answer, batch)
             return trees
@@ -203,10 +200,10 @@ class Speculator:
         return trees
 
     def _chosen(
-        self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch
+        self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
     ) -> StepPlan:
         """What the budget chose: nobody looks at it again before the target computes it."""
-        plan = budget.choose(proposals, limits, batch, batch.size * sum(self._prices.values()))
+        plan = budget.choose(proposals, limits, batch, batch.size * self._worth.asking_ms(step))
         self._sound(plan.trees, batch)
         return plan
 
@@ -262,11 +259,15 @@ class Speculator:
         try:
             return what(drafter)
         except CONTAINED as error:
-            self.drafters = [d for d in self.drafters if d is not drafter]
-            self._late.drop(drafter)
-            self._prices.pop(drafter.name, None)
-            self.guard.failed(f"drafter {drafter.name}", error, f"it is switched off, and {_PLAIN}")
+            self.drop(drafter, error)
             return None
+
+    def drop(self, drafter: Drafter, error: BaseException) -> None:
+        """A drafter has failed: it is asked no more."""
+        self.drafters = [d for d in self.drafters if d is not drafter]
+        self._late.drop(drafter)
+        self._worth.drop(drafter.name)
+        self.guard.failed(f"drafter {drafter.name}", error, f"it is switched off, and {_PLAIN}")
 
     def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:
         """None: it failed, and drafting is switched off."""

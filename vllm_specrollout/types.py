@@ -228,6 +228,9 @@ class DraftLimits:
     drafters: npt.NDArray[np.uint32] | None = None
     # a few words out of a small set, fit to be a metric's label
     reason: str = ""
+    # milliseconds that plain decoding takes for a token, all requests together; 0.0: not known. What drafting takes
+    # beyond what it saves is not worth asking for.
+    token_ms: float = 0.0
 
     @property
     def wants_any(self) -> bool:

@@ -17,6 +17,7 @@ from vllm_specrollout import config, envs, patches
 from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.cli import BENCHES, app
 from vllm_specrollout.patches.bindings import BINDINGS, KINDS
+from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE
 
 HERE = Path(__file__).resolve().parent
@@ -135,7 +136,15 @@ def _default(option: Any) -> str:
 def drafted_page() -> str:
     """What is drafted with which feature."""
     rows = ((rule.feature, rule.shape.value, rule.reason) for rule in TABLE)
-    return "# What is drafted\n\n" + _table(("Feature", "Drafts", "Why"), rows)
+    methods = ((f"`{m.name}`", "yes" if m.is_supported else "refused", m.note) for m in METHODS)
+    parts = [
+        "# What is drafted\n",
+        _table(("Feature", "Drafts", "Why"), rows),
+        "## Methods of `--speculative-config`\n",
+        "Beside `--spec-rollout`, on vLLM's V1 runner on CPU ([how](../concepts/models.md)).\n",
+        _table(("Method", "Drafts", "What it is, or why not"), methods),
+    ]
+    return "\n".join(parts)
 
 
 def patches_page() -> str:

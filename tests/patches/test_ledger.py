@@ -21,6 +21,7 @@ OURS = {
         "stats",
         "runner.stats",
         "runner.spec_rollout",
+        "runner.model_drafter",
         "self.step",
         "self.paths",
         "self.inputs",
@@ -33,6 +34,7 @@ OURS = {
 # copies of vLLM's objects, made in the same function
 COPIES = {
     ("worker/common.py", "clone"),
+    ("worker/v1/model_drafter.py", "plain"),
     ("worker/v1/processors.py", "clone"),
     ("worker/v1/kv.py", "larger"),
     ("worker/v1/kv.py", "tensor"),
@@ -41,7 +43,13 @@ COPIES = {
     ("worker/seeds.py", "new.sampling_params"),
 }
 # names that stand for ours in one file, and for vLLM's in others
-OURS_HERE = {("worker/v1/requests.py", "self.sampler"), ("worker/v2/runner.py", "step")}
+OURS_HERE = {
+    ("worker/v1/requests.py", "self.sampler"),
+    ("worker/v1/model_drafter.py", "proposer"),
+    ("worker/v1/model_drafter.py", "self.proposer"),
+    ("worker/v1/waiting_rows.py", "rows"),
+    ("worker/v2/runner.py", "step"),
+}
 RUNNERS = ("worker/v1/runner.py", "worker/v1/cpu_runner.py", "worker/v1/cuda_runner.py", "worker/v2/runner.py")
 SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
 

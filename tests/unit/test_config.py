@@ -31,7 +31,6 @@ REFUSED_CONFIGS = {
     "a drafter with a typo": {"drafters": ["ngrm"]},
     "a drafter nothing resembles": {"drafters": ["zzz"]},
     "a drafter twice": {"drafters": ["ngram", "ngram"]},
-    "no drafter": {"drafters": []},
     "a drafter outside a list": {"drafters": "ngram"},
     "an unknown shape": {"shape": "bush"},
     "an unknown budget": {"budget": "always"},

@@ -37,8 +37,6 @@ STOCK_ARGS = dict(
     additional_config={},
 )
 REFUSED_ARGS = {
-    "vLLM's own speculative decoding": dict(speculative_config={"method": "ngram"}),
-    "vLLM's own speculative decoding by alias": dict(spec_tokens=3),
     "pipeline parallel": dict(pipeline_parallel_size=2),
     "prefill context parallel": dict(prefill_context_parallel_size=2),
     "decode context parallel": dict(decode_context_parallel_size=4),
@@ -114,6 +112,7 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch)
         **{f"arguments: {k}": lambda v=v: check(**v) for k, v in REFUSED_ARGS.items()},
         "arguments: oracle on a server": lambda: check(with_oracle(), AsyncEngineArgs),
         "arguments: oracle file missing": lambda: check(with_oracle()),
+        "arguments: no drafter, and no model that drafts": lambda: check(SpecRolloutConfig(drafters=())),
         **{
             f"configuration: {k}": lambda v=v: limits.check_vllm_config(config(**{**STOCK_CONFIG, **v}))
             for k, v in REFUSED_CONFIGS.items()

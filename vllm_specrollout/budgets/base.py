@@ -7,13 +7,14 @@ by the one rule that is here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
+    SOURCES,
     DraftLimits,
     FinishedRequest,
     RequestBatch,
@@ -28,6 +29,10 @@ FOR_GOOD = 1 << 30
 """Steps; more than any engine runs."""
 PATIENCE = 4
 """Asked steps in a row that may fail to pay before the first pause."""
+CHEAP = 0.02
+"""A drafter that takes less than this share of a plain step is asked whatever it yields."""
+PRICE_MEMORY = 0.9
+"""Weight left to what asking a drafter took, after each further time."""
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 """Steps without drafts; each further pause is twice as long, and one try lies between two."""
 
@@ -127,7 +132,9 @@ class OffBudget(BaseBudget):
         return StepPlan(empty_trees(batch.request_ids), "off", is_on=False, pays=False)
 
 
-def bounded(batch: RequestBatch, max_nodes: int, max_depth: int, *, is_chain: bool = False) -> DraftLimits:
+def bounded(
+    batch: RequestBatch, max_nodes: int, max_depth: int, *, is_chain: bool = False, token_ms: float = 0.0
+) -> DraftLimits:
     """The same limits for all requests, within what each of them allows."""
     depth = np.minimum(batch.max_depth, np.int32(max_depth))
     chain_only = np.ones_like(batch.is_chain) if is_chain else batch.is_chain
@@ -135,7 +142,7 @@ def bounded(batch: RequestBatch, max_nodes: int, max_depth: int, *, is_chain: bo
     nodes = np.minimum(batch.max_nodes, np.int32(max_nodes if max_depth > 0 else 0))
     if chain_only.any():
         np.minimum(nodes, depth, out=nodes, where=chain_only)
-    return DraftLimits(nodes, depth, chain_only)
+    return DraftLimits(nodes, depth, chain_only, token_ms=token_ms)
 
 
 class Backoff:
@@ -168,3 +175,54 @@ class Backoff:
         if self._failed >= PATIENCE:
             self._until = step + 1 + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+class Worth:
+    """What asking each drafter takes, and which drafters are not asked for a while since they yield less than that.
+
+    A drafter that takes next to nothing is always asked.
+    """
+
+    def __init__(self) -> None:
+        # drafter -> milliseconds per request that asking it took of late
+        self._prices: dict[str, float] = {}
+        self._patience: dict[str, Backoff] = {}
+
+    def spent(self, name: str, request_ms: float) -> None:
+        """Asking the drafter took so many milliseconds per request."""
+        known = self._prices.get(name, request_ms)
+        self._prices[name] = PRICE_MEMORY * known + (1.0 - PRICE_MEMORY) * request_ms
+
+    def asking_ms(self, step: int) -> float:
+        """Milliseconds per request that asking takes in this step."""
+        return sum(price for name, price in self._prices.items() if not self.is_paused(name, step))
+
+    def is_paused(self, name: str, step: int) -> bool:
+        """Whether the drafter is not asked in this step."""
+        return name in self._patience and self._patience[name].is_paused(step)
+
+    def judge(
+        self, plan: StepPlan, token_ms: float, num_requests: int, step: int, sources: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Compare what each drafter that was asked has in the plan with what asking took.
+
+        Args:
+            token_ms: as in `DraftLimits`.
+            sources: drafter -> its first source, and how many it has.
+        """
+        if plan.reach is None or token_ms <= 0.0:
+            return
+        worth = None
+        for name, (first, count) in sources.items():
+            price = self._prices.get(name, 0.0)
+            if price < CHEAP * token_ms or self.is_paused(name, step):
+                continue
+            if worth is None:
+                worth = np.bincount(plan.trees.source, weights=plan.reach, minlength=SOURCES)
+            gain = float(worth[first : first + count].sum()) * token_ms
+            self._patience.setdefault(name, Backoff()).asked(step, gain >= price * num_requests)
+
+    def drop(self, name: str) -> None:
+        """The drafter is switched off."""
+        self._prices.pop(name, None)
+        self._patience.pop(name, None)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import BaseBudget
+from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.trees.batch import Prices, merge_select
 from vllm_specrollout.types import (
@@ -30,6 +30,7 @@ from vllm_specrollout.types import (
     StepRecord,
     StepTiming,
     TreeBatch,
+    VerifyResult,
     empty_trees,
 )
 
@@ -56,10 +57,13 @@ class Acceptance:
         self._version: int | None = None
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from what was verified; a node whose parent was rejected says nothing."""
+        """Learn from what was verified, under the weights that were in force."""
         if record.batch is not None and record.batch.views:
             self._weights_are(record.batch.views[0].weights_version)
-        trees, result = record.trees, record.result
+        self.count(record.trees, record.result)
+
+    def count(self, trees: TreeBatch, result: VerifyResult) -> None:
+        """Learn from what was verified; a node whose parent was rejected says nothing."""
         if not trees.num_nodes:
             return
         columns = (trees.node_start, trees.parents, trees.log_q, trees.source)
@@ -97,6 +101,10 @@ class GoodputBudget(BaseBudget):
         self.acceptance = Acceptance()
         # steps with drafts since the last one without, and after how many the next one goes without: the first does
         self._drafted, self._plain_after = 0, 0
+
+    def limits(self, batch: RequestBatch) -> DraftLimits:
+        token_ms = self.cost.plain_ms(batch.size) / batch.size if self.cost.is_known else 0.0
+        return bounded(batch, self.max_nodes, self.max_depth, token_ms=token_ms)
 
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float

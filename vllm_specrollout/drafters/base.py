@@ -28,6 +28,8 @@ class Drafter(Protocol):
     """Proposes draft trees for a batch of running requests."""
 
     name: str
+    num_sources: int
+    """Kinds of nodes that it tells apart, which hold differently often: its own index and those behind it."""
 
     def admit(self, view: RequestView) -> None:
         """A request can be drafted for from now on. Called once per request, whatever the budget does."""
@@ -62,6 +64,8 @@ class Drafter(Protocol):
 
 class BaseDrafter:
     """What most drafters do with what they are told: nothing."""
+
+    num_sources = 1
 
     def admit(self, view: RequestView) -> None:
         """Nothing is prepared."""

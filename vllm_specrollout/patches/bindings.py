@@ -74,7 +74,19 @@ BINDINGS = (
         "swap",
         "self.speculative_config",
         "worker/v1/runner.py",
-        "for one call: vLLM makes logits rows for draft tokens only where it is set",
+        "set for one call, which makes logits rows for drafts; else vLLM's runner would draft and verify itself",
+    ),
+    Binding(
+        "swap",
+        "self.input_batch.logitsprocs",
+        "worker/v1/runner.py",
+        "where a model drafts, vLLM leaves out processors that its own verification does not know",
+    ),
+    Binding(
+        "rebind",
+        "proposer._sample_draft_tokens",
+        "worker/v1/proposer.py",
+        "draft tokens are drawn with the target's noise, and alternatives kept",
     ),
     Binding(
         "swap",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_specrollout import envs
+from vllm_specrollout import envs, speculative_methods
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
@@ -76,12 +76,16 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
         with readable_errors():
             _require_core()
             engine = _choose_engine()
+            if (given := _speculative_config(self)) is not None:
+                config = speculative_methods.moved(config, given)
             limits.check_engine_args(self, config, engine)
         with _on(self, config, engine):
             vllm_config = original(self, *args, **kwargs)
         with readable_errors():
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
+            if config.speculative_config is not None:
+                _check_model(vllm_config, config.speculative_config, engine)
         if engine.uses_v2 and not _names_capture_sizes(self):
             _capture_drafts(vllm_config, config)
         scheduler_config = vllm_config.scheduler_config
@@ -89,6 +93,35 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
         return vllm_config
 
     return create_engine_config
+
+
+_SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def _speculative_config(engine_args: Any) -> dict[str, Any] | None:
+    """What the user says of a model that drafts, in vLLM's flags; None: nothing."""
+    given = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
+    for name, key in _SPECULATIVE.items():
+        value = getattr(engine_args, name)
+        if value is not None and given.setdefault(key, value) != value:
+            raise ConfigError(
+                f"`--{name.replace('_', '-')}` is {value!r}, and `{key}` in `--speculative-config` is {given[key]!r}",
+                "give one of the two",
+            )
+    return given or None
+
+
+def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:
+    from vllm.config import SpeculativeConfig
+
+    parallel = vllm_config.parallel_config
+    resolved = SpeculativeConfig(**given, target_model_config=vllm_config.model_config, target_parallel_config=parallel)
+    speculative_methods.check(
+        str(resolved.method),
+        given,
+        is_v1_on_cpu=engine is engines.CPU_V1,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+    )
 
 
 def _names_capture_sizes(engine_args: Any) -> bool:
@@ -146,6 +179,9 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     changes = {
         "worker_cls": engine.worker,
         "block_size": engine_args.block_size or config.block_size or own_size,
+        # the scheduler and the front end go on as without a model: only the worker knows of it
+        "speculative_config": None,
+        **dict.fromkeys(_SPECULATIVE),
         "additional_config": {**settings.additional(engine_args), settings.KEY: config.as_dict()},
     }
     if not engine.async_scheduler:

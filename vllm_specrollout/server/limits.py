@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.server.engines import Engine
 
@@ -33,19 +33,7 @@ class Limit:
             raise self.error(self.cause.format(subject), self.hint)
 
 
-def _has_speculative_config(args: Any) -> bool:
-    return any(
-        getattr(args, name) is not None for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-    )
-
-
 ENGINE_ARGS_LIMITS = (
-    Limit(
-        _has_speculative_config,
-        "spec rollout is asked for together with vLLM's own speculative decoding (`--speculative-config`)",
-        f"drop `--speculative-config` and `--spec-*`, {LEAVE_OUT}",
-        ConfigError,
-    ),
     Limit(
         lambda args: args.pipeline_parallel_size > 1,
         "`--pipeline-parallel-size` is {0.pipeline_parallel_size}; spec rollout supports 1",
@@ -168,6 +156,8 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
         limit.check(args)
     _check_class("--worker-cls", args.worker_cls, ("auto", engine.worker), " (`--worker-extension-cls` stays free)")
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
+    if not config.sources:
+        raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
 

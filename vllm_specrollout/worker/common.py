@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
@@ -17,6 +19,32 @@ def config_of(vllm_config: VllmConfig) -> SpecRolloutConfig:
     config = parse(vllm_config.additional_config.get(CONFIG_KEY), origin=f"additional_config['{CONFIG_KEY}']")
     assert config is not None, "the worker and the scheduler are only chosen when spec rollout is on"
     return config
+
+
+def with_model(vllm_config: VllmConfig) -> VllmConfig:
+    """A shallow copy for the worker alone that names the model that drafts, if there is one.
+
+    vLLM's runner then loads it and gives it room in the KV cache. Scheduler and front end go on as without one.
+    """
+    given = config_of(vllm_config).speculative_config
+    if given is None:
+        return vllm_config
+    clone = copy.copy(vllm_config)
+    clone.speculative_config = speculative_config(vllm_config, given)
+    return clone
+
+
+def speculative_config(vllm_config: VllmConfig, given: Mapping[str, Any]) -> SpeculativeConfig:
+    """vLLM's configuration of the model that drafts.
+
+    Raises:
+        ValueError: vLLM's own, with what is wrong.
+    """
+    return SpeculativeConfig(
+        **given,
+        target_model_config=vllm_config.model_config,
+        target_parallel_config=vllm_config.parallel_config,
+    )
 
 
 def is_first_rank() -> bool:

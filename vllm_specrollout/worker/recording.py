@@ -38,7 +38,7 @@ def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str)
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
         budget=config.budget,
-        drafters=config.drafters,
+        drafters=config.sources,
         max_draft_tokens=config.max_draft_tokens,
         max_depth=config.max_depth,
         shape=config.shape,

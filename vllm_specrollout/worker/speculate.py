@@ -29,7 +29,7 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     seed_from_profile(budget, vllm_config)
     vocabulary = vocabulary_of(vllm_config)
     proposers = drafters.build(config, vocabulary) if is_first_rank() else []
-    metrics = Metrics(config.drafters)
+    metrics = Metrics(config.sources)
     recorder = recorder_of(config, vllm_config, runner)
     listeners = [metrics] if recorder is None else [metrics, recorder]
     return Speculator(proposers, budget, vocab_size=vocabulary.size, listeners=listeners), metrics

@@ -41,16 +41,20 @@ def scratch_blocks(
 def with_scratch(config: KVCacheConfig, count: int) -> tuple[KVCacheConfig, IntArray]:
     """A configuration with `count` more blocks behind those the scheduler hands out, and their numbers."""
     none = np.empty(0, dtype=np.int32)
-    if count == 0 or len(config.kv_cache_groups) != 1 or len(config.kv_cache_tensors) != 1:
-        return config, none
-    tensor = config.kv_cache_tensors[0]
-    if tensor.offset or tensor.layer_stride != tensor.block_stride * config.num_blocks:
+    if count == 0 or len(config.kv_cache_groups) != 1 or not config.kv_cache_tensors:
         return config, none
     larger = copy.deepcopy(config)
     larger.num_blocks += count
-    tensor = larger.kv_cache_tensors[0]
-    tensor.layer_stride = tensor.block_stride * larger.num_blocks
-    tensor.size = tensor.layer_stride * len(tensor.layers)
+    size, begin = 0, 0
+    # one behind another, each a region per layer: there are several where a model that drafts has other heads
+    for tensor in larger.kv_cache_tensors:
+        if tensor.offset != begin or tensor.layer_stride != tensor.block_stride * config.num_blocks:
+            return config, none
+        begin += tensor.layer_stride * len(tensor.layers)
+        tensor.offset, tensor.layer_stride = size, tensor.block_stride * larger.num_blocks
+        size += tensor.layer_stride * len(tensor.layers)
+    for tensor in larger.kv_cache_tensors:
+        tensor.size = size
     return larger, np.arange(config.num_blocks, larger.num_blocks, dtype=np.int32)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, sample_with_exponential_noise
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_specrollout import _core
@@ -40,6 +40,11 @@ class RequestEntry(RequestState):
         self.admission = admission
         # None for greedy requests
         self.tape = tape
+
+    @property
+    def temperature(self) -> float:
+        assert self.state.sampling_params is not None
+        return self.state.sampling_params.temperature
 
     def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> FinishedRequest:
         """What drafters are told at its end; `num_tokens` of the answer count."""
@@ -119,6 +124,11 @@ class Noise(Protocol):
         """The step is sampled."""
         ...
 
+    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        """[R] int64 the tokens that these logits [R, vocab] float32 and the noise so far ahead choose; the best ones of
+        greedy requests. A drafter's logits, then, are met by the target's own noise."""
+        ...
+
 
 class SeedNoise:
     """CPU: the seeds of `fused_gumbel_argmax`."""
@@ -145,6 +155,11 @@ class SeedNoise:
 
     def clear(self) -> None:
         self.sampler.seeds = None
+
+    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        seeds = [0 if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries]
+        chosen = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds, dtype=torch.int64)).to(torch.int64)
+        return _greedy_where_asked(chosen, logits, entries)
 
 
 class ExponentialNoise:
@@ -182,6 +197,18 @@ class ExponentialNoise:
 
     def clear(self) -> None:
         self.sampler.noise = None
+
+    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        noise = torch.stack([self._ones if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries])
+        chosen = sample_with_exponential_noise(logits.softmax(dim=-1), noise).view(-1).to(torch.int64)
+        return _greedy_where_asked(chosen, logits, entries)
+
+
+def _greedy_where_asked(chosen: torch.Tensor, logits: torch.Tensor, entries: Sequence[RequestEntry]) -> torch.Tensor:
+    is_greedy = [entry.tape is None for entry in entries]
+    if not any(is_greedy):
+        return chosen
+    return torch.where(torch.tensor(is_greedy, device=logits.device), logits.argmax(dim=-1), chosen)
 
 
 def _depths_by_request(node_start: IntArray, row_depth: IntArray) -> Iterator[IntArray]:

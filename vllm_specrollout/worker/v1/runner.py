@@ -2,15 +2,14 @@
 
 What belongs here: the places where vLLM's step is entered, in the order of the step. How branches are laid out is in
 cpu_runner.py and attention.py, how rows are sampled in sampler.py, whose noise it is in requests.py, where drafts come
-from in drafting.py. vLLM's runner never learns that it speculates (`speculative_config` stays None but for one call),
-so none of its own drafting code runs.
+from in drafting.py, or from a model in model_drafter.py. In a step vLLM's runner never learns that it speculates
+(`speculative_config` is None but for one call), so none of its own drafting code runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.v1.model_drafter import ModelDrafter, model_drafter_of, plain_processors, tell
 from vllm_specrollout.worker.v1.processors import are_builtin
 from vllm_specrollout.worker.v1.requests import Noise, RequestBook
 from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
@@ -71,6 +71,8 @@ class SpecRolloutV1(_Base):
         super().__init__(vllm_config, device)
         self.noise = self._make_noise()
         self.sampler.topk_topp_sampler = self.noise.sampler
+        if vllm_config.speculative_config is not None:
+            self.input_batch.logitsprocs = plain_processors(self)
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.weights_version = WeightsVersion()
         self.stats = Stats()
@@ -78,9 +80,9 @@ class SpecRolloutV1(_Base):
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.drafting = Drafting(self.spec_rollout, self.parallel_config.tensor_parallel_size)
         self.step = StepState(0, 0.0, 0)
-        # drafts on their way through the scheduler
-        self._planned = NO_DRAFTS
+        self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
+        self.model_drafter: ModelDrafter | None = None
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -96,6 +98,9 @@ class SpecRolloutV1(_Base):
         """Called at the end of `initialize_kv_cache`."""
         self.shape = self._model_shape()
         self.book = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
+        if self.speculative_config is not None:
+            self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
+            self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way
         if self.shape[0] is not DraftMode.TREE:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
@@ -130,7 +135,7 @@ class SpecRolloutV1(_Base):
             period_ms = (now - self.step.begin) * 1e3
             own_ms = self._timing.step_ms
             if period_ms < 2.0 * own_ms + 5.0:
-                self._timing = dataclasses.replace(self._timing, step_ms=period_ms)
+                self._timing = replace(self._timing, step_ms=period_ms)
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
         self.weights_version.is_open = False
@@ -216,14 +221,19 @@ class SpecRolloutV1(_Base):
         """Bring the accepted keys and values to where plain decoding would have put them: a chain's are there."""
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        state = self.execute_model_state
         output = super().sample_tokens(grammar_output)
         if not isinstance(output, ModelRunnerOutput) or not output.sampled_token_ids:
             return output
         draft_ms = 0.0
         if self.shape[0] is not DraftMode.OFF:
             self._observe(output)
+            if self.model_drafter is not None:
+                tell(self, lambda drafter: drafter.step(self, state, output))
             self._planned = self.drafting.plan(lambda: self._requests(output), self.step.number + 1, self._fit)
             draft_ms = self.drafting.ms
+            if self.model_drafter is not None:
+                tell(self, lambda drafter: drafter.flush_if_due())
             counts, tokens = self.metrics.take(), None
             if self._planned.num_nodes:
                 tokens = DraftTokenIds(*drafted_tokens(self._planned))
@@ -262,34 +272,29 @@ class SpecRolloutV1(_Base):
 
     def _account(self, output: ModelRunnerOutput, draft_ms: float) -> StepTiming:
         """Add the step to the totals; returns what is known of its cost so far."""
-        stats, step = self.stats, self.step
-        rows, batch = int(self.query_start_loc.np[self.input_batch.num_reqs]), len(output.req_ids)
-        nodes = step.trees.num_nodes if step.trees is not None else 0
-        tokens = sum(map(len, output.sampled_token_ids))
-        stats.steps += 1
-        stats.request_steps += batch
-        stats.output_tokens += tokens
-        stats.step_ms += step.verify_ms
-        stats.draft_ms += draft_ms
+        stats, step, batch = self.stats, self.step, len(output.req_ids)
+        rows, nodes = int(self.query_start_loc.np[batch]), 0 if step.trees is None else step.trees.num_nodes
         if step.sampled is not None:
-            stats.steps_with_drafts += 1
-            stats.drafted += nodes
             stats.accepted += int(step.sampled.num_accepted.sum())
-        is_decode_only = rows - nodes == batch
-        if is_decode_only:
-            entry = stats.by_rows.setdefault(rows, [0, 0.0])
-            entry[0] += 1
-            entry[1] += step.verify_ms
-        return StepTiming(
+        timing = StepTiming(
             batch=batch,
             rows=rows,
             nodes=nodes,
             branches=num_branches(step.trees) if step.has_branches and step.trees is not None else 0,
-            tokens=tokens,
+            tokens=sum(map(len, output.sampled_token_ids)),
             step_ms=step.verify_ms + draft_ms,
-            is_decode_only=is_decode_only,
-            trees=int(np.count_nonzero(step.trees.sizes)) if step.trees is not None else 0,
+            is_decode_only=rows - nodes == batch,
+            trees=0 if step.trees is None else int(np.count_nonzero(step.trees.sizes)),
             context=int(self.input_batch.num_computed_tokens_cpu[:batch].sum()),
             waiting=step.waiting,
             ask_ms=draft_ms,
         )
+        stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + batch
+        stats.step_ms, stats.draft_ms = stats.step_ms + step.verify_ms, stats.draft_ms + draft_ms
+        stats.steps_with_drafts += step.sampled is not None
+        stats.drafted, stats.output_tokens = stats.drafted + nodes, stats.output_tokens + timing.tokens
+        if timing.is_decode_only:
+            entry = stats.by_rows.setdefault(rows, [0, 0.0])
+            entry[0] += 1
+            entry[1] += step.verify_ms
+        return timing

@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.tuning import TunableMixin
@@ -27,6 +27,7 @@ class SpecRolloutCPUWorker(StatsMixin, TunableMixin, ExplainsMixin, TrainerMixin
     model_runner: SpecRolloutCPURunner
 
     def init_device(self) -> None:
+        self.vllm_config = with_model(self.vllm_config)
         super().init_device()
         if self.use_v2_model_runner:
             raise UnsupportedError(

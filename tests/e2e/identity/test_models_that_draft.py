@@ -1,0 +1,137 @@
+"""The very tokens of stock vLLM where a model drafts: vLLM's own proposers, sound and broken, alone and with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm import LLM, SamplingParams
+
+from tests.e2e.drafting_models import copied, eagle3_head, eagle_head, perturbed
+from tests.e2e.identity.cases import cases
+from tests.e2e.identity.check import VOCAB, check_identity
+from tests.e2e.identity.compare import run
+from tests.e2e.identity.engines import Engine, engine, model
+
+FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 12, "max_depth": 5}
+
+
+def drafting_with(kind: str, target: str, folder: Path) -> dict[str, Any]:
+    """vLLM's `speculative_config` with a model of that kind."""
+    method, path = {
+        "draft_model": lambda: ("draft_model", perturbed(target, folder, 0.3)),
+        "eagle": lambda: ("eagle", eagle_head(target, folder)),
+        "eagle3": lambda: ("eagle3", eagle3_head(target, folder)),
+        "nan": lambda: ("draft_model", copied(target, folder, lambda weight: weight * torch.nan)),
+        "huge": lambda: ("draft_model", copied(target, folder, lambda weight: weight * 1e18)),
+        "constant": lambda: ("draft_model", copied(target, folder, torch.ones_like)),
+    }[kind]()
+    return {"method": method, "model": path, "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:
+    target = model(models, "llama", "float32")
+    spec_rollout = {**FIXED, "shape": shape, "speculative_config": drafting_with(kind, target, tmp_path / "draft")}
+    requests = cases(29, VOCAB, seed=11, max_tokens=24)
+    check_identity(target, "float32", requests, num_drafters=0, spec_rollout=spec_rollout)
+
+
+@pytest.mark.parametrize("kind", ["nan", "huge", "constant"])
+def test_a_broken_model_costs_speed_and_nothing_else(models: Path, tmp_path: Path, kind: str) -> None:
+    target = model(models, "llama", "float32")
+    spec_rollout = {**FIXED, "speculative_config": drafting_with(kind, target, tmp_path / "draft")}
+    requests = cases(6, VOCAB, seed=12, max_tokens=40, only=("temperature 1.5", "temperature 1", "greedy"))
+    check_identity(target, "float32", requests, num_drafters=0, spec_rollout=spec_rollout, must_accept=False)
+
+
+def test_the_union_of_a_model_and_a_drafter_yields_stocks_tokens(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "bfloat16")
+    own = {**FIXED, "drafters": ["ngram"], "max_draft_tokens": 24}
+    spec_rollout = {**own, "speculative_config": drafting_with("draft_model", target, tmp_path / "draft")}
+    requests = cases(16, VOCAB, seed=13, max_tokens=40)
+
+    def both_drafted(ours: Engine) -> None:
+        reached = ours.runner.model_drafter.acceptance._counts[0].sum(axis=1)
+        assert (reached[:3] > 1.0).all(), "ngram, the model's chain and its alternatives"
+
+    check_identity(target, "bfloat16", requests, num_drafters=0, spec_rollout=spec_rollout, inspect=both_drafted)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_num_batched_tokens": 48}, {"num_gpu_blocks_override": 28, "block_size": 32}],
+    ids=["prompts in chunks", "a small KV cache"],
+)
+def test_a_model_drafts_for_chunked_prompts_and_for_preempted_requests(
+    models: Path, tmp_path: Path, limits: dict[str, int]
+) -> None:
+    target = model(models, "llama", "float32")
+    spec_rollout = {**FIXED, "speculative_config": drafting_with("eagle", target, tmp_path / "draft")}
+    requests = cases(16, VOCAB, seed=15, max_tokens=60, only=("temperature 1", "greedy", "top_p", "n 3"))
+    check_identity(target, "float32", requests, num_drafters=0, spec_rollout=spec_rollout, **limits)
+
+
+def test_a_model_that_fails_between_two_drafts_is_switched_off(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    spec_rollout = {**FIXED, "speculative_config": drafting_with("eagle", target, tmp_path / "draft")}
+    requests = cases(4, VOCAB, seed=16, max_tokens=30, only=("temperature 1", "greedy"))
+    with engine(target, "float32", is_ours=True, spec_rollout=spec_rollout) as ours:
+        plain = run(ours.llm, requests, enabled=False)
+        ours.runner.spec_rollout.guard.is_strict = False
+
+        def fails(rows: object) -> None:
+            raise RuntimeError("no memory left")
+
+        ours.runner.model_drafter.feed = fails
+        drafted = run(ours.llm, requests)
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+        assert ours.runner.model_drafter is None and stats["failures"] == {"drafter model": 1}
+    assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
+
+
+def test_a_copy_of_the_target_is_met_at_every_position(models: Path, tmp_path: Path) -> None:
+    """The same model, the same noise: whatever the temperature, each draft token is the target's own."""
+    target = model(models, "llama", "float32")
+    given = {"method": "draft_model", "model": target, "num_speculative_tokens": 4}
+    with engine(target, "float32", is_ours=True, spec_rollout={**FIXED, "speculative_config": given}) as ours:
+        ours.runner.model_drafter.sharpness._hits[0] = 1e9  # plain coupling
+        params = [
+            SamplingParams(temperature=t, seed=i, max_tokens=26, ignore_eos=True) for i, t in enumerate((0, 1, 2))
+        ]
+        prompts = [{"prompt_token_ids": [9 + i, 40, 41, 42 + i]} for i in range(3)]
+        ours.llm.generate(prompts, params, use_tqdm=False)
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+    # one token comes from the prompt's step, five from each other one
+    assert stats["accepted"] == 3 * 20 and stats["steps"] == 6
+
+
+def test_vllms_own_flag_beside_spec_rollout_names_the_model(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    given = drafting_with("draft_model", target, tmp_path / "draft")
+    requests = cases(4, VOCAB, seed=14, max_tokens=20, only=("temperature 1", "min_p", "logit bias"))
+    with engine(target, "float32", is_ours=False) as stock:
+        truth = run(stock.llm, requests)
+    llm = LLM(
+        target,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        enforce_eager=True,
+        spec_rollout={"drafters": [], "budget": "fixed"},
+        speculative_config=given,
+    )
+    try:
+        drafted = run(llm, requests)
+        (stats,) = llm.collective_rpc("spec_rollout_stats")
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    assert stats["accepted"] > 0
+    # features that stock vLLM refuses beside its own speculation, min_p among them, stay usable
+    assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in truth]

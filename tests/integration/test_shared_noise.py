@@ -1,0 +1,81 @@
+"""A draft token and the target's token meet more often than the bound says, since they share their noise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from vllm_specrollout.verify.tape import SeedTape
+from vllm_specrollout.worker.v1.requests import SeedNoise
+
+PAIRS, VOCAB = 10_000, 64
+
+
+def entries(seeds: np.ndarray) -> list[SimpleNamespace]:
+    """A request for each seed, at its next position."""
+    return [SimpleNamespace(tape=SeedTape(lambda count, own=own: np.full(count, own))) for own in seeds.tolist()]
+
+
+def pairs(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """[PAIRS, VOCAB] distributions from peaked to flat, and others from close by to far away."""
+    sharpness = rng.uniform(0.2, 4.0, (PAIRS, 1))
+    target = rng.normal(size=(PAIRS, VOCAB)) * sharpness
+    draft = target + rng.normal(size=(PAIRS, VOCAB)) * rng.uniform(0.0, 2.0, (PAIRS, 1))
+    return tuple(np.exp(x - x.max(1, keepdims=True)) / np.exp(x - x.max(1, keepdims=True)).sum(1, keepdims=True)
+                 for x in (target, draft))  # type: ignore[return-value]  # fmt: skip
+
+
+def chosen(distribution: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    noise = SeedNoise.__new__(SeedNoise)
+    logits = torch.from_numpy(np.log(np.maximum(distribution, 1e-30)).astype(np.float32))
+    return noise.choose(logits, entries(seeds), 0).numpy()  # type: ignore[arg-type]
+
+
+def test_over_many_pairs_drafts_are_met_at_least_as_often_as_the_bound() -> None:
+    rng = np.random.default_rng(1)
+    target, draft = pairs(rng)
+    seeds = rng.integers(0, 2**31, PAIRS)
+    met = chosen(target, seeds) == chosen(draft, seeds)
+    distance = 0.5 * np.abs(target - draft).sum(axis=1)
+    bound = (1.0 - distance) / (1.0 + distance)
+    # each pair is met with a probability of at least its bound: the sum lies within four standard deviations of it
+    least = bound.sum() - 4.0 * np.sqrt((bound * (1.0 - bound)).sum())
+    assert met.sum() >= least
+    for low, high in ((0.0, 0.2), (0.2, 0.4), (0.4, 0.7)):
+        own = (distance >= low) & (distance < high)
+        assert own.sum() > 200
+        assert met[own].sum() >= bound[own].sum() - 4.0 * np.sqrt((bound[own] * (1.0 - bound[own])).sum())
+
+
+def test_without_shared_noise_the_bound_does_not_hold() -> None:
+    """The test above can fail: two tokens drawn each by itself meet less often."""
+    rng = np.random.default_rng(2)
+    target, draft = pairs(rng)
+    met = chosen(target, rng.integers(0, 2**31, PAIRS)) == chosen(draft, rng.integers(0, 2**31, PAIRS))
+    distance = 0.5 * np.abs(target - draft).sum(axis=1)
+    bound = (1.0 - distance) / (1.0 + distance)
+    assert met.sum() < bound.sum() - 4.0 * np.sqrt((bound * (1.0 - bound)).sum())
+
+
+def test_the_targets_token_does_not_depend_on_who_drafts() -> None:
+    rng = np.random.default_rng(3)
+    target, _ = pairs(rng)
+    seeds = rng.integers(0, 2**31, PAIRS)
+    tokens = chosen(target, seeds)
+    for drafter in range(3):
+        other = np.roll(target, drafter + 1, axis=1)
+        chosen(other, seeds)
+        assert (chosen(target, seeds) == tokens).all()
+
+
+def test_greedy_requests_are_drafted_for_greedily() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
+    greedy = [SimpleNamespace(tape=None)] * 2
+    noise = SeedNoise.__new__(SeedNoise)
+    assert noise.choose(logits, greedy, 3).tolist() == [1, 0]  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""Rows of the target that wait for a drafting model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import tree_parents
+from vllm_specrollout.trees.batch import chains
+from vllm_specrollout.types import TreeBatch, VerifyResult
+from vllm_specrollout.worker.v1.waiting_rows import Rows, WaitingRows, rows_that_hold
+
+
+def rows(*requests: tuple[str, list[int]]) -> Rows:
+    """Each token is its own position, and its hidden state ten times that."""
+    tokens = torch.tensor([token for _, own in requests for token in own], dtype=torch.int32)
+    counts = np.asarray([len(own) for _, own in requests], dtype=np.int64)
+    return Rows([name for name, _ in requests], counts, tokens, tokens.long(), tokens[:, None] * 10.0)
+
+
+def taken(waiting: WaitingRows, *names: str) -> dict[str, list[int]]:
+    found = waiting.take(names)
+    ends = np.cumsum(found.counts).tolist()
+    assert found.positions.tolist() == found.token_ids.tolist()
+    assert found.hidden[:, 0].tolist() == [10.0 * token for token in found.token_ids.tolist()]
+    tokens = found.token_ids.tolist()
+    return {name: tokens[end - int(n) : end] for name, n, end in zip(names, found.counts, ends, strict=True)}
+
+
+def test_a_requests_rows_come_back_in_the_order_in_which_they_were_computed() -> None:
+    waiting = WaitingRows()
+    waiting.add(rows(("a", [1, 2]), ("b", [7])))
+    waiting.add(rows(("b", [8, 9]), ("a", [3])))
+    assert len(waiting) == 6 and waiting.request_ids() == ["a", "b"]
+    assert taken(waiting, "b", "a") == {"b": [7, 8, 9], "a": [1, 2, 3]}
+    assert len(waiting) == 0
+
+
+def test_rows_of_others_go_on_waiting() -> None:
+    waiting = WaitingRows()
+    waiting.add(rows(("a", [1, 2]), ("b", [7])))
+    waiting.add(rows(("b", [8]), ("c", [5]), ("a", [3])))
+    assert taken(waiting, "b") == {"b": [7, 8]}
+    waiting.add(rows(("a", [4]), ("c", [6])))
+    assert taken(waiting, "c", "a") == {"c": [5, 6], "a": [1, 2, 3, 4]}
+
+
+def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:
+    waiting = WaitingRows()
+    waiting.add(rows(("a", [1, 2]), ("b", [7])))
+    waiting.forget("a")
+    assert waiting.request_ids() == ["b"]
+    waiting.add(rows(("a", [1])))
+    assert taken(waiting, "a", "b") == {"a": [1], "b": [7]}
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), tree_parents(6)), min_size=1, max_size=4), st.data())
+def test_known_rows_and_accepted_ones_hold(requests: list[tuple[int, list[int]]], data: st.DataObject) -> None:
+    ids = [str(i) for i in range(len(requests))]
+    flat = chains(ids, [[0] * len(parents) for _, parents in requests])
+    parents = np.asarray([p for _, own in requests for p in own], dtype=np.int32)
+    trees = TreeBatch(ids, flat.node_start, flat.token_ids, parents, flat.log_q, flat.source, np.zeros_like(flat.depth))
+    accepted: list[list[int]] = []
+    for _, own in requests:
+        path, node = [], -1
+        while below := [i for i, parent in enumerate(own) if parent == node]:
+            if not data.draw(st.booleans()):
+                break
+            node = data.draw(st.sampled_from(below))
+            path.append(node)
+        accepted.append(path)
+    starts = np.cumsum([0, *(known + len(own) for known, own in requests)]).astype(np.int32)
+    result = VerifyResult(
+        np.asarray([len(path) for path in accepted], np.int32), np.asarray(sum(accepted, []), np.int32)
+    )
+    index, counts = rows_that_hold(starts, trees, result)
+    wanted = [
+        [*range(start, start + known), *(start + known + node for node in path)]
+        for start, (known, _), path in zip(starts.tolist(), requests, accepted, strict=False)
+    ]
+    assert index.tolist() == sum(wanted, [])
+    assert counts.tolist() == [len(own) for own in wanted]
+    index, counts = rows_that_hold(starts, None, None)
+    assert index.tolist() == list(range(int(starts[-1]))) and counts.tolist() == np.diff(starts).tolist()

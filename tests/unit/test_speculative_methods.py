@@ -1,0 +1,78 @@
+import pytest
+
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.speculative_methods import METHODS, check, moved
+
+EAGLE = {"method": "eagle", "model": "head", "num_speculative_tokens": 4}
+
+
+def test_a_model_that_drafts_stands_beside_the_drafters() -> None:
+    config = moved(SpecRolloutConfig(), EAGLE)
+    assert config.speculative_config == EAGLE
+    assert config.sources == ("history", "ngram", "model", "model_alternatives")
+
+
+def test_a_model_may_draft_alone() -> None:
+    assert moved(SpecRolloutConfig(drafters=(), speculative_config=EAGLE), EAGLE).sources == (
+        "model",
+        "model_alternatives",
+    )
+
+
+@pytest.mark.parametrize(("given", "drafters"), [("ngram", ("ngram", "history")), ("suffix", ("history", "ngram"))])
+def test_a_method_without_a_model_becomes_a_drafter_of_ours(given: str, drafters: tuple[str, ...]) -> None:
+    config = moved(SpecRolloutConfig(drafters=("history",)), {"method": given, "num_speculative_tokens": 3})
+    assert config.drafters == drafters and config.speculative_config is None
+
+
+def test_two_models_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match="speculative_config"):
+        moved(SpecRolloutConfig(speculative_config=EAGLE), {**EAGLE, "model": "another"})
+
+
+def test_the_configuration_survives_its_way_to_the_worker() -> None:
+    from vllm_specrollout.config import parse
+
+    config = moved(SpecRolloutConfig(), EAGLE)
+    assert parse(config.as_dict()) == config
+
+
+def checked(name: str, **given: object) -> None:
+    check(name, given, is_v1_on_cpu=True, tensor_parallel_size=1)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_each_method_drafts_or_is_refused_with_the_ones_that_do(method) -> None:
+    if method.is_supported:
+        checked(method.name)
+        return
+    with pytest.raises(UnsupportedError, match=f"`{method.name}`.*draft_model, eagle, eagle3") as refusal:
+        checked(method.name)
+    assert refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"parallel_drafting": True}, UnsupportedError),
+        ({"use_heterogeneous_vocab": True}, UnsupportedError),
+        ({"use_local_argmax_reduction": True}, UnsupportedError),
+        ({"draft_sample_method": "probabilistic"}, ConfigError),
+        ({"rejection_sample_method": "standard"}, ConfigError),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
+)
+def test_what_has_no_meaning_under_exact_verification_is_refused(
+    given: dict[str, object], error: type[SpecRolloutError]
+) -> None:
+    with pytest.raises(error, match=next(iter(given))) as refusal:
+        checked("eagle", **given)
+    assert next(iter(given)) in refusal.value.hint
+
+
+def test_where_no_model_drafts_yet_it_is_said() -> None:
+    with pytest.raises(UnsupportedError, match="V1 runner on CPU"):
+        check("eagle", EAGLE, is_v1_on_cpu=False, tensor_parallel_size=1)
+    with pytest.raises(UnsupportedError, match="tensor-parallel-size 2"):
+        check("eagle", EAGLE, is_v1_on_cpu=True, tensor_parallel_size=2)

@@ -1,0 +1,83 @@
+"""What a model drafted in one step, level by level, and the trees that it makes. Pure.
+
+Each level has the chain's token, from which the model goes on, and the next best ones beside it: alternatives. So a
+model's chain becomes a comb, at the price of the chain.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.types import ROOT, DraftLimits, RequestBatch, TreeBatch
+
+
+class Levels:
+    """The levels drafted so far, for R requests.
+
+    Args:
+        num_requests: R.
+        survival: [TENTHS] probability that a token of the chain holds, by the tenth of the probability that the model
+            gives it.
+        token_ms: milliseconds that a token is worth, as in `DraftLimits`.
+    """
+
+    def __init__(self, num_requests: int, survival: npt.NDArray[np.float64], token_ms: float) -> None:
+        self._survival = survival
+        self._token_ms = token_ms
+        self._tokens: list[npt.NDArray[np.int64]] = []
+        self._log_q: list[npt.NDArray[np.float32]] = []
+        # [R] probability that the target follows the chain down to here
+        self._reach = np.ones(num_requests)
+
+    @property
+    def depth(self) -> int:
+        return len(self._tokens)
+
+    def add(self, tokens: npt.NDArray[np.int64], log_q: npt.NDArray[np.float32]) -> None:
+        """The next level.
+
+        Args:
+            tokens: [R, width] the chain's node, then its alternatives.
+            log_q: [R, width] natural logarithms of the model's probabilities.
+        """
+        self._tokens.append(tokens)
+        self._log_q.append(log_q)
+        most = len(self._survival) - 1
+        tenths = np.minimum((np.exp(log_q[:, 0]) * len(self._survival)).astype(np.int64), most)
+        self._reach = self._reach * self._survival[tenths]
+
+    def is_enough(self, pass_ms: float) -> bool:
+        """Whether one more level costs more than its tokens are worth: it is met at most as often as the last one."""
+        return self._token_ms > 0.0 and float(self._reach.sum()) * self._token_ms < pass_ms
+
+    def trees(self, batch: RequestBatch, limits: DraftLimits, index: npt.NDArray[np.int64], source: int) -> TreeBatch:
+        """The trees, over the whole batch.
+
+        Args:
+            index: [R] the requests' places in the batch.
+            source: of the chain's nodes; an alternative has the next one, since it holds less often.
+        """
+        tokens, log_q = np.stack(self._tokens, axis=1), np.stack(self._log_q, axis=1)
+        depth, width = tokens.shape[1:]
+        chains = limits.is_chain[index]
+        # [R, depth, width] within the request's levels; a chain has none
+        fits = np.broadcast_to((np.arange(depth) < limits.max_depth[index][:, None])[:, :, None], tokens.shape).copy()
+        fits[chains, :, 1:] = False
+        counts = np.zeros(batch.size, dtype=np.int64)
+        counts[index] = fits.sum(axis=(1, 2))
+        # the nodes of a level hang on the chain's node of the level above
+        step = np.where(chains, 1, width)[:, None]
+        parents = np.where(np.arange(depth) == 0, ROOT, (np.arange(depth) - 1) * step)
+        trees = proposed(
+            batch.request_ids,
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            tokens[fits].astype(np.int32),
+            np.broadcast_to(parents[:, :, None], tokens.shape)[fits].astype(np.int32),
+            log_q[fits].astype(np.float32),
+            source,
+        )
+        sources = np.broadcast_to(source + np.minimum(np.arange(width), 1), tokens.shape)[fits].astype(np.int32)
+        columns = (trees.node_start, trees.token_ids, trees.parents, trees.log_q)
+        return TreeBatch(batch.request_ids, *columns, sources, trees.depth)

@@ -1,0 +1,111 @@
+"""Which of vLLM's own drafting methods (`--speculative-config`) draft here, and what becomes of the others.
+
+`specrollout doctor` and the reference page print METHODS; the front end asks `moved` and `check`. Nothing here imports
+vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+
+FLAG = "--speculative-config"
+LEAVE_OUT = f"drop `{FLAG}`, or leave spec rollout off"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One of vLLM's methods."""
+
+    name: str
+    # whether its model drafts under exact verification on vLLM's V1 runner on CPU; nowhere else so far
+    is_supported: bool
+    note: str
+    # our drafters that do what it does, where it needs no model
+    drafters: tuple[str, ...] = ()
+
+
+_ONE_PASS = "one pass gives all its positions, which would have to be walked in order with the noise"
+METHODS: tuple[Method, ...] = (
+    Method("draft_model", True, "a small model with the target's vocabulary"),
+    Method("eagle", True, "a head over the target's hidden states"),
+    Method("eagle3", True, "a head over the hidden states of three of the target's layers"),
+    Method("mtp", False, "the model's own prediction layers: not tried yet"),
+    Method("medusa", False, _ONE_PASS),
+    Method("dflash", False, _ONE_PASS),
+    Method("dspark", False, _ONE_PASS),
+    Method("ngram", True, "becomes the `ngram` drafter", ("ngram",)),
+    Method("suffix", True, "becomes the `history` and `ngram` drafters", ("history", "ngram")),
+)
+_BY_NAME = {method.name: method for method in METHODS}
+
+
+def moved(config: SpecRolloutConfig, given: Mapping[str, Any]) -> SpecRolloutConfig:
+    """The configuration with what `--speculative-config` asks for in it.
+
+    Args:
+        given: that flag's value, with `--spec-method`, `--spec-model` and `--spec-tokens` in it.
+
+    Raises:
+        ConfigError: the configuration names another model that drafts.
+    """
+    named = given.get("method") or given.get("model")
+    method = _BY_NAME.get(str(named))
+    if method is not None and method.drafters:
+        return replace(config, drafters=tuple(dict.fromkeys((*method.drafters, *config.drafters))))
+    if config.speculative_config not in (None, dict(given)):
+        raise ConfigError(
+            f"`{FLAG}` is {dict(given)}, and `speculative_config` of spec rollout is {config.speculative_config}",
+            "give one of the two",
+        )
+    return replace(config, speculative_config=dict(given))
+
+
+def check(name: str, given: Mapping[str, Any], *, is_v1_on_cpu: bool, tensor_parallel_size: int) -> None:
+    """Refuse what cannot draft here.
+
+    Args:
+        name: the method, as vLLM resolved it.
+        given: vLLM's `speculative_config`, as the user gave it.
+        is_v1_on_cpu: the engine's runner is vLLM's V1 runner on CPU.
+
+    Raises:
+        UnsupportedError: the method, or something that it is configured with.
+        ConfigError: a key that has no meaning under exact verification.
+    """
+    method = _BY_NAME.get(name)
+    if method is None or not method.is_supported:
+        names = ", ".join(m.name for m in METHODS if m.is_supported)
+        note = f" ({method.note})" if method is not None else ""
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`, which spec rollout does not draft with{note}; it does with: {names}",
+            LEAVE_OUT,
+        )
+    if not is_v1_on_cpu:
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`; beside spec rollout a model drafts on vLLM's V1 runner on CPU only so far",
+            LEAVE_OUT,
+        )
+    for key, cause in (
+        ("parallel_drafting", _ONE_PASS),
+        ("use_heterogeneous_vocab", "noise is shared token by token, so drafter and target need one vocabulary"),
+        ("use_local_argmax_reduction", "drafts are drawn with noise, so the whole distribution is needed"),
+    ):
+        if given.get(key):
+            raise UnsupportedError(f"`{key}` is set in `{FLAG}`: {cause}", f"drop `{key}`, or leave spec rollout off")
+    if given.get("draft_sample_method", "greedy") != "greedy" or "rejection_sample_method" in given:
+        raise ConfigError(
+            f"`{FLAG}` says how drafts are sampled or rejected; under spec rollout they are drawn with the target's"
+            " noise and verified by exact match",
+            "drop `draft_sample_method` and `rejection_sample_method`",
+        )
+    if tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"`{FLAG}` with `--tensor-parallel-size {tensor_parallel_size}`; beside spec rollout a model drafts on one"
+            " rank so far",
+            f"use `--tensor-parallel-size 1`; {LEAVE_OUT}",
+        )

@@ -1,0 +1,236 @@
+"""A model that drafts on the V1 runner: vLLM's own proposer, whose tokens are drawn with the target's noise.
+
+What belongs here: what the proposer is fed with and when, and how its tokens are drawn. It is fed when drafts are asked
+for: what the target computed meanwhile waits, so a step without drafts costs nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.sample.logits_processor import build_logitsprocs
+
+from vllm_specrollout.budgets.goodput import Acceptance
+from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.drafters.levels import Levels
+from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
+from vllm_specrollout.guard import CONTAINED
+from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.v1.proposer import Enough, Proposer, Seat
+from vllm_specrollout.worker.v1.requests import Noise, RequestEntry
+from vllm_specrollout.worker.v1.waiting_rows import Rows, WaitingRows, rows_that_hold
+
+MOST_WAITING = 1024
+"""Rows that may wait for the proposer; with more it is fed though nobody asked."""
+_LEARN_EVERY = 8  # times drafted after which the candidates for the sharpness are compared once
+_MEMORY = 0.9  # weight left to what a pass took, after each further one
+
+
+def plain_processors(runner: Any) -> Any:
+    """The logits processors of plain decoding: vLLM leaves min_p and others out where a model drafts."""
+    plain = copy.copy(runner.vllm_config)
+    plain.speculative_config = None
+    custom = runner.model_config.logits_processors
+    return build_logitsprocs(plain, runner.device, PIN_MEMORY, runner.is_pooling_model, tuple(custom or ()))
+
+
+def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
+    """Have the runner's drafter do something in every step; if it fails, there is none any more."""
+    drafter = runner.model_drafter
+    try:
+        what(drafter)
+    except CONTAINED as error:
+        runner.model_drafter = None
+        runner.spec_rollout.drop(drafter, error)
+
+
+def model_drafter_of(runner: Any) -> ModelDrafter:
+    """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
+    config = config_of(runner.vllm_config)
+    block_size = runner.drafter.block_size
+    proposer = Proposer(runner.drafter, block_size, getattr(runner, "scratch", None))
+    drafter = ModelDrafter(proposer, runner.noise, len(config.drafters))
+    runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
+    return drafter
+
+
+class ModelDrafter(BaseDrafter):
+    """Drafts with vLLM's proposer: a chain, and at each level the second best token beside it.
+
+    Args:
+        proposer: its model loaded.
+        noise: the engine's; a draft token is chosen with the noise of its position.
+        source: index of the drafter; alternatives count as the next one, since they hold less often.
+    """
+
+    name = "model"
+    num_sources = 2
+
+    def __init__(self, proposer: Proposer, noise: Noise, source: int) -> None:
+        self.proposer = proposer
+        proposer.draw = self._draw
+        self.noise = noise
+        self.source = source
+        self.sharpness = Sharpness()
+        self.acceptance = Acceptance()
+        # request -> what the runner knows of it, for the step in progress
+        self.seats: dict[str, Seat] = {}
+        self.waiting = WaitingRows()
+        self._pass_ms = 0.0
+        self._times = 0
+        self._has_alternatives = True
+        self._entries: list[RequestEntry] = []
+        self._temperatures = torch.ones(0)
+        self._levels = Levels(0, np.ones(1), 0.0)
+        # the step in progress computed more than a token of some request that it did not draft
+        self._has_prompts = False
+        # what each candidate for the sharpness would have drafted: request -> [CHOICES] tokens
+        self._trial: dict[str, np.ndarray] = {}
+
+    # --- what it is fed with -----------------------------------------------------------------------------------------
+
+    def step(self, runner: Any, state: Any, output: Any) -> None:
+        """The runner has sampled a step.
+
+        Args:
+            runner: the V1 model runner; its batch is that of the step.
+            state: vLLM's `ExecuteModelState` of the step, with the target's hidden states.
+            output: vLLM's `ModelRunnerOutput`.
+        """
+        batch, ids = runner.input_batch, output.req_ids
+        query_start = runner.query_start_loc.np[: len(ids) + 1]
+        trees, sampled = runner.step.trees, runner.step.sampled
+        result = None if sampled is None else VerifyResult(sampled.num_accepted, sampled.accepted)
+        index, counts = rows_that_hold(query_start, trees, result)
+        num_drafted = trees.num_nodes if trees is not None else 0
+        self._has_prompts = int(query_start[-1]) - num_drafted > len(ids)
+        rows = torch.from_numpy(index)
+        hidden = _hidden_of(state, rows) if self.proposer.takes_hidden else torch.empty(len(index), 0)
+        table = batch.block_table[0]
+        self.proposer.block_table, blocks = table.get_numpy_array(), table.num_blocks_per_row
+        self.seats, names = {}, []
+        for i, (name, tokens) in enumerate(zip(ids, output.sampled_token_ids, strict=True)):
+            # a prompt that is not over yet goes on with its own next token
+            at = int(batch.num_computed_tokens_cpu[i]) + int(counts[i])
+            token = tokens[-1] if tokens else int(batch.token_ids_cpu[i, at])
+            entry = runner.book.get(runner.requests[name])
+            self.seats[name] = Seat(entry, i, int(blocks[i]), token)
+            # who never drafts is fed for the sake of those who share its prompt's blocks
+            names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
+        self.feed(Rows(names, counts, runner.input_ids.gpu[rows], runner.positions[rows], hidden))
+
+    def feed(self, rows: Rows) -> None:
+        """Rows that the target has computed and that hold."""
+        self.waiting.add(rows)
+        if self._trial:
+            self._learn(rows)
+
+    def forget(self, request_id: str) -> None:
+        self._trial.pop(request_id, None)
+        self.waiting.forget(request_id)
+
+    def flush_if_due(self) -> None:
+        """Feed what waits, without drafting: prompts at once, since others may share their blocks, and long queues."""
+        if not self._has_prompts and len(self.waiting) <= MOST_WAITING:
+            return
+        names = [name for name in self.waiting.request_ids() if name in self.seats]
+        for begin in range(0, len(names), self.proposer.most_requests):
+            self._run(names[begin : begin + self.proposer.most_requests], 0)
+
+    # --- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        wanted = limits.wanted(self.source)
+        waiting = set(self.waiting.request_ids())
+        index = [
+            i for i, name in enumerate(batch.request_ids) if wanted[i] > 0 and name in self.seats and name in waiting
+        ][: self.proposer.most_requests]
+        depth = min(self.proposer.max_depth, int(limits.max_depth[index].max(initial=0)))
+        if not index or depth == 0:
+            return empty_trees(batch.request_ids)
+        names = [batch.request_ids[i] for i in index]
+        self._entries = [self.seats[name].entry for name in names]
+        temperatures = [1.0 if entry.tape is None else entry.temperature for entry in self._entries]
+        self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
+        self._levels = Levels(len(names), self._survival(), limits.token_ms)
+        self._times += 1
+        self._has_alternatives = not limits.is_chain[index].all()
+        spent = self._run(names, depth) / max(self._levels.depth, 1)
+        self._pass_ms = spent if self._pass_ms == 0.0 else _MEMORY * self._pass_ms + (1.0 - _MEMORY) * spent
+        return self._levels.trees(batch, limits, np.asarray(index), self.source)
+
+    def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        self.acceptance.count(trees, result)
+
+    def _survival(self) -> np.ndarray:
+        """[TENTHS] probability that a token of the chain holds, by the tenth of its q."""
+        factors = self.acceptance.calibration()[self.source]
+        tenths = (np.arange(len(factors)) + 0.5) / len(factors)
+        return np.clip(factors * tenths, 0.0, 1.0)
+
+    def _run(self, names: Sequence[str], depth: int) -> float:
+        return self.proposer.run(self.waiting.take(names), [self.seats[name] for name in names], depth)
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R] the next level's tokens, of logits [R, vocab].
+
+        Raises:
+            Enough: another level is not worth its pass.
+        """
+        levels = self._levels
+        # a broken drafter costs speed, never more
+        logits = torch.nan_to_num(logits.float(), nan=0.0, posinf=1e4, neginf=-1e4)
+        scaled = logits / self._temperatures[:, None]
+        scaled -= scaled.amax(dim=-1, keepdim=True)
+        if levels.depth == 0 and self._times % _LEARN_EVERY == 1:
+            self._try_all(scaled)
+        sharp = scaled * self.sharpness.value
+        tokens = [self.noise.choose(sharp, self._entries, levels.depth)]
+        if self._has_alternatives:
+            sharp.scatter_(1, tokens[0][:, None], float("-inf"))
+            tokens.append(self.noise.choose(sharp, self._entries, levels.depth))
+        drawn = torch.stack(tokens, dim=1)
+        log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
+        levels.add(drawn.numpy(), log_q.numpy())
+        if levels.is_enough(self._pass_ms):
+            raise Enough
+        return tokens[0]
+
+    # --- how sharp ---------------------------------------------------------------------------------------------------
+
+    def _try_all(self, scaled: torch.Tensor) -> None:
+        """What each candidate would draft as the next token."""
+        entries = self._entries
+        tokens = torch.stack([self.noise.choose(scaled * choice, entries, 0) for choice in CHOICES], dim=1).numpy()
+        self._trial = {
+            entry.view.request_id: own for entry, own in zip(entries, tokens, strict=True) if entry.tape is not None
+        }
+
+    def _learn(self, rows: Rows) -> None:
+        """The target's tokens are known: the first row of a request holds the token drafted from, the second, if any,
+        what was met; else it is the next one sampled."""
+        starts = np.concatenate([[0], np.cumsum(rows.counts)])[:-1].tolist()
+        tokens, met = rows.token_ids.numpy(), []
+        for name, start, count in zip(rows.request_ids, starts, rows.counts.tolist(), strict=True):
+            own = self._trial.pop(name, None) if name is not None else None
+            if own is None or name is None:
+                continue
+            seat = self.seats.get(name)
+            if count > 1 or seat is not None:
+                met.append(own == (tokens[start + 1] if count > 1 else seat.next_token))  # type: ignore[union-attr]
+        self._trial.clear()
+        if met:
+            self.sharpness.observe(np.stack(met))
+
+
+def _hidden_of(state: Any, rows: torch.Tensor) -> torch.Tensor:
+    """[rows, hidden] the target's hidden states; for EAGLE-3 several layers' side by side."""
+    if state.aux_hidden_states is None:
+        return state.hidden_states[rows]
+    return torch.cat([layer[rows] for layer in state.aux_hidden_states], dim=-1)

@@ -1,0 +1,91 @@
+"""Rows of the target that a drafting model has not seen yet.
+
+What belongs here: which rows of a step hold, and the rows of many steps kept until the model is fed with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_specrollout.types import IntArray, TreeBatch, VerifyResult
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of some requests, request after request, each in the order of its positions."""
+
+    # [R]; None: the request is gone
+    request_ids: list[str | None]
+    # [R] int64 rows of each request
+    counts: np.ndarray
+    # [rows] int32 tokens; int64 positions
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    # [rows, hidden] of the target, as the model takes them
+    hidden: torch.Tensor
+
+
+class WaitingRows:
+    """What a model has to be fed with, in the order in which it came."""
+
+    def __init__(self) -> None:
+        self._parts: list[Rows] = []
+
+    def add(self, rows: Rows) -> None:
+        self._parts.append(rows)
+
+    def __len__(self) -> int:
+        return sum(len(rows.token_ids) for rows in self._parts)
+
+    def request_ids(self) -> list[str]:
+        """Requests with rows that wait."""
+        return list(dict.fromkeys(name for rows in self._parts for name in rows.request_ids if name is not None))
+
+    def forget(self, request_id: str) -> None:
+        """Its rows are not fed."""
+        for rows in self._parts:
+            rows.request_ids = [None if name == request_id else name for name in rows.request_ids]
+
+    def take(self, names: Sequence[str]) -> Rows:
+        """The rows of these requests, in this order; they wait no longer."""
+        place, parts = {name: i for i, name in enumerate(names)}, self._parts
+        ids = [name for rows in parts for name in rows.request_ids]
+        counts = np.concatenate([rows.counts for rows in parts])
+        owner = np.repeat([-2 if name is None else place.get(name, -1) for name in ids], counts).astype(np.int64)
+        columns = [
+            torch.cat([getattr(rows, column) for rows in parts]) for column in ("token_ids", "positions", "hidden")
+        ]
+        order = np.argsort(owner, kind="stable")
+        taken = torch.from_numpy(order[np.searchsorted(owner[order], 0) :])
+        kept = torch.from_numpy(np.flatnonzero(owner == -1))
+        others = [name is not None and name not in place for name in ids]
+        left = [name for name, is_other in zip(ids, others, strict=True) if is_other]
+        self._parts = [Rows(left, counts[others], *(column[kept] for column in columns))] if len(kept) else []
+        own = np.bincount(owner[owner >= 0], minlength=len(names))
+        return Rows(list(names), own, *(column[taken] for column in columns))
+
+
+def rows_that_hold(
+    query_start: IntArray, trees: TreeBatch | None, result: VerifyResult | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a step whose tokens are the request's: what was known, and the drafts that were accepted.
+
+    Args:
+        query_start: [R + 1] first row of each request; its draft nodes are its last rows.
+
+    Returns:
+        [kept] int64 rows, ascending; [R] int64 how many are each request's.
+    """
+    counts = np.diff(query_start).astype(np.int64)
+    if trees is None or result is None:
+        return np.arange(int(query_start[-1])), counts
+    row_of_node = np.arange(trees.num_nodes) + np.repeat(query_start[1:] - trees.node_start[1:], trees.sizes)
+    accepted = result.accepted + np.repeat(trees.node_start[:-1], result.num_accepted)
+    holds = np.ones(int(query_start[-1]), dtype=np.bool_)
+    holds[row_of_node] = False
+    holds[row_of_node[accepted]] = True
+    return np.flatnonzero(holds), counts - trees.sizes + result.num_accepted
