@@ -173,7 +173,7 @@ class Speculator:
         trees, is_owing = None, False
         if self._late.owed:
             trees, is_owing = self._collected(drafter, batch=batch), self._late.owes(drafter)
-        if is_owing or not limits.wants(self._sources[id(drafter)]):
+        if is_owing or not limits.wanted(self._sources[id(drafter)]).any():
             return trees
         if self._worth.is_paused(drafter.name, step):
             return trees

@@ -193,11 +193,9 @@ class RequestBatch:
 
     @classmethod
     def of(cls, views: Sequence[RequestView], *, may_branch: bool = True) -> RequestBatch:
-        """Args:
-        may_branch: False: nobody may have branches, whatever its kind.
-        """
-        depth = np.array([0 if v.shape is DraftMode.OFF else v.max_new_tokens - 1 for v in views], np.int64)
-        depth = np.minimum(np.maximum(depth, 0), MOST_NODES)
+        """Of these requests, as they stand; with `may_branch` False nobody may have branches, whatever its kind."""
+        levels = [0 if v.shape is DraftMode.OFF else v.max_new_tokens - 1 for v in views]
+        depth = np.minimum(np.maximum(np.array(levels, np.int64), 0), MOST_NODES)
         nodes = np.minimum(np.array([v.max_draft_tokens for v in views], np.int64), MOST_NODES)
         nodes[depth == 0] = 0
         return cls(
@@ -228,17 +226,12 @@ class DraftLimits:
     drafters: npt.NDArray[np.uint32] | None = None
     # a few words out of a small set, fit to be a metric's label
     reason: str = ""
-    # milliseconds that plain decoding takes for a token, all requests together; 0.0: not known. What drafting takes
-    # beyond what it saves is not worth asking for.
+    # milliseconds that plain decoding takes for a token, all requests together: what a draft is worth; 0.0: not known
     token_ms: float = 0.0
 
     @property
     def wants_any(self) -> bool:
         return bool(self.max_nodes.any())
-
-    def wants(self, drafter: int) -> bool:
-        """Whether one drafter is asked for anything."""
-        return self.wants_any if self.drafters is None else bool(self.wanted(drafter).any())
 
     def wanted(self, drafter: int) -> IntArray:
         """[R] most nodes that one drafter is asked for: 0 where the limits name others."""
@@ -287,12 +280,10 @@ class StepRecord:
     # the trees that went to the target: the plan's, or what the engine had room for
     trees: TreeBatch
     result: VerifyResult
-    # None: not known
-    timing: StepTiming | None = None
+    timing: StepTiming | None = None  # None: not known
     # what the plan was made from; None where there is none
     batch: RequestBatch | None = None
-    # [P] what each drafter proposed for it
-    proposals: Sequence[TreeBatch] = ()
+    proposals: Sequence[TreeBatch] = ()  # [P] what each drafter proposed for it
 
 
 def empty_trees(request_ids: Sequence[str]) -> TreeBatch:

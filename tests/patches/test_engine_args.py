@@ -156,7 +156,7 @@ def test_llm_from_engine_args_still_accepts_every_attribute(make):
 
 
 REFUSED = {
-    "speculative config": dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+    "speculative config": dict(speculative_config={"model": "head", "num_speculative_tokens": 3}, spec_tokens=4),
     "pipeline parallel": dict(pipeline_parallel_size=2),
     "decode context parallel": dict(decode_context_parallel_size=2),
     "prefill context parallel": dict(prefill_context_parallel_size=2),

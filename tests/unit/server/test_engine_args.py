@@ -26,6 +26,7 @@ def args_of(compilation=None, **given):
             "async_scheduling": None,
             "block_size": None,
             "num_gpu_blocks_override": None,
+            **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens")),
             **none,
             **given,
         }
