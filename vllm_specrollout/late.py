@@ -7,13 +7,10 @@ assumed something else, and its drafter is told how much of it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from vllm_specrollout.drafters.base import Drafter, Pending
-from vllm_specrollout.trees.batch import on_host, proposed
+from vllm_specrollout.trees.batch import batch_of, on_host
 from vllm_specrollout.trees.follow import below
 from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, TreeBatch
 
@@ -64,14 +61,3 @@ class LateAnswers:
                 drafter.rollback(view.request_id, length + passed)
             kept.append(tree or EMPTY_TREE)
         return batch_of(batch.request_ids, kept)
-
-
-def batch_of(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
-    """The trees of a batch, [R] each, behind one another; each node keeps its source."""
-    node_start = np.zeros(len(trees) + 1, dtype=np.int32)
-    np.cumsum([tree.size for tree in trees], out=node_start[1:])
-    token_ids, parents, log_q, source = (
-        np.concatenate([getattr(EMPTY_TREE, name), *(getattr(tree, name) for tree in trees)])
-        for name in ("token_ids", "parents", "log_q", "source")
-    )
-    return replace(proposed(request_ids, node_start, token_ids, parents, log_q, 0), source=source)

@@ -15,8 +15,7 @@ from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.late import batch_of
-from vllm_specrollout.trees.batch import merge_select
+from vllm_specrollout.trees.batch import batch_of, merge_select
 from vllm_specrollout.types import (
     ROOT,
     DraftLimits,

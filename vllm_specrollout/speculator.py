@@ -73,6 +73,8 @@ class Speculator:
         self.drafters: list[Drafter] = []
         # by their index in the list that they were given in: what `source` and `DraftLimits.drafters` count by
         self._sources: dict[int, int] = {}
+        # name -> the drafter's first source, and how many it has
+        self._spans: dict[str, tuple[int, int]] = {}
         self.replace_drafters(drafters)
         self.budget = budget
         self.vocab_size = vocab_size
@@ -88,6 +90,7 @@ class Speculator:
         """Draft with these from now on."""
         self.drafters = list(drafters)
         self._sources = {id(drafter): source for source, drafter in enumerate(self.drafters)}
+        self._spans = {drafter.name: (source, drafter.num_sources) for source, drafter in enumerate(self.drafters)}
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -136,8 +139,7 @@ class Speculator:
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch, step))
         plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
-        sources = {drafter.name: (self._sources[id(drafter)], drafter.num_sources) for drafter in self.drafters}
-        self._worth.judge(plan, limits.token_ms, batch.size, step, sources)
+        self._worth.judge(plan, limits.token_ms, batch.size, step, self._spans)
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _planned(

@@ -3,7 +3,7 @@
 // The stock attention kernel knows sequences, not trees. The first path of a tree lives in the request's own KV cache
 // blocks; each further path shares the blocks before the branch and ends in scratch blocks. Each batch row (a known
 // token or a node) is a query exactly once, in the first path that holds it; its key and value are written into every
-// path that holds it. The specification is the naive twin, vllm_specrollout/trees/layout.py.
+// path that holds it. The specification is the naive twin, tests/reference/layout.py.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Exact-match verification: from the root, step into the child that carries the token the target sampled.
-// The specification is the naive twin, vllm_specrollout/verify/rules.py.
+// The specification is the naive twin, tests/reference/exact_match.py.
 #pragma once
 
 #include <cstdint>

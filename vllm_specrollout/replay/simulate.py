@@ -14,13 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import Backoff, Budget
-from vllm_specrollout.late import batch_of
 from vllm_specrollout.replay.candidates import RecordedTrees, of_sources
 from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of, load_of
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.replay.requests import Request, requests_of, take_rows
 from vllm_specrollout.replay.verify import verified
-from vllm_specrollout.trees.batch import cut, num_branches
+from vllm_specrollout.trees.batch import batch_of, cut, num_branches
 from vllm_specrollout.types import (
     DraftMode,
     RequestBatch,

@@ -6,14 +6,24 @@ May enter: the carriers, numpy, our C++ core. May not: torch, vLLM, clocks, rand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout import _core
-from vllm_specrollout.types import ROOT, BoolArray, DraftLimits, FloatArray, IntArray, TreeBatch, empty_trees
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    ROOT,
+    BoolArray,
+    DraftLimits,
+    DraftTree,
+    FloatArray,
+    IntArray,
+    TreeBatch,
+    empty_trees,
+)
 
 LEAST, MOST = 1e-6, 0.995
 """No node is believed less, or more, likely to be accepted than this."""
@@ -211,6 +221,17 @@ def chains(request_ids: Sequence[str], token_ids: Sequence[Sequence[int]], sourc
         np.full(total, source, dtype=np.int32),
         depth,
     )
+
+
+def batch_of(request_ids: Sequence[str], trees: Sequence[DraftTree]) -> TreeBatch:
+    """The trees of a batch, [R] each, behind one another; each node keeps its source."""
+    node_start = np.zeros(len(trees) + 1, dtype=np.int32)
+    np.cumsum([tree.size for tree in trees], out=node_start[1:])
+    token_ids, parents, log_q, source = (
+        np.concatenate([getattr(EMPTY_TREE, name), *(getattr(tree, name) for tree in trees)])
+        for name in ("token_ids", "parents", "log_q", "source")
+    )
+    return replace(proposed(request_ids, node_start, token_ids, parents, log_q, 0), source=source)
 
 
 def joined(trees: TreeBatch, others: TreeBatch, where: BoolArray) -> TreeBatch:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.trees import chain
-from vllm_specrollout.late import batch_of
+from vllm_specrollout.trees.batch import batch_of
 from vllm_specrollout.types import (
     RequestBatch,
     RequestView,

@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.replay.builders import tree
-from vllm_specrollout.late import batch_of
 from vllm_specrollout.replay.verify import verified
-from vllm_specrollout.trees.batch import cut
+from vllm_specrollout.trees.batch import batch_of, cut
 from vllm_specrollout.trees.build import from_paths, path_to
 
 tokens = st.integers(0, 2)
