@@ -1,25 +1,29 @@
 """Lossless tree speculation for RL rollouts inside vLLM.
 
 Importing this package makes `LLM(MODEL, spec_rollout=True)` work, before or after vLLM is imported. Trainers tell a
-running engine of rewards and epochs with `report_rewards` and `begin_epoch`, or await the functions of the same names
-with an `a` before them, if it is an `AsyncLLM`.
+running engine of rewards and epochs with `report_rewards` and `begin_epoch`, and give its head other weights with
+`load_drafter`. For an `AsyncLLM`, await the functions of the same names with an `a` before them.
 """
 
 from vllm_specrollout.plugin import register
 from vllm_specrollout.reports import (
     abegin_epoch,
+    aload_drafter,
     aread_history,
     areport_rewards,
     begin_epoch,
+    load_drafter,
     read_history,
     report_rewards,
 )
 
 __all__ = [
     "abegin_epoch",
+    "aload_drafter",
     "aread_history",
     "areport_rewards",
     "begin_epoch",
+    "load_drafter",
     "read_history",
     "register",
     "report_rewards",

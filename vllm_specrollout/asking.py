@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 _SETTINGS = "spec_rollout"  # our entry in vLLM's `additional_config`
+_OFF = "spec rollout is off in this engine"
 
 T = TypeVar("T")
 # [engines][workers] what each worker answered
@@ -29,17 +30,21 @@ class Call:
     args: tuple[Any, ...] = ()
 
 
+Check = Callable[[Any], None]
 Conversation = Generator[Call, Answers, T]
 
 
-def ask(engine: Any, conversation: Conversation[T]) -> T:
+def ask(engine: Any, conversation: Conversation[T], check: Check | None = None) -> T:
     """Lead a conversation with an engine that is called.
+
+    Args:
+        check: refuses an engine that has not what the conversation is about; default: `check_keeps_history`.
 
     Raises:
         ConfigError: it is no such engine.
-        UnsupportedError: it keeps no history.
+        UnsupportedError: it is refused.
     """
-    _check(engine, is_async=False)
+    _check(engine, check or check_keeps_history, is_async=False)
     try:
         call = next(conversation)
         while True:
@@ -48,14 +53,13 @@ def ask(engine: Any, conversation: Conversation[T]) -> T:
         return end.value
 
 
-async def aask(engine: Any, conversation: Conversation[T]) -> T:
+async def aask(engine: Any, conversation: Conversation[T], check: Check | None = None) -> T:
     """Lead a conversation with an engine that is awaited, or with all of them behind its client.
 
     Raises:
-        ConfigError: it is no such engine.
-        UnsupportedError: it keeps no history.
+        as `ask`.
     """
-    _check(engine, is_async=True)
+    _check(engine, check or check_keeps_history, is_async=True)
     try:
         call = next(conversation)
         while True:
@@ -72,7 +76,7 @@ async def _await_all(engine: Any, call: Call) -> Answers:
     return [await engine.collective_rpc(call.method, args=call.args)]
 
 
-def _check(engine: Any, *, is_async: bool) -> None:
+def _check(engine: Any, check: Check, *, is_async: bool) -> None:
     rpc = getattr(engine, "collective_rpc", None)
     if not callable(rpc):
         raise ConfigError(
@@ -82,11 +86,11 @@ def _check(engine: Any, *, is_async: bool) -> None:
     if inspect.iscoroutinefunction(rpc) != is_async:
         name = type(engine).__name__
         if is_async:
-            way = "use `report_rewards`, `begin_epoch` or `read_history`"
+            way = "use `report_rewards`, `begin_epoch`, `read_history` or `load_drafter`"
             raise ConfigError(f"the engine is a {name}, which is called, not awaited", way)
-        way = "await `areport_rewards`, `abegin_epoch` or `aread_history`"
+        way = "await `areport_rewards`, `abegin_epoch`, `aread_history` or `aload_drafter`"
         raise ConfigError(f"the engine is a {name}, which is awaited, not called", way)
-    check_keeps_history(engine)
+    check(engine)
 
 
 def check_keeps_history(engine: Any) -> None:
@@ -95,18 +99,36 @@ def check_keeps_history(engine: Any) -> None:
     Raises:
         UnsupportedError: spec rollout is off, or has no `history` drafter.
     """
-    vllm_config = getattr(getattr(engine, "llm_engine", engine), "vllm_config", None)
-    if vllm_config is None:
+    settings = _settings(engine)
+    if settings is None:
         return
-    given = getattr(vllm_config, "additional_config", None)
-    settings = given.get(_SETTINGS) if isinstance(given, Mapping) else None
     if not settings:
-        raise UnsupportedError(
-            "spec rollout is off in this engine", 'start it with --spec-rollout \'{"drafters": ["history", "ngram"]}\''
-        )
+        raise UnsupportedError(_OFF, 'start it with --spec-rollout \'{"drafters": ["history", "ngram"]}\'')
     drafters = list(settings.get("drafters", ()))
     if "history" not in drafters:
         raise UnsupportedError(
             f"this engine keeps no history; its drafters are {json.dumps(drafters)}",
             f"start it with --spec-rollout '{json.dumps({'drafters': ['history', *drafters]})}'",
         )
+
+
+def check_has_model(engine: Any) -> None:
+    """Refuse an engine whose configuration names no model that drafts; one that hides its configuration passes.
+
+    Raises:
+        UnsupportedError: spec rollout is off, or has no `speculative_config`.
+    """
+    settings = _settings(engine)
+    if settings is not None and not settings.get("speculative_config"):
+        cause = "no model drafts in this engine" if settings else _OFF
+        raise UnsupportedError(cause, "start it with --spec-rollout and --speculative-config")
+
+
+def _settings(engine: Any) -> Mapping[str, Any] | None:
+    """Our configuration in an engine; empty: spec rollout is off; None: the engine does not show its configuration."""
+    vllm_config = getattr(getattr(engine, "llm_engine", engine), "vllm_config", None)
+    if vllm_config is None:
+        return None
+    given = getattr(vllm_config, "additional_config", None)
+    settings = given.get(_SETTINGS) if isinstance(given, Mapping) else None
+    return settings or {}

@@ -1,4 +1,5 @@
-"""`specrollout doctor | patches | bench | plan | profile | history | replay`; heavy imports happen inside commands."""
+"""`specrollout doctor | patches | bench | plan | profile | train-head | history | replay`; heavy imports happen inside
+commands."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import typer.main
 from vllm_specrollout import history_cli, patches, plan, profile_cli, replay_cli
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
+from vllm_specrollout.training import command as training_command
 
 BENCHES = {
     "engine": (
@@ -26,6 +28,7 @@ BENCHES = {
     "grpo": ("vllm_specrollout.bench.scenarios.grpo", "bench_grpo", "RL of the small policy, epoch after epoch."),
     "index": ("vllm_specrollout.bench.index.command", "bench_index", "The history index beside arctic-inference's."),
     "sweep": ("vllm_specrollout.bench.scenarios.sweep", "bench_sweep", "Batches and accuracies: auto, fixed, stock."),
+    "drafters": ("vllm_specrollout.bench.scenarios.drafters", "bench_drafters", "Models that draft, side by side."),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
 
@@ -130,6 +133,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(history_cli.app, name="history")
 app.command("replay")(replay_cli.replay_command)
 app.command("profile")(profile_cli.profile)
+app.command("train-head")(training_command.train_head)
 
 
 def main() -> None:

@@ -63,6 +63,17 @@ def shares(text: str, flag: str) -> tuple[float, ...]:
     return values
 
 
+def temperatures(text: str, flag: str) -> tuple[float, ...]:
+    """Numbers above 0, at most 10, in the order given."""
+    try:
+        found = tuple(float(part) for part in _parts(text, flag, "1,1.5"))
+    except ValueError:
+        found = ()
+    if not found or not all(0.0 < one <= 10.0 for one in found):
+        raise ConfigError(f"`{flag}` is {text!r}, not a list of numbers above 0, at most 10", "write it as in `1,1.5`")
+    return found
+
+
 def names(text: str, flag: str, choices: tuple[str, ...]) -> tuple[str, ...]:
     """`a,b` -> ("a", "b"), each one of `choices`.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.checks import check_choice, check_field, check_range, check_type
-from vllm_specrollout.drafter_config import HistoryConfig, NgramConfig, OracleConfig
+from vllm_specrollout.drafter_config import CollectConfig, HistoryConfig, NgramConfig, OracleConfig
 from vllm_specrollout.errors import ConfigError
 
 MAX_NODES = 64
@@ -67,6 +67,7 @@ class SpecRolloutConfig:
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
     # not a key of its own: it follows from `budget`, which keeps the name alone
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})
 
@@ -244,4 +245,4 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
     return cls(**arguments)
 
 
-_NESTED = {"ngram": NgramConfig, "history": HistoryConfig, "oracle": OracleConfig}
+_NESTED = {"ngram": NgramConfig, "history": HistoryConfig, "oracle": OracleConfig, "collect": CollectConfig}

@@ -1,4 +1,4 @@
-"""What can be set for each drafter; part of the configuration (config.py)."""
+"""What can be set for each drafter, and for what heads are trained on; part of the configuration (config.py)."""
 
 from __future__ import annotations
 
@@ -89,4 +89,33 @@ class OracleConfig:
             raise ConfigError(
                 f"`oracle.accuracy` sums to {sum(self.accuracy):g}, above 1",
                 "the ranks exclude each other: lower them so that they sum to at most 1",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectConfig:
+    """The target's hidden states, kept on disk for `specrollout train-head`. V1 runner only."""
+
+    dir: str = ""
+    """Directory for them; empty: none are kept."""
+    max_tokens: int = 1_000_000
+    """Most tokens kept in the directory; beyond it the oldest answers go."""
+    max_answer_tokens: int = 2048
+    """Most tokens kept of one request, its prompt included: the first ones."""
+    share: float = 1.0
+    """Share of the requests that is kept."""
+    layers: tuple[int, ...] = ()
+    """Layers whose input an EAGLE-3 head takes, as vLLM counts them; empty: those of the head in use, else a low, a
+    middle and a high one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        check_range("collect.max_tokens", self.max_tokens, 1, 1 << 40)
+        check_range("collect.max_answer_tokens", self.max_answer_tokens, 2, 1 << 24)
+        check_real("collect.share", self.share, 0.0, 1.0)
+        for layer in self.layers:
+            check_range("collect.layers", layer, 0, 4096)
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(
+                f"`collect.layers` is {list(self.layers)}, not ascending", "name each layer once, in order"
             )

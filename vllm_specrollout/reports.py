@@ -1,4 +1,5 @@
-"""What trainers tell a running engine, and ask of it: rewards, epochs, and what the history holds.
+"""What trainers tell a running engine, and ask of it: rewards, epochs, what the history holds, and other weights for
+the model that drafts.
 
 What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
 and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/history_calls.py`.
@@ -13,9 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask
+from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask, check_has_model
 from vllm_specrollout.errors import ConfigError
 
 MAX_REWARDS = 65_536
@@ -89,6 +91,22 @@ def read_history(llm: Any) -> dict[str, Any]:
     return ask(llm, reading())
 
 
+def load_drafter(llm: Any, path: str | Path) -> int:
+    """Give the model that drafts other weights of the same shape; requests go on running.
+
+    Args:
+        path: a folder that `specrollout train-head` wrote, or one safetensors file, where the engine can read it.
+
+    Returns:
+        How often its weights were swapped since the engine began.
+
+    Raises:
+        ConfigError: the weights cannot be used, and the drafter goes on with its own; or `llm` is no such engine.
+        UnsupportedError: no model drafts in this engine.
+    """
+    return ask(llm, loading(path), check_has_model)
+
+
 # --- for engines that are awaited ------------------------------------------------------------------------------------
 
 
@@ -105,6 +123,11 @@ async def abegin_epoch(engine: Any, epoch: int | None = None) -> int:
 async def aread_history(engine: Any) -> dict[str, Any]:
     """`read_history` for an `AsyncLLM`."""
     return await aask(engine, reading())
+
+
+async def aload_drafter(engine: Any, path: str | Path) -> int:
+    """`load_drafter` for an `AsyncLLM`."""
+    return await aask(engine, loading(path), check_has_model)
 
 
 # --- the conversations -----------------------------------------------------------------------------------------------
@@ -147,6 +170,15 @@ def reading() -> Conversation[dict[str, Any]]:
     total = _sum(engines)
     total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
     return {"total": total, "engines": engines}
+
+
+def loading(path: str | Path) -> Conversation[int]:
+    """Load weights into the model that drafts."""
+    answers = yield Call("spec_rollout_load_drafter", (str(path),))
+    for answer in _flat(answers):
+        if "cause" in answer:
+            raise ConfigError(answer["cause"], answer["hint"])
+    return max(answer["version"] for answer in _flat(answers))
 
 
 def candidates(request_id: str, index: int | None) -> list[str]:

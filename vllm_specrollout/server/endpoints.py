@@ -1,4 +1,4 @@
-"""The entry point `vllm.endpoint_plugins: spec_rollout`: rewards, epochs and history over HTTP.
+"""The entry point `vllm.endpoint_plugins: spec_rollout`: rewards, epochs, history and drafters over HTTP.
 
 What belongs here: the routes and the shapes of what they take and return. What is done with it is in `reports.py`, and
 what all routes share (key, limits, errors) in `endpoints_guard.py`. vLLM loads this only if `VLLM_PLUGINS` names it.
@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.datastructures import Headers, State
 
 from vllm_specrollout import reports
-from vllm_specrollout.asking import Conversation, aask
+from vllm_specrollout.asking import Check, Conversation, aask, check_has_model
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server.endpoints_guard import (
     SpecRolloutErrorResponse,
@@ -38,6 +38,7 @@ HINTS = {
     "request_id": f"give the id that the server returned, of 1 to {reports.MAX_ID_LENGTH} characters",
     "reward": "give a finite number; leave answers without a reward out",
     "index": "give the index of the choice, from 0, or leave it out when there is one choice",
+    "path": "give the path of a head's folder, or of its safetensors file, as the engine sees it",
     "epoch": "give a whole number from 0, or null for the next epoch",
 }
 
@@ -75,6 +76,19 @@ class SpecRolloutEpoch(BaseModel):
     epoch: int
 
 
+class SpecRolloutDrafterPath(BaseModel):
+    model_config = _STRICT
+    path: Annotated[
+        str, Field(min_length=1, max_length=4096, description="A folder or safetensors file that the engine can read.")
+    ]
+
+
+class SpecRolloutDrafterVersion(BaseModel):
+    """How often the drafter's weights were swapped since the engine began."""
+
+    version: int
+
+
 class SpecRolloutHistory(BaseModel):
     """Counts, bytes and hits: of each engine, and their sums with the share of lookups that drafted, `hit_rate`."""
 
@@ -84,7 +98,10 @@ class SpecRolloutHistory(BaseModel):
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
-    409: {"model": SpecRolloutErrorResponse, "description": "The engine keeps no history, or is past that epoch."},
+    409: {
+        "model": SpecRolloutErrorResponse,
+        "description": "The engine keeps no history, is past that epoch, or has no model that drafts.",
+    },
     413: {"model": SpecRolloutErrorResponse, "description": "The body is larger than 8 MiB."},
     422: {"model": SpecRolloutErrorResponse, "description": "The body holds what cannot be used."},
 }
@@ -104,16 +121,21 @@ async def begin_epoch(body: SpecRolloutNextEpoch, request: Request) -> Any:
     return {"epoch": await _ask(request, reports.beginning(body.epoch))}
 
 
+async def load_drafter(body: SpecRolloutDrafterPath, request: Request) -> Any:
+    """Give the model that drafts other weights of the same shape. Requests go on running."""
+    return {"version": await _ask(request, reports.loading(body.path), check_has_model)}
+
+
 async def read_history(request: Request) -> Any:
     """What the history holds and how often it drafted."""
     return await _ask(request, reports.reading())
 
 
-async def _ask(request: Request, conversation: Conversation[Any]) -> Any:
+async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:
     engine = getattr(request.app.state, _STATE, None)
     if engine is None:
         raise UnsupportedError("this server has no engine", "send the request to a server that generates")
-    return await aask(engine, conversation)
+    return await aask(engine, conversation, check)
 
 
 def make_router(may_pass: Callable[[Headers], bool] | None) -> APIRouter:
@@ -131,6 +153,7 @@ def make_router(may_pass: Callable[[Headers], bool] | None) -> APIRouter:
     add = router.add_api_route
     add("/rewards", report_rewards, methods=["POST"], response_model=SpecRolloutRewardCounts, responses=with_body)
     add("/epoch", begin_epoch, methods=["POST"], response_model=SpecRolloutEpoch, responses=with_body)
+    add("/drafter", load_drafter, methods=["POST"], response_model=SpecRolloutDrafterVersion, responses=with_body)
     add("/history", read_history, methods=["GET"], response_model=SpecRolloutHistory, responses=without)
     return router
 

@@ -45,12 +45,12 @@ class TrainerMixin(WeightsMixin):
         return {} if history is None else history.as_dict()
 
     def shutdown(self) -> None:
-        runner, history = getattr(self, "model_runner", None), None
-        if runner is not None and (history := self._history()) is not None:
+        runner = getattr(self, "model_runner", None)
+        if runner is not None:
             # a request that ended in the very last step is among them: no further step came to say so
             for ending in runner.unfinished():
-                history.finish(ending)
-            history.close()
-        if runner is not None:
+                runner.spec_rollout.finish(ending)
+            if (history := self._history()) is not None:
+                history.close()
             runner.spec_rollout.close()
         super().shutdown()

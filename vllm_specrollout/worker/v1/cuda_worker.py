@@ -10,10 +10,11 @@ from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.v1.cuda_runner import SpecRolloutCUDARunner
+from vllm_specrollout.worker.v1.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.v1.reporting import StatsMixin
 
 
-class SpecRolloutCUDAWorker(StatsMixin, ExplainsMixin, TrainerMixin, Worker):
+class SpecRolloutCUDAWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, Worker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCUDARunner

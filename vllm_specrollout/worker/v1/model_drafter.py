@@ -79,13 +79,17 @@ class ModelDrafter(BaseDrafter):
         self.source = source
         self.sharpness = Sharpness()
         self.acceptance = Acceptance()
+        self.version = 0
+        """How often its weights were swapped."""
         # request -> what the runner knows of it, for the step in progress
         self.seats: dict[str, Seat] = {}
         self.waiting = WaitingRows()
         self._pass_ms = 0.0
         self._times = 0
+        self.is_comb = True
         self._has_alternatives = True
-        self._entries: list[RequestEntry] = []
+        # [R] the requests that are drafted for
+        self.entries: list[RequestEntry] = []
         self._temperatures = torch.ones(0)
         self._levels = Levels(0, np.ones(1), 0.0)
         # the step in progress computed more than a token of some request that it did not draft
@@ -111,7 +115,7 @@ class ModelDrafter(BaseDrafter):
         num_drafted = trees.num_nodes if trees is not None else 0
         self._has_prompts = int(query_start[-1]) - num_drafted > len(ids)
         rows = torch.from_numpy(index)
-        hidden = _hidden_of(state, rows) if self.proposer.takes_hidden else torch.empty(len(index), 0)
+        hidden = self._hidden_of(state, rows)
         table = batch.block_table[0]
         self.proposer.block_table, blocks = table.get_numpy_array(), table.num_blocks_per_row
         self.seats, names = {}, []
@@ -124,6 +128,12 @@ class ModelDrafter(BaseDrafter):
             # who never drafts is fed for the sake of those who share its prompt's blocks
             names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
         self.feed(Rows(names, counts, runner.input_ids.gpu[rows], runner.positions[rows], hidden))
+
+    def _hidden_of(self, state: Any, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, width] the target's hidden states, as far as the proposer takes them."""
+        if self.proposer.takes_layers:
+            return torch.cat([layer[rows] for layer in state.aux_hidden_states], dim=-1)
+        return state.hidden_states[rows] if self.proposer.takes_hidden else torch.empty(len(rows), 0)
 
     def feed(self, rows: Rows) -> None:
         """Rows that the target has computed and that hold."""
@@ -155,15 +165,21 @@ class ModelDrafter(BaseDrafter):
         if not index or depth == 0:
             return empty_trees(batch.request_ids)
         names = [batch.request_ids[i] for i in index]
-        self._entries = [self.seats[name].entry for name in names]
-        temperatures = [1.0 if entry.tape is None else entry.temperature for entry in self._entries]
+        self.entries = [self.seats[name].entry for name in names]
+        temperatures = [1.0 if entry.tape is None else entry.temperature for entry in self.entries]
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
         self._levels = Levels(len(names), self._survival(), limits.token_ms)
         self._times += 1
-        self._has_alternatives = not limits.is_chain[index].all()
+        self._has_alternatives = self.is_comb and not limits.is_chain[index].all()
         spent = self._run(names, depth) / max(self._levels.depth, 1)
         self._pass_ms = spent if self._pass_ms == 0.0 else _MEMORY * self._pass_ms + (1.0 - _MEMORY) * spent
         return self._levels.trees(batch, limits, np.asarray(index), self.source)
+
+    def begin_anew(self) -> None:
+        """Its weights are others: what was learned of the old ones is forgotten."""
+        self.version += 1
+        self.sharpness, self.acceptance = Sharpness(), Acceptance()
+        self._trial.clear()
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         self.acceptance.count(trees, result)
@@ -183,18 +199,14 @@ class ModelDrafter(BaseDrafter):
         Raises:
             Enough: another level is not worth its pass.
         """
-        levels = self._levels
-        # a broken drafter costs speed, never more
-        logits = torch.nan_to_num(logits.float(), nan=0.0, posinf=1e4, neginf=-1e4)
-        scaled = logits / self._temperatures[:, None]
-        scaled -= scaled.amax(dim=-1, keepdim=True)
+        levels, scaled = self._levels, self.scaled(logits)
         if levels.depth == 0 and self._times % _LEARN_EVERY == 1:
             self._try_all(scaled)
         sharp = scaled * self.sharpness.value
-        tokens = [self.noise.choose(sharp, self._entries, levels.depth)]
+        tokens = [self.noise.choose(sharp, self.entries, levels.depth)]
         if self._has_alternatives:
             sharp.scatter_(1, tokens[0][:, None], float("-inf"))
-            tokens.append(self.noise.choose(sharp, self._entries, levels.depth))
+            tokens.append(self.noise.choose(sharp, self.entries, levels.depth))
         drawn = torch.stack(tokens, dim=1)
         log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
         levels.add(drawn.numpy(), log_q.numpy())
@@ -202,11 +214,18 @@ class ModelDrafter(BaseDrafter):
             raise Enough
         return tokens[0]
 
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, vocab] float32 the model's logits at the requests' temperatures, the highest 0."""
+        # a broken drafter costs speed, never more
+        logits = torch.nan_to_num(logits.float(), nan=0.0, posinf=1e4, neginf=-1e4)
+        scaled = logits / self._temperatures[:, None]
+        return scaled - scaled.amax(dim=-1, keepdim=True)
+
     # --- how sharp ---------------------------------------------------------------------------------------------------
 
     def _try_all(self, scaled: torch.Tensor) -> None:
         """What each candidate would draft as the next token."""
-        entries = self._entries
+        entries = self.entries
         tokens = torch.stack([self.noise.choose(scaled * choice, entries, 0) for choice in CHOICES], dim=1).numpy()
         self._trial = {
             entry.view.request_id: own for entry, own in zip(entries, tokens, strict=True) if entry.tape is not None
@@ -227,10 +246,3 @@ class ModelDrafter(BaseDrafter):
         self._trial.clear()
         if met:
             self.sharpness.observe(np.stack(met))
-
-
-def _hidden_of(state: Any, rows: torch.Tensor) -> torch.Tensor:
-    """[rows, hidden] the target's hidden states; for EAGLE-3 several layers' side by side."""
-    if state.aux_hidden_states is None:
-        return state.hidden_states[rows]
-    return torch.cat([layer[rows] for layer in state.aux_hidden_states], dim=-1)

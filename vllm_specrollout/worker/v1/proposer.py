@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,14 @@ class Proposer:
     """
 
     def __init__(self, proposer: Any, block_size: int, scratch: IntArray | None) -> None:
-        self._proposer = proposer
+        self.of_vllm = proposer
         proposer._sample_draft_tokens = self._sample
         self.draw: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.argmax(dim=-1)
         """[R, vocab] logits -> [R] int64 tokens of the next level; may raise `Enough`."""
         self.max_depth: int = proposer.num_speculative_tokens
         self.takes_hidden: bool = proposer.pass_hidden_states_to_model
+        self.takes_layers: bool = proposer.method == "eagle3" and proposer.eagle3_use_aux_hidden_state
+        """Whether it takes several layers' hidden states, side by side, and not the last one's."""
         self._extra = max(1, proposer.net_num_new_slots_per_request)
         self.most_requests: int = proposer.max_num_tokens // (2 + self._extra)
         """Of one batch: its buffers must hold some rows of each."""
@@ -61,9 +64,19 @@ class Proposer:
         # [requests, width] the runner's, of the step in progress
         self.block_table: IntArray = np.zeros((0, 0), dtype=np.int32)
 
+    @property
+    def path(self) -> Path:
+        """The folder that vLLM loaded the model from."""
+        config = self.of_vllm.vllm_config.speculative_config.draft_model_config
+        if Path(config.model).exists():
+            return Path(config.model)
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+
     def _sample(self, hidden: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
         """In the place of `SpecDecodeBaseProposer._sample_draft_tokens`."""
-        return self.draw(self._proposer.model.compute_logits(hidden)), None
+        return self.draw(self.of_vllm.model.compute_logits(hidden)), None
 
     def run(self, rows: Rows, seats: Sequence[Seat], depth: int) -> float:
         """Feed rows, at least one for each seat and in the seats' order, and draft so many levels.
@@ -72,7 +85,7 @@ class Proposer:
             milliseconds that it took.
         """
         begin = time.perf_counter()
-        room = self._proposer.max_num_tokens - self._extra * len(seats)
+        room = self.of_vllm.max_num_tokens - self._extra * len(seats)
         ends = np.cumsum(rows.counts)
         next_tokens = np.asarray([seat.next_token for seat in seats], dtype=np.int32)
         first = ends - rows.counts
@@ -97,7 +110,7 @@ class Proposer:
         metadata = self._metadata(seats, counts, positions, depth)
         try:
             with torch.inference_mode():
-                self._proposer.propose(
+                self.of_vllm.propose(
                     num_speculative_tokens=depth,
                     target_token_ids=rows.token_ids[taken],
                     target_positions=positions,

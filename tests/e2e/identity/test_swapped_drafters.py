@@ -1,0 +1,154 @@
+"""Other weights for a drafter while requests run: the tokens stay, and the drafter is right, as it was, or off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+
+import vllm_specrollout
+from tests.e2e.drafting_models import copied, eagle3_head, eagle_head
+from tests.e2e.identity.engines import Engine, engine, model
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+
+OWN = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "max_depth": 4}
+PROMPTS = [{"prompt_token_ids": [7 + i, 30, 31 + i]} for i in range(6)]
+PARAMS = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=60, ignore_eos=True) for i in range(6)]
+_FILE = "model.safetensors"
+
+
+def plain_tokens(target: str) -> list[list[int]]:
+    with engine(target, "float32", is_ours=False) as stock:
+        return [list(out.outputs[0].token_ids) for out in stock.llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def tokens_with_swaps(ours: Engine, paths: list[str]) -> tuple[list[list[int]], int]:
+    """The requests' tokens, with a swap after each step; and how many swaps there were."""
+    core, found, swaps = ours.llm.llm_engine, {}, 0
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        core.add_request(str(i), prompt, params.clone())
+    while core.has_unfinished_requests():
+        for out in core.step():
+            if out.finished:
+                found[out.request_id] = list(out.outputs[0].token_ids)
+        version = vllm_specrollout.load_drafter(ours.llm, paths[swaps % len(paths)])
+        swaps += 1
+        assert version == swaps
+    return [found[str(i)] for i in range(len(PROMPTS))], swaps
+
+
+def started(target: str, method: str, path: str) -> Any:
+    given = {"method": method, "model": path, "num_speculative_tokens": 4}
+    return engine(target, "float32", is_ours=True, spec_rollout={**OWN, "speculative_config": given})
+
+
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head, None], ids=["eagle", "eagle3", "draft_model"])
+def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path, make: Any) -> None:
+    target = model(models, "llama", "float32")
+    first = make(target, tmp_path / "first") if make else copied(target, tmp_path / "first", lambda weight: weight)
+    second = copied(first, tmp_path / "second", lambda weight: weight * 1.5 + 0.01)
+    method = make.__name__.removesuffix("_head") if make else "draft_model"
+    with started(target, method, first) as ours:
+        tokens, swaps = tokens_with_swaps(ours, [second, first])
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+    assert tokens == plain_tokens(target)
+    assert swaps > 10 and stats["drafted"] > 0
+
+
+def test_a_swapped_drafter_drafts_with_its_new_weights(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    useless = copied(target, tmp_path / "useless", lambda weight: torch.zeros_like(weight))
+    params = [SamplingParams(temperature=0, max_tokens=26, ignore_eos=True)]
+    with started(target, "draft_model", useless) as ours:
+        ours.llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        (before,) = ours.llm.collective_rpc("spec_rollout_stats", args=(True,))
+        # the target itself: each of its drafts is met
+        assert vllm_specrollout.load_drafter(ours.llm, target) == 1
+        ours.llm.reset_prefix_cache()
+        ours.llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        (after,) = ours.llm.collective_rpc("spec_rollout_stats")
+    assert before["accepted"] < 10
+    assert after["accepted"] == 20 and after["steps"] == 6
+
+
+def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    head = eagle_head(target, tmp_path / "head")
+
+    def changed(name: str, change: Any) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(head, folder)
+        weights = load_file(folder / _FILE)
+        change(weights)
+        save_file(weights, folder / _FILE)
+        return folder
+
+    def config_of_another(folder: Path) -> Path:
+        about = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**about, "num_hidden_layers": 2}))
+        return folder
+
+    cut = changed("cut", lambda weights: None)
+    (cut / _FILE).write_bytes((cut / _FILE).read_bytes()[:200])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refusals = {
+        "holds no safetensors": empty,
+        "cannot be read": cut,
+        "missing: fc.weight": changed("less", lambda weights: weights.pop("fc.weight")),
+        "unknown: more": changed("more", lambda weights: weights.update(more=torch.zeros(1))),
+        r"shape: fc.weight is \(1, 1\)": changed(
+            "shape", lambda weights: weights.update({"fc.weight": torch.zeros(1, 1)})
+        ),
+        "another kind of drafter: num_hidden_layers is 2, was 1": config_of_another(
+            changed("two", lambda weights: None)
+        ),
+        "brings an output head": changed(
+            "own", lambda weights: weights.update({"lm_head.weight": torch.zeros(400, 128)})
+        ),
+    }
+    with started(target, "eagle", head) as ours:
+        drafter = ours.runner.model_drafter
+        for told, path in refusals.items():
+            with pytest.raises(ConfigError, match=told):
+                vllm_specrollout.load_drafter(ours.llm, path)
+        assert ours.runner.model_drafter is drafter and drafter.version == 0
+        outputs = ours.llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+    assert [list(out.outputs[0].token_ids) for out in outputs] == plain_tokens(target) and stats["drafted"] > 0
+
+
+def test_weights_that_fail_half_way_switch_the_drafter_off(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    target = model(models, "llama", "float32")
+    head = eagle_head(target, tmp_path / "head")
+    with started(target, "eagle", head) as ours:
+        ours.runner.spec_rollout.guard.is_strict = False
+
+        def fails(weights: Any) -> None:
+            next(weights)
+            raise RuntimeError("no memory left")
+
+        monkeypatch.setattr(ours.runner.model_drafter.proposer.of_vllm.model, "load_weights", fails)
+        with pytest.raises(ConfigError, match="could not be loaded: no memory left"):
+            vllm_specrollout.load_drafter(ours.llm, head)
+        assert ours.runner.model_drafter is None
+        outputs = ours.llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [list(out.outputs[0].token_ids) for out in outputs] == plain_tokens(target)
+
+
+def test_an_engine_without_a_model_that_drafts_refuses(models: Path) -> None:
+    target = model(models, "llama", "float32")
+    with (
+        engine(target, "float32", is_ours=True) as ours,
+        pytest.raises(UnsupportedError, match="no model drafts in this engine"),
+    ):
+        vllm_specrollout.load_drafter(ours.llm, target)

@@ -1,0 +1,113 @@
+"""The run around the head: what it resumes, refuses and reports. Needs the `speculators` library."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("speculators")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.training.buffer import BufferWriter, Example, Source
+from vllm_specrollout.training.run import METRICS, STATE, TrainConfig, TrainingRun
+
+VOCAB, HIDDEN, LAYERS = 24, 16, (1, 2)
+CONFIG = TrainConfig(epochs=2, batch_tokens=128, num_levels=2, dtype="float32", save_every=3)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=64, head_dim=8, **shape)
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(target, tmp_path_factory) -> Path:
+    """Answers that count upwards, with the target's own hidden states."""
+    model = LlamaForCausalLM.from_pretrained(target).eval()
+    folder = tmp_path_factory.mktemp("data")
+    writer = BufferWriter(folder, Source(str(target), LAYERS, HIDDEN), 1 << 20)
+    for first in range(40):
+        token_ids = (torch.arange(20) + first) % VOCAB
+        with torch.no_grad():
+            out = model.model(token_ids[None], output_hidden_states=True)
+        hidden = torch.cat([out.hidden_states[layer][0] for layer in LAYERS], dim=-1)
+        writer.add(Example(token_ids, hidden, out.last_hidden_state[0], 3, 0))
+    writer.close()
+    return folder
+
+
+def test_a_head_learns_what_the_target_answers(target, data, tmp_path):
+    trainer = TrainingRun(
+        target, data, tmp_path / "head", TrainConfig(epochs=12, batch_tokens=128, learning_rate=5e-3, num_levels=2)
+    )
+    before = trainer.measure()
+    after = trainer.train()
+    assert after.loss < 0.5 * before.loss and after.tokens_per_step > before.tokens_per_step
+    assert after.tokens_per_step == pytest.approx(1.0 + sum(after.agreement))
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(target, data, tmp_path):
+    whole = TrainingRun(target, data, tmp_path / "whole", CONFIG)
+    expected = whole.train()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(step: int, loss: float) -> None:
+        if step == 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        TrainingRun(target, data, tmp_path / "stopped", CONFIG).train(stop)
+    again = TrainingRun(target, data, tmp_path / "stopped", CONFIG)
+    assert again.step == 3, "the last saved state"
+    found = again.train()
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
+    assert lines[-1]["step"] == whole.num_steps
+
+
+def test_a_finished_head_can_be_trained_further_and_has_the_targets_dtype(target, data, tmp_path):
+    TrainingRun(target, data, tmp_path / "first", CONFIG).train()
+    further = TrainingRun(target, data, tmp_path / "second", CONFIG, start=tmp_path / "first")
+    fresh = TrainingRun(target, data, tmp_path / "third", CONFIG)
+    assert further.measure().loss < fresh.measure().loss
+    about = json.loads((tmp_path / "first" / "config.json").read_text())
+    assert about["speculators_model_type"] == "eagle3" and about["eagle_aux_hidden_state_layer_ids"] == list(LAYERS)
+
+
+def test_a_head_may_draft_the_most_frequent_tokens_alone(target, data, tmp_path):
+    config = TrainConfig(batch_tokens=128, num_levels=2, draft_vocab=10)
+    trainer = TrainingRun(target, data, tmp_path / "head", config)
+    trainer.train()
+    assert trainer.head.lm_head.weight.shape == (10, HIDDEN) and int(trainer.head.t2d.sum()) == 10
+
+
+def test_what_cannot_go_on_is_refused_with_the_way_out(target, data, tmp_path):
+    TrainingRun(target, data, tmp_path / "head", CONFIG).train()
+    with pytest.raises(ConfigError, match=rf"{STATE}` is of another run: seed differ\n\nhint: choose another --out"):
+        TrainingRun(target, data, tmp_path / "head", TrainConfig(**{**CONFIG_VALUES, "seed": 1}))
+    few = BufferWriter(tmp_path / "few", Source(str(target), LAYERS, HIDDEN), 1 << 20)
+    few.add(Example(torch.arange(5), torch.zeros(5, 2 * HIDDEN), torch.zeros(5, HIDDEN), 1, 0))
+    few.close()
+    with pytest.raises(UnsupportedError, match="holds 1 answers, at least 20 are needed"):
+        TrainingRun(target, tmp_path / "few", tmp_path / "other", CONFIG)
+    wrong = BufferWriter(tmp_path / "wrong", Source("big", LAYERS, 2 * HIDDEN), 1 << 20)
+    wrong.add(Example(torch.arange(5), torch.zeros(5, 4 * HIDDEN), torch.zeros(5, 2 * HIDDEN), 1, 0))
+    wrong.close()
+    with pytest.raises(ConfigError, match=r"hidden states have 32 values per token, .* has 16\n\nhint: .*: big"):
+        TrainingRun(target, tmp_path / "wrong", tmp_path / "other", CONFIG)
+    with pytest.raises(ConfigError, match="is no EAGLE-3 head"):
+        TrainingRun(target, data, tmp_path / "other", CONFIG, start=tmp_path / "nothing")
+
+
+CONFIG_VALUES = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}

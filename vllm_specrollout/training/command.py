@@ -1,0 +1,123 @@
+"""`specrollout train-head`: trains an EAGLE-3 head on hidden states that engines collected."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specrollout.checks import check_range
+from vllm_specrollout.errors import UnsupportedError
+
+
+def train_head(
+    target: Annotated[Path, typer.Option(help="The target's folder.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="The buffer: `collect.dir` of the engine.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The head's folder; the run's state is kept there.", show_default=False)],
+    start: Annotated[Path | None, typer.Option(help="A head to train further; default: a new one.")] = None,
+    newest_only: Annotated[bool, typer.Option("--newest-only", help="Leave out what older weights computed.")] = False,
+    epochs: Annotated[int, typer.Option(help="Passes over the buffer.")] = 1,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per optimiser step.")] = 2048,
+    learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 1e-3,
+    levels: Annotated[int, typer.Option(help="Tokens ahead that the head is trained for.")] = 4,
+    loss: Annotated[str, typer.Option(help="kl_div, ce, tv or lk_hybrid.")] = "kl_div",
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that may be drafted, most frequent first; 0: all.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the products: auto, bfloat16 or float32.")] = "auto",
+    save_every: Annotated[int, typer.Option(help="Steps between two saved states.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of the first weights and of the order.")] = 0,
+    threads: Annotated[int, typer.Option(help="Torch threads; 0: as many as torch takes.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file, for example curves.png.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Train an EAGLE-3 head: one small layer that drafts from the target's own hidden states.
+
+    Three commands make a head. Roll out, and keep what the target computes:
+
+        vllm serve TARGET --spec-rollout '{"collect": {"dir": "DATA"}}'
+
+    Train. A run that was stopped goes on when started again:
+
+        specrollout train-head --target TARGET --data DATA --out HEAD --plot curves.png
+
+    Draft with it:
+
+        vllm serve TARGET --spec-rollout --speculative-config
+        '{"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}'
+
+    Every twentieth answer is held out. In the end it says what share of them the drafts meet.
+    """
+    check_range("threads", threads, 0, 4096)
+    try:
+        import torch
+
+        if plot is not None:
+            import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"`specrollout train-head` needs `{error.name}`, which is not installed",
+            'run `pip install "vllm-specrollout[train]"`',
+        ) from None
+    from transformers.utils import logging
+
+    # its bars would cut through ours
+    logging.disable_progress_bar()
+    from .run import METRICS, TrainConfig, TrainingRun
+
+    config = TrainConfig(
+        epochs=epochs,
+        batch_tokens=batch_tokens,
+        learning_rate=learning_rate,
+        num_levels=levels,
+        loss=loss,
+        draft_vocab=draft_vocab,
+        dtype=dtype,
+        save_every=save_every,
+        seed=seed,
+    )
+    if threads:
+        torch.set_num_threads(threads)
+    trainer = TrainingRun(target, data, out, config, start=start, newest_only=newest_only)
+    measured = _run(trainer, is_quiet=json)
+    if plot is not None:
+        from .curves import draw
+
+        draw(out / METRICS, plot)
+    if json:
+        typer.echo(json_module.dumps({"head": str(out), "steps": trainer.num_steps, **asdict(measured)}))
+        return
+    met = ", ".join(f"{share:.2f}" for share in measured.agreement)
+    typer.echo(f"head: {out}\nheld-out answers: loss {measured.loss:.3f}; drafts of levels 1 to k all agree: {met};")
+    typer.echo(f"that makes {measured.tokens_per_step:.2f} tokens per step at temperature 0")
+
+
+def _run(trainer: Any, *, is_quiet: bool) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True, quiet=is_quiet)
+    buffer = trainer.buffer
+    console.print(f"{len(buffer)} answers, {buffer.num_tokens()} tokens, {len(trainer.held_out)} answers held out")
+    for path in buffer.damaged:
+        console.print(f"left out, since damaged: {path}")
+    if trainer.step:
+        console.print(f"going on from step {trainer.step} of {trainer.num_steps}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=trainer.num_steps, completed=trainer.step)
+        return trainer.train(lambda step, loss: progress.update(task, completed=step, description=f"loss {loss:.3f}"))

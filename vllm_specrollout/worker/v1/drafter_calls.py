@@ -1,0 +1,75 @@
+"""What a V1 worker is asked about a model that drafts: other weights, and measurements. Called by name, through
+`collective_rpc`, between two steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
+from vllm_specrollout.worker.v1.matching import MatchMeter
+from vllm_specrollout.worker.v1.swapping import swap
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+
+    from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+else:
+    _Base = object
+
+
+class DrafterMixin(_Base):
+    """Mixed into vLLM's workers."""
+
+    model_runner: SpecRolloutV1
+    _meter: MatchMeter | None = None
+    # where the drafter's weights came from last; None: from where the engine was started with
+    _drafter_path: Path | None = None
+    _has_lost_weights = False
+
+    def spec_rollout_load_drafter(self, path: str) -> dict[str, Any]:
+        """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, since it has
+        to pass between processes.
+        """
+        try:
+            found = swap(self.model_runner, Path(path))
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint}
+        self._drafter_path = Path(path)
+        return found
+
+    def sleep(self, level: int = 1) -> None:
+        # level 2 throws all weights away, and a trainer brings the target's alone
+        self._has_lost_weights = self._has_lost_weights or level >= 2
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if self._has_lost_weights and (tags is None or "weights" in tags):
+            self._has_lost_weights = False
+            drafter = self.model_runner.model_drafter
+            if drafter is not None:
+                swap(self.model_runner, self._drafter_path or drafter.proposer.path)
+
+    def spec_rollout_matches(self, start: bool) -> dict[str, Any]:
+        """Begin to measure how often a model's drafts are the target's tokens, or end it and tell what was found.
+
+        Raises:
+            ConfigError: no model drafts.
+        """
+        runner = self.model_runner
+        if runner.model_drafter is None:
+            raise ConfigError("no model drafts in this engine", "give it a `speculative_config`")
+        meter, self._meter = getattr(self, "_meter", None), None
+        found = dataclasses.asdict(meter.stop()) if meter is not None else {}
+        if start:
+            self._meter = MatchMeter(runner)
+        return found
+
+    def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
+        """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
+        drafter = self.model_runner.model_drafter
+        if drafter is not None:
+            drafter.sharpness.pinned, drafter.is_comb = sharpness, is_comb

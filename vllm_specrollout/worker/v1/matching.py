@@ -1,0 +1,101 @@
+"""How often what a model would draft next is what the target then samples, for several ways to choose it.
+
+What belongs here: a measurement for benchmarks. While it goes on, the model is asked in every step and nothing of it is
+verified, so each position counts once, whatever is accepted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
+from vllm_specrollout.worker.v1.model_drafter import ModelDrafter
+
+GREEDY = 1e4
+"""A sharpness that leaves the noise no say."""
+
+
+@dataclass(slots=True)
+class Matches:
+    """Sums over positions."""
+
+    positions: int = 0
+    # [ways] positions at which the first choice is the target's token, and at which one of the first two is
+    first: dict[str, int] = field(default_factory=dict)
+    best_two: dict[str, int] = field(default_factory=dict)
+    # what rejection sampling would accept: sum of min(p, q)
+    overlap: float = 0.0
+    sharpness: float = 0.0
+    # milliseconds that asking took, all requests together
+    draft_ms: float = 0.0
+
+
+class MatchMeter:
+    """Takes the place of a drafter's proposing, and looks at what the sampler is given.
+
+    Args:
+        runner: our V1 runner, with a model that drafts.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._drafter: ModelDrafter = runner.model_drafter
+        self.matches = Matches()
+        # request -> its row in the tensors below
+        self._rows: dict[str, int] = {}
+        # [R, vocab] the drafter's distribution, and way -> [R, 2] its choices
+        self._q = torch.empty(0, 0)
+        self._choices: dict[str, torch.Tensor] = {}
+        sampler = runner.noise.sampler
+        self._stock = (self._drafter.proposer.draw, self._drafter.propose, sampler.forward)
+        self._drafter.proposer.draw = self._draw
+        self._drafter.propose = self._propose  # type: ignore[method-assign]
+        sampler.forward = self._sample
+
+    def stop(self) -> Matches:
+        """Put everything back."""
+        drafter, sampler = self._drafter, self._runner.noise.sampler
+        drafter.proposer.draw, drafter.propose, sampler.forward = self._stock  # type: ignore[method-assign]
+        self.matches.sharpness = drafter.sharpness.value
+        return self.matches
+
+    def _propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        self._rows = {}
+        begin = time.perf_counter()
+        self._stock[1](batch, replace(limits, max_depth=limits.max_depth.clip(max=1)))
+        self.matches.draft_ms += (time.perf_counter() - begin) * 1e3
+        return empty_trees(batch.request_ids)
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        drafter = self._drafter
+        scaled, entries = drafter.scaled(logits), drafter.entries
+        self._rows = {entry.view.request_id: i for i, entry in enumerate(entries)}
+        self._q = scaled.softmax(dim=-1)
+        ways = {"greedy": GREEDY, "shared": 1.0, "learned": drafter.sharpness.value}
+        for way, sharpness in ways.items():
+            sharp = scaled * sharpness
+            first = drafter.noise.choose(sharp, entries, 0)
+            second = drafter.noise.choose(sharp.scatter(1, first[:, None], float("-inf")), entries, 0)
+            self._choices[way] = torch.stack([first, second], dim=1)
+        return self._stock[0](logits)
+
+    def _sample(self, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        p = logits.softmax(dim=-1, dtype=torch.float32)
+        tokens, processed = self._stock[2](logits, *args)
+        names = self._runner.input_batch.req_ids
+        known = [i for i, name in enumerate(names) if name in self._rows and len(names) == len(p)]
+        if known:
+            own = [self._rows[names[i]] for i in known]
+            matches = self.matches
+            matches.positions += len(known)
+            matches.overlap += float(torch.minimum(p[known], self._q[own]).sum())
+            for way, choices in self._choices.items():
+                is_met = choices[own] == tokens[known][:, None]
+                matches.first[way] = matches.first.get(way, 0) + int(is_met[:, 0].sum())
+                matches.best_two[way] = matches.best_two.get(way, 0) + int(is_met.any(dim=1).sum())
+        self._rows = {}
+        return tokens, processed
