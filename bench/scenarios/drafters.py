@@ -152,13 +152,11 @@ class _Bench:
         for temperature in self._scenario.temperatures:
             self._engines.report(f"{name}: match rates at temperature {temperature:g}", 0)
             params = self._scenario.params(self._chosen, len(self._prompts), temperature, is_ours=True)
-            self._engines.ask(name, "rpc", method="spec_rollout_set_budget", name="fixed")
             self._engines.ask(name, "rpc", method="spec_rollout_matches", start=True)
             self._engines.run(name, self._prompts, params)
             sums = self._engines.ask(name, "rpc", method="spec_rollout_matches", start=False)
             found.append(_met(name, temperature, sums))
             self._engines.report("", 1)
-        self._engines.ask(name, "rpc", method="spec_rollout_set_budget", name=self._scenario.budget)
         return found
 
     def time(self, name: str) -> list[Row]:

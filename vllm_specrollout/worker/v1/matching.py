@@ -7,11 +7,12 @@ verified, so each position counts once, whatever is accepted.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vllm_specrollout.budgets.base import Backoff, FixedBudget
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
 from vllm_specrollout.worker.v1.model_drafter import ModelDrafter
 
@@ -50,6 +51,9 @@ class MatchMeter:
         # [R, vocab] the drafter's distribution, and way -> [R, 2] its choices
         self._q = torch.empty(0, 0)
         self._choices: dict[str, torch.Tensor] = {}
+        # asked in every step, for one level
+        self._budget, runner.spec_rollout.budget = runner.spec_rollout.budget, FixedBudget(2, 1)
+        runner.spec_rollout.backoff = Backoff()
         sampler = runner.noise.sampler
         self._stock = (self._drafter.proposer.draw, self._drafter.propose, sampler.forward)
         self._drafter.proposer.draw = self._draw
@@ -60,13 +64,14 @@ class MatchMeter:
         """Put everything back."""
         drafter, sampler = self._drafter, self._runner.noise.sampler
         drafter.proposer.draw, drafter.propose, sampler.forward = self._stock  # type: ignore[method-assign]
+        self._runner.spec_rollout.budget = self._budget
         self.matches.sharpness = drafter.sharpness.value
         return self.matches
 
     def _propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self._rows = {}
         begin = time.perf_counter()
-        self._stock[1](batch, replace(limits, max_depth=limits.max_depth.clip(max=1)))
+        self._stock[1](batch, limits)
         self.matches.draft_ms += (time.perf_counter() - begin) * 1e3
         return empty_trees(batch.request_ids)
 
