@@ -103,9 +103,10 @@ def check(name: str, given: Mapping[str, Any], *, is_v1_on_cpu: bool, tensor_par
             " noise and verified by exact match",
             "drop `draft_sample_method` and `rejection_sample_method`",
         )
-    if tensor_parallel_size > 1:
+    given_size = given.get("draft_tensor_parallel_size") or tensor_parallel_size
+    if given_size != tensor_parallel_size:
         raise UnsupportedError(
-            f"`{FLAG}` with `--tensor-parallel-size {tensor_parallel_size}`; beside spec rollout a model drafts on one"
-            " rank so far",
-            f"use `--tensor-parallel-size 1`; {LEAVE_OUT}",
+            f"`{FLAG}` has `draft_tensor_parallel_size` {given_size}, and `--tensor-parallel-size` is"
+            f" {tensor_parallel_size}; beside spec rollout both are the same",
+            "leave `draft_tensor_parallel_size` out",
         )

@@ -1,6 +1,7 @@
-"""Command line: `python -m bench.policy train | inflate | random | reward-demo | stats`."""
+"""Command line: `python -m bench.policy train | distil | inflate | random | reward-demo | stats`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -11,8 +12,11 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 from ..runner.display import Display, main
+from .distil import DistilConfig
+from .distil import distil as distil_policy
 from .evaluate import EvalConfig, FamilyStats, as_json, evaluate
 from .inflate import inflate as inflate_policy
+from .inflate import inflate_head
 from .random_model import make_random_model
 from .reward import problems as draw_set
 from .reward import reward
@@ -44,6 +48,26 @@ def train(
 
 
 @app.command()
+def distil(
+    data: Annotated[Path, typer.Option(help="Buffer of the policy's rollouts: `collect.dir` of an engine.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the draft model into.")],
+    policy: Annotated[Path, typer.Option(help="The policy that rolled out.")] = CHECKPOINT,
+    seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = DistilConfig.seed,
+    epochs: Annotated[int, typer.Option(help="Passes over the buffer.")] = DistilConfig.epochs,
+) -> None:
+    """Train a draft model of a quarter of the policy's size on the policy's own distributions."""
+    config = DistilConfig(seed=seed, epochs=epochs)
+    columns = (*Progress.get_default_columns(), TextColumn("KL {task.fields[loss]:.4f}"))
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("distilling", loss=float("nan"))
+        facts = distil_policy(
+            config, policy, data, out, lambda step, of, loss: progress.update(bar, completed=step, total=of, loss=loss)
+        )
+    (out / "training.json").write_text(json.dumps({"config": asdict(config), **facts}, indent=2) + "\n")
+    console.print(f"wrote {out}: {facts['parameters']} parameters, KL divergence {facts['loss']:.3f} nats per token")
+
+
+@app.command()
 def random(
     out: Annotated[Path, typer.Option(help="Folder to write the model into.")],
     size: Annotated[str, typer.Option(help="1M, 3M, 30M, 150M or 400M parameters, embeddings not counted.")] = "3M",
@@ -70,6 +94,16 @@ def inflate(
     with Display() as display:
         path = inflate_policy(source, out, to, display.counter(f"inflating to {to}"))
     console.print(f"wrote {path}")
+
+
+@app.command("inflate-head")
+def inflate_a_head(
+    head: Annotated[Path, typer.Option(help="EAGLE-3 head of the policy, as `specrollout train-head` wrote it.")],
+    target: Annotated[Path, typer.Option(help="The inflated policy.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the head into.")],
+) -> None:
+    """Write a head with the same drafts for an inflated policy."""
+    console.print(f"wrote {inflate_head(head, target, out)}")
 
 
 @app.command()

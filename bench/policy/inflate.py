@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,63 @@ def inflate(
         if path.suffix in (".json", ".jinja") and path.name not in ("config.json", "training.json"):
             shutil.copyfile(path, dst / path.name)
     return dst
+
+
+def inflate_head(src: str | Path, target: str | Path, dst: str | Path) -> Path:
+    """Writes to `dst` an EAGLE-3 head for an inflated policy, with the drafts of the head `src` of the policy itself.
+
+    The inflated policy's first blocks are the policy's own, so the layers that the head takes keep their numbers. The
+    head's layer is widened as a block of the policy is. `target` is the inflated policy's folder.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    src, target, dst = Path(src), Path(target), Path(dst)
+    config = json.loads((src / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    inflated = _read_config(target)
+    old, new = Shape.of_config(layer), Shape.of_config(inflated)
+    _check(old, replace(new, num_layers=old.num_layers))
+    weights = load_file(src / "model.safetensors")
+    generator = torch.Generator().manual_seed(_SEED)
+    grown = {name: one for name, one in weights.items() if name in ("t2d", "d2t")}
+    grown["embed_tokens.weight"] = torch.nn.functional.pad(weights["embed_tokens.weight"], (0, new.hidden - old.hidden))
+    # what reads the residual stream: its new columns meet zeros; what writes to it has zeros in its new rows
+    grown["lm_head.weight"] = _spread(weights["lm_head.weight"], 1, old, new, generator)
+    fused = _spread(weights["fc.weight"], weights["fc.weight"].shape[1] // old.hidden, old, new, generator)
+    grown["fc.weight"] = torch.nn.functional.pad(fused, (0, 0, 0, new.hidden - old.hidden))
+    grown["norm.weight"] = _norm(weights["norm.weight"], old, new)
+    block = {name.removeprefix("layers.0."): one for name, one in weights.items() if name.startswith("layers.0.")}
+    # embedding and hidden state side by side: `_block` sees the first, and is given the second's columns apart
+    halves = [_half(block, half, old) for half in range(2)]
+    wide = [_block(half, old, new, generator, weights["norm.weight"].dtype) for half in halves]
+    for name, one in wide[0].items():
+        is_input = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+        grown[f"layers.0.{name}"] = torch.cat([one, wide[1][name]], dim=1) if is_input else one
+    grown["layers.0.hidden_norm.weight"] = _norm(block["hidden_norm.weight"], old, new)
+    dst.mkdir(parents=True, exist_ok=True)
+    save_file({name: one.contiguous() for name, one in grown.items()}, dst / "model.safetensors", {"format": "pt"})
+    layer |= new.as_config() | {"num_hidden_layers": 1}
+    layer["rms_norm_eps"] *= old.hidden / new.hidden
+    config["speculators_config"]["verifier"]["name_or_path"] = str(target)
+    (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return dst
+
+
+def _half(block: dict[str, "torch.Tensor"], half: int, old: Shape) -> dict[str, "torch.Tensor"]:
+    """A head's layer as one half of its input has it."""
+    columns = slice(half * old.hidden, (half + 1) * old.hidden)
+    inputs = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    return {name: one[:, columns] if name.endswith(inputs) else one for name, one in block.items()}
+
+
+def _spread(weight: "torch.Tensor", parts: int, old: Shape, new: Shape, generator: "torch.Generator") -> "torch.Tensor":
+    """[rows, parts * h] -> [rows, parts * H]: the old columns in front of each part, random ones behind them."""
+    grown = _random(len(weight), parts * new.hidden, generator, weight.dtype)
+    for part in range(parts):
+        begin = part * new.hidden
+        grown[:, begin : begin + old.hidden] = weight[:, part * old.hidden : (part + 1) * old.hidden]
+    return grown
 
 
 def _read_config(src: Path) -> dict:

@@ -46,6 +46,7 @@ def config_page() -> str:
         (config.HistoryConfig, "history."),
         (config.NgramConfig, "ngram."),
         (config.OracleConfig, "oracle."),
+        (config.CollectConfig, "collect."),
     ):
         title = "## Engine\n" if not prefix else f"## `{prefix.rstrip('.')}`\n\n{_first_sentence(cls)}\n"
         parts += [title, _table(("Key", "Type", "Default", "Meaning"), _fields(cls, prefix))]
@@ -99,7 +100,7 @@ def cli_page() -> str:
     group = typer.main.get_command(app)
     parts = ["# Command line\n"]
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        parts.append(f"## `specrollout {name}`\n\n{' '.join((command.help or '').split())}\n")
+        parts.append(f"## `specrollout {name}`\n\n{_first_paragraph(command.help)}\n")
         if name != "bench":
             inner = sorted(getattr(command, "commands", {}).items())
             parts += [_command(f"{name} {title}", single) for title, single in inner] or [_options(command)]
@@ -117,9 +118,14 @@ def cli_page() -> str:
     return "\n".join(parts)
 
 
+def _first_paragraph(text: str | None) -> str:
+    """What a command does; what follows shows how, laid out for a terminal."""
+    return " ".join((text or "").partition("\n\n")[0].split())
+
+
 def _command(name: str, command: Any) -> str:
     """A command of a group."""
-    return f"### `specrollout {name}`\n\n{' '.join((command.help or '').split())}\n\n{_options(command)}"
+    return f"### `specrollout {name}`\n\n{_first_paragraph(command.help)}\n\n{_options(command)}"
 
 
 def _options(command: Any) -> str:

@@ -41,6 +41,17 @@ def give_the_first_rank_a_bad_drafter(worker):
         return True
     return False
 
+def make_the_model_fail_on_the_first_rank(worker):
+    runner = worker.model_runner
+    runner.spec_rollout.guard.is_strict = False
+    if runner.drafting.is_drafting:
+        def raises(batch, limits):
+            raise RuntimeError("out of ideas")
+        runner.model_drafter.propose = raises
+
+def has_a_model(worker):
+    return worker.model_runner.model_drafter is not None
+
 def answer(model, spec_rollout):
     llm = LLM(model, dtype="float32", tensor_parallel_size=2, enforce_eager=True, max_model_len=256, max_num_seqs=8,
               disable_log_stats=False, additional_config={"spec_rollout": spec_rollout})
@@ -54,7 +65,12 @@ def answer(model, spec_rollout):
         counted[sample.name] += sample.value if sample.name.endswith("_nodes_total") else 0
     result = {"counted": counted, "tokens": [list(o.outputs[0].token_ids) for o in out],
               "drafted": [s.get("drafted", 0) for s in stats], "accepted": [s.get("accepted", 0) for s in stats]}
-    if spec_rollout:
+    if spec_rollout and spec_rollout.get("speculative_config"):
+        llm.collective_rpc(make_the_model_fail_on_the_first_rank)
+        out = llm.generate(prompts, params, use_tqdm=False)
+        result["tokens after"] = [list(o.outputs[0].token_ids) for o in out]
+        result["has model"] = llm.collective_rpc(has_a_model)
+    elif spec_rollout:
         result["given"] = llm.collective_rpc(give_the_first_rank_a_bad_drafter)
         out = llm.generate(prompts, params, use_tqdm=False)
         result["tokens after"] = [list(o.outputs[0].token_ids) for o in out]
@@ -114,3 +130,24 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_draft
     assert ours["given"] == [True, False]
     assert ours["tokens after"] == stock["tokens"]
     assert ours["failures"] == [{"drafter raises": 1}, {}]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_two_ranks_run_a_model_that_drafts_and_yield_stocks_tokens_even_if_it_fails(
+    tmp_path: Path, method: str
+) -> None:
+    from bench.policy.random_model import make_random_model
+    from tests.e2e.drafting_models import eagle_head, perturbed
+
+    # two heads for keys and values, one for each rank
+    model = str(make_random_model(tmp_path / "model", arch="llama", size="3M", dtype="float32"))
+    drafter = eagle_head(model, tmp_path / "draft") if method == "eagle" else perturbed(model, tmp_path / "draft", 0.1)
+    given = {"method": method, "model": drafter, "num_speculative_tokens": 3}
+    stock, ours = _run(model, tmp_path, False, {"budget": "fixed", "drafters": [], "speculative_config": given})
+    assert ours["tokens"] == stock["tokens"]
+    assert ours["drafted"][0] == ours["drafted"][1] > 0
+    assert ours["accepted"][0] == ours["accepted"][1]
+    assert method == "eagle" or ours["accepted"][0] > 100
+    # the rank that decides has lost its model: the other one has none either, and waits for nothing
+    assert ours["tokens after"] == stock["tokens"] and ours["has model"] == [False, False]

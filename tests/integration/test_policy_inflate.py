@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.inflate import inflate  # noqa: E402
+from bench.policy.inflate import inflate, inflate_head  # noqa: E402
 from bench.policy.random_model import Shape, make_random_model  # noqa: E402
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
@@ -97,3 +97,27 @@ def test_other_architectures_are_refused(tmp_path):
     llama = make_random_model(tmp_path / "llama", arch="llama", **SMALL)
     with pytest.raises(ConfigError, match="is a llama model"):
         inflate(llama, tmp_path / "out", GROWN)
+
+
+def test_an_inflated_head_drafts_what_the_policys_own_head_does(tmp_path):
+    pytest.importorskip("speculators")
+    from vllm_specrollout.training.buffer import Source
+    from vllm_specrollout.training.head import load_head, new_head, save_head
+
+    small = make_random_model(tmp_path / "small", seed=3, dtype="float32", **SMALL)
+    large = inflate(small, tmp_path / "grown", GROWN)
+    torch.manual_seed(0)
+    layers = (1, 2)
+    save_head(new_head(small, Source(str(small), layers, 64), 2), tmp_path / "head", torch.float32)
+    inflate_head(tmp_path / "head", large, tmp_path / "grown-head")
+    own = load_head(tmp_path / "head", Source(str(small), layers, 64)).eval()
+    grown = load_head(tmp_path / "grown-head", Source(str(large), layers, 256)).eval()
+    ids, hidden = torch.randint(0, 400, (1, 50)), torch.randn(1, 50, 2, 64)
+    padded = torch.nn.functional.pad(hidden, (0, 192))
+    shared = {"input_ids": ids, "document_ids": torch.zeros(1, 50, dtype=torch.long), "ttt_steps": 2}
+    with torch.no_grad():
+        want = own(hidden_states=hidden.reshape(1, 50, -1), **shared)
+        got = grown(hidden_states=padded.reshape(1, 50, -1), **shared)
+    for level, (one, other) in enumerate(zip(want, got, strict=True)):
+        assert len(one.unique()) > 5, "a head that always drafts the same would agree with anything"
+        assert torch.equal(one, other), f"level {level + 1}"

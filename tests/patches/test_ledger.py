@@ -48,9 +48,28 @@ OURS_HERE = {
     ("worker/v1/model_drafter.py", "proposer"),
     ("worker/v1/model_drafter.py", "self.proposer"),
     ("worker/v1/waiting_rows.py", "rows"),
+    ("worker/v1/matching.py", "self._drafter"),
+    ("worker/v1/matching.py", "self._drafter.proposer"),
+    ("worker/v1/matching.py", "self._runner.spec_rollout"),
+    ("worker/v1/matching.py", "self.matches"),
+    ("worker/v1/matching.py", "drafter"),
+    ("worker/v1/matching.py", "drafter.proposer"),
+    ("worker/v1/matching.py", "matches"),
+    # a subclass of vLLM's
+    ("worker/v1/matching.py", "sampler"),
+    ("worker/v1/ranks.py", "self._drafting"),
+    ("worker/v1/ranks.py", "self._runner"),
+    ("worker/v1/drafter_calls.py", "drafter"),
+    ("worker/v1/drafter_calls.py", "drafter.sharpness"),
     ("worker/v2/runner.py", "step"),
 }
-RUNNERS = ("worker/v1/runner.py", "worker/v1/cpu_runner.py", "worker/v1/cuda_runner.py", "worker/v2/runner.py")
+RUNNERS = (
+    "worker/v1/runner.py",
+    "worker/v1/collecting.py",
+    "worker/v1/cpu_runner.py",
+    "worker/v1/cuda_runner.py",
+    "worker/v2/runner.py",
+)
 SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
 
 

@@ -18,6 +18,10 @@ from vllm_specrollout.errors import ConfigError
 
 HERE = Path(__file__).parent
 REFUSED_CONFIGS = {
+    "no tokens to collect": {"collect": {"dir": "data", "max_tokens": 0}},
+    "more than all answers to collect": {"collect": {"dir": "data", "share": 1.5}},
+    "layers that do not ascend": {"collect": {"dir": "data", "layers": [4, 2]}},
+    "a layer below the first": {"collect": {"dir": "data", "layers": [-1]}},
     "a key with a typo": {"max_draft_token": 3},
     "a key nothing resembles": {"zzz": 1},
     "a nested key with a typo": {"ngram": {"max_mach": 3}},

@@ -20,6 +20,8 @@ MARK = "spec_rollout/"
 """Before every key on the way to the frontend, where our keys lie among vLLM's own."""
 THOUSANDTHS = 1000
 """Only whole numbers travel: fractions go as so many thousandths."""
+VERSION = "weights_version"
+"""The label of series that are dropped once their weights are old."""
 _MOST_REASONS = 32
 """Different reasons a worker tells; any further one is `other`, so that labels stay few."""
 
@@ -44,6 +46,18 @@ METRICS = (
     Metric("drafted_nodes", "counter", "Draft nodes that drafters proposed, by drafter.", ("source",)),
     Metric("verified_nodes", "counter", "Draft nodes sent to the target, by drafter.", ("source",)),
     Metric("accepted_nodes", "counter", "Draft nodes that the target accepted, by drafter.", ("source",)),
+    Metric(
+        "version_verified_nodes",
+        "counter",
+        "Draft nodes sent to the target, by drafter and by the target's weights; the newest 16 versions.",
+        ("source", VERSION),
+    ),
+    Metric(
+        "version_accepted_nodes",
+        "counter",
+        "Draft nodes that the target accepted, by drafter and by the target's weights; the newest 16 versions.",
+        ("source", VERSION),
+    ),
     Metric(
         "tree_nodes", "histogram", "Nodes verified per request and step with a draft.", (), (1, 2, 4, 8, 16, 32, 64)
     ),
@@ -105,6 +119,10 @@ class Metrics(Listener):
             )
             self._by_source("verified_nodes", verified.tolist())
             self._by_source("accepted_nodes", accepted.tolist())
+            if record.batch is not None and record.batch.size:
+                version = f"/{record.batch.views[0].weights_version}"
+                self._by_source("version_verified_nodes", verified.tolist(), version)
+                self._by_source("version_accepted_nodes", accepted.tolist(), version)
             for size, count in enumerate(np.bincount(trees.sizes).tolist()):
                 if size:
                     self._add(f"tree_nodes/{size}", count)
@@ -142,11 +160,11 @@ class Metrics(Listener):
             error = abs(plan.expected_ms - timing.step_ms) / timing.step_ms
             self._add(f"cost_error/{round(error * THOUSANDTHS)}", 1)
 
-    def _by_source(self, metric: str, counts: Sequence[int]) -> None:
+    def _by_source(self, metric: str, counts: Sequence[int], more: str = "") -> None:
         for source, count in enumerate(counts):
             if count:
                 name = self._sources[source] if source < len(self._sources) else "unknown"
-                self._add(f"{metric}/{name}", count)
+                self._add(f"{metric}/{name}{more}", count)
 
     def _label(self, reason: str) -> str:
         if reason not in self._reasons:

@@ -90,6 +90,18 @@ BINDINGS = (
     ),
     Binding(
         "swap",
+        "self.use_aux_hidden_state_outputs",
+        "worker/v1/collecting.py",
+        "vLLM hands out the layers' hidden states only where an EAGLE-3 head is loaded",
+    ),
+    Binding(
+        "swap",
+        "owner._modules[name]",
+        "worker/v1/swapping.py",
+        "while weights are loaded into a head: vLLM's reloading empties every module, the target's shared ones too",
+    ),
+    Binding(
+        "swap",
         "self.decode_query_len",
         "worker/v2/runner.py",
         "for one call: vLLM sizes a request's logits rows by it",

@@ -29,12 +29,16 @@ class Drafting:
 
     def __init__(self, speculator: Speculator, num_ranks: int = 1) -> None:
         self.speculator = speculator
-        self._group: Any = get_tp_group() if num_ranks > 1 else None
-        self.is_drafting = self._group is None or self._group.rank_in_group == 0
+        self.group: Any = get_tp_group() if num_ranks > 1 else None
+        self.is_drafting = self.group is None or self.group.rank_in_group == 0
         # what was planned last; None: nothing, or another rank plans
         self.planned: PlannedStep | None = None
         self.ms = 0.0
         """Milliseconds that the last step's drafts took to be made."""
+        self.follow: Callable[[Any], None] = lambda order: None
+        """What the other ranks do when the first one has something else to tell them before its trees."""
+        self.last_order: Callable[[], Any] = lambda: None
+        """On the first rank: what else is told before the trees; None: nothing."""
 
     def admit(self, view: RequestView) -> None:
         """A request that may be drafted for has come."""
@@ -74,10 +78,25 @@ class Drafting:
                     trees = cut(self.planned.plan.trees, batch.max_nodes)
                     if fit is not None and trees.num_nodes:
                         trees = fit(trees, batch)
-        if self._group is not None:
-            trees = self._group.broadcast_object(trees, src=0)
+        if self.group is not None:
+            trees = self._agreed(trees)
         self.ms = (time.perf_counter() - begin) * 1e3 if self.planned is not None else 0.0
         return trees
+
+    def order(self, order: Any) -> None:
+        """Have the other ranks follow; called on the first one, while it plans."""
+        if self.group is not None and self.is_drafting:
+            self.group.broadcast_object(order, src=0)
+
+    def _agreed(self, trees: TreeBatch) -> TreeBatch:
+        """The first rank's trees; until they come, the others follow its orders."""
+        if self.is_drafting:
+            if (order := self.last_order()) is not None:
+                self.order(order)
+            return self.group.broadcast_object(trees, src=0)
+        while not isinstance(told := self.group.broadcast_object(None, src=0), TreeBatch):
+            self.follow(told)
+        return told
 
     def observe(
         self, planned: PlannedStep | None, trees: TreeBatch, num_accepted: IntArray, accepted: IntArray

@@ -10,16 +10,18 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("speculators")
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from tests.e2e.drafting_models import eagle_head
+from bench.policy.reward import problems
+from bench.policy.tokenizer import prompt_text
+from bench.runner.models import CHECKPOINT
+from tests.e2e.drafting_models import eagle3_head, eagle_head
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run
-from tests.e2e.identity.engines import Engine, engine, model
+from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.training.buffer import Buffer, paths_in
 from vllm_specrollout.training.run import TrainConfig, TrainingRun
@@ -77,9 +79,6 @@ def test_a_buffer_that_cannot_be_written_costs_the_buffer_and_no_tokens(models: 
     target = model(models, "llama", "float32")
     requests = cases(6, VOCAB, seed=32, max_tokens=20)
 
-    def break_it(ours: Engine) -> None:
-        assert ours.runner.collector is not None
-
     with engine(target, "float32", is_ours=True, spec_rollout={"collect": {"dir": str(tmp_path)}}) as ours:
         plain = run(ours.llm, requests, enabled=False)
         ours.runner.spec_rollout.guard.is_strict = False
@@ -94,34 +93,35 @@ def test_a_buffer_that_cannot_be_written_costs_the_buffer_and_no_tokens(models: 
     assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
 
 
-def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path) -> None:
-    target = model(models, "llama", "float32")
-    data, head = tmp_path / "data", tmp_path / "head"
-    params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True) for _ in range(60)]
-    generator = np.random.default_rng(5)
-    prompts = [{"prompt_token_ids": generator.integers(5, 60, 6).tolist()} for _ in params]
+def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(tmp_path: Path) -> None:
+    """The project's policy: a random model's answers are not to be learned from a few of them."""
+    target, data, head = str(CHECKPOINT), tmp_path / "data", tmp_path / "head"
+    chosen = problems(128, seed=3, split="train")
+    params = [SamplingParams(temperature=0, max_tokens=64) for _ in chosen]
     with engine(target, "float32", is_ours=True, spec_rollout={"collect": {"dir": str(data)}}) as ours:
+        tokenizer = ours.llm.get_tokenizer()
+        encoded = [tokenizer.encode(prompt_text(one.prompt), add_special_tokens=False) for one in chosen]
+        prompts = [{"prompt_token_ids": ids} for ids in encoded]
         ours.llm.generate(prompts, params, use_tqdm=False)
         ours.llm.collective_rpc("shutdown")
-    config = TrainConfig(epochs=6, batch_tokens=512, learning_rate=3e-3, num_levels=3)
-    trainer = TrainingRun(Path(target), data, head, config)
-    before = trainer.measure()
-    after = trainer.train()
-    assert after.tokens_per_step > before.tokens_per_step + 0.2
+    config = TrainConfig(epochs=6, batch_tokens=512, learning_rate=3e-3, num_levels=3, dtype="float32")
+    run_ = TrainingRun(Path(target), data, head, config)
+    before = run_.measure()
+    after = run_.train()
+    assert after.tokens_per_step > before.tokens_per_step + 0.3
 
     given = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     own = {"drafters": [], "budget": "fixed", "max_draft_tokens": 6, "speculative_config": given}
-    check_identity(target, "float32", cases(12, VOCAB, seed=33, max_tokens=24), num_drafters=0, spec_rollout=own)
+    requests = cases(12, VOCAB, seed=33, max_tokens=24)
+    check_identity(target, "float32", requests, num_drafters=0, spec_rollout=own)
     with engine(target, "float32", is_ours=True, spec_rollout={**own, "shape": "chain"}) as ours:
         ours.llm.generate(prompts[:20], params[:20], use_tqdm=False)
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
-    # the engine drafts what the trainer trained: as often met as it said, held-out answers or not
-    assert 1.0 + stats["accepted"] / stats["request_steps"] == pytest.approx(after.tokens_per_step, abs=0.5)
+    # the engine drafts as well as the training said, whose held-out answers are others
+    assert 1.0 + stats["accepted"] / stats["request_steps"] == pytest.approx(after.tokens_per_step, abs=0.4)
 
 
 def test_layers_that_the_head_in_use_does_not_take_are_refused(models: Path, tmp_path: Path) -> None:
-    from tests.e2e.drafting_models import eagle3_head
-
     target = model(models, "llama", "float32")
     given = {"method": "eagle3", "model": eagle3_head(target, tmp_path / "head"), "num_speculative_tokens": 2}
     own = {"speculative_config": given, "collect": {"dir": str(tmp_path / "data"), "layers": [2, 4]}}

@@ -46,6 +46,21 @@ def test_nodes_are_counted_for_the_drafter_that_proposed_them():
     assert metrics.take() == {}
 
 
+def test_nodes_are_counted_by_the_targets_weights_too():
+    metrics, trees = Metrics(("history", "model")), batch_of([from_sources(0, 1, 1)])
+    for version in (0, 3):
+        metrics.stepped(record_of(trees, [[0, 1]], batch=RequestBatch.of([view("a", [1], weights_version=version)])))
+    counts = {key: count for key, count in metrics.take().items() if key.startswith("version_")}
+    assert counts == {
+        **{
+            f"version_verified_nodes/{source}/{n}": count
+            for source, count in {"history": 1, "model": 2}.items()
+            for n in (0, 3)
+        },
+        **{f"version_accepted_nodes/{source}/{n}": 1 for source in ("history", "model") for n in (0, 3)},
+    }
+
+
 @given(proposed(), st.integers(0, 99))
 def test_every_node_is_counted_once(proposals, seed):
     metrics, names, rng = Metrics("abc"), "abc", np.random.default_rng(seed)

@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 
 HISTORY = {"drafters": ["history", "ngram"]}
+WITH_MODEL = {**HISTORY, "speculative_config": {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}}
 
 
 class FakeEngine:
@@ -26,6 +27,7 @@ class FakeEngine:
         self.names = names
         self.rewards: dict[str, float] = {}
         self.epoch = 0
+        self.drafters: list[str] = []
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self, method)(*args)]
@@ -46,6 +48,12 @@ class FakeEngine:
             raise ValueError(f"the epoch is {epoch}")
         self.epoch = self.epoch + 1 if epoch is None else epoch
         return self.epoch
+
+    def spec_rollout_load_drafter(self, path: str) -> dict[str, Any]:
+        if not path.startswith("/heads/"):
+            return {"cause": f"`{path}` holds no safetensors", "hint": "give a folder"}
+        self.drafters.append(path)
+        return {"tensors": 12, "version": len(self.drafters)}
 
     def spec_rollout_history(self) -> dict[str, Any]:
         store = {"epoch": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}

@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 
-from tests.unit.server.conftest import HISTORY, FakeEngine
+from tests.unit.server.conftest import HISTORY, WITH_MODEL, FakeEngine
 from vllm_specrollout.server.endpoints_guard import MAX_BODY_BYTES
 
 JSON = {"content-type": "application/json"}
@@ -72,6 +72,25 @@ def test_an_epoch_that_falls_is_a_conflict_and_changes_nothing(client, engine):
 def test_the_history_is_listed_and_summed(client):
     kept = {"store": {"epoch": 0, "answers": 0, "memory_bytes": 1024}, "hits": 1, "lookups": 4, "hit_rate": 0.25}
     assert client.get("/spec_rollout/history").json() == {"total": kept, "engines": [kept]}
+
+
+def test_a_drafter_is_given_other_weights(make_app):
+    engine = FakeEngine(settings=WITH_MODEL)
+    client = TestClient(make_app(engine))
+    answers = [client.post("/spec_rollout/drafter", json={"path": f"/heads/{n}"}).json() for n in (3, 4)]
+    assert answers == [{"version": 1}, {"version": 2}] and engine.drafters == ["/heads/3", "/heads/4"]
+
+
+def test_weights_that_cannot_be_used_are_refused_with_the_way_out(make_app):
+    answer = TestClient(make_app(FakeEngine(settings=WITH_MODEL))).post("/spec_rollout/drafter", json={"path": "none"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == "`none` holds no safetensors\n\nhint: give a folder"
+
+
+def test_an_engine_in_which_no_model_drafts_takes_no_weights(client):
+    answer = client.post("/spec_rollout/drafter", json={"path": "/heads/3"})
+    assert answer.status_code == 409
+    assert answer.json()["error"]["message"].startswith("no model drafts in this engine\n\nhint: start it with")
 
 
 def test_a_whole_number_may_be_written_with_a_point(client, engine):

@@ -7,7 +7,7 @@ pytest.importorskip("schemathesis")
 import schemathesis
 from hypothesis import settings
 
-from tests.unit.server.conftest import HISTORY, FakeEngine, wired
+from tests.unit.server.conftest import HISTORY, WITH_MODEL, FakeEngine, wired
 
 KEY = "secret"
 
@@ -21,7 +21,7 @@ def _no_key(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
 
-open_server = described(HISTORY, None)
+open_server = described(WITH_MODEL, None)
 locked_server = described(HISTORY, [KEY])
 server_without_history = described(None, None)
 

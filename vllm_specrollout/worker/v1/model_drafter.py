@@ -23,6 +23,7 @@ from vllm_specrollout.guard import CONTAINED
 from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, TreeBatch, VerifyResult, empty_trees
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.v1.proposer import Enough, Proposer, Seat
+from vllm_specrollout.worker.v1.ranks import Ranks
 from vllm_specrollout.worker.v1.requests import Noise, RequestEntry
 from vllm_specrollout.worker.v1.waiting_rows import Rows, WaitingRows, rows_that_hold
 
@@ -43,6 +44,9 @@ def plain_processors(runner: Any) -> Any:
 def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
     """Have the runner's drafter do something in every step; if it fails, there is none any more."""
     drafter = runner.model_drafter
+    if all(one is not drafter for one in runner.spec_rollout.drafters):
+        runner.model_drafter = None  # it failed when it was asked
+        return
     try:
         what(drafter)
     except CONTAINED as error:
@@ -55,7 +59,7 @@ def model_drafter_of(runner: Any) -> ModelDrafter:
     config = config_of(runner.vllm_config)
     block_size = runner.drafter.block_size
     proposer = Proposer(runner.drafter, block_size, getattr(runner, "scratch", None))
-    drafter = ModelDrafter(proposer, runner.noise, len(config.drafters))
+    drafter = ModelDrafter(proposer, runner.noise, len(config.drafters), Ranks(runner))
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     return drafter
 
@@ -67,14 +71,17 @@ class ModelDrafter(BaseDrafter):
         proposer: its model loaded.
         noise: the engine's; a draft token is chosen with the noise of its position.
         source: index of the drafter; alternatives count as the next one, since they hold less often.
+        ranks: each pass of the model needs all of them.
     """
 
     name = "model"
     num_sources = 2
 
-    def __init__(self, proposer: Proposer, noise: Noise, source: int) -> None:
+    def __init__(self, proposer: Proposer, noise: Noise, source: int, ranks: Ranks) -> None:
         self.proposer = proposer
-        proposer.draw = self._draw
+        self._ranks = ranks
+        proposer.draw = ranks.drawing(self._draw)
+        ranks.follow(lambda names, depth: self._run(names, depth))
         self.noise = noise
         self.source = source
         self.sharpness = Sharpness()
@@ -171,6 +178,7 @@ class ModelDrafter(BaseDrafter):
         self._levels = Levels(len(names), self._survival(), limits.token_ms)
         self._times += 1
         self._has_alternatives = self.is_comb and not limits.is_chain[index].all()
+        self._ranks.order(names, depth)
         spent = self._run(names, depth) / max(self._levels.depth, 1)
         self._pass_ms = spent if self._pass_ms == 0.0 else _MEMORY * self._pass_ms + (1.0 - _MEMORY) * spent
         return self._levels.trees(batch, limits, np.asarray(index), self.source)

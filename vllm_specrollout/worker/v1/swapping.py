@@ -83,7 +83,10 @@ def swap(runner: Any, path: Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`{path}` cannot be looked into: {error}", "give a path that the engine can read") from None
     if not files:
         raise ConfigError(
             f"`{path}` holds no safetensors", "give a folder that `specrollout train-head` wrote, or a file"

@@ -1,0 +1,45 @@
+"""What the comparison of drafters asks of engines, and what it makes of their sums."""
+
+import pytest
+
+from bench.scenarios.drafters import COMB, GREEDY, UNION, Drafters, _met
+from vllm_specrollout.config import parse
+from vllm_specrollout.errors import ConfigError
+
+HEAD = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
+
+
+def test_the_model_drafts_alone_but_in_the_union():
+    plan = Drafters(drafters={"head": HEAD})
+    assert parse(plan.spec_rollout("head", COMB)).sources == ("model", "model_alternatives")
+    assert parse(plan.spec_rollout("head", UNION)).sources == ("ngram", "model", "model_alternatives")
+    assert plan.spec_rollout("head", GREEDY)["speculative_config"] == HEAD
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "`--drafters` names no model\n\nhint: give one, as in"),
+        ({"head": "HEAD"}, "`--drafters` has 'head': 'HEAD'\n\nhint: give it a `speculative_config`"),
+        ({"head": {"method": "eagle3"}}, "`--drafters` has 'head': {'method': 'eagle3'}"),
+    ],
+)
+def test_what_names_no_model_is_refused(given, told):
+    with pytest.raises(ConfigError) as error:
+        Drafters(drafters=given)
+    assert told in str(error.value)
+
+
+def test_sums_become_shares_of_the_positions():
+    sums = {
+        "positions": 200,
+        "first": {"greedy": 100, "shared": 120, "learned": 130},
+        "best_two": {"greedy": 150, "shared": 160, "learned": 170},
+        "overlap": 140.0,
+        "sharpness": 2.0,
+        "draft_ms": 50.0,
+    }
+    met = _met("head", 1.0, sums)
+    assert (met.greedy, met.shared, met.learned) == (0.5, 0.6, 0.65)
+    assert (met.greedy_two, met.shared_two, met.learned_two) == (0.75, 0.8, 0.85)
+    assert (met.overlap, met.draft_ms, met.sharpness) == (0.7, 0.25, 2.0)
