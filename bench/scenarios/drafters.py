@@ -17,7 +17,7 @@ from vllm_specrollout.errors import ConfigError
 from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling
-from ..runner.models import find_model
+from ..runner.models import find_model, shipped_drafters
 from ..runner.report import Found, number, print_rows
 from ..runner.rows import Pair, Row, make_row
 from ..runner.runs import Run
@@ -59,7 +59,10 @@ class Drafters(EngineScenario):
     bench: ClassVar[str] = "drafters"
 
     drafters: dict[str, Any] = flag(
-        {}, 'Name -> `speculative_config`, as in {"head": {"method": "eagle3", "model": "HEAD", ...}}.'
+        {},
+        'Name -> `speculative_config`, as in {"head": {"method": "eagle3", "model": "HEAD", ...}};'
+        " default: the policy's own head and draft model.",
+        is_default_shown=False,
     )
     model: Path | None = flag(None, "The target's folder; default: the project's policy.", is_setting=False)
     size: str | None = flag(None, "Give the policy the cost of a larger model: 30M, 150M or 400M.", is_setting=False)
@@ -77,9 +80,9 @@ class Drafters(EngineScenario):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.drafters:
+        if not self.drafters and self.model is not None:
             raise ConfigError(
-                "`--drafters` names no model",
+                f"`--drafters` names no model that drafts for `{self.model}`",
                 'give one, as in \'{"head": {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}}\'',
             )
         for name, given in self.drafters.items():
@@ -88,9 +91,8 @@ class Drafters(EngineScenario):
                     f"`--drafters` has {name!r}: {given!r}", "give it a `speculative_config` with a `model`"
                 )
 
-    def spec_rollout(self, name: str, arm: str) -> dict[str, Any]:
-        """Our configuration with this drafter."""
-        given = dict(self.drafters[name])
+    def spec_rollout(self, given: dict[str, Any], arm: str) -> dict[str, Any]:
+        """Our configuration with a drafter's `speculative_config`."""
         own = {"drafters": list(_HOST) if arm == UNION else [], "budget": self.budget, "queue_order": "arrival"}
         return {**own, "speculative_config": given}
 
@@ -106,15 +108,16 @@ class Drafters(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
+        drafters = self.drafters or shipped_drafters(folder, self.size, self.cache)
         timed = len(_AS) * len(self.batches) * (self.rounds + 1) if self.rounds else 0
-        report = session.display.steps(1 + len(self.drafters) * (2 + len(self.temperatures) + timed))
+        report = session.display.steps(1 + len(drafters) * (2 + len(self.temperatures) + timed))
         shape = {"seqs": max(self.batches, default=32), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         met: list[Met] = []
         rows: list[Row] = []
         with self.make_engines(folder, report, **shape) as running:
             running.start(STOCK)
-            bench = _Bench(self, running)
-            for name in self.drafters:
+            bench = _Bench(self, running, drafters)
+            for name in drafters:
                 met += bench.match(name)
                 rows += bench.time(name) if self.rounds else []
         return Found(model=title, rows=rows, extra={"met": [vars_of(one) for one in met]}, more=met)
@@ -139,8 +142,8 @@ def vars_of(one: Met) -> dict[str, Any]:
 
 
 class _Bench:
-    def __init__(self, scenario: Drafters, engines: Engines) -> None:
-        self._scenario, self._engines = scenario, engines
+    def __init__(self, scenario: Drafters, engines: Engines, drafters: dict[str, dict[str, Any]]) -> None:
+        self._scenario, self._engines, self._drafters = scenario, engines, drafters
         self._chosen = problems(scenario.prompts, scenario.seed)
         encoded = engines.encode(self._chosen)
         self._prompts = [ids for ids in encoded for _ in range(scenario.samples)]
@@ -148,7 +151,7 @@ class _Bench:
     def match(self, name: str) -> list[Met]:
         """Start the drafter's own engine, and measure how often it is met."""
         found = []
-        self._engines.start(name, self._scenario.spec_rollout(name, COMB))
+        self._engines.start(name, self._scenario.spec_rollout(self._drafters[name], COMB))
         for temperature in self._scenario.temperatures:
             self._engines.report(f"{name}: match rates at temperature {temperature:g}", 0)
             params = self._scenario.params(self._chosen, len(self._prompts), temperature, is_ours=True)
@@ -162,7 +165,7 @@ class _Bench:
     def time(self, name: str) -> list[Row]:
         """Every arm against stock, at every batch."""
         scenario = self._scenario
-        self._engines.start(f"{name}, {UNION}", scenario.spec_rollout(name, UNION))
+        self._engines.start(f"{name}, {UNION}", scenario.spec_rollout(self._drafters[name], UNION))
         rows = []
         for batch in scenario.batches:
             pairs: dict[str, list[Pair]] = {arm: [] for arm in _AS}
@@ -190,7 +193,7 @@ class _Bench:
         return pair
 
     def _depth(self, name: str) -> int:
-        return int(self._scenario.drafters[name].get("num_speculative_tokens", 0))
+        return int(self._drafters[name].get("num_speculative_tokens", 0))
 
 
 def _met(name: str, temperature: float, sums: dict[str, Any]) -> Met:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json as json_module
 from dataclasses import asdict
 from pathlib import Path
@@ -50,20 +51,9 @@ def train_head(
     Every twentieth answer is held out. In the end it says what share of them the drafts meet.
     """
     check_range("threads", threads, 0, 4096)
-    try:
-        import torch
+    _check_installed(needs_plot=plot is not None)
+    import torch
 
-        if plot is not None:
-            import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"`specrollout train-head` needs `{error.name}`, which is not installed",
-            'run `pip install "vllm-specrollout[train]"`',
-        ) from None
-    from transformers.utils import logging
-
-    # its bars would cut through ours
-    logging.disable_progress_bar()
     from .run import METRICS, TrainConfig, TrainingRun
 
     config = TrainConfig(
@@ -79,21 +69,39 @@ def train_head(
     )
     if threads:
         torch.set_num_threads(threads)
-    trainer = TrainingRun(target, data, out, config, start=start, newest_only=newest_only)
-    measured = _run(trainer, is_quiet=json)
+    training = TrainingRun(target, data, out, config, start=start, newest_only=newest_only)
+    measured = _run(training, is_quiet=json)
     if plot is not None:
         from .curves import draw
 
         draw(out / METRICS, plot)
-    if json:
-        typer.echo(json_module.dumps({"head": str(out), "steps": trainer.num_steps, **asdict(measured)}))
+    _tell(out, training.num_steps, measured, is_json=json)
+
+
+def _check_installed(*, needs_plot: bool) -> None:
+    """Raises: UnsupportedError, a library is missing."""
+    for name in ("torch", "transformers", *(("matplotlib",) if needs_plot else ())):
+        if importlib.util.find_spec(name) is None:
+            raise UnsupportedError(
+                f"`specrollout train-head` needs `{name}`, which is not installed",
+                'run `pip install "vllm-specrollout[train]"`',
+            )
+    from transformers.utils import logging
+
+    # its bars would cut through ours
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _tell(out: Path, num_steps: int, measured: Any, *, is_json: bool) -> None:
+    if is_json:
+        typer.echo(json_module.dumps({"head": str(out), "steps": num_steps, **asdict(measured)}))
         return
     met = ", ".join(f"{share:.2f}" for share in measured.agreement)
     typer.echo(f"head: {out}\nheld-out answers: loss {measured.loss:.3f}; drafts of levels 1 to k all agree: {met};")
     typer.echo(f"that makes {measured.tokens_per_step:.2f} tokens per step at temperature 0")
 
 
-def _run(trainer: Any, *, is_quiet: bool) -> Any:
+def _run(training: Any, *, is_quiet: bool) -> Any:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -105,12 +113,12 @@ def _run(trainer: Any, *, is_quiet: bool) -> Any:
     )
 
     console = Console(stderr=True, quiet=is_quiet)
-    buffer = trainer.buffer
-    console.print(f"{len(buffer)} answers, {buffer.num_tokens()} tokens, {len(trainer.held_out)} answers held out")
+    buffer = training.buffer
+    console.print(f"{len(buffer)} answers, {buffer.num_tokens()} tokens, {len(training.held_out)} answers held out")
     for path in buffer.damaged:
         console.print(f"left out, since damaged: {path}")
-    if trainer.step:
-        console.print(f"going on from step {trainer.step} of {trainer.num_steps}")
+    if training.step:
+        console.print(f"going on from step {training.step} of {training.num_steps}")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -119,5 +127,5 @@ def _run(trainer: Any, *, is_quiet: bool) -> Any:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=trainer.num_steps, completed=trainer.step)
-        return trainer.train(lambda step, loss: progress.update(task, completed=step, description=f"loss {loss:.3f}"))
+        task = progress.add_task("training", total=training.num_steps, completed=training.step)
+        return training.train(lambda step, loss: progress.update(task, completed=step, description=f"loss {loss:.3f}"))

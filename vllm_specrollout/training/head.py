@@ -7,6 +7,7 @@ library's (EAGLE-3, arXiv 2503.01840: training-time test); that library is impor
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,8 +125,13 @@ def save_head(head: Any, folder: Path, dtype: torch.dtype) -> None:
         name: one.to(dtype) if one.is_floating_point() else one for name, one in state.items() if name not in ignored
     }
     head.save_pretrained(str(partial), state_dict=kept, max_shard_size="1TB")
+    about = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+    # it would point to a copy of the library's source, which is written too
+    about.pop("auto_map", None)
+    about["dtype"] = str(dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
-    # config.json last: with it, the folder is a head. What else is written is the library's own source.
+    # config.json last: with it, the folder is a head
     for name in ("model.safetensors", "config.json"):
         (partial / name).replace(folder / name)
     shutil.rmtree(partial)

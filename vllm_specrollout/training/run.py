@@ -280,8 +280,9 @@ class TrainingRun:
         partial.replace(self.out / STATE)
 
     def _saved_dtype(self) -> torch.dtype:
-        """That of the target, as far as the buffer tells."""
-        return self.buffer[0].hidden.dtype
+        """That of the target's checkpoint; the engine that collected may have run it in another."""
+        dtype = getattr(self.head.config.transformer_layer_config, "dtype", None) or self.buffer[0].hidden.dtype
+        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _dtype(device: torch.device) -> str:

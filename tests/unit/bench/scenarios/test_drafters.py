@@ -1,5 +1,7 @@
 """What the comparison of drafters asks of engines, and what it makes of their sums."""
 
+from pathlib import Path
+
 import pytest
 
 from bench.scenarios.drafters import COMB, GREEDY, UNION, Drafters, _met
@@ -11,15 +13,14 @@ HEAD = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
 
 def test_the_model_drafts_alone_but_in_the_union():
     plan = Drafters(drafters={"head": HEAD})
-    assert parse(plan.spec_rollout("head", COMB)).sources == ("model", "model_alternatives")
-    assert parse(plan.spec_rollout("head", UNION)).sources == ("ngram", "model", "model_alternatives")
-    assert plan.spec_rollout("head", GREEDY)["speculative_config"] == HEAD
+    assert parse(plan.spec_rollout(HEAD, COMB)).sources == ("model", "model_alternatives")
+    assert parse(plan.spec_rollout(HEAD, UNION)).sources == ("ngram", "model", "model_alternatives")
+    assert plan.spec_rollout(HEAD, GREEDY)["speculative_config"] == HEAD
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "`--drafters` names no model\n\nhint: give one, as in"),
         ({"head": "HEAD"}, "`--drafters` has 'head': 'HEAD'\n\nhint: give it a `speculative_config`"),
         ({"head": {"method": "eagle3"}}, "`--drafters` has 'head': {'method': 'eagle3'}"),
     ],
@@ -28,6 +29,11 @@ def test_what_names_no_model_is_refused(given, told):
     with pytest.raises(ConfigError) as error:
         Drafters(drafters=given)
     assert told in str(error.value)
+
+
+def test_another_model_has_no_drafters_of_its_own():
+    with pytest.raises(ConfigError, match="names no model that drafts for `other`\n\nhint: give one, as in"):
+        Drafters(model=Path("other"))
 
 
 def test_sums_become_shares_of_the_positions():
