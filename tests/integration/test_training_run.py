@@ -9,11 +9,13 @@ pytest.importorskip("torch")
 pytest.importorskip("speculators")
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.training.buffer import BufferWriter, Example, Source
-from vllm_specrollout.training.run import METRICS, STATE, TrainConfig, TrainingRun
+from vllm_specrollout.training.config import TrainConfig
+from vllm_specrollout.training.run import METRICS, STATE, TrainingRun
 
 VOCAB, HIDDEN, LAYERS = 24, 16, (1, 2)
 CONFIG = TrainConfig(epochs=2, batch_tokens=128, num_levels=2, dtype="float32", save_every=3)
@@ -45,12 +47,16 @@ def data(target, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_head_learns_what_the_target_answers(target, data, tmp_path):
-    trainer = TrainingRun(
-        target, data, tmp_path / "head", TrainConfig(epochs=12, batch_tokens=128, learning_rate=5e-3, num_levels=2)
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_a_head_learns_what_the_target_answers(target, data, tmp_path, method):
+    training = TrainingRun(
+        target,
+        data,
+        tmp_path / "head",
+        TrainConfig(method=method, epochs=12, batch_tokens=128, learning_rate=5e-3, num_levels=2),
     )
-    before = trainer.measure()
-    after = trainer.train()
+    before = training.measure()
+    after = training.train()
     assert after.loss < 0.5 * before.loss and after.tokens_per_step > before.tokens_per_step
     assert after.tokens_per_step == pytest.approx(1.0 + sum(after.agreement))
 
@@ -85,11 +91,27 @@ def test_a_finished_head_can_be_trained_further_and_has_the_targets_dtype(target
     assert about["speculators_model_type"] == "eagle3" and about["eagle_aux_hidden_state_layer_ids"] == list(LAYERS)
 
 
+def test_an_eagle_head_can_be_trained_further_and_vllm_finds_it_in_its_own_form(target, data, tmp_path):
+    config = TrainConfig(**{**CONFIG_VALUES, "method": "eagle"})
+    trained = TrainingRun(target, data, tmp_path / "first", config)
+    found = trained.train()
+    further = TrainingRun(target, data, tmp_path / "second", config, start=tmp_path / "first")
+    assert further.measure().loss == pytest.approx(found.loss, rel=1e-4)
+    about = json.loads((tmp_path / "first" / "config.json").read_text())
+    assert about["num_hidden_layers"] == 1 and about["architectures"] == ["LlamaForCausalLM"]
+    names = set(load_file(tmp_path / "first" / "model.safetensors"))
+    assert "fc.weight" in names and not any(
+        part in name for name in names for part in ("embed", "lm_head", "input_layernorm")
+    )
+    with pytest.raises(ConfigError, match="is no EAGLE head for"):
+        TrainingRun(target, data, tmp_path / "third", config, start=tmp_path / "nothing")
+
+
 def test_a_head_may_draft_the_most_frequent_tokens_alone(target, data, tmp_path):
     config = TrainConfig(batch_tokens=128, num_levels=2, draft_vocab=10)
-    trainer = TrainingRun(target, data, tmp_path / "head", config)
-    trainer.train()
-    assert trainer.head.lm_head.weight.shape == (10, HIDDEN) and int(trainer.head.t2d.sum()) == 10
+    training = TrainingRun(target, data, tmp_path / "head", config)
+    training.train()
+    assert training.head.lm_head.weight.shape == (10, HIDDEN) and int(training.head.t2d.sum()) == 10
 
 
 def test_what_cannot_go_on_is_refused_with_the_way_out(target, data, tmp_path):

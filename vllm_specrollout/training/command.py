@@ -1,4 +1,4 @@
-"""`specrollout train-head`: trains an EAGLE-3 head on hidden states that engines collected."""
+"""`specrollout train-head`: trains an EAGLE head on hidden states that engines collected."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def train_head(
     out: Annotated[Path, typer.Option(help="The head's folder; the run's state is kept there.", show_default=False)],
     start: Annotated[Path | None, typer.Option(help="A head to train further; default: a new one.")] = None,
     newest_only: Annotated[bool, typer.Option("--newest-only", help="Leave out what older weights computed.")] = False,
+    method: Annotated[str, typer.Option(help="eagle3, or eagle: over the last layer alone.")] = "eagle3",
     epochs: Annotated[int, typer.Option(help="Passes over the buffer.")] = 1,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per optimiser step.")] = 2048,
     learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 1e-3,
     levels: Annotated[int, typer.Option(help="Tokens ahead that the head is trained for.")] = 4,
     loss: Annotated[str, typer.Option(help="kl_div, ce, tv or lk_hybrid.")] = "kl_div",
+    feature_weight: Annotated[float, typer.Option(help="Of the distance to hidden states; eagle only.")] = 0.1,
     draft_vocab: Annotated[int, typer.Option(help="Tokens that may be drafted, most frequent first; 0: all.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of the products: auto, bfloat16 or float32.")] = "auto",
     save_every: Annotated[int, typer.Option(help="Steps between two saved states.")] = 200,
@@ -33,7 +35,7 @@ def train_head(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this file, for example curves.png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train an EAGLE-3 head: one small layer that drafts from the target's own hidden states.
+    """Train an EAGLE head: one small layer that drafts from the target's own hidden states.
 
     Three commands make a head. Roll out, and keep what the target computes:
 
@@ -54,9 +56,12 @@ def train_head(
     _check_installed(needs_plot=plot is not None)
     import torch
 
-    from .run import METRICS, TrainConfig, TrainingRun
+    from .config import TrainConfig
+    from .run import METRICS, TrainingRun
 
     config = TrainConfig(
+        method=method,
+        feature_weight=feature_weight,
         epochs=epochs,
         batch_tokens=batch_tokens,
         learning_rate=learning_rate,

@@ -1,7 +1,8 @@
 """EAGLE-3 heads: made for a target, loaded, and saved in the `speculators` format, which vLLM loads.
 
-What belongs here: how a head's shape follows from its target's. The head and its objective are the `speculators`
-library's (EAGLE-3, arXiv 2503.01840: training-time test); that library is imported when a head is made.
+What belongs here: how a head's shape follows from its target's, for EAGLE heads (eagle.py) too. The head and its
+objective are the `speculators` library's (EAGLE-3, arXiv 2503.01840: training-time test); that library is imported when
+a head is made.
 """
 
 from __future__ import annotations
@@ -55,12 +56,7 @@ def new_head(target: Path, source: Source, num_levels: int, draft_vocab: Sequenc
         UnsupportedError: a target whose weights the library does not find.
     """
     speculators = require_speculators()
-    shape = _layer_config(target)
-    if shape.hidden_size != source.hidden_size:
-        raise ConfigError(
-            f"hidden states have {source.hidden_size} values per token, `{target}` has {shape.hidden_size}",
-            f"name the target that they were collected from: {source.target}",
-        )
+    shape = layer_config(target, source, _TYPES)
     config = speculators.Eagle3SpeculatorConfig(
         transformer_layer_config=shape,
         draft_vocab_size=shape.vocab_size if draft_vocab is None else len(draft_vocab),
@@ -100,7 +96,7 @@ def load_head(folder: Path, source: Source) -> Any:
     speculators = require_speculators()
     try:
         config = speculators.Eagle3SpeculatorConfig.from_pretrained(str(folder))
-        config.transformer_layer_config._attn_implementation = _attention()
+        config.transformer_layer_config._attn_implementation = attention()
         head = speculators.Eagle3DraftModel.from_pretrained(str(folder), config=config, dtype=torch.float32)
         head.load_verifier_weights()
     except (OSError, KeyError, ValueError) as error:
@@ -144,8 +140,15 @@ def _ready(head: Any) -> Any:
     return head
 
 
-def _layer_config(target: Path) -> Any:
-    """The configuration of a head's one layer."""
+def layer_config(target: Path, source: Source, types: Sequence[str]) -> Any:
+    """The configuration of a head's one layer.
+
+    Args:
+        types: targets whose own kind of layer it may be; for all others it is Llama's.
+
+    Raises:
+        ConfigError: no such model, or the hidden states are another one's.
+    """
     from transformers import AutoConfig, LlamaConfig
 
     try:
@@ -153,7 +156,12 @@ def _layer_config(target: Path) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"`{target}` is no model: {error}", "give the target's folder") from None
     config = getattr(config, "text_config", config)
-    if config.model_type in _TYPES:
+    if config.hidden_size != source.hidden_size:
+        raise ConfigError(
+            f"hidden states have {source.hidden_size} values per token, `{target}` has {config.hidden_size}",
+            f"name the target that they were collected from: {source.target}",
+        )
+    if config.model_type in types:
         shape = copy.deepcopy(config)
         if getattr(shape, "layer_types", None):
             shape.layer_types = ["full_attention"]
@@ -161,12 +169,13 @@ def _layer_config(target: Path) -> Any:
         shape = LlamaConfig(
             **{name: getattr(config, name) for name in _KEPT if getattr(config, name, None) is not None}
         )
+        shape.dtype = config.dtype
     shape.num_hidden_layers = 1
     shape.tie_word_embeddings = False
-    shape._attn_implementation = _attention()
+    shape._attn_implementation = attention()
     return shape
 
 
-def _attention() -> str:
+def attention() -> str:
     """On a GPU the library's kernel leaves masked blocks out; elsewhere torch's own attention is faster."""
     return "simple_flex_attention" if torch.cuda.is_available() else "sdpa"

@@ -22,7 +22,9 @@ class Batch:
     input_ids: torch.Tensor
     # [1, T, layers * hidden]: the target's, of the token before it
     hidden_states: torch.Tensor
-    # [1, T, hidden]: the target's, of the very token: its output head says what the draft should have been
+    # [1, T, hidden]: the target's last one, of the token before it
+    last_before: torch.Tensor
+    # [1, T, hidden]: the target's last one, of the very token: its output head says what the draft should have been
     last_hidden: torch.Tensor
     # [1, T] bool: whether the draft counts
     loss_mask: torch.Tensor
@@ -74,6 +76,7 @@ def batch_of(examples: Sequence[Example], num_levels: int, most_tokens: int) -> 
             (
                 example.token_ids[1:end].long(),
                 example.hidden[: end - 1],
+                example.last_hidden[: end - 1],
                 example.last_hidden[1:end],
                 # the first draft is from the answer's first token: a prompt is never drafted
                 (places >= example.num_prompt) & (places >= num_levels),

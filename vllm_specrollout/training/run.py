@@ -7,7 +7,6 @@ state beside the head, and goes on from there when started again.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,67 +15,16 @@ from typing import Any
 
 import torch
 
-from vllm_specrollout.checks import check_choice, check_range, check_real
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 from .buffer import Buffer
+from .config import DTYPES, TrainConfig
+from .eagle import EagleHead, load_eagle, new_eagle, save_eagle
 from .head import load_head, new_head, save_head
 from .packing import Batch, batch_of, packed
 
-LOSSES = ("kl_div", "ce", "tv", "lk_hybrid")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STATE, METRICS = "training.pt", "training.jsonl"
 _HELD_OUT = 20  # every such example judges, and trains nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """All that a run depends on, beside what the buffer holds."""
-
-    epochs: int = 1
-    """Passes over the buffer."""
-    batch_tokens: int = 2048
-    """Tokens per optimiser step."""
-    learning_rate: float = 1e-3
-    """The highest one; it rises over the first steps and falls to a tenth along a cosine."""
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    """Gradient norm above which the gradient is scaled down."""
-    num_levels: int = 4
-    """Tokens ahead that the head is trained for, on its own drafts' hidden states (training-time test)."""
-    level_decay: float = 0.9
-    """Weight of a level's loss relative to the one before it."""
-    loss: str = "kl_div"
-    """`kl_div` (cross-entropy with the target's probabilities), `ce` (with its likeliest token), `tv` (what rejection
-    sampling would refuse), `lk_hybrid` (between the first and the third)."""
-    draft_vocab: int = 0
-    """Tokens that the head may draft, the most frequent ones; 0: all."""
-    dtype: str = "auto"
-    """Of the products: `bfloat16`, `float32`, or `auto`: bfloat16 where the hardware has units for it."""
-    save_every: int = 200
-    """Steps between two saved states."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_range("epochs", self.epochs, 1, 1000)
-        check_range("batch_tokens", self.batch_tokens, 16, 1 << 20)
-        check_real("learning_rate", self.learning_rate, 1e-9, 1.0)
-        check_real("weight_decay", self.weight_decay, 0.0, 10.0)
-        check_real("clip", self.clip, 1e-6, 1e6)
-        check_range("num_levels", self.num_levels, 1, 16)
-        check_real("level_decay", self.level_decay, 0.0, 1.0)
-        check_choice("loss", self.loss, LOSSES)
-        check_range("draft_vocab", self.draft_vocab, 0, 1 << 24)
-        check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        check_range("save_every", self.save_every, 1, 1 << 30)
-
-    def rate_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of step `step`, from 0."""
-        warm = max(1, min(100, num_steps // 10))
-        if step < warm:
-            return self.learning_rate * (step + 1) / warm
-        progress = (step - warm) / max(1, num_steps - warm)
-        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +71,7 @@ class TrainingRun:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = DTYPES[_dtype(self.device) if config.dtype == "auto" else config.dtype]
         torch.manual_seed(config.seed)
-        source = self.buffer.source
-        head = (
-            new_head(target, source, config.num_levels, self._draft_vocab())
-            if start is None
-            else load_head(start, source)
-        )
-        self.head = head.to(self.device).train()
+        self.head = self._head(target, start).to(self.device).train()
         indices = range(len(self.buffer))
         self.held_out = [i for i in indices if i % _HELD_OUT == _HELD_OUT - 1]
         self.trained_on = [i for i in indices if i % _HELD_OUT != _HELD_OUT - 1]
@@ -174,7 +116,8 @@ class TrainingRun:
                 if self.step % self.config.save_every == 0 and self.step < self.num_steps:
                     self._save_state()
         found = self.measure()
-        save_head(self.head, self.out, self._saved_dtype())
+        save = save_eagle if isinstance(self.head, EagleHead) else save_head
+        save(self.head, self.out, self._saved_dtype())
         self._save_state()
         return found
 
@@ -212,10 +155,11 @@ class TrainingRun:
         from speculators.losses import resolve_loss_config
 
         columns = batch.to(self.device, torch.float32)
+        name = "last_before" if self.config.method == "eagle" else "hidden_states"
         implementation = "fused" if self.device.type == "cuda" else "eager"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype is torch.bfloat16):
             _, loss, metrics = self.head(
-                hidden_states=columns["hidden_states"],
+                hidden_states=columns[name],
                 input_ids=columns["input_ids"],
                 document_ids=columns["document_ids"],
                 loss_mask=columns["loss_mask"],
@@ -241,6 +185,16 @@ class TrainingRun:
     def _load(self, indices: Sequence[int]) -> Batch:
         examples = [self.buffer[i] for i in indices]
         return batch_of(examples, self.config.num_levels, self.config.batch_tokens)
+
+    def _head(self, target: Path, start: Path | None) -> Any:
+        """A new one, or that in the folder `start`."""
+        config, source = self.config, self.buffer.source
+        if config.method == "eagle":
+            weight = config.feature_weight
+            return new_eagle(target, source, weight) if start is None else load_eagle(start, target, source, weight)
+        if start is None:
+            return new_head(target, source, config.num_levels, self._draft_vocab())
+        return load_head(start, source)
 
     def _draft_vocab(self) -> list[int] | None:
         if not self.config.draft_vocab:
@@ -281,7 +235,8 @@ class TrainingRun:
 
     def _saved_dtype(self) -> torch.dtype:
         """That of the target's checkpoint; the engine that collected may have run it in another."""
-        dtype = getattr(self.head.config.transformer_layer_config, "dtype", None) or self.buffer[0].hidden.dtype
+        config = getattr(self.head.config, "transformer_layer_config", self.head.config)
+        dtype = getattr(config, "dtype", None) or self.buffer[0].hidden.dtype
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 

@@ -24,7 +24,8 @@ from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.training.buffer import Buffer, paths_in
-from vllm_specrollout.training.run import TrainConfig, TrainingRun
+from vllm_specrollout.training.config import TrainConfig
+from vllm_specrollout.training.run import TrainingRun
 
 
 def collected(target: str, folder: Path, **spec_rollout: Any) -> tuple[Buffer, list[list[int]]]:
@@ -93,7 +94,8 @@ def test_a_buffer_that_cannot_be_written_costs_the_buffer_and_no_tokens(models: 
     assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
 
 
-def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(tmp_path: Path, method: str) -> None:
     """The project's policy: a random model's answers are not to be learned from a few of them."""
     target, data, head = str(CHECKPOINT), tmp_path / "data", tmp_path / "head"
     chosen = problems(128, seed=3, split="train")
@@ -104,13 +106,13 @@ def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(t
         prompts = [{"prompt_token_ids": ids} for ids in encoded]
         ours.llm.generate(prompts, params, use_tqdm=False)
         ours.llm.collective_rpc("shutdown")
-    config = TrainConfig(epochs=6, batch_tokens=512, learning_rate=3e-3, num_levels=3, dtype="float32")
+    config = TrainConfig(method=method, epochs=6, batch_tokens=512, learning_rate=3e-3, num_levels=3, dtype="float32")
     run_ = TrainingRun(Path(target), data, head, config)
     before = run_.measure()
     after = run_.train()
     assert after.tokens_per_step > before.tokens_per_step + 0.3
 
-    given = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    given = {"method": method, "model": str(head), "num_speculative_tokens": 3}
     own = {"drafters": [], "budget": "fixed", "max_draft_tokens": 6, "speculative_config": given}
     requests = cases(12, VOCAB, seed=33, max_tokens=24)
     check_identity(target, "float32", requests, num_drafters=0, spec_rollout=own)

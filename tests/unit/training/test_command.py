@@ -9,7 +9,7 @@ from vllm_specrollout.errors import ConfigError, UnsupportedError
 pytest.importorskip("torch")
 
 from vllm_specrollout.training.command import train_head
-from vllm_specrollout.training.run import TrainConfig
+from vllm_specrollout.training.config import TrainConfig
 
 
 def test_the_help_leads_a_newcomer_through_all_three_commands():
@@ -25,6 +25,8 @@ def test_the_help_leads_a_newcomer_through_all_three_commands():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"method": "eagle2"}, "`method` names 'eagle2', which does not exist\n\nhint: did you mean `eagle`?"),
+        ({"method": "eagle", "draft_vocab": 9}, "an `eagle` head has its target's output head"),
         ({"epochs": 0}, "`epochs` is 0, outside 1 to 1000"),
         ({"num_levels": 17}, "`num_levels` is 17, outside 1 to 16"),
         ({"learning_rate": 0.0}, "`learning_rate` is 0.0, outside 1e-09 to 1"),

@@ -31,6 +31,7 @@ def test_each_place_pairs_a_token_with_the_hidden_state_before_it_and_the_target
         for token in range(1, min(length, most + 1)):
             assert batch.input_ids[0, place] == token + 10 * i
             assert batch.hidden_states[0, place, 0] == 1000 * i + token - 1
+            assert batch.last_before[0, place, 0] == 1000 * i + token - 1 + 0.5
             assert batch.last_hidden[0, place, 0] == 1000 * i + token + 0.5
             assert batch.document_ids[0, place] == i and batch.position_ids[0, place] == token
             # a head that is asked k levels ahead here began k places before: in this example, not in another
