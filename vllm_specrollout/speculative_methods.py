@@ -45,7 +45,7 @@ _BY_NAME = {method.name: method for method in METHODS}
 
 
 def moved(config: SpecRolloutConfig, given: Mapping[str, Any]) -> SpecRolloutConfig:
-    """The configuration with what `--speculative-config` asks for in it.
+    """The configuration with what `--speculative-config` asks for in it: a model, or drafters and how much they draft.
 
     Args:
         given: that flag's value, with `--spec-method`, `--spec-model` and `--spec-tokens` in it.
@@ -56,7 +56,11 @@ def moved(config: SpecRolloutConfig, given: Mapping[str, Any]) -> SpecRolloutCon
     named = given.get("method") or given.get("model")
     method = _BY_NAME.get(str(named))
     if method is not None and method.drafters:
-        return replace(config, drafters=tuple(dict.fromkeys((*method.drafters, *config.drafters))))
+        most = given.get("num_speculative_tokens")
+        if most is None or config.max_draft_tokens != SpecRolloutConfig().max_draft_tokens:
+            most = config.max_draft_tokens  # what spec rollout itself was told
+        drafters = tuple(dict.fromkeys((*method.drafters, *config.drafters)))
+        return replace(config, drafters=drafters, max_draft_tokens=most)
     if config.speculative_config not in (None, dict(given)):
         raise ConfigError(
             f"`{FLAG}` is {dict(given)}, and `speculative_config` of spec rollout is {config.speculative_config}",

@@ -10,6 +10,7 @@ from bench.policy.random_model import make_random_model
 from bench.runner import engine_process
 from bench.runner.engine_process import EngineFailed, EngineProcess, EngineSpec
 from bench.scenarios.decode import bench_engine
+from bench.scenarios.drafters import bench_drafters
 from bench.scenarios.load import bench_ramp
 from bench.scenarios.rollout import bench_rollout
 from bench.scenarios.sweep import bench_sweep
@@ -106,6 +107,21 @@ def test_every_cell_of_a_sweep_drafts_as_told(measured):
     for row in body["rows"]:
         assert row["name"] == "auto" or 0.0 < row["nodes_per_step"] <= row["draft"]
         assert (row["auto_to_best"] is not None) == (row["name"] == "auto")
+
+
+def test_a_copy_of_the_target_is_met_everywhere_and_every_arm_drafts_with_it(measured, model):
+    given = {"copy": {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}}
+    flags = ["--drafters", json.dumps(given), "--prompts", 3, "--samples", 1, "--batch", "1,3", "--max-tokens", 24]
+    body, output = measured(bench_drafters, *flags, "--temperature", "1", "--budget", "fixed")
+    (met,) = body["met"]
+    # each answer's first token comes with its prompt
+    assert met["positions"] == body["rows"][-1]["output_tokens"] - 3
+    assert met["shared"] == met["learned"] == 1.0 and met["overlap"] == pytest.approx(1.0, abs=1e-3)
+    assert met["greedy"] < met["greedy_two"] < 1.0 and f"{met['greedy']:.3f}" in output
+    arms = ["greedy", "shared noise", "comb", "union"]
+    assert [row["name"] for row in body["rows"]] == [f"copy, {arm}" for _ in (1, 3) for arm in arms]
+    steps = {row["name"]: row["steps"] for row in body["rows"] if row["batch"] == 3}
+    assert steps["copy, shared noise"] < steps["copy, greedy"] < body["rows"][-1]["stock_steps"]
 
 
 def test_under_every_load_off_never_drafts_and_fixed_always_does(measured):

@@ -26,6 +26,13 @@ def test_a_method_without_a_model_becomes_a_drafter_of_ours(given: str, drafters
     assert config.drafters == drafters and config.speculative_config is None
 
 
+def test_how_many_tokens_are_drafted_is_taken_over_unless_spec_rollout_was_told() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    assert moved(SpecRolloutConfig(), ngram).max_draft_tokens == 3
+    assert moved(SpecRolloutConfig(max_draft_tokens=8), ngram).max_draft_tokens == 8
+    assert moved(SpecRolloutConfig(), {"method": "suffix"}).max_draft_tokens == 24
+
+
 def test_two_models_are_one_too_many() -> None:
     with pytest.raises(ConfigError, match="speculative_config"):
         moved(SpecRolloutConfig(speculative_config=EAGLE), {**EAGLE, "model": "another"})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.server import settings
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
             return
         self.record = _recording(self.record, Counts(self))
         if not self.spec_decoding_prom.spec_decoding_enabled:
-            positions = SimpleNamespace(num_speculative_tokens=config.max_draft_tokens)
+            # who reads them by position expects as many as `--speculative-config` asked for
+            asked = (config.speculative_config or {}).get("num_speculative_tokens")
+            positions = SimpleNamespace(num_speculative_tokens=min(asked or MAX_NODES, config.max_draft_tokens))
             self.spec_decoding_prom = self._spec_decoding_cls(positions, LABELS, self.per_engine_labelvalues)
 
     return __init__
