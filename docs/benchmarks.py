@@ -38,6 +38,11 @@ _TITLES = {
     "grpo": ("GRPO", _GRPO_TEXT),
     "sweep": ("Sweep", "`auto` against stock and against every fixed draft length."),
     "load": ("Load", "Loads that change on the way, under every budget."),
+    "drafters": (
+        "Models that draft",
+        "The policy's own head and draft model. First, the share of positions where the next draft token, or one of the"
+        " first two, is the target's; 1 - d is what rejection sampling would accept. Then decoding beside stock.",
+    ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
@@ -109,6 +114,27 @@ _INDEX: Columns = {
 }
 
 
+_MET: Columns = {
+    **{name: field(name) for name in ("drafter", "temperature", "positions")},
+    "1 - d": field("overlap"),
+    **{name: field(name) for name in ("greedy", "shared", "learned")},
+    "greedy, two": field("greedy_two"),
+    "shared, two": field("shared_two"),
+    "learned, two": field("learned_two"),
+    "two / (1 - d)": lambda row: number(row["learned_two"] / row["overlap"], "x"),
+    "sharpness": lambda row: f"{row['sharpness']:g}",
+    "ms per draft": field("draft_ms"),
+}
+
+
+def drafters_tables(run: Mapping[str, Any]) -> str:
+    """How often each one is met; and, where they were timed, the arms."""
+    met = [row for row in run["rows"] if "overlap" in row]
+    timed = [row for row in run["rows"] if "overlap" not in row]
+    tables = [table(rows, columns) for rows, columns in ((met, _MET), (timed, _ROLLOUT)) if rows]
+    return "\n\n".join(tables)
+
+
 def micros(way: str) -> Callable[[Row], str]:
     """Median and quartiles of one way of computing the same."""
 
@@ -175,6 +201,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "grpo": lambda run: table(_told_epochs(run["rows"]), _GRPO),
     "sweep": sweep_table,
     "load": lambda run: table(run["rows"], _LOAD),
+    "drafters": drafters_tables,
     "index": lambda run: table(run["rows"], _INDEX),
     "kernels": lambda run: table(run["rows"], _GPU),
 }

@@ -10,7 +10,7 @@ from typing import Any
 from .rows import quartiles
 
 SCHEMA = 1
-SCENARIOS = ("decode", "rollout", "grpo", "sweep", "load", "index", "host", "kernels")
+SCENARIOS = ("decode", "rollout", "grpo", "sweep", "load", "drafters", "index", "host", "kernels")
 """Files of bench/results, without their ending."""
 _ROW = (
     *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
@@ -93,12 +93,18 @@ def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**speed, **kept, **_known(row, ("is_right", "step", "name"))}
 
 
+def _drafters(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """How often each drafter is met, then the arms."""
+    yield from (_known(met, met) for met in report["met"])
+    yield from _paired(report)
+
+
 def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What the row tells of these."""
     return {name: row[name] for name in names if row.get(name) is not None}
 
 
-_ROWS = {"grpo": _epochs, "index": _plain, "gpu first hour": _first_hour}
+_ROWS = {"grpo": _epochs, "drafters": _drafters, "index": _plain, "gpu first hour": _first_hour}
 
 
 def _rounded(value: Any) -> Any:
