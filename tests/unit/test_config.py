@@ -18,10 +18,6 @@ from vllm_specrollout.errors import ConfigError
 
 HERE = Path(__file__).parent
 REFUSED_CONFIGS = {
-    "no tokens to collect": {"collect": {"dir": "data", "max_tokens": 0}},
-    "more than all answers to collect": {"collect": {"dir": "data", "share": 1.5}},
-    "layers that do not ascend": {"collect": {"dir": "data", "layers": [4, 2]}},
-    "a layer below the first": {"collect": {"dir": "data", "layers": [-1]}},
     "a key with a typo": {"max_draft_token": 3},
     "a key nothing resembles": {"zzz": 1},
     "a nested key with a typo": {"ngram": {"max_mach": 3}},
@@ -61,6 +57,10 @@ REFUSED_CONFIGS = {
     "oracle accuracy above 1 in sum": {"oracle": {"accuracy": [0.7, 0.7]}},
     "oracle accuracy empty": {"oracle": {"accuracy": []}},
     "oracle accuracy as text": {"oracle": {"accuracy": ["high"]}},
+    "no tokens to collect": {"collect": {"dir": "data", "max_tokens": 0}},
+    "more than all answers to collect": {"collect": {"dir": "data", "share": 1.5}},
+    "layers that do not ascend": {"collect": {"dir": "data", "layers": [4, 2]}},
+    "a layer below the first": {"collect": {"dir": "data", "layers": [-1]}},
 }
 REFUSED_TEXTS = {
     "neither JSON nor a file": "no/such/file.json",

@@ -81,5 +81,6 @@ def test_what_has_no_meaning_under_exact_verification_is_refused(
 def test_where_no_model_drafts_yet_it_is_said() -> None:
     with pytest.raises(UnsupportedError, match="V1 runner on CPU"):
         check("eagle", EAGLE, is_v1_on_cpu=False, tensor_parallel_size=1)
-    with pytest.raises(UnsupportedError, match="tensor-parallel-size 2"):
-        check("eagle", EAGLE, is_v1_on_cpu=True, tensor_parallel_size=2)
+    check("eagle", EAGLE, is_v1_on_cpu=True, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="`draft_tensor_parallel_size` 1, and `--tensor-parallel-size` is 2"):
+        check("eagle", {**EAGLE, "draft_tensor_parallel_size": 1}, is_v1_on_cpu=True, tensor_parallel_size=2)

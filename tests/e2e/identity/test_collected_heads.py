@@ -119,8 +119,8 @@ def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(t
     with engine(target, "float32", is_ours=True, spec_rollout={**own, "shape": "chain"}) as ours:
         ours.llm.generate(prompts[:20], params[:20], use_tqdm=False)
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
-    # the engine drafts as well as the training said, whose held-out answers are others
-    assert 1.0 + stats["accepted"] / stats["request_steps"] == pytest.approx(after.tokens_per_step, abs=0.4)
+    # the engine drafts as well as the training said of answers that it was not trained on
+    assert 1.0 + stats["accepted"] / stats["request_steps"] > after.tokens_per_step - 0.3
 
 
 def test_layers_that_the_head_in_use_does_not_take_are_refused(models: Path, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def measured(target: str, drafter: str, temperature: float, num_requests: int = 
 def test_a_copy_of_the_target_is_met_everywhere_by_shared_noise_and_by_greedy_drafts_sometimes(models: Path) -> None:
     target = model(models, "llama", "float32")
     sums, is_same = measured(target, target, temperature=1.0)
-    # one position per token but each request's first, which comes with its prompt
-    assert is_same and sums["positions"] == 32 * 63
+    # an answer's first token comes with its prompt, and for its last one nothing is drafted
+    assert is_same and sums["positions"] == 32 * 62
     assert sums["first"]["shared"] == sums["positions"]
     assert sums["overlap"] == pytest.approx(sums["positions"], rel=1e-3)
     assert sums["first"]["greedy"] < 0.7 * sums["positions"]
@@ -51,7 +51,7 @@ def test_on_broad_distributions_a_comb_of_two_is_met_more_often_than_rejection_s
 ) -> None:
     """Rejection sampling accepts 1 - d (d: total variation distance), and yields other tokens than plain decoding."""
     target = model(models, "llama", "float32")
-    sums, is_same = measured(target, perturbed(target, tmp_path / "draft", 0.17), temperature=1.0)
+    sums, is_same = measured(target, perturbed(target, tmp_path / "draft", 0.11), temperature=1.0)
     accepted = sums["overlap"] / sums["positions"]
     shared, two = (sums[kind]["shared"] / sums["positions"] for kind in ("first", "best_two"))
     assert is_same and 0.6 < accepted < 0.8
