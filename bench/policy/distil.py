@@ -6,17 +6,17 @@ asked what the policy would say, slips included.
 """
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_specrollout.training.buffer import Buffer, Example
-from vllm_specrollout.training.packing import packed
 
 from .random_model import model_config, shape_of_size
 from .tokenizer import build_tokenizer
-from .train import check_least
+from .train import check_least, packed
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class DistilConfig:
     seed: int = 0
     # Passes over the buffer.
     epochs: int = 10
-    # Tokens per optimiser step, padding not counted.
+    # Padded tokens per optimiser step.
     batch_tokens: int = 4096
     # A name in SHAPES, and how many of its layers.
     size: str = "1M"
@@ -92,12 +92,11 @@ def distil(
 
 
 def _batches(config: DistilConfig, buffer: Buffer) -> Iterator[list[int]]:
-    import torch
-
-    lengths = [buffer.length(i) for i in range(len(buffer))]
+    """Answers of similar length share a batch, so little of it is padding."""
+    groups = packed(range(len(buffer)), buffer.length, config.batch_tokens)
     for epoch in range(config.epochs):
-        generator = torch.Generator().manual_seed(config.seed * 1000 + epoch)
-        yield from packed(lengths, config.batch_tokens, generator)
+        random.Random(f"distil/{config.seed}/{epoch}").shuffle(groups)
+        yield from groups
 
 
 def _loss(model: "torch.nn.Module", head: "torch.nn.Module", examples: Sequence[Example]) -> "torch.Tensor":
