@@ -98,6 +98,11 @@ class Collector(Listener):
         return self._answers[name] is not None
 
 
+def runner_for(config: CollectConfig, runner: type[Any]) -> type[Any]:
+    """Our V1 runner, or where hidden states are collected, one that does: no other step passes through here."""
+    return type(f"Collecting{runner.__name__}", (CollectsHidden, runner), {}) if config.dir else runner
+
+
 class CollectsHidden(_Base):
     """Mixed into our V1 runners."""
 
@@ -105,14 +110,11 @@ class CollectsHidden(_Base):
         super().__init__(vllm_config, device)
         self._collect = config_of(vllm_config).collect
         self.collector: Collector | None = None
-        if self._collect.dir:
-            self.use_aux_hidden_state_outputs = True
+        self.use_aux_hidden_state_outputs = True
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         """The layers whose inputs are handed out: the head's, if one is in use."""
         of_head = super()._get_eagle3_aux_layers_from_config()
-        if not self._collect.dir:
-            return of_head
         uses_head = self.speculative_config is not None and self.speculative_config.method == "eagle3"
         if of_head is None and uses_head:
             of_head = self.model.get_eagle3_default_aux_hidden_state_layers()
@@ -128,13 +130,13 @@ class CollectsHidden(_Base):
         return tuple(of_head or wanted or layers_of(depth))
 
     def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
-        if self._collect.dir and not supports_eagle3(self.get_model()):
+        if not supports_eagle3(self.get_model()):
             raise UnsupportedError(
                 f"`collect.dir` is set, and vLLM does not hand out hidden states of {type(self.get_model()).__name__}",
                 "drop `collect`: no EAGLE-3 head could draft for this model",
             )
         super()._setup_eagle3_aux_hidden_state_outputs()
-        if self._collect.dir and is_first_rank():
+        if is_first_rank():
             config = self.model_config
             source = Source(config.model, self._get_eagle3_aux_layers_from_config() or (), config.get_hidden_size())
             buffer = BufferWriter(Path(self._collect.dir), source, self._collect.max_tokens)

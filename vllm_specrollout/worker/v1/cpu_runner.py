@@ -21,14 +21,13 @@ from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import BlockCopier, PathAttention, PathStep, path_metadata, plan_paths
-from vllm_specrollout.worker.v1.collecting import CollectsHidden
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
 from vllm_specrollout.worker.v1.requests import SeedNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 from vllm_specrollout.worker.v1.sampler import Sampled
 
 
-class SpecRolloutCPURunner(CollectsHidden, SpecRolloutV1, CPUModelRunner):
+class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
     """Stock CPU runner; trees go through its attention as paths."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.v1.collecting import CollectsHidden
 from vllm_specrollout.worker.v1.requests import ExponentialNoise
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
@@ -78,5 +77,5 @@ class ChainMixin(_Base):
         return result
 
 
-class SpecRolloutCUDARunner(CollectsHidden, ChainMixin, SpecRolloutV1, GPUModelRunner):
+class SpecRolloutCUDARunner(ChainMixin, SpecRolloutV1, GPUModelRunner):
     """Stock V1 GPU runner, drafting chains."""

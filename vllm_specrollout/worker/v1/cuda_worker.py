@@ -7,8 +7,10 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
+from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cuda_runner import SpecRolloutCUDARunner
 from vllm_specrollout.worker.v1.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.v1.reporting import StatsMixin
@@ -25,7 +27,8 @@ class SpecRolloutCUDAWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixi
                 "this worker is for vLLM's V1 model runner, and the configuration asks for V2",
                 "set `VLLM_USE_V2_MODEL_RUNNER=0`",
             )
-        return SpecRolloutCUDARunner(self.vllm_config, self.device)
+        runner = runner_for(config_of(self.vllm_config).collect, SpecRolloutCUDARunner)
+        return runner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         # vLLM profiled the sampler with one row per request

@@ -15,6 +15,7 @@ from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.tuning import TunableMixin
+from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.v1.kv import scratch_blocks
@@ -36,7 +37,8 @@ class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, TunableMixin, ExplainsMixin
                 "unset `VLLM_USE_V2_MODEL_RUNNER`, or set it to 0",
             )
         # vLLM names its runner's class in the body of init_device; what it made holds no weights yet.
-        self.model_runner = SpecRolloutCPURunner(self.vllm_config, torch.device("cpu"))
+        runner = runner_for(config_of(self.vllm_config).collect, SpecRolloutCPURunner)
+        self.model_runner = runner(self.vllm_config, torch.device("cpu"))
 
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
