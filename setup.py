@@ -61,7 +61,7 @@ setup(
     package_data={
         "vllm_specrollout": ["*.pyi"],
         "vllm_specrollout.bench.index": ["*.json.gz"],
-        "vllm_specrollout.bench.policy": ["checkpoint/*", "head/*", "draft_model/*", "*.json"],
+        "vllm_specrollout.bench.policy": ["checkpoint/*", "head/*", "*.json"],
     },
     ext_modules=[extension],
     cmdclass={"build_ext": build_ext, "build_py": BuildPy},

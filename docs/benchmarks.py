@@ -40,7 +40,7 @@ _TITLES = {
     "load": ("Load", "Loads that change on the way, under every budget."),
     "drafters": (
         "Models that draft",
-        "The policy's own head and draft model. First, the share of positions where the next draft token, or one of the"
+        "The policy's own head. First, the share of positions where the next draft token, or one of the"
         " first two, is the target's; 1 - d is what rejection sampling would accept. Then decoding beside stock.",
     ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),

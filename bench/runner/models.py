@@ -18,8 +18,8 @@ from .display import Display
 
 CHECKPOINT = Path(random_model.__file__).parent / "checkpoint"
 """The trained policy that comes with the project."""
-HEAD, DRAFT_MODEL = CHECKPOINT.with_name("head"), CHECKPOINT.with_name("draft_model")
-"""Models that draft for it, which come with the project too."""
+HEAD = CHECKPOINT.with_name("head")
+"""An EAGLE-3 head that drafts for it, which comes with the project too."""
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
@@ -70,10 +70,7 @@ def shipped_drafters(target: Path, size: str | None, cache: Path) -> dict[str, d
     if size is not None:
         key = _key([size], [*sorted(HEAD.glob("*.*")), target / "config.json", Path(inflate.__file__)])
         head = _cached(cache / f"head-{size}-{key}", lambda out: inflate.inflate_head(HEAD, target, out))
-    return {
-        "head": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4},
-        "draft model": {"method": "draft_model", "model": str(DRAFT_MODEL), "num_speculative_tokens": 4},
-    }
+    return {"head": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}}
 
 
 def _check_model(model: Path) -> Path:
