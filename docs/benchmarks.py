@@ -56,7 +56,7 @@ _LIMITS = """## Limits
   drafts next to nothing there and is still slower than stock. Timed step by step, each engine alone in its process, the
   parts outside the forward pass take stock 3.2 to 4.1 ms at batch 64 and ours 3.4 to 4.6 (no file is kept of
   it). How much of that is ours is not known.
-- **Load that changes.** A fixed choice made in hindsight can beat `auto`: see the column `auto / best` below 1.
+- **Choices made in hindsight.** A fixed draft length can beat `auto`: see where `auto / best fixed` is below 1.
 """
 
 
