@@ -12,6 +12,7 @@ from rich.table import Table
 
 from vllm_specrollout import cli_flags
 from vllm_specrollout.config import BUDGETS
+from vllm_specrollout.drafters import sharpness
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
@@ -24,7 +25,7 @@ from ..runner.runs import Run
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
-_AS = {GREEDY: (1e4, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
+_AS = {GREEDY: (sharpness.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
 """Arm -> the sharpness (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
 """What the union drafts with beside the model; a history would know every round but the first."""
@@ -184,8 +185,8 @@ class _Bench:
             if one is None:
                 return self._engines.run(STOCK, prompts, params)
             engine = f"{name}, {UNION}" if one == UNION else name
-            sharpness, is_comb = _AS[one]
-            self._engines.ask(engine, "rpc", method="spec_rollout_draft_as", sharpness=sharpness, is_comb=is_comb)
+            sharp, is_comb = _AS[one]
+            self._engines.ask(engine, "rpc", method="spec_rollout_draft_as", sharpness=sharp, is_comb=is_comb)
             return self._engines.run(engine, prompts, params)
 
         pair = run_round(number_, [arm], run)[arm]

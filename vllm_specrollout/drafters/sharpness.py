@@ -10,8 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-CHOICES = (1.0, 1.5, 2.0, 3.0, 1e4)
-"""Candidates for s. The last one leaves the noise no say: it is greedy drafting."""
+GREEDY = 1e4
+"""An s that leaves the noise no say."""
+CHOICES = (1.0, 1.5, 2.0, 3.0, GREEDY)
+"""Candidates for s."""
 FIRST = 2
 """Index of the one that is used before anything is known."""
 MEMORY = 0.999

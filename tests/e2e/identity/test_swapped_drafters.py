@@ -127,6 +127,22 @@ def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: 
     assert [list(out.outputs[0].token_ids) for out in outputs] == plain_tokens(target) and stats["drafted"] > 0
 
 
+def test_a_head_with_an_output_head_of_its_own_may_not_leave_it_out(models: Path, tmp_path: Path) -> None:
+    """The old one would stay, and nobody would know."""
+    target = model(models, "llama", "float32")
+    head = eagle3_head(target, tmp_path / "head")
+    less = tmp_path / "less"
+    shutil.copytree(head, less)
+    weights = load_file(less / _FILE)
+    del weights["lm_head.weight"]
+    save_file(weights, less / _FILE)
+    with (
+        started(target, "eagle3", head) as ours,
+        pytest.raises(ConfigError, match="does not fit the drafter that runs; missing: lm_head.weight"),
+    ):
+        vllm_specrollout.load_drafter(ours.llm, less)
+
+
 def test_weights_that_fail_half_way_switch_the_drafter_off(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
     target = model(models, "llama", "float32")
     head = eagle_head(target, tmp_path / "head")

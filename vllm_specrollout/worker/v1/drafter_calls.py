@@ -49,9 +49,19 @@ class DrafterMixin(_Base):
         super().wake_up(tags)
         if self._has_lost_weights and (tags is None or "weights" in tags):
             self._has_lost_weights = False
-            drafter = self.model_runner.model_drafter
-            if drafter is not None:
-                swap(self.model_runner, self._drafter_path or drafter.proposer.path)
+            self._load_again()
+
+    def _load_again(self) -> None:
+        """The drafter has its weights again, from where they came, or is off: the engine wakes up either way."""
+        runner, drafter = self.model_runner, self.model_runner.model_drafter
+        if drafter is None:
+            return
+        try:
+            swap(runner, self._drafter_path or drafter.proposer.path)
+        except SpecRolloutError as error:
+            if runner.model_drafter is not None:
+                runner.model_drafter = None
+                runner.spec_rollout.drop(drafter, error)
 
     def spec_rollout_matches(self, start: bool) -> dict[str, Any]:
         """Begin to measure how often a model's drafts are the target's tokens, or end it and tell what was found.

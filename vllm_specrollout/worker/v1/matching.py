@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from vllm_specrollout.budgets.base import Backoff, FixedBudget
+from vllm_specrollout.drafters.sharpness import GREEDY
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
 from vllm_specrollout.worker.v1.model_drafter import ModelDrafter
-
-GREEDY = 1e4
-"""A sharpness that leaves the noise no say."""
 
 
 @dataclass(slots=True)
@@ -55,7 +53,9 @@ class MatchMeter:
         self._budget, runner.spec_rollout.budget = runner.spec_rollout.budget, FixedBudget(2, 1)
         runner.spec_rollout.backoff = Backoff()
         sampler = runner.noise.sampler
-        self._stock = (self._drafter.proposer.draw, self._drafter.propose, sampler.forward)
+        # what stood where this one's own stand for a while
+        self._old_draw, self._old_propose = self._drafter.proposer.draw, self._drafter.propose
+        self._old_forward = sampler.forward
         self._drafter.proposer.draw = self._draw
         self._drafter.propose = self._propose  # type: ignore[method-assign]
         sampler.forward = self._sample
@@ -63,7 +63,8 @@ class MatchMeter:
     def stop(self) -> Matches:
         """Put everything back."""
         drafter, sampler = self._drafter, self._runner.noise.sampler
-        drafter.proposer.draw, drafter.propose, sampler.forward = self._stock  # type: ignore[method-assign]
+        drafter.proposer.draw, drafter.propose = self._old_draw, self._old_propose  # type: ignore[method-assign]
+        sampler.forward = self._old_forward
         self._runner.spec_rollout.budget = self._budget
         self.matches.sharpness = drafter.sharpness.value
         return self.matches
@@ -71,7 +72,7 @@ class MatchMeter:
     def _propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self._rows = {}
         begin = time.perf_counter()
-        self._stock[1](batch, limits)
+        self._old_propose(batch, limits)
         self.matches.draft_ms += (time.perf_counter() - begin) * 1e3
         return empty_trees(batch.request_ids)
 
@@ -86,11 +87,11 @@ class MatchMeter:
             first = drafter.noise.choose(sharp, entries, 0)
             second = drafter.noise.choose(sharp.scatter(1, first[:, None], float("-inf")), entries, 0)
             self._choices[way] = torch.stack([first, second], dim=1)
-        return self._stock[0](logits)
+        return self._old_draw(logits)
 
     def _sample(self, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         p = logits.softmax(dim=-1, dtype=torch.float32)
-        tokens, processed = self._stock[2](logits, *args)
+        tokens, processed = self._old_forward(logits, *args)
         names = self._runner.input_batch.req_ids
         known = [i for i, name in enumerate(names) if name in self._rows and len(names) == len(p)]
         if known:

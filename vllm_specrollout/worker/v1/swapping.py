@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.guard import CONTAINED
 
-_SHARED = ("embed_tokens", "lm_head")
-"""Modules that vLLM lets a head share with its target."""
 _OF_TRAINING = ("t2d", "verifier_norm", "verifier_lm_head")
 """Tensors of a checkpoint that vLLM leaves unread."""
 _FREE = (
@@ -61,8 +59,8 @@ def swap(runner: Any, path: Path) -> dict[str, Any]:
     first = drafter.proposer.path
     files = _files(path)
     _check_config(first, path)
-    weights = _read(files, _shapes(_files(first), first), path)
     shared = _shared_modules(proposer.model, runner.get_model())
+    weights = _read(files, _shapes(_files(first), first), path, shared.keys())
     for name, module in shared.items():
         _check_shared(name, module, weights, path)
     kept = {name: one for name, one in weights.items() if not shared.keys() & set(name.split("."))}
@@ -118,13 +116,17 @@ def _shapes(files: list[Path], path: Path) -> Shapes:
     return {name: shape for name, shape in shapes.items() if not any(part in name for part in _OF_TRAINING)}
 
 
-def _read(files: list[Path], wanted: Shapes, path: Path) -> dict[str, torch.Tensor]:
-    """The tensors, all that are wanted and no others, each in its shape."""
+def _read(files: list[Path], wanted: Shapes, path: Path, shared: Collection[str]) -> dict[str, torch.Tensor]:
+    """The tensors, all that are wanted and no others, each in its shape.
+
+    Args:
+        shared: parts that are the target's own; only their tensors may be left out, or be there in addition.
+    """
     found = _shapes(files, path)
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    # a head may leave out what it shares with its target
-    missing = [name for name in missing if not any(part in name for part in _SHARED)]
-    unknown = [name for name in unknown if not any(part in name for part in _SHARED)]
+    missing, unknown = (
+        [name for name in sorted(names) if not set(shared) & set(name.split("."))]
+        for names in (wanted.keys() - found.keys(), found.keys() - wanted.keys())
+    )
     wrong = [
         f"{name} is {found[name]}, not {wanted[name]}"
         for name in sorted(found.keys() & wanted.keys())
@@ -149,7 +151,8 @@ def _read(files: list[Path], wanted: Shapes, path: Path) -> dict[str, torch.Tens
 def _shared_modules(model: Any, target: Any) -> dict[str, torch.nn.Module]:
     """Parts of the drafter that are the target's own, by their last name: nothing may be written into them.
 
-    Besides `_SHARED`, vLLM has one module of rotary embeddings for all models of a shape.
+    A head may share its embedding and its output head, and vLLM has one module of rotary embeddings for all models of a
+    shape.
     """
     own = {id(module) for module in target.modules()}
     return {name.rpartition(".")[2]: module for name, module in model.named_modules() if id(module) in own}

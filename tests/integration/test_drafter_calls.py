@@ -1,0 +1,72 @@
+"""After a sleep that threw its weights away, a drafter has them again or is off; the engine wakes up either way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.worker.v1 import drafter_calls
+from vllm_specrollout.worker.v1.drafter_calls import DrafterMixin
+
+
+class Asleep:
+    """In the place of vLLM's worker."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        drafter = SimpleNamespace(proposer=SimpleNamespace(path=Path("first")))
+        drop = SimpleNamespace(drop=lambda drafter, error: self.told.append(str(error)))
+        self.model_runner = SimpleNamespace(model_drafter=drafter, spec_rollout=drop)
+
+    def sleep(self, level: int) -> None:
+        self.told.append(level)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.told.append(tags)
+
+
+class Worker(DrafterMixin, Asleep):
+    pass
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    paths: list[Path] = []
+    monkeypatch.setattr(drafter_calls, "swap", lambda runner, path: paths.append(path) or {"version": len(paths)})
+    return paths
+
+
+@pytest.mark.parametrize(("level", "paths"), [(1, []), (2, [Path("first")])])
+def test_weights_that_a_sleep_threw_away_are_loaded_once(loaded: list[Path], level: int, paths: list[Path]) -> None:
+    worker = Worker()
+    worker.sleep(level)
+    worker.wake_up(["kv_cache"])
+    assert loaded == []
+    worker.wake_up(["weights"])
+    worker.wake_up(None)
+    assert loaded == paths and worker.told == [level, ["kv_cache"], ["weights"], None]
+
+
+def test_what_was_swapped_in_last_is_loaded_again(loaded: list[Path]) -> None:
+    worker = Worker()
+    assert worker.spec_rollout_load_drafter("second") == {"version": 1}
+    worker.sleep(2)
+    worker.wake_up(None)
+    assert loaded == [Path("second"), Path("second")]
+
+
+def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(runner: Any, path: Path) -> None:
+        raise ConfigError(f"`{path}` holds no safetensors", "give another")
+
+    monkeypatch.setattr(drafter_calls, "swap", fails)
+    worker = Worker()
+    worker.sleep(2)
+    worker.wake_up(None)
+    assert worker.model_runner.model_drafter is None and worker.told[-1].startswith("`first` holds no safetensors")
