@@ -34,6 +34,10 @@ class EpochError(ConfigError):
     """The epoch named lies before the present one."""
 
 
+class WeightsError(ConfigError):
+    """The drafter that runs cannot take the weights that were named."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """The reward of one answer."""
@@ -173,11 +177,15 @@ def reading() -> Conversation[dict[str, Any]]:
 
 
 def loading(path: str | Path) -> Conversation[int]:
-    """Load weights into the model that drafts."""
+    """Load weights into the model that drafts.
+
+    Raises:
+        WeightsError: they cannot be read, or do not fit.
+    """
     answers = yield Call("spec_rollout_load_drafter", (str(path),))
     for answer in _flat(answers):
         if "cause" in answer:
-            raise ConfigError(answer["cause"], answer["hint"])
+            raise WeightsError(answer["cause"], answer["hint"])
     return max(answer["version"] for answer in _flat(answers))
 
 

@@ -22,22 +22,27 @@ class Method:
     """One of vLLM's methods."""
 
     name: str
-    # whether its model drafts under exact verification on vLLM's V1 runner on CPU; nowhere else so far
+    # whether its model drafts under exact verification, on vLLM's V2 runner and its V1 runner on CPU
     is_supported: bool
     note: str
     # our drafters that do what it does, where it needs no model
     drafters: tuple[str, ...] = ()
 
 
-_ONE_PASS = "one pass gives all its positions, which would have to be walked in order with the noise"
+_OWN_CACHE = "it writes keys and values of the target's hidden states into a cache of its own; not tried yet"
 METHODS: tuple[Method, ...] = (
     Method("draft_model", True, "a small model with the target's vocabulary"),
     Method("eagle", True, "a head over the target's hidden states"),
-    Method("eagle3", True, "a head over the hidden states of three of the target's layers"),
-    Method("mtp", False, "the model's own prediction layers: not tried yet"),
-    Method("medusa", False, _ONE_PASS),
-    Method("dflash", False, _ONE_PASS),
-    Method("dspark", False, _ONE_PASS),
+    Method(
+        "eagle3",
+        True,
+        "a head over the hidden states of three of the target's layers; with `parallel_drafting` (P-EAGLE), on V1"
+        " alone, one pass gives all of its levels",
+    ),
+    Method("mtp", True, "the target's own layers that predict further tokens"),
+    Method("medusa", True, "heads over the last hidden state, all levels in one pass; V1 only"),
+    Method("dflash", True, "masked queries over keys and values of hidden states, all levels in one pass; V1 only"),
+    Method("dspark", False, _OWN_CACHE),
     Method("ngram", True, "becomes the `ngram` drafter", ("ngram",)),
     Method("suffix", True, "becomes the `history` and `ngram` drafters", ("history", "ngram")),
 )
@@ -69,13 +74,13 @@ def moved(config: SpecRolloutConfig, given: Mapping[str, Any]) -> SpecRolloutCon
     return replace(config, speculative_config=dict(given))
 
 
-def check(name: str, given: Mapping[str, Any], *, is_v1_on_cpu: bool, tensor_parallel_size: int) -> None:
+def check(name: str, given: Mapping[str, Any], *, is_v1_on_gpu: bool, is_v2: bool, tensor_parallel_size: int) -> None:
     """Refuse what cannot draft here.
 
     Args:
         name: the method, as vLLM resolved it.
         given: vLLM's `speculative_config`, as the user gave it.
-        is_v1_on_cpu: the engine's runner is vLLM's V1 runner on CPU.
+        is_v1_on_gpu, is_v2: which of vLLM's runners the engine has; neither: the V1 runner on CPU.
 
     Raises:
         UnsupportedError: the method, or something that it is configured with.
@@ -89,13 +94,8 @@ def check(name: str, given: Mapping[str, Any], *, is_v1_on_cpu: bool, tensor_par
             f"`{FLAG}` has method `{name}`, which spec rollout does not draft with{note}; it does with: {names}",
             LEAVE_OUT,
         )
-    if not is_v1_on_cpu:
-        raise UnsupportedError(
-            f"`{FLAG}` has method `{name}`; beside spec rollout a model drafts on vLLM's V1 runner on CPU only so far",
-            LEAVE_OUT,
-        )
+    _check_runner(name, given, is_v1_on_gpu, tensor_parallel_size if is_v2 else None)
     for key, cause in (
-        ("parallel_drafting", _ONE_PASS),
         ("use_heterogeneous_vocab", "noise is shared token by token, so drafter and target need one vocabulary"),
         ("use_local_argmax_reduction", "drafts are drawn with noise, so the whole distribution is needed"),
     ):
@@ -113,4 +113,31 @@ def check(name: str, given: Mapping[str, Any], *, is_v1_on_cpu: bool, tensor_par
             f"`{FLAG}` has `draft_tensor_parallel_size` {given_size}, and `--tensor-parallel-size` is"
             f" {tensor_parallel_size}; beside spec rollout both are the same",
             "leave `draft_tensor_parallel_size` out",
+        )
+
+
+def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, ranks_on_v2: int | None) -> None:
+    """Refuse what drafts on the other runner only.
+
+    Args:
+        ranks_on_v2: tensor-parallel ranks of an engine with the V2 runner; None: it has another.
+    """
+    if is_v1_on_gpu:
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`; on a GPU a model drafts beside spec rollout on vLLM's V2 runner only",
+            "set `VLLM_USE_V2_MODEL_RUNNER=1`",
+        )
+    if ranks_on_v2 is None:
+        return
+    if ranks_on_v2 > 1:
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`, and `--tensor-parallel-size` is {ranks_on_v2}; on vLLM's V2 runner a model"
+            " drafts beside spec rollout on one rank only so far",
+            LEAVE_OUT,
+        )
+    if name in ("medusa", "dflash") or given.get("parallel_drafting"):
+        what = "`parallel_drafting`" if given.get("parallel_drafting") else f"method `{name}`"
+        raise UnsupportedError(
+            f"`{FLAG}` has {what}: one pass for all levels, which drafts beside spec rollout on vLLM's V1 runner only",
+            LEAVE_OUT,
         )

@@ -33,6 +33,8 @@ class Arm:
     speculative_config: dict[str, Any] | None = None
     # folders put before all others on the import path
     import_path: str = ""
+    # whether the policy's head drafts as well; its place is known when the models are
+    has_head: bool = False
 
     @property
     def is_ours(self) -> bool:

@@ -21,12 +21,13 @@ from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK
-from ..runner.models import check_length, find_model
+from ..runner.models import check_length, find_model, shipped_drafters
 from ..runner.plots import plot_epochs
 from ..runner.report import Found
 from ..runner.scenario import EngineScenario, Session, command, flag
 
-ENGINES = (STOCK, "ngram", SUFFIX, OURS)
+HEAD = "head"
+ENGINES = (STOCK, "ngram", SUFFIX, OURS, HEAD)
 # vLLM's own drafters, by `speculative_config`; what is not named has vLLM's default
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 7, "prompt_lookup_min": 3}
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -56,7 +57,9 @@ class Grpo(EngineScenario):
         is_setting=False,
     )
     engines: tuple[str, ...] = flag(
-        (STOCK, OURS), "Which engines roll out: stock, ngram, suffix, ours.", choices=ENGINES
+        (STOCK, OURS),
+        "Which engines roll out: stock, ngram, suffix, ours, head (ours, with the policy's EAGLE-3 head beside it).",
+        choices=ENGINES,
     )
     spec_rollout: dict[str, Any] = flag({"drafters": ["history"]}, "Our engine's configuration, JSON or a file of it.")
     ngram: dict[str, Any] = flag(_NGRAM, "`speculative_config` of the ngram engine.")
@@ -135,13 +138,18 @@ class Grpo(EngineScenario):
         if STOCK not in self.engines:
             cause = f"`--engines` is {','.join(self.engines)}, without stock"
             raise ConfigError(cause, "add `stock`: training goes on from its rollouts")
+        if HEAD in self.engines and self.model is not None:
+            cause = f"`--engines` names head, which is the project's own policy's, and `--model` is `{self.model}`"
+            raise ConfigError(cause, "leave one of the two out")
         made = [
             Arm(name=STOCK),
             Arm(name="ngram", speculative_config=self.ngram),
             Arm(name=SUFFIX, speculative_config=self.suffix, import_path=self.suffix_path),
             Arm(name=OURS, spec_rollout=self.spec_rollout),
+            Arm(name=HEAD, spec_rollout=self.spec_rollout, has_head=True),
         ]
-        arms = [arm for arm in made if arm.name in self.engines or (arm.is_ours and self.ablate)]
+        chosen = {*self.engines, OURS} if self.ablate else set(self.engines)
+        arms = [arm for arm in made if arm.name in chosen]
         if self.ablate:
             named = self.spec_rollout.get("drafters")
             if "history" not in (named or ()):
@@ -194,6 +202,9 @@ class Grpo(EngineScenario):
             notes.append(f"{why}; name its folder with `--suffix-path`")
         policy, _ = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
         served, title = find_model(self.model, size, self.dtype, self.cache, session.display, is_policy=True)
+        if any(arm.has_head for arm in arms):
+            head = {"speculative_config": shipped_drafters(served, size, self.cache)["head"]}
+            arms = [replace(one, spec_rollout={**self.spec_rollout, **head}) if one.has_head else one for one in arms]
         together = [arm for arm in arms if arm.name not in ABLATIONS]
         variants = [arm for arm in arms if arm.name in ABLATIONS]
         report = session.display.steps(num_units(self, together, variants))

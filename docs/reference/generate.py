@@ -147,7 +147,7 @@ def drafted_page() -> str:
         "# What is drafted\n",
         _table(("Feature", "Drafts", "Why"), rows),
         "## Methods of `--speculative-config`\n",
-        "Beside `--spec-rollout`, on vLLM's V1 runner on CPU ([how](../concepts/models.md)).\n",
+        "Beside `--spec-rollout`, on vLLM's V2 runner, and on its V1 runner on CPU ([how](../concepts/models.md)).\n",
         _table(("Method", "Drafts", "What it is, or why not"), methods),
     ]
     return "\n".join(parts)

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.worker.v1 import drafter_calls
-from vllm_specrollout.worker.v1.drafter_calls import DrafterMixin
+from vllm_specrollout.worker import drafter_calls
+from vllm_specrollout.worker.drafter_calls import DrafterMixin
 
 
 class Asleep:

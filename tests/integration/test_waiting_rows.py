@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
-from vllm_specrollout.worker.v1.waiting_rows import Rows, WaitingRows, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, rows_that_hold
 
 
 def rows(*requests: tuple[str, list[int]]) -> Rows:

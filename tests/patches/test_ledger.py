@@ -34,7 +34,7 @@ OURS = {
 # copies of vLLM's objects, made in the same function
 COPIES = {
     ("worker/common.py", "clone"),
-    ("worker/v1/model_drafter.py", "plain"),
+    ("worker/v1/feeding.py", "plain"),
     ("worker/v1/processors.py", "clone"),
     ("worker/v1/kv.py", "larger"),
     ("worker/v1/kv.py", "tensor"),
@@ -45,9 +45,13 @@ COPIES = {
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
     ("worker/v1/requests.py", "self.sampler"),
-    ("worker/v1/model_drafter.py", "proposer"),
-    ("worker/v1/model_drafter.py", "self.proposer"),
-    ("worker/v1/waiting_rows.py", "rows"),
+    ("worker/model_drafter.py", "proposer"),
+    ("worker/model_drafter.py", "self.proposer"),
+    ("worker/waiting_rows.py", "rows"),
+    ("worker/v1/feeding.py", "drafter"),
+    ("worker/v1/feeding.py", "proposer"),
+    ("worker/v2/modelled.py", "drafter"),
+    ("worker/v2/modelled.py", "self.host"),
     ("worker/v1/matching.py", "self._drafter"),
     ("worker/v1/matching.py", "self._drafter.proposer"),
     ("worker/v1/matching.py", "self._runner.spec_rollout"),
@@ -57,10 +61,10 @@ OURS_HERE = {
     ("worker/v1/matching.py", "matches"),
     # a subclass of vLLM's
     ("worker/v1/matching.py", "sampler"),
-    ("worker/v1/ranks.py", "self._drafting"),
-    ("worker/v1/ranks.py", "self._runner"),
-    ("worker/v1/drafter_calls.py", "drafter"),
-    ("worker/v1/drafter_calls.py", "drafter.sharpness"),
+    ("worker/ranks.py", "self._drafting"),
+    ("worker/ranks.py", "self._runner"),
+    ("worker/drafter_calls.py", "drafter"),
+    ("worker/drafter_calls.py", "drafter.sharpness"),
     ("worker/v2/runner.py", "step"),
 }
 RUNNERS = (
@@ -69,6 +73,7 @@ RUNNERS = (
     "worker/v1/cpu_runner.py",
     "worker/v1/cuda_runner.py",
     "worker/v2/runner.py",
+    "worker/v2/modelled.py",
 )
 SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
 

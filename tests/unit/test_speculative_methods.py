@@ -46,7 +46,7 @@ def test_the_configuration_survives_its_way_to_the_worker() -> None:
 
 
 def checked(name: str, **given: object) -> None:
-    check(name, given, is_v1_on_cpu=True, tensor_parallel_size=1)
+    check(name, given, **on())
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -62,7 +62,6 @@ def test_each_method_drafts_or_is_refused_with_the_ones_that_do(method) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({"parallel_drafting": True}, UnsupportedError),
         ({"use_heterogeneous_vocab": True}, UnsupportedError),
         ({"use_local_argmax_reduction": True}, UnsupportedError),
         ({"draft_sample_method": "probabilistic"}, ConfigError),
@@ -78,9 +77,21 @@ def test_what_has_no_meaning_under_exact_verification_is_refused(
     assert next(iter(given)) in refusal.value.hint
 
 
+def on(**where: object) -> dict[str, object]:
+    return {"is_v1_on_gpu": False, "is_v2": False, "tensor_parallel_size": 1, **where}
+
+
 def test_where_no_model_drafts_yet_it_is_said() -> None:
-    with pytest.raises(UnsupportedError, match="V1 runner on CPU"):
-        check("eagle", EAGLE, is_v1_on_cpu=False, tensor_parallel_size=1)
-    check("eagle", EAGLE, is_v1_on_cpu=True, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="V2 runner only") as refusal:
+        check("eagle", EAGLE, **on(is_v1_on_gpu=True))
+    assert "VLLM_USE_V2_MODEL_RUNNER" in refusal.value.hint
+    check("eagle", EAGLE, **on(is_v2=True))
+    with pytest.raises(UnsupportedError, match="`--tensor-parallel-size` is 2.*one rank only"):
+        check("eagle", EAGLE, **on(is_v2=True, tensor_parallel_size=2))
+    check("eagle", EAGLE, **on(tensor_parallel_size=2))
+    check("eagle3", {**EAGLE, "parallel_drafting": True}, **on())
+    for name, given in (("medusa", EAGLE), ("dflash", EAGLE), ("eagle3", {**EAGLE, "parallel_drafting": True})):
+        with pytest.raises(UnsupportedError, match="on vLLM's V1 runner only"):
+            check(name, given, **on(is_v2=True))
     with pytest.raises(UnsupportedError, match="`draft_tensor_parallel_size` 1, and `--tensor-parallel-size` is 2"):
-        check("eagle", {**EAGLE, "draft_tensor_parallel_size": 1}, is_v1_on_cpu=True, tensor_parallel_size=2)
+        check("eagle", {**EAGLE, "draft_tensor_parallel_size": 1}, **on(tensor_parallel_size=2))

@@ -97,8 +97,44 @@ BINDINGS = (
     Binding(
         "swap",
         "owner._modules[name]",
-        "worker/v1/swapping.py",
+        "worker/swapping.py",
         "while weights are loaded into a head: vLLM's reloading empties every module, the target's shared ones too",
+    ),
+    Binding(
+        "swap",
+        "self.speculator",
+        "worker/v2/modelled.py",
+        "vLLM loads a model that drafts and gives it KV cache; in a step it must not run it by itself",
+    ),
+    Binding(
+        "swap",
+        "self.use_aux_hidden_state_outputs",
+        "worker/v2/modelled.py",
+        "the layers' hidden states, for an EAGLE-3 head",
+    ),
+    Binding(
+        "rebind",
+        "speculator.sample_draft",
+        "worker/v2/proposer.py",
+        "draft tokens are drawn with the target's own noise, unsalted, and any level may be the last",
+    ),
+    Binding(
+        "swap",
+        "speculator.draft_max_seq_len",
+        "worker/v2/proposer.py",
+        "rows are laid out in the speculator's own buffers, and its passes run on them",
+    ),
+    Binding(
+        "swap",
+        "speculator.num_speculative_steps",
+        "worker/v2/proposer.py",
+        "while it drafts: a small model's loop asks for no number of levels",
+    ),
+    Binding(
+        "swap",
+        "self.num_lookahead_tokens",
+        "worker/v2/scheduler.py",
+        "room for keys and values of what a model only drafts",
     ),
     Binding(
         "swap",

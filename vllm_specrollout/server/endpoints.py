@@ -100,7 +100,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
     409: {
         "model": SpecRolloutErrorResponse,
-        "description": "The engine keeps no history, is past that epoch, or has no model that drafts.",
+        "description": "No history is kept, the epoch is over, no model drafts, or the weights cannot be used.",
     },
     413: {"model": SpecRolloutErrorResponse, "description": "The body is larger than 8 MiB."},
     422: {"model": SpecRolloutErrorResponse, "description": "The body holds what cannot be used."},

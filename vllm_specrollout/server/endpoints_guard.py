@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
-from vllm_specrollout.reports import EpochError
+from vllm_specrollout.reports import EpochError, WeightsError
 
 MAX_BODY_BYTES = 8 << 20
 MAX_SHOWN = 80
@@ -82,7 +82,7 @@ def guarded_route(may_pass: Callable[[Headers], bool], hints: Mapping[str, str])
                 except HTTPException:
                     return answer(HTTPStatus.BAD_REQUEST, f"the body cannot be read as JSON\n\nhint: {hints['']}")
                 except SpecRolloutError as error:
-                    is_conflict = isinstance(error, (EpochError, UnsupportedError))
+                    is_conflict = isinstance(error, (EpochError, UnsupportedError, WeightsError))
                     return answer(HTTPStatus.CONFLICT if is_conflict else HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
 
             return guarded

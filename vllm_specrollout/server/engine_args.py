@@ -119,7 +119,8 @@ def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Eng
     speculative_methods.check(
         str(resolved.method),
         given,
-        is_v1_on_cpu=engine is engines.CPU_V1,
+        is_v1_on_gpu=engine is engines.GPU_V1,
+        is_v2=engine.uses_v2,
         tensor_parallel_size=parallel.tensor_parallel_size,
     )
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 from vllm import LLM, SamplingParams
 
-from tests.e2e.drafting_models import copied, eagle3_head, eagle_head, perturbed
+from tests.e2e.drafting_models import drafting_with, with_own_layers
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run
@@ -21,25 +19,19 @@ from tests.e2e.identity.engines import Engine, engine, model
 FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 12, "max_depth": 5}
 
 
-def drafting_with(kind: str, target: str, folder: Path) -> dict[str, Any]:
-    """vLLM's `speculative_config` with a model of that kind."""
-    method, path = {
-        "draft_model": lambda: ("draft_model", perturbed(target, folder, 0.3)),
-        "eagle": lambda: ("eagle", eagle_head(target, folder)),
-        "eagle3": lambda: ("eagle3", eagle3_head(target, folder)),
-        "nan": lambda: ("draft_model", copied(target, folder, lambda weight: weight * torch.nan)),
-        "huge": lambda: ("draft_model", copied(target, folder, lambda weight: weight * 1e18)),
-        "constant": lambda: ("draft_model", copied(target, folder, torch.ones_like)),
-    }[kind]()
-    return {"method": method, "model": path, "num_speculative_tokens": 5}
-
-
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3", "peagle", "dflash", "medusa"])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:
     target = model(models, "llama", "float32")
     spec_rollout = {**FIXED, "shape": shape, "speculative_config": drafting_with(kind, target, tmp_path / "draft")}
     requests = cases(29, VOCAB, seed=11, max_tokens=24)
+    check_identity(target, "float32", requests, num_drafters=0, spec_rollout=spec_rollout)
+
+
+def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path, tmp_path: Path) -> None:
+    target = with_own_layers(model(models, "llama", "float32"), tmp_path / "target")
+    spec_rollout = {**FIXED, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    requests = cases(29, VOCAB, seed=17, max_tokens=24)
     check_identity(target, "float32", requests, num_drafters=0, spec_rollout=spec_rollout)
 
 

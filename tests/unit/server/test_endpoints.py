@@ -83,7 +83,7 @@ def test_a_drafter_is_given_other_weights(make_app):
 
 def test_weights_that_cannot_be_used_are_refused_with_the_way_out(make_app):
     answer = TestClient(make_app(FakeEngine(settings=WITH_MODEL))).post("/spec_rollout/drafter", json={"path": "none"})
-    assert answer.status_code == 422
+    assert answer.status_code == 409
     assert answer.json()["error"]["message"] == "`none` holds no safetensors\n\nhint: give a folder"
 
 

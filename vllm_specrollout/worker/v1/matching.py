@@ -7,15 +7,16 @@ verified, so each position counts once, whatever is accepted.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from vllm_specrollout.budgets.base import Backoff, FixedBudget
 from vllm_specrollout.drafters.sharpness import GREEDY
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
-from vllm_specrollout.worker.v1.model_drafter import ModelDrafter
+from vllm_specrollout.worker.model_drafter import ModelDrafter
 
 
 @dataclass(slots=True)
@@ -105,3 +106,25 @@ class MatchMeter:
                 matches.best_two[way] = matches.best_two.get(way, 0) + int(is_met.any(dim=1).sum())
         self._rows = {}
         return tokens, processed
+
+
+class MatchingMixin:
+    """Mixed into the V1 runners' workers; called by name, through `collective_rpc`."""
+
+    model_runner: Any
+    _meter: MatchMeter | None = None
+
+    def spec_rollout_matches(self, start: bool) -> dict[str, Any]:
+        """Begin to measure how often a model's drafts are the target's tokens, or end it and tell what was found.
+
+        Raises:
+            ConfigError: no model drafts.
+        """
+        runner = self.model_runner
+        if runner.model_drafter is None:
+            raise ConfigError("no model drafts in this engine", "give it a `speculative_config`")
+        meter, self._meter = getattr(self, "_meter", None), None
+        found = asdict(meter.stop()) if meter is not None else {}
+        if start:
+            self._meter = MatchMeter(runner)
+        return found

@@ -6,10 +6,7 @@ model, keeps its KV cache in the engine's blocks, and runs it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,28 +14,12 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specrollout.types import IntArray
-from vllm_specrollout.worker.v1.requests import RequestEntry
-from vllm_specrollout.worker.v1.waiting_rows import Rows
+from vllm_specrollout.worker.proposing import Enough, Proposer, Seat
+from vllm_specrollout.worker.waiting_rows import Rows
 
 
-class Enough(Exception):
-    """Drafting further costs more than it brings: leaves the proposer's loop, between two passes."""
-
-
-@dataclass(slots=True)
-class Seat:
-    """What the runner knows of a request that is drafted for."""
-
-    entry: RequestEntry
-    # its row in the block table, and the blocks it has there
-    row: int
-    num_blocks: int
-    # the token behind its last row: sampled last, or next in its prompt
-    next_token: int
-
-
-class Proposer:
-    """Runs vLLM's proposer.
+class ProposerV1(Proposer):
+    """Runs the proposers of vLLM's V1 runner.
 
     Args:
         proposer: vLLM's, its model loaded.
@@ -47,59 +28,27 @@ class Proposer:
     """
 
     def __init__(self, proposer: Any, block_size: int, scratch: IntArray | None) -> None:
-        self.of_vllm = proposer
+        extra = max(1, proposer.net_num_new_slots_per_request)
+        super().__init__(
+            proposer, max_depth=proposer.num_speculative_tokens, max_rows=proposer.max_num_tokens, extra=extra
+        )
         proposer._sample_draft_tokens = self._sample
-        self.draw: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.argmax(dim=-1)
-        """[R, vocab] logits -> [R] int64 tokens of the next level; may raise `Enough`."""
-        self.max_depth: int = proposer.num_speculative_tokens
+        self.is_one_pass = proposer.parallel_drafting
         self.takes_hidden: bool = proposer.pass_hidden_states_to_model
-        self.takes_layers: bool = proposer.method == "eagle3" and proposer.eagle3_use_aux_hidden_state
+        self.takes_layers: bool = proposer.method in ("eagle3", "dflash") and proposer.eagle3_use_aux_hidden_state
         """Whether it takes several layers' hidden states, side by side, and not the last one's."""
-        self._extra = max(1, proposer.net_num_new_slots_per_request)
-        self.most_requests: int = proposer.max_num_tokens // (2 + self._extra)
-        """Of one batch: its buffers must hold some rows of each."""
         self._block_size = block_size
         # the first one holds zeros for the target's branches
         self._scratch: IntArray = np.zeros(0, dtype=np.int32) if scratch is None else scratch[1:]
         # [requests, width] the runner's, of the step in progress
         self.block_table: IntArray = np.zeros((0, 0), dtype=np.int32)
 
-    @property
-    def path(self) -> Path:
-        """The folder that vLLM loaded the model from."""
-        config = self.of_vllm.vllm_config.speculative_config.draft_model_config
-        if Path(config.model).exists():
-            return Path(config.model)
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
-
     def _sample(self, hidden: torch.Tensor, sampling_metadata: Any) -> tuple[torch.Tensor, None]:
         """In the place of `SpecDecodeBaseProposer._sample_draft_tokens`."""
-        return self.draw(self.of_vllm.model.compute_logits(hidden)), None
-
-    def run(self, rows: Rows, seats: Sequence[Seat], depth: int) -> float:
-        """Feed rows, at least one for each seat and in the seats' order, and draft so many levels.
-
-        Returns:
-            milliseconds that it took.
-        """
-        begin = time.perf_counter()
-        room = self.of_vllm.max_num_tokens - self._extra * len(seats)
-        ends = np.cumsum(rows.counts)
-        next_tokens = np.asarray([seat.next_token for seat in seats], dtype=np.int32)
-        first = ends - rows.counts
-        # what does not fit into one pass: the fronts of the longest requests go ahead, and yield nothing
-        while (total := int((ends - first).sum())) > room:
-            longest = int((ends - first).argmax())
-            count = min(total - room, int(ends[longest] - first[longest]) - 1, room)
-            own = slice(int(first[longest]), int(first[longest]) + count)
-            behind = rows.token_ids[own.stop : own.stop + 1].numpy()
-            self._pass([seats[longest]], rows, [np.arange(own.start, own.stop)], behind, 0)
-            first[longest] += count
-        index = [np.arange(a, b) for a, b in zip(first.tolist(), ends.tolist(), strict=True)]
-        self._pass(seats, rows, index, next_tokens, depth)
-        return (time.perf_counter() - begin) * 1e3
+        logits = self.of_vllm.model.compute_logits(hidden)
+        if self.is_one_pass:
+            return self.draw_all(logits.view(-1, self.max_depth, logits.shape[-1])).view(-1), None
+        return self.draw(logits), None
 
     def _pass(
         self, seats: Sequence[Seat], rows: Rows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
@@ -159,3 +108,23 @@ class Proposer:
             table[i, seat.num_blocks : seat.num_blocks + more] = 0
             table[i, seat.num_blocks : seat.num_blocks + len(own)] = own
         return table
+
+
+class HeadsProposer(Proposer):
+    """Runs Medusa's heads: each of them looks so many tokens ahead from the target's last hidden state alone."""
+
+    takes_hidden, takes_layers = True, False
+
+    def __init__(self, proposer: Any) -> None:
+        super().__init__(proposer, max_depth=proposer.num_speculative_tokens, max_rows=proposer.max_num_tokens, extra=1)
+        self.is_one_pass = True
+
+    def _pass(
+        self, seats: Sequence[Seat], rows: Rows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
+    ) -> None:
+        if depth == 0:
+            return  # it keeps nothing of what it has seen
+        last = torch.from_numpy(np.asarray([own[-1] for own in index]))
+        model = self.of_vllm.model
+        with torch.inference_mode():
+            self.draw_all(torch.stack(model.compute_logits(model(rows.hidden[last])), dim=1)[:, : self.max_depth])

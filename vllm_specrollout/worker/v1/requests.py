@@ -42,6 +42,10 @@ class RequestEntry(RequestState):
         self.tape = tape
 
     @property
+    def is_greedy(self) -> bool:
+        return self.tape is None
+
+    @property
     def temperature(self) -> float:
         assert self.state.sampling_params is not None
         return self.state.sampling_params.temperature

@@ -2,7 +2,7 @@
 
 What belongs here: the places where vLLM's step is entered, in the order of the step. How branches are laid out is in
 cpu_runner.py and attention.py, how rows are sampled in sampler.py, whose noise it is in requests.py, where drafts come
-from in drafting.py, or from a model in model_drafter.py. In a step vLLM's runner never learns that it speculates
+from in drafting.py, or from a model in feeding.py. In a step vLLM's runner never learns that it speculates
 (`speculative_config` is None but for one call), so none of its own drafting code runs.
 """
 
@@ -33,17 +33,17 @@ from vllm_specrollout.types import (
 )
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
+from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.v1.model_drafter import ModelDrafter, model_drafter_of, plain_processors, tell
+from vllm_specrollout.worker.v1.feeding import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.processors import are_builtin
 from vllm_specrollout.worker.v1.requests import Noise, RequestBook
 from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
 from vllm_specrollout.worker.weights_version import WeightsVersion
 
 logger = init_logger(__name__)
-
 
 _Base = GPUModelRunner if TYPE_CHECKING else object
 
@@ -229,7 +229,7 @@ class SpecRolloutV1(_Base):
         if self.shape[0] is not DraftMode.OFF:
             self._observe(output)
             if self.model_drafter is not None:
-                tell(self, lambda drafter: drafter.step(self, state, output))
+                tell(self, lambda drafter: feed(drafter, self, state, output))
             self._planned = self.drafting.plan(lambda: self._requests(output), self.step.number + 1, self._fit)
             draft_ms = self.drafting.ms
             if self.model_drafter is not None:

@@ -12,18 +12,21 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of, with_model
+from vllm_specrollout.worker.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
-from vllm_specrollout.worker.v1.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.v1.kv import scratch_blocks
+from vllm_specrollout.worker.v1.matching import MatchingMixin
 from vllm_specrollout.worker.v1.reporting import StatsMixin
 from vllm_specrollout.worker.v1.warm_up import warm_up
 
 
-class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, TunableMixin, ExplainsMixin, TrainerMixin, CPUWorker):
+class SpecRolloutCPUWorker(
+    StatsMixin, MatchingMixin, DrafterMixin, TunableMixin, ExplainsMixin, TrainerMixin, CPUWorker
+):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from vllm_specrollout.types import (
     RequestView,
     StepTiming,
     TreeBatch,
+    VerifyResult,
 )
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
@@ -35,10 +37,13 @@ from vllm_specrollout.worker.weights_version import WeightsVersion
 class HostRequest(RequestState):
     """One request's tokens as far as the host knows them. A request that comes back after preemption is a new one."""
 
-    __slots__ = ("admission", "buffer", "length", "num_prompt", "request_id")
+    __slots__ = ("admission", "buffer", "length", "num_prompt", "request_id", "temperature")
 
-    def __init__(self, request_id: str, admission: Admission, num_prompt: int, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, request_id: str, admission: Admission, num_prompt: int, tokens: Sequence[int], temperature: float = 1.0
+    ) -> None:
         self.request_id = request_id
+        self.temperature = temperature
         self.admission = admission
         self.num_prompt = num_prompt
         # [capacity] int32 token ids; the first `length` are known
@@ -46,6 +51,10 @@ class HostRequest(RequestState):
         self.buffer[: len(tokens)] = tokens
         self.length = len(tokens)
         super().__init__(request_id, admission, self.buffer[: self.length], num_prompt)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
 
     def append(self, tokens: IntArray) -> None:
         end = self.length + len(tokens)
@@ -107,6 +116,8 @@ class InFlight:
     waiting: int = 0
     # milliseconds that its drafts took to be made
     ask_ms: float = 0.0
+    # what the target computed, for a model that drafts
+    computed: Any = None
 
 
 @dataclass(slots=True)
@@ -135,6 +146,8 @@ class Host:
         self._over: dict[str, _Over] = {}
         self.weights_version = WeightsVersion()
         self._last_home: float | None = None
+        self.came_home: Callable[[InFlight, IntArray, VerifyResult], None] = lambda step, counts, result: None
+        """Told of each step that was taken in: [R] tokens sampled for each request, and what became of its drafts."""
         # got their first token in the step that is taken in
         self._begun: list[HostRequest] = []
 
@@ -211,6 +224,7 @@ class Host:
                 total.timings.append(timing)
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
             self.drafting.timed(timing)
+            self.came_home(step, counts, VerifyResult(num_accepted, accepted))
             version = self.weights_version.number
             for request in self._begun:
                 self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))

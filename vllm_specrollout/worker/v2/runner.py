@@ -29,6 +29,7 @@ from vllm_specrollout.types import DraftMode, FinishedRequest, IntArray
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens
+from vllm_specrollout.worker.model_drafter import ModelDrafter
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.speculate import make_speculator
@@ -52,6 +53,9 @@ _Base = GPUModelRunner if TYPE_CHECKING else object
 
 class SpecRolloutV2(_Base):
     """Mixed into vLLM's V2 runners: drafts at the last moment, verifies trees, moves what was accepted."""
+
+    # a model that drafts, where there is one (modelled.py)
+    model_drafter: ModelDrafter | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -127,7 +131,7 @@ class SpecRolloutV2(_Base):
                 has_prompt_embeds=new.prompt_embeds is not None,
                 follows_one_line=one_line_reason(params),
             )
-            self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens))
+            self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens, params.temperature))
 
     def _remove_request(self, req_id: str) -> bool:
         self.host.forget(req_id)
@@ -253,12 +257,17 @@ class SpecRolloutV2(_Base):
                 self.step.num_rows - trees.num_nodes == trees.num_requests,
                 self.step.waiting,
                 self.step.ask_ms,
+                self._computed(batch),
             )
         )
         self.tokens_ready = torch.cuda.Event()
         if self.host.num_in_flight > MOST_IN_FLIGHT:
             # nobody drafts: keep the mirror from falling ever further behind (all but the last of these are long done)
             self.settle(keep=2)
+
+    def _computed(self, batch: InputBatch) -> Any:
+        """What a model that drafts has to know of the step."""
+        return None
 
     def settle(self, keep: int = 0) -> None:
         """Take in the steps in flight, but for the last `keep`."""

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.scheduling.lookahead import room_per_request
+from vllm_specrollout.worker.common import config_of, speculative_config
 from vllm_specrollout.worker.scheduler import DraftReport, SchedulerMixin, SpecRolloutOutput
 from vllm_specrollout.worker.v2.grammar import drafted_schedule
 
@@ -32,6 +33,10 @@ class SchedulerMixinV2(SchedulerMixin):
         super().__init__(vllm_config, *args, **kwargs)
         self._report = DraftReport()
         self._workers: Executor | None = None
+        given = config_of(vllm_config).speculative_config
+        if given is not None:
+            # a model writes keys and values of what it only drafts
+            self.num_lookahead_tokens = speculative_config(vllm_config, given).num_speculative_tokens
 
     def meet_workers(self, executor: Executor) -> None:
         """Called once by the engine core, before the first step. Not called: a grammar's requests decode plainly."""

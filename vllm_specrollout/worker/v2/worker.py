@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.stats import Stats
@@ -25,23 +27,25 @@ else:
 
 
 @contextmanager
-def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
+def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> Iterator[None]:
     """While a worker sets its device up, it finds our runner under the name of vLLM's.
 
     vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
     """
+    from vllm_specrollout.worker.v2.modelled import ModelledV2
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
+    ours = ModelledV2 if has_model else SpecRolloutV2
     module = importlib.import_module(module_name)
     stock = getattr(module, class_name)
-    setattr(module, class_name, type("SpecRolloutRunner", (SpecRolloutV2, stock), {}))
+    setattr(module, class_name, type("SpecRolloutRunner", (ours, stock), {}))
     try:
         yield
     finally:
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(ExplainsMixin, TrainerMixin, TunableMixin, _Base):
+class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2
@@ -53,7 +57,8 @@ class SpeculatingWorker(ExplainsMixin, TrainerMixin, TunableMixin, _Base):
                 "this worker is for vLLM's V2 model runner, and the configuration asks for V1",
                 "unset `VLLM_USE_V2_MODEL_RUNNER`",
             )
-        with _runner_replaced(*self.runner_class):
+        has_model = config_of(self.vllm_config).speculative_config is not None
+        with _runner_replaced(*self.runner_class, has_model=has_model):
             super().init_device()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

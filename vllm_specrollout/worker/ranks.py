@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from vllm_specrollout.worker.v1.proposer import Enough
+from vllm_specrollout.worker.drafting import Drafting
+from vllm_specrollout.worker.proposing import Enough
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -21,11 +22,12 @@ class Ranks:
     """All ranks of one engine, seen from one of them.
 
     Args:
-        runner: our V1 runner; its `drafting` knows the ranks.
+        runner: our model runner.
+        drafting: its own; it knows the ranks.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self._runner, self._drafting = runner, runner.drafting
+    def __init__(self, runner: Any, drafting: Drafting) -> None:
+        self._runner, self._drafting = runner, drafting
         self._has_told = False
         if self._drafting.group is not None:
             self._drafting.last_order = self._last_order

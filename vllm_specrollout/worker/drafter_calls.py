@@ -1,21 +1,20 @@
-"""What a V1 worker is asked about a model that drafts: other weights, and measurements. Called by name, through
+"""What a worker is asked about a model that drafts: other weights, and how it drafts. Called by name, through
 `collective_rpc`, between two steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_specrollout.errors import ConfigError, SpecRolloutError
-from vllm_specrollout.worker.v1.matching import MatchMeter
-from vllm_specrollout.worker.v1.swapping import swap
+from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.worker.swapping import swap
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
     from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 else:
     _Base = object
 
@@ -23,8 +22,7 @@ else:
 class DrafterMixin(_Base):
     """Mixed into vLLM's workers."""
 
-    model_runner: SpecRolloutV1
-    _meter: MatchMeter | None = None
+    model_runner: SpecRolloutV1 | SpecRolloutV2
     # where the drafter's weights came from last; None: from where the engine was started with
     _drafter_path: Path | None = None
     _has_lost_weights = False
@@ -62,21 +60,6 @@ class DrafterMixin(_Base):
             if runner.model_drafter is not None:
                 runner.model_drafter = None
                 runner.spec_rollout.drop(drafter, error)
-
-    def spec_rollout_matches(self, start: bool) -> dict[str, Any]:
-        """Begin to measure how often a model's drafts are the target's tokens, or end it and tell what was found.
-
-        Raises:
-            ConfigError: no model drafts.
-        """
-        runner = self.model_runner
-        if runner.model_drafter is None:
-            raise ConfigError("no model drafts in this engine", "give it a `speculative_config`")
-        meter, self._meter = getattr(self, "_meter", None), None
-        found = dataclasses.asdict(meter.stop()) if meter is not None else {}
-        if start:
-            self._meter = MatchMeter(runner)
-        return found
 
     def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
         """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""

@@ -1,4 +1,4 @@
-"""A model that drafts on the V1 runner: vLLM's own proposer, whose tokens are drawn with the target's noise.
+"""A model that drafts: vLLM's own proposer, whose tokens are drawn with the target's noise. Both runners use it.
 
 What belongs here: what the proposer is fed with and when, and how its tokens are drawn. It is fed when drafts are asked
 for: what the target computed meanwhile waits, so a step without drafts costs nothing.
@@ -6,39 +6,26 @@ for: what the target computed meanwhile waits, so a step without drafts costs no
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import Levels
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
 from vllm_specrollout.guard import CONTAINED
-from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, TreeBatch, VerifyResult, empty_trees
-from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.v1.proposer import Enough, Proposer, Seat
-from vllm_specrollout.worker.v1.ranks import Ranks
-from vllm_specrollout.worker.v1.requests import Noise, RequestEntry
-from vllm_specrollout.worker.v1.waiting_rows import Rows, WaitingRows, rows_that_hold
+from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.worker.proposing import Chooses, Enough, Entry, Proposer, Seat
+from vllm_specrollout.worker.ranks import Ranks
+from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows
 
 MOST_WAITING = 1024
 """Rows that may wait for the proposer; with more it is fed though nobody asked."""
 _LEARN_EVERY = 8  # times drafted after which the candidates for the sharpness are compared once
 _MEMORY = 0.9  # weight left to what a pass took, after each further one
-
-
-def plain_processors(runner: Any) -> Any:
-    """The logits processors of plain decoding: vLLM leaves min_p and others out where a model drafts."""
-    plain = copy.copy(runner.vllm_config)
-    plain.speculative_config = None
-    custom = runner.model_config.logits_processors
-    return build_logitsprocs(plain, runner.device, PIN_MEMORY, runner.is_pooling_model, tuple(custom or ()))
 
 
 def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
@@ -54,16 +41,6 @@ def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
         runner.spec_rollout.drop(drafter, error)
 
 
-def model_drafter_of(runner: Any) -> ModelDrafter:
-    """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
-    config = config_of(runner.vllm_config)
-    block_size = runner.drafter.block_size
-    proposer = Proposer(runner.drafter, block_size, getattr(runner, "scratch", None))
-    drafter = ModelDrafter(proposer, runner.noise, len(config.drafters), Ranks(runner))
-    runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
-    return drafter
-
-
 class ModelDrafter(BaseDrafter):
     """Drafts with vLLM's proposer: a chain, and at each level the second best token beside it.
 
@@ -77,7 +54,7 @@ class ModelDrafter(BaseDrafter):
     name = "model"
     num_sources = 2
 
-    def __init__(self, proposer: Proposer, noise: Noise, source: int, ranks: Ranks) -> None:
+    def __init__(self, proposer: Proposer, noise: Chooses, source: int, ranks: Ranks) -> None:
         self.proposer = proposer
         self._ranks = ranks
         proposer.draw = ranks.drawing(self._draw)
@@ -96,54 +73,23 @@ class ModelDrafter(BaseDrafter):
         self.is_comb = True
         self._has_alternatives = True
         # [R] the requests that are drafted for
-        self.entries: list[RequestEntry] = []
+        self.entries: list[Entry] = []
         self._temperatures = torch.ones(0)
         self._levels = Levels(0, np.ones(1), 0.0)
-        # the step in progress computed more than a token of some request that it did not draft
+        # prompts have come since it was last looked
         self._has_prompts = False
         # what each candidate for the sharpness would have drafted: request -> [CHOICES] tokens
         self._trial: dict[str, np.ndarray] = {}
 
     # --- what it is fed with -----------------------------------------------------------------------------------------
 
-    def step(self, runner: Any, state: Any, output: Any) -> None:
-        """The runner has sampled a step.
+    def feed(self, rows: Rows, *, has_prompts: bool = False) -> None:
+        """Rows that the target has computed and that hold; `seats` are those of their step.
 
         Args:
-            runner: the V1 model runner; its batch is that of the step.
-            state: vLLM's `ExecuteModelState` of the step, with the target's hidden states.
-            output: vLLM's `ModelRunnerOutput`.
+            has_prompts: some request has more of them than a token that was not drafted.
         """
-        batch, ids = runner.input_batch, output.req_ids
-        query_start = runner.query_start_loc.np[: len(ids) + 1]
-        trees, sampled = runner.step.trees, runner.step.sampled
-        result = None if sampled is None else VerifyResult(sampled.num_accepted, sampled.accepted)
-        index, counts = rows_that_hold(query_start, trees, result)
-        num_drafted = trees.num_nodes if trees is not None else 0
-        self._has_prompts = int(query_start[-1]) - num_drafted > len(ids)
-        rows = torch.from_numpy(index)
-        hidden = self._hidden_of(state, rows)
-        table = batch.block_table[0]
-        self.proposer.block_table, blocks = table.get_numpy_array(), table.num_blocks_per_row
-        self.seats, names = {}, []
-        for i, (name, tokens) in enumerate(zip(ids, output.sampled_token_ids, strict=True)):
-            # a prompt that is not over yet goes on with its own next token
-            at = int(batch.num_computed_tokens_cpu[i]) + int(counts[i])
-            token = tokens[-1] if tokens else int(batch.token_ids_cpu[i, at])
-            entry = runner.book.get(runner.requests[name])
-            self.seats[name] = Seat(entry, i, int(blocks[i]), token)
-            # who never drafts is fed for the sake of those who share its prompt's blocks
-            names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
-        self.feed(Rows(names, counts, runner.input_ids.gpu[rows], runner.positions[rows], hidden))
-
-    def _hidden_of(self, state: Any, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, width] the target's hidden states, as far as the proposer takes them."""
-        if self.proposer.takes_layers:
-            return torch.cat([layer[rows] for layer in state.aux_hidden_states], dim=-1)
-        return state.hidden_states[rows] if self.proposer.takes_hidden else torch.empty(len(rows), 0)
-
-    def feed(self, rows: Rows) -> None:
-        """Rows that the target has computed and that hold."""
+        self._has_prompts = self._has_prompts or has_prompts
         self.waiting.add(rows)
         if self._trial:
             self._learn(rows)
@@ -156,6 +102,7 @@ class ModelDrafter(BaseDrafter):
         """Feed what waits, without drafting: prompts at once, since others may share their blocks, and long queues."""
         if not self._has_prompts and len(self.waiting) <= MOST_WAITING:
             return
+        self._has_prompts = False
         names = [name for name in self.waiting.request_ids() if name in self.seats]
         for begin in range(0, len(names), self.proposer.most_requests):
             self._run(names[begin : begin + self.proposer.most_requests], 0)
@@ -168,12 +115,13 @@ class ModelDrafter(BaseDrafter):
         index = [
             i for i, name in enumerate(batch.request_ids) if wanted[i] > 0 and name in self.seats and name in waiting
         ][: self.proposer.most_requests]
-        depth = min(self.proposer.max_depth, int(limits.max_depth[index].max(initial=0)))
-        if not index or depth == 0:
+        wanted_depth = int(limits.max_depth[index].max(initial=0))
+        depth = self.proposer.max_depth if self.proposer.is_one_pass else min(self.proposer.max_depth, wanted_depth)
+        if not index or wanted_depth == 0:
             return empty_trees(batch.request_ids)
         names = [batch.request_ids[i] for i in index]
         self.entries = [self.seats[name].entry for name in names]
-        temperatures = [1.0 if entry.tape is None else entry.temperature for entry in self.entries]
+        temperatures = [1.0 if entry.is_greedy else entry.temperature for entry in self.entries]
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
         self._levels = Levels(len(names), self._survival(), limits.token_ms)
         self._times += 1
@@ -217,8 +165,8 @@ class ModelDrafter(BaseDrafter):
             tokens.append(self.noise.choose(sharp, self.entries, levels.depth))
         drawn = torch.stack(tokens, dim=1)
         log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
-        levels.add(drawn.numpy(), log_q.numpy())
-        if levels.is_enough(self._pass_ms):
+        levels.add(drawn.cpu().numpy(), log_q.cpu().numpy())
+        if not self.proposer.is_one_pass and levels.is_enough(self._pass_ms):
             raise Enough
         return tokens[0]
 
@@ -226,7 +174,7 @@ class ModelDrafter(BaseDrafter):
         """[R, vocab] float32 the model's logits at the requests' temperatures, the highest 0."""
         # a broken drafter costs speed, never more
         logits = torch.nan_to_num(logits.float(), nan=0.0, posinf=1e4, neginf=-1e4)
-        scaled = logits / self._temperatures[:, None]
+        scaled = logits / self._temperatures.to(logits.device)[:, None]
         return scaled - scaled.amax(dim=-1, keepdim=True)
 
     # --- how sharp ---------------------------------------------------------------------------------------------------
@@ -234,16 +182,17 @@ class ModelDrafter(BaseDrafter):
     def _try_all(self, scaled: torch.Tensor) -> None:
         """What each candidate would draft as the next token."""
         entries = self.entries
-        tokens = torch.stack([self.noise.choose(scaled * choice, entries, 0) for choice in CHOICES], dim=1).numpy()
+        tokens = torch.stack([self.noise.choose(scaled * choice, entries, 0) for choice in CHOICES], dim=1)
+        own_tokens = tokens.cpu().numpy()
         self._trial = {
-            entry.view.request_id: own for entry, own in zip(entries, tokens, strict=True) if entry.tape is not None
+            entry.view.request_id: own for entry, own in zip(entries, own_tokens, strict=True) if not entry.is_greedy
         }
 
     def _learn(self, rows: Rows) -> None:
         """The target's tokens are known: the first row of a request holds the token drafted from, the second, if any,
         what was met; else it is the next one sampled."""
         starts = np.concatenate([[0], np.cumsum(rows.counts)])[:-1].tolist()
-        tokens, met = rows.token_ids.numpy(), []
+        tokens, met = rows.token_ids.cpu().numpy(), []
         for name, start, count in zip(rows.request_ids, starts, rows.counts.tolist(), strict=True):
             own = self._trial.pop(name, None) if name is not None else None
             if own is None or name is None:
