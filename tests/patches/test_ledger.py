@@ -65,6 +65,7 @@ OURS_HERE = {
     ("worker/ranks.py", "self._runner"),
     ("worker/drafter_calls.py", "drafter"),
     ("worker/drafter_calls.py", "drafter.sharpness"),
+    ("worker/drafter_calls.py", "drafter.second_sharpness"),
     ("worker/v2/runner.py", "step"),
 }
 RUNNERS = (

@@ -11,13 +11,16 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from tests.e2e.drafting_models import drafting_with
-from tests.e2e.identity.cases import cases
+import vllm_specrollout
+from tests.e2e.drafting_models import drafting_with, with_own_layers
+from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB, check_identity
+from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
 from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
 
+SAMPLED = ("temperature 1", "greedy", "top_p")
 FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 6, "max_depth": 3}
 
 
@@ -35,16 +38,75 @@ def _asked_the_model(ours: Engine) -> None:
     assert ours.runner.model_drafter is not None and ours.runner.model_drafter._times > 0
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3"])
-@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("draft_model", "tree"), ("eagle", "tree"), ("eagle3", "tree"), ("draft_model", "chain"), ("eagle3", "chain")],
+)
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:
     target = model(models, "llama", "float32") if kind != "eagle3" else deeper(models)
-    requests = cases(10, VOCAB, seed=21, max_tokens=6, only=FEATURES)
+    requests = cases(8, VOCAB, seed=21, max_tokens=6, only=FEATURES)
     own = settings(kind, target, tmp_path, shape=shape)
     check_identity(
         target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model,
         must_accept=kind == "draft_model", **ENGINE
     )  # fmt: skip
+
+
+def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path, tmp_path: Path) -> None:
+    target = with_own_layers(model(models, "llama", "float32"), tmp_path / "target")
+    own = {**FIXED, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    requests = cases(4, VOCAB, seed=22, max_tokens=6, only=SAMPLED)
+    check_identity(
+        target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model, must_accept=False,
+        **ENGINE
+    )  # fmt: skip
+
+
+def test_a_broken_model_beside_a_drafter_costs_speed_and_nothing_else(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    own = settings("nan", target, tmp_path, drafters=["ngram"])
+    requests = cases(4, VOCAB, seed=23, max_tokens=12, only=SAMPLED)
+    check_identity(
+        target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model, must_accept=False,
+        **ENGINE
+    )  # fmt: skip
+
+
+def test_a_model_drafts_for_preempted_requests_with_steps_scheduled_ahead(
+    models: Path, tmp_path: Path, ahead: None
+) -> None:
+    """Too few blocks for all, and prompts in chunks: requests leave their rows, and others come into them."""
+    target = model(models, "llama", "float32")
+    own = settings("draft_model", target, tmp_path)
+    requests = [
+        Case("pressure", str(i), list(range(5 + i, 55 + i)), {"max_tokens": 16, "seed": i, "ignore_eos": True})
+        for i in range(5)
+    ]
+    scarce = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 9, "max_num_seqs": 5}
+    check_identity(
+        target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model,
+        enable_prefix_caching=False, max_num_batched_tokens=64, **scarce
+    )  # fmt: skip
+
+
+def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    own = settings("draft_model", target, tmp_path)
+    path = own["speculative_config"]["model"]
+    requests = cases(3, VOCAB, seed=24, max_tokens=8, only=SAMPLED)
+    with engine(target, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        plain = run(ours.llm, requests, enabled=False)
+        core, found, swaps = ours.llm.llm_engine, {}, 0
+        for i, case in enumerate(requests):
+            core.add_request(str(i), {"prompt_token_ids": case.prompt}, case.sampling())
+        while core.has_unfinished_requests():
+            found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+            # the target itself, and the perturbed one again
+            swaps += 1
+            assert vllm_specrollout.load_drafter(ours.llm, (target, path)[swaps % 2]) == swaps
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+    assert [found[str(i)] for i in range(3)] == [list(out.outputs[0].token_ids) for out in plain]
+    assert stats["accepted"] > 0
 
 
 def deeper(models: Path) -> str:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 GREEDY = 1e4
 """An s that leaves the noise no say."""
-CHOICES = (1.0, 1.5, 2.0, 3.0, GREEDY)
-"""Candidates for s."""
+CHOICES = (1.0, 2.0, 4.0, 8.0, GREEDY)
+"""Candidates for s: plain coupling, doubled, and greedy drafting."""
 FIRST = 2
-"""Index of the one that is used before anything is known."""
+"""Index of the one that is used before anything is known: hardly worse than greedy where that is best."""
 MEMORY = 0.999
 """Weight left to an observation after each further one."""
 

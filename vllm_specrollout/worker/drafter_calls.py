@@ -65,4 +65,5 @@ class DrafterMixin(_Base):
         """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
         drafter = self.model_runner.model_drafter
         if drafter is not None:
-            drafter.sharpness.pinned, drafter.is_comb = sharpness, is_comb
+            drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
+            drafter.is_comb = is_comb

@@ -61,7 +61,8 @@ class ModelDrafter(BaseDrafter):
         ranks.follow(lambda names, depth: self._run(names, depth))
         self.noise = noise
         self.source = source
-        self.sharpness = Sharpness()
+        self.sharpness, self.second_sharpness = Sharpness(), Sharpness()
+        """Of the chain's tokens, and of the alternatives beside them."""
         self.acceptance = Acceptance()
         self.version = 0
         """How often its weights were swapped."""
@@ -78,7 +79,7 @@ class ModelDrafter(BaseDrafter):
         self._levels = Levels(0, np.ones(1), 0.0)
         # prompts have come since it was last looked
         self._has_prompts = False
-        # what each candidate for the sharpness would have drafted: request -> [CHOICES] tokens
+        # request -> [1 + 2 * CHOICES] tokens: the one drafted, what each candidate would have drafted, and beside it
         self._trial: dict[str, np.ndarray] = {}
 
     # --- what it is fed with -----------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class ModelDrafter(BaseDrafter):
     def begin_anew(self) -> None:
         """Its weights are others: what was learned of the old ones is forgotten."""
         self.version += 1
-        self.sharpness, self.acceptance = Sharpness(), Acceptance()
+        self.sharpness, self.second_sharpness, self.acceptance = Sharpness(), Sharpness(), Acceptance()
         self._trial.clear()
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
@@ -156,13 +157,13 @@ class ModelDrafter(BaseDrafter):
             Enough: another level is not worth its pass.
         """
         levels, scaled = self._levels, self.scaled(logits)
-        if levels.depth == 0 and self._times % _LEARN_EVERY == 1:
-            self._try_all(scaled)
-        sharp = scaled * self.sharpness.value
-        tokens = [self.noise.choose(sharp, self.entries, levels.depth)]
+        first = self.noise.choose(scaled * self.sharpness.value, self.entries, levels.depth)
+        tokens = [first]
         if self._has_alternatives:
-            sharp.scatter_(1, tokens[0][:, None], float("-inf"))
-            tokens.append(self.noise.choose(sharp, self.entries, levels.depth))
+            others = scaled.scatter(1, first[:, None], float("-inf"))
+            tokens.append(self.noise.choose(others * self.second_sharpness.value, self.entries, levels.depth))
+        if levels.depth == 0 and self._times % _LEARN_EVERY == 1:
+            self._try_all(scaled, first)
         drawn = torch.stack(tokens, dim=1)
         log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
         levels.add(drawn.cpu().numpy(), log_q.cpu().numpy())
@@ -179,13 +180,14 @@ class ModelDrafter(BaseDrafter):
 
     # --- how sharp ---------------------------------------------------------------------------------------------------
 
-    def _try_all(self, scaled: torch.Tensor) -> None:
-        """What each candidate would draft as the next token."""
-        entries = self.entries
-        tokens = torch.stack([self.noise.choose(scaled * choice, entries, 0) for choice in CHOICES], dim=1)
-        own_tokens = tokens.cpu().numpy()
+    def _try_all(self, scaled: torch.Tensor, first: torch.Tensor) -> None:
+        """What each candidate would draft as the next token, and as the alternative of the first choice [R]."""
+        entries, others = self.entries, scaled.scatter(1, first[:, None], float("-inf"))
+        drawn = [first]
+        drawn += [self.noise.choose(logits * choice, entries, 0) for logits in (scaled, others) for choice in CHOICES]
+        tokens = torch.stack(drawn, dim=1).cpu().numpy()
         self._trial = {
-            entry.view.request_id: own for entry, own in zip(entries, own_tokens, strict=True) if not entry.is_greedy
+            entry.view.request_id: own for entry, own in zip(entries, tokens, strict=True) if not entry.is_greedy
         }
 
     def _learn(self, rows: Rows) -> None:
@@ -201,5 +203,9 @@ class ModelDrafter(BaseDrafter):
             if count > 1 or seat is not None:
                 met.append(own == (tokens[start + 1] if count > 1 else seat.next_token))  # type: ignore[union-attr]
         self._trial.clear()
-        if met:
-            self.sharpness.observe(np.stack(met))
+        if not met:
+            return
+        hits = np.stack(met)
+        self.sharpness.observe(hits[:, 1 : 1 + len(CHOICES)])
+        # an alternative counts where the first choice was wrong
+        self.second_sharpness.observe(hits[~hits[:, 0], 1 + len(CHOICES) :])

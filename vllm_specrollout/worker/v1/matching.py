@@ -82,11 +82,12 @@ class MatchMeter:
         scaled, entries = drafter.scaled(logits), drafter.entries
         self._rows = {entry.view.request_id: i for i, entry in enumerate(entries)}
         self._q = scaled.softmax(dim=-1)
-        ways = {"greedy": GREEDY, "shared": 1.0, "learned": drafter.sharpness.value}
-        for way, sharpness in ways.items():
-            sharp = scaled * sharpness
-            first = drafter.noise.choose(sharp, entries, 0)
-            second = drafter.noise.choose(sharp.scatter(1, first[:, None], float("-inf")), entries, 0)
+        learned = (drafter.sharpness.value, drafter.second_sharpness.value)
+        ways = {"greedy": (GREEDY, GREEDY), "shared": (1.0, 1.0), "learned": learned}
+        for way, (sharpness, second_sharpness) in ways.items():
+            first = drafter.noise.choose(scaled * sharpness, entries, 0)
+            others = scaled.scatter(1, first[:, None], float("-inf"))
+            second = drafter.noise.choose(others * second_sharpness, entries, 0)
             self._choices[way] = torch.stack([first, second], dim=1)
         return self._old_draw(logits)
 
