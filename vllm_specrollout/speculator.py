@@ -181,7 +181,7 @@ class Speculator:
             return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        self._worth.spent(drafter.name, (self._clock() - begin) * 1e3 / max(batch.size, 1))
+        self._worth.spent(drafter.name, batch.size, (self._clock() - begin) * 1e3)
         if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
             self._late.add(drafter, answer, batch)
             return trees
@@ -205,7 +205,7 @@ class Speculator:
         self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
     ) -> StepPlan:
         """What the budget chose: nobody looks at it again before the target computes it."""
-        plan = budget.choose(proposals, limits, batch, batch.size * self._worth.asking_ms(step))
+        plan = budget.choose(proposals, limits, batch, self._worth.asking_ms(batch.size, step))
         self._sound(plan.trees, batch)
         return plan
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from vllm_specrollout.budgets.price import Price
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     SOURCES,
@@ -31,8 +32,6 @@ PATIENCE = 4
 """Asked steps in a row that may fail to pay before the first pause."""
 CHEAP = 0.02
 """A drafter that takes less than this share of a plain step is asked whatever it yields."""
-PRICE_MEMORY = 0.9
-"""Weight left to what asking a drafter took, after each further time."""
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 """Steps without drafts; each further pause is twice as long, and one try lies between two."""
 
@@ -184,18 +183,16 @@ class Worth:
     """
 
     def __init__(self) -> None:
-        # drafter -> milliseconds per request that asking it took of late
-        self._prices: dict[str, float] = {}
+        self._prices: dict[str, Price] = {}
         self._patience: dict[str, Backoff] = {}
 
-    def spent(self, name: str, request_ms: float) -> None:
-        """Asking the drafter took so many milliseconds per request."""
-        known = self._prices.get(name, request_ms)
-        self._prices[name] = PRICE_MEMORY * known + (1.0 - PRICE_MEMORY) * request_ms
+    def spent(self, name: str, num_requests: int, ms: float) -> None:
+        """Asking the drafter for so many requests took so many milliseconds."""
+        self._prices.setdefault(name, Price()).spent(num_requests, ms)
 
-    def asking_ms(self, step: int) -> float:
-        """Milliseconds per request that asking takes in this step."""
-        return sum(price for name, price in self._prices.items() if not self.is_paused(name, step))
+    def asking_ms(self, num_requests: int, step: int) -> float:
+        """Milliseconds that asking takes in this step."""
+        return sum(price.of(num_requests) for name, price in self._prices.items() if not self.is_paused(name, step))
 
     def is_paused(self, name: str, step: int) -> bool:
         """Whether the drafter is not asked in this step."""
@@ -214,13 +211,13 @@ class Worth:
             return
         worth = None
         for name, (first, count) in sources.items():
-            price = self._prices.get(name, 0.0)
-            if price < CHEAP * token_ms or self.is_paused(name, step):
+            price = self._prices[name].of(num_requests) if name in self._prices else 0.0
+            if price < CHEAP * token_ms * num_requests or self.is_paused(name, step):
                 continue
             if worth is None:
                 worth = np.bincount(plan.trees.source, weights=plan.reach, minlength=SOURCES)
             gain = float(worth[first : first + count].sum()) * token_ms
-            self._patience.setdefault(name, Backoff()).asked(step, gain >= price * num_requests)
+            self._patience.setdefault(name, Backoff()).asked(step, gain >= price)
 
     def drop(self, name: str) -> None:
         """The drafter is switched off."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_specrollout.budgets.goodput import Acceptance
+from vllm_specrollout.budgets.price import Price
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import Levels
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
@@ -25,7 +26,6 @@ from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows
 MOST_WAITING = 1024
 """Rows that may wait for the proposer; with more it is fed though nobody asked."""
 _LEARN_EVERY = 8  # times drafted after which the candidates for the sharpness are compared once
-_MEMORY = 0.9  # weight left to what a pass took, after each further one
 
 
 def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
@@ -69,7 +69,7 @@ class ModelDrafter(BaseDrafter):
         # request -> what the runner knows of it, for the step in progress
         self.seats: dict[str, Seat] = {}
         self.waiting = WaitingRows()
-        self._pass_ms = 0.0
+        self._pass_price = Price()
         self._times = 0
         self.is_comb = True
         self._has_alternatives = True
@@ -129,7 +129,7 @@ class ModelDrafter(BaseDrafter):
         self._has_alternatives = self.is_comb and not limits.is_chain[index].all()
         self._ranks.order(names, depth)
         spent = self._run(names, depth) / max(self._levels.depth, 1)
-        self._pass_ms = spent if self._pass_ms == 0.0 else _MEMORY * self._pass_ms + (1.0 - _MEMORY) * spent
+        self._pass_price.spent(len(names), spent)
         return self._levels.trees(batch, limits, np.asarray(index), self.source)
 
     def begin_anew(self) -> None:
@@ -167,7 +167,7 @@ class ModelDrafter(BaseDrafter):
         drawn = torch.stack(tokens, dim=1)
         log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
         levels.add(drawn.cpu().numpy(), log_q.cpu().numpy())
-        if not self.proposer.is_one_pass and levels.is_enough(self._pass_ms):
+        if not self.proposer.is_one_pass and levels.is_enough(self._pass_price.of(len(self.entries))):
             raise Enough
         return tokens[0]
 
