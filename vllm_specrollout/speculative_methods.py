@@ -74,13 +74,22 @@ def moved(config: SpecRolloutConfig, given: Mapping[str, Any]) -> SpecRolloutCon
     return replace(config, speculative_config=dict(given))
 
 
-def check(name: str, given: Mapping[str, Any], *, is_v1_on_gpu: bool, is_v2: bool, tensor_parallel_size: int) -> None:
+def check(
+    name: str,
+    given: Mapping[str, Any],
+    *,
+    is_v1_on_gpu: bool,
+    is_v2: bool,
+    tensor_parallel_size: int,
+    steps_together: bool = False,
+) -> None:
     """Refuse what cannot draft here.
 
     Args:
         name: the method, as vLLM resolved it.
         given: vLLM's `speculative_config`, as the user gave it.
         is_v1_on_gpu, is_v2: which of vLLM's runners the engine has; neither: the V1 runner on CPU.
+        steps_together: data-parallel engines meet in every pass, as those of a mixture of experts do.
 
     Raises:
         UnsupportedError: the method, or something that it is configured with.
@@ -94,10 +103,17 @@ def check(name: str, given: Mapping[str, Any], *, is_v1_on_gpu: bool, is_v2: boo
             f"`{FLAG}` has method `{name}`, which spec rollout does not draft with{note}; it does with: {names}",
             LEAVE_OUT,
         )
+    if steps_together:
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`, and the model's experts are shared by data-parallel engines; each of them"
+            " drafts by itself, and their passes would not meet",
+            LEAVE_OUT,
+        )
     _check_runner(name, given, is_v1_on_gpu, tensor_parallel_size if is_v2 else None)
     for key, cause in (
         ("use_heterogeneous_vocab", "noise is shared token by token, so drafter and target need one vocabulary"),
         ("use_local_argmax_reduction", "drafts are drawn with noise, so the whole distribution is needed"),
+        ("enable_adaptive_verification", "the budget chooses what is verified"),
     ):
         if given.get(key):
             raise UnsupportedError(f"`{key}` is set in `{FLAG}`: {cause}", f"drop `{key}`, or leave spec rollout off")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import Backoff, Budget, OffBudget, Worth
+from vllm_specrollout.budgets.base import Backoff, Budget, OffBudget, Worth, one_each
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -126,7 +126,7 @@ class Speculator:
         """Plan the engine step `step`: draft trees for the requests of the batch, in its order."""
         begin = self._clock()
         nothing = empty_trees(batch.request_ids)
-        limits = self._budget_does(lambda budget: _one_each(budget.limits(batch), batch.size))
+        limits = self._budget_does(lambda budget: one_each(budget.limits(batch), batch.size))
         if limits is None or not limits.wants_any:
             reason = (limits.reason if limits is not None else "") or NOTHING_TO_DRAFT
             return self._planned(batch, limits, (), StepPlan(nothing, reason, is_on=False, pays=False), begin)
@@ -139,7 +139,8 @@ class Speculator:
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch, step))
         plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
-        self._worth.judge(plan, limits.token_ms, batch.size, step, self._spans)
+        without = functools.partial(self._without, proposals, limits, batch)
+        self._worth.judge(plan, limits.token_ms, batch.size, step, self._spans, without)
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _planned(
@@ -208,6 +209,13 @@ class Speculator:
         plan = budget.choose(proposals, limits, batch, self._worth.asking_ms(batch.size, step))
         self._sound(plan.trees, batch)
         return plan
+
+    def _without(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, span: tuple[int, int], ms: float
+    ) -> float:
+        """Goodput of the proposals without those of one drafter; asking the others takes so many milliseconds."""
+        others = [trees for trees in proposals if not 0 <= int(trees.source[0]) - span[0] < span[1]]
+        return self._budget_does(lambda budget: budget.goodput(others, limits, batch, ms)) or 0.0
 
     # --- after the forward pass --------------------------------------------------------------------------------------
 
@@ -288,10 +296,3 @@ class Speculator:
     def _failed(self, part: str) -> None:
         for listener in self.listeners:
             listener.failed(part)
-
-
-def _one_each(limits: DraftLimits, count: int) -> DraftLimits:
-    """Raises: they are not one for each request."""
-    if not len(limits.max_nodes) == len(limits.max_depth) == len(limits.is_chain) == count:
-        raise ValueError(f"limits of {len(limits.max_nodes)} requests for {count}")
-    return limits

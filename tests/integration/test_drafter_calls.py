@@ -22,7 +22,7 @@ class Asleep:
         self.told: list[Any] = []
         drafter = SimpleNamespace(proposer=SimpleNamespace(path=Path("first")))
         drop = SimpleNamespace(drop=lambda drafter, error: self.told.append(str(error)))
-        self.model_runner = SimpleNamespace(model_drafter=drafter, spec_rollout=drop)
+        self.model_runner = SimpleNamespace(model_drafter=drafter, spec_rollout=drop, settle=lambda: None)
 
     def sleep(self, level: int) -> None:
         self.told.append(level)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
-from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, of_those_there, rows_that_hold
 
 
 def rows(*requests: tuple[str, list[int]]) -> Rows:
@@ -49,6 +49,25 @@ def test_rows_of_others_go_on_waiting() -> None:
     assert taken(waiting, "b") == {"b": [7, 8]}
     waiting.add(rows(("a", [4]), ("c", [6])))
     assert taken(waiting, "c", "a") == {"c": [5, 6], "a": [1, 2, 3, 4]}
+
+
+def test_rows_of_requests_that_are_gone_can_be_let_go_of_without_feeding_anyone() -> None:
+    waiting = WaitingRows()
+    waiting.drop_gone()
+    waiting.add(rows(("a", [1, 2]), ("b", [7])))
+    waiting.forget("a")
+    waiting.drop_gone()
+    assert len(waiting) == 1
+    waiting.forget("b")
+    waiting.drop_gone()
+    assert len(waiting) == 0 and waiting.request_ids() == []
+
+
+def test_rows_of_requests_that_are_never_drafted_for_are_not_kept() -> None:
+    names, counts, index = of_those_there(["a", None, "c"], np.asarray([2, 1, 3]), np.asarray([0, 1, 4, 5, 7, 8]))
+    assert names == ["a", "c"] and counts.tolist() == [2, 3] and index.tolist() == [0, 1, 5, 7, 8]
+    names, counts, index = of_those_there([None, None], np.asarray([1, 1]), np.asarray([0, 1]))
+    assert names == [] and not len(counts) and not len(index)
 
 
 def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:

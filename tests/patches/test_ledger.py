@@ -45,6 +45,7 @@ COPIES = {
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
     ("worker/v1/requests.py", "self.sampler"),
+    ("worker/model_drafter.py", "drafter"),
     ("worker/model_drafter.py", "proposer"),
     ("worker/model_drafter.py", "self.proposer"),
     ("worker/waiting_rows.py", "rows"),

@@ -64,6 +64,7 @@ def test_each_method_drafts_or_is_refused_with_the_ones_that_do(method) -> None:
     [
         ({"use_heterogeneous_vocab": True}, UnsupportedError),
         ({"use_local_argmax_reduction": True}, UnsupportedError),
+        ({"enable_adaptive_verification": True}, UnsupportedError),
         ({"draft_sample_method": "probabilistic"}, ConfigError),
         ({"rejection_sample_method": "standard"}, ConfigError),
     ],
@@ -90,6 +91,8 @@ def test_where_no_model_drafts_yet_it_is_said() -> None:
         check("eagle", EAGLE, **on(is_v2=True, tensor_parallel_size=2))
     check("eagle", EAGLE, **on(tensor_parallel_size=2))
     check("eagle3", {**EAGLE, "parallel_drafting": True}, **on())
+    with pytest.raises(UnsupportedError, match="shared by data-parallel engines"):
+        check("mtp", {}, **on(is_v2=True, steps_together=True))
     for name, given in (("medusa", EAGLE), ("dflash", EAGLE), ("eagle3", {**EAGLE, "parallel_drafting": True})):
         with pytest.raises(UnsupportedError, match="on vLLM's V1 runner only"):
             check(name, given, **on(is_v2=True))

@@ -109,6 +109,45 @@ def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path) -
     assert stats["accepted"] > 0
 
 
+def test_a_model_of_another_shape_drafts_beside_a_drafter_and_the_tokens_are_stocks(models: Path) -> None:
+    """Its keys and values are wider than the target's: vLLM keeps both in one group of the KV cache."""
+    from bench.policy.random_model import make_random_model
+
+    target = model(models, "llama", "float32")
+    make_random_model(models / "wider", arch="llama", size="3M", num_layers=1, dtype="float32", seed=8)
+    given = {"method": "draft_model", "model": str(models / "wider"), "num_speculative_tokens": 2}
+    own = {**FIXED, "drafters": ["ngram"], "speculative_config": given}
+    requests = cases(3, VOCAB, seed=25, max_tokens=8, only=SAMPLED)
+
+    def is_tree(ours: Engine) -> None:
+        _asked_the_model(ours)
+        assert ours.runner.shape[0].value == "tree"
+
+    check_identity(
+        target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=is_tree, must_accept=False, **ENGINE
+    )
+
+
+def test_requests_that_never_draft_leave_no_rows_behind_and_long_prompts_come_home_soon(models: Path) -> None:
+    target = model(models, "llama", "float32")
+    given = {"method": "draft_model", "model": target, "num_speculative_tokens": 2}
+    own = {**FIXED, "speculative_config": given}
+    off = {"spec_rollout": {"enabled": False}}
+    with engine(target, "float32", is_ours=True, spec_rollout=own, max_num_batched_tokens=64, **ENGINE) as ours:
+        most = []
+        core, runner = ours.llm.llm_engine, ours.runner
+        for i in range(3):
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, extra_args=off)
+            core.add_request(str(i), {"prompt_token_ids": list(range(5 + i, 65 + i))}, params)
+        while core.has_unfinished_requests():
+            core.step()
+            most.append((runner.host.rows_in_flight, len(runner.model_drafter.waiting)))
+        runner.settle()
+        assert max(rows for rows, _ in most) <= 2 * 64, "what prompts computed is not kept for ever"
+        assert len(runner.model_drafter.waiting) <= 3 * 64, "nor is it fed but for blocks that others share"
+        assert max(waiting for _, waiting in most[len(most) // 2 :]) <= 3 * 64
+
+
 def deeper(models: Path) -> str:
     """A target with as many layers as an EAGLE-3 head takes."""
     from bench.policy.random_model import make_random_model

@@ -7,15 +7,13 @@ by the one rule that is here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.budgets.price import Price
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
-    SOURCES,
     DraftLimits,
     FinishedRequest,
     RequestBatch,
@@ -32,6 +30,8 @@ PATIENCE = 4
 """Asked steps in a row that may fail to pay before the first pause."""
 CHEAP = 0.02
 """A drafter that takes less than this share of a plain step is asked whatever it yields."""
+PRICE_MEMORY = 0.9
+"""Weight left to what was known of a price, after each further time; before that, the mean of all times."""
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 """Steps without drafts; each further pause is twice as long, and one try lies between two."""
 
@@ -65,6 +65,16 @@ class Budget(Protocol):
         """
         ...
 
+    def goodput(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> float:
+        """Tokens per millisecond expected of the best of these proposals, or of a plain step; 0.0: it has no idea.
+
+        Args:
+            proposals, limits, batch, draft_ms: as in `choose`; a question only, nothing is planned.
+        """
+        ...
+
     def observe(self, record: StepRecord) -> None:
         """A step is over."""
         ...
@@ -95,6 +105,11 @@ class BaseBudget:
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
         return bounded(batch, self.max_nodes, self.max_depth)
+
+    def goodput(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> float:
+        return 0.0
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
@@ -144,6 +159,13 @@ def bounded(
     return DraftLimits(nodes, depth, chain_only, token_ms=token_ms)
 
 
+def one_each(limits: DraftLimits, count: int) -> DraftLimits:
+    """Raises: they are not one for each request."""
+    if not len(limits.max_nodes) == len(limits.max_depth) == len(limits.is_chain) == count:
+        raise ValueError(f"limits of {len(limits.max_nodes)} requests for {count}")
+    return limits
+
+
 class Backoff:
     """Pauses drafting: after some steps in a row that did not pay, for ever longer, until one pays."""
 
@@ -176,6 +198,32 @@ class Backoff:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
+class Price:
+    """Milliseconds that something takes, by the octave of how many requests it is done for.
+
+    A model's pass takes most of its time whatever the number of requests, so neither its time per request nor its time
+    alone holds for another batch.
+    """
+
+    def __init__(self) -> None:
+        # octave -> milliseconds, and how often it was seen
+        self._known: dict[int, tuple[float, int]] = {}
+
+    def spent(self, num_requests: int, ms: float) -> None:
+        octave = num_requests.bit_length()
+        known, times = self._known.get(octave, (0.0, 0))
+        weight = max(1.0 / (times + 1), 1.0 - PRICE_MEMORY)
+        self._known[octave] = (known + weight * (ms - known), times + 1)
+
+    def of(self, num_requests: int) -> float:
+        """What it takes for so many requests; where that is not known, as for the nearest number that is. 0.0: nothing
+        is known."""
+        if not self._known:
+            return 0.0
+        octave = num_requests.bit_length()
+        return self._known[min(self._known, key=lambda known: (abs(known - octave), known))][0]
+
+
 class Worth:
     """What asking each drafter takes, and which drafters are not asked for a while since they yield less than that.
 
@@ -199,25 +247,31 @@ class Worth:
         return name in self._patience and self._patience[name].is_paused(step)
 
     def judge(
-        self, plan: StepPlan, token_ms: float, num_requests: int, step: int, sources: Mapping[str, tuple[int, int]]
+        self,
+        plan: StepPlan,
+        token_ms: float,
+        num_requests: int,
+        step: int,
+        sources: Mapping[str, tuple[int, int]],
+        without: Callable[[tuple[int, int], float], float],
     ) -> None:
-        """Compare what each drafter that was asked has in the plan with what asking took.
+        """Compare what the plan yields with what it would have yielded without each drafter: a node that another one
+        proposed as well is no merit.
 
         Args:
             token_ms: as in `DraftLimits`.
             sources: drafter -> its first source, and how many it has.
+            without: (one of `sources`' values, milliseconds of asking the others) -> goodput without those sources.
         """
-        if plan.reach is None or token_ms <= 0.0:
+        if plan.reach is None or token_ms <= 0.0 or plan.expected_ms <= 0.0:
             return
-        worth = None
-        for name, (first, count) in sources.items():
+        goodput = (num_requests + plan.expected_tokens) / plan.expected_ms
+        for name, span in sources.items():
             price = self._prices[name].of(num_requests) if name in self._prices else 0.0
             if price < CHEAP * token_ms * num_requests or self.is_paused(name, step):
                 continue
-            if worth is None:
-                worth = np.bincount(plan.trees.source, weights=plan.reach, minlength=SOURCES)
-            gain = float(worth[first : first + count].sum()) * token_ms
-            self._patience.setdefault(name, Backoff()).asked(step, gain >= price)
+            others_ms = self.asking_ms(num_requests, step) - price
+            self._patience.setdefault(name, Backoff()).asked(step, goodput >= without(span, others_ms))
 
     def drop(self, name: str) -> None:
         """The drafter is switched off."""

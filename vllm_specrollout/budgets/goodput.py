@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.trees.batch import Prices, merge_select
+from vllm_specrollout.trees.batch import Merged, Prices, merge_select
 from vllm_specrollout.types import (
     SOURCES,
     TENTHS,
@@ -110,8 +110,7 @@ class GoodputBudget(BaseBudget):
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
     ) -> StepPlan:
         plain_ms = self.cost.plain_ms(batch.size)
-        num_nodes = sum(proposal.num_nodes for proposal in proposals)
-        if not num_nodes:
+        if not any(proposal.num_nodes for proposal in proposals):
             return self._without("nothing proposed", batch, plain_ms, pays=False)
         if self._drafted >= self._plain_after:
             self._drafted, self._plain_after = 0, max(RARER * self._plain_after, FIRST_PLAIN)
@@ -119,15 +118,38 @@ class GoodputBudget(BaseBudget):
         self._drafted += 1
         # before the first step is measured, its milliseconds and the drafters' cannot be compared
         asking = draft_ms if self.cost.is_known else 0.0
-        prices = Prices(plain_ms, self.cost.added_ms(batch.size, num_nodes), self.cost.branch_ms, asking)
-        calibration = self.acceptance.calibration()
         # drafters have been asked already: where nothing pays, the best set is verified all the same, to learn from it
-        merged = merge_select(proposals, limits, calibration=calibration, prices=prices, least_nodes=_ANY)
+        merged = self._best(proposals, limits, batch, plain_ms, asking)
         pays = merged.gain > 1.0
         reason = "goodput" if pays else "drafts do not pay"
         return StepPlan(
             merged.trees, reason, pays=pays, reach=merged.reach, expected_ms=merged.ms + asking, plain_ms=plain_ms
         )
+
+    def goodput(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> float:
+        plain_ms = self.cost.plain_ms(batch.size)
+        if plain_ms <= 0.0:
+            return 0.0
+        plain = batch.size / plain_ms
+        if not any(proposal.num_nodes for proposal in proposals):
+            return plain
+        return plain * max(self._best(proposals, limits, batch, plain_ms, draft_ms).gain, 1.0)
+
+    def _best(
+        self,
+        proposals: Sequence[TreeBatch],
+        limits: DraftLimits,
+        batch: RequestBatch,
+        plain_ms: float,
+        asking_ms: float,
+    ) -> Merged:
+        """The nodes with most tokens per millisecond; at least some, even where none pay."""
+        num_nodes = sum(proposal.num_nodes for proposal in proposals)
+        prices = Prices(plain_ms, self.cost.added_ms(batch.size, num_nodes), self.cost.branch_ms, asking_ms)
+        calibration = self.acceptance.calibration()
+        return merge_select(proposals, limits, calibration=calibration, prices=prices, least_nodes=_ANY)
 
     def observe(self, record: StepRecord) -> None:
         self.acceptance.observe(record)

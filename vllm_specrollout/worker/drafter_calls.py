@@ -41,6 +41,7 @@ class DrafterMixin(_Base):
     def sleep(self, level: int = 1) -> None:
         # level 2 throws all weights away, and a trainer brings the target's alone
         self._has_lost_weights = self._has_lost_weights or level >= 2
+        self.model_runner.settle()  # steps in flight may hold memory of the device
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specrollout.budgets.base import Price
 from vllm_specrollout.budgets.goodput import Acceptance
-from vllm_specrollout.budgets.price import Price
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import Levels
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
@@ -32,12 +32,12 @@ def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
     """Have the runner's drafter do something in every step; if it fails, there is none any more."""
     drafter = runner.model_drafter
     if all(one is not drafter for one in runner.spec_rollout.drafters):
-        runner.model_drafter = None  # it failed when it was asked
+        runner.model_drafter, drafter.waiting = None, WaitingRows()  # it failed when it was asked
         return
     try:
         what(drafter)
     except CONTAINED as error:
-        runner.model_drafter = None
+        runner.model_drafter, drafter.waiting = None, WaitingRows()
         runner.spec_rollout.drop(drafter, error)
 
 
@@ -105,6 +105,8 @@ class ModelDrafter(BaseDrafter):
             return
         self._has_prompts = False
         names = [name for name in self.waiting.request_ids() if name in self.seats]
+        if not names:
+            self.waiting.drop_gone()
         for begin in range(0, len(names), self.proposer.most_requests):
             self._run(names[begin : begin + self.proposer.most_requests], 0)
 

@@ -7,7 +7,7 @@ What belongs here: what is the same on both runners. Each of them lays a pass ou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import RequestView
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.waiting_rows import Rows
@@ -46,6 +47,20 @@ class Chooses(Protocol):
         """[R] int64 the tokens that these logits [R, vocab] float32 and the noise so far ahead choose; the best ones of
         greedy requests. A drafter's logits, then, are met by the target's own noise."""
         ...
+
+
+def check_layers(runner: Any, names: Iterable[str]) -> None:
+    """Refuse layers of a model that drafts whose old blocks may be another request's by the time they are written.
+
+    Raises:
+        UnsupportedError: a layer has a sliding window: the scheduler frees blocks behind it, and rows may wait longer.
+    """
+    layers = runner.compilation_config.static_forward_context
+    if any(getattr(layers[name], "sliding_window", None) is not None for name in names):
+        raise UnsupportedError(
+            "the model that drafts has layers with a sliding window, whose blocks are freed while rows wait for it",
+            "give another model, or drop `--speculative-config`",
+        )
 
 
 @dataclass(slots=True)

@@ -29,6 +29,14 @@ class Rows:
     hidden: torch.Tensor
 
 
+def of_those_there(
+    names: Sequence[str | None], counts: np.ndarray, index: np.ndarray
+) -> tuple[list[str | None], np.ndarray, np.ndarray]:
+    """Names, counts and rows, without those of requests that are gone or never drafted for (None)."""
+    is_there = np.asarray([name is not None for name in names], dtype=np.bool_)
+    return [name for name in names if name is not None], counts[is_there], index[np.repeat(is_there, counts)]
+
+
 class WaitingRows:
     """What a model has to be fed with, in the order in which it came."""
 
@@ -49,6 +57,11 @@ class WaitingRows:
         """Its rows are not fed."""
         for rows in self._parts:
             rows.request_ids = [None if name == request_id else name for name in rows.request_ids]
+
+    def drop_gone(self) -> None:
+        """Let go of rows that are not fed any more."""
+        if self._parts:
+            self.take([])
 
     def take(self, names: Sequence[str]) -> Rows:
         """The rows of these requests, in this order; they wait no longer."""

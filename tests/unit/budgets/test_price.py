@@ -1,4 +1,4 @@
-from vllm_specrollout.budgets.price import Price
+from vllm_specrollout.budgets.base import Price
 
 
 def test_nothing_is_known_at_first() -> None:

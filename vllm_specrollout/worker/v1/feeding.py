@@ -14,10 +14,10 @@ from vllm.v1.spec_decode.medusa import MedusaProposer
 from vllm_specrollout.types import DraftMode, VerifyResult
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.model_drafter import ModelDrafter
-from vllm_specrollout.worker.proposing import Seat
+from vllm_specrollout.worker.proposing import Seat, check_layers
 from vllm_specrollout.worker.ranks import Ranks
 from vllm_specrollout.worker.v1.proposer import HeadsProposer, ProposerV1
-from vllm_specrollout.worker.waiting_rows import Rows, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, of_those_there, rows_that_hold
 
 
 def plain_processors(runner: Any) -> Any:
@@ -32,6 +32,7 @@ def model_drafter_of(runner: Any) -> ModelDrafter:
     """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
     config = config_of(runner.vllm_config)
     own, scratch = runner.drafter, getattr(runner, "scratch", None)
+    check_layers(runner, getattr(own, "_draft_attn_layer_names", ()))
     proposer = HeadsProposer(own) if isinstance(own, MedusaProposer) else ProposerV1(own, own.block_size, scratch)
     drafter = ModelDrafter(proposer, runner.noise, len(config.drafters), Ranks(runner, runner.drafting))
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
@@ -53,12 +54,13 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
     trees, sampled = runner.step.trees, runner.step.sampled
     result = None if sampled is None else VerifyResult(sampled.num_accepted, sampled.accepted)
     index, counts = rows_that_hold(query_start, trees, result)
-    rows = torch.from_numpy(index)
-    table = batch.block_table[0]
+    # heads that keep nothing have no blocks
+    table = batch.block_table[proposer.of_vllm.kv_cache_gid if isinstance(proposer, ProposerV1) else 0]
     blocks = table.num_blocks_per_row
     if isinstance(proposer, ProposerV1):
         proposer.block_table = table.get_numpy_array()
-    drafter.seats, names = {}, []
+    drafter.seats = {}
+    names: list[str | None] = []
     for i, (name, tokens) in enumerate(zip(ids, output.sampled_token_ids, strict=True)):
         # a prompt that is not over yet goes on with its own next token
         at = int(batch.num_computed_tokens_cpu[i]) + int(counts[i])
@@ -67,6 +69,8 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
         drafter.seats[name] = Seat(entry, i, int(blocks[i]), token)
         # who never drafts is fed for the sake of those who share its prompt's blocks
         names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
+    names, counts, index = of_those_there(names, counts, index)
+    rows = torch.from_numpy(index)
     hidden = _hidden_of(proposer, state, rows)
     num_drafted = trees.num_nodes if trees is not None else 0
     has_prompts = int(query_start[-1]) - num_drafted > len(ids)

@@ -190,6 +190,7 @@ def _captured(runner: SpecRolloutV2, plan: GraphPlan | None, what: str) -> Bucke
             runner.attn_groups,
             runner.kv_cache_config,
             has_lora=runner.lora_config is not None,
+            use_aux_hidden_state_outputs=runner.use_aux_hidden_state_outputs,
             lora_capture_hook=create_lora_capture_hook(runner.lora_config, runner),
             progress_bar_desc=f"Capturing CUDA graphs for {what}",
         )

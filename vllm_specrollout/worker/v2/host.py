@@ -194,6 +194,10 @@ class Host:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def rows_in_flight(self) -> int:
+        return sum(step.rows for step in self._in_flight)
+
     def limits(self) -> list[tuple[str, int]]:
         """Most nodes per request that the request itself allows."""
         return [

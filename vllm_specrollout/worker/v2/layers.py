@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
 )
 
@@ -35,6 +36,11 @@ _BACKENDS = frozenset(
 )
 # what vLLM's compiler can make an attention layer write instead of its result
 _OUTPUT_QUANT_KEYS = (kFp8StaticTensorSym, kNvfp4Dynamic)
+
+
+def specs_of(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
+    """The caches of one group, a model's that drafts among them: alike but for their sizes."""
+    return tuple(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def spec_shape(spec: KVCacheSpec) -> tuple[DraftMode, str]:

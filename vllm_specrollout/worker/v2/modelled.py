@@ -19,17 +19,20 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import set_eagle3_aux_hidden_state_layers
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
 
+from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
-from vllm_specrollout.worker.proposing import Seat
+from vllm_specrollout.worker.proposing import Seat, check_layers
 from vllm_specrollout.worker.ranks import Ranks
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.proposer import CounterNoise, ProposerV2
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
-from vllm_specrollout.worker.waiting_rows import Rows, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, of_those_there, rows_that_hold
 
 
 @dataclass(slots=True)
@@ -55,8 +58,14 @@ class ModelledV2(SpecRolloutV2):
         config = with_model(vllm_config)
         assert config.speculative_config is not None
         self.draft_model = init_speculator(config, device, self.req_states)
+        if not isinstance(self.draft_model, (TargetDependentARSpeculator, StandaloneARSpeculator)):
+            raise UnsupportedError(
+                f"vLLM drafts with {type(self.draft_model).__name__} here, which cannot be asked level by level",
+                "drop `--speculative-config`, or leave spec rollout off",
+            )
         self.takes_layers = config.speculative_config.method == "eagle3"
-        self._hidden = torch.empty(0)
+        # vLLM's `ExecuteModelState` of the step that is sampled
+        self._state: Any = None
         self.host.came_home = self._came_home
 
     # --- set-up ------------------------------------------------------------------------------------------------------
@@ -76,6 +85,10 @@ class ModelledV2(SpecRolloutV2):
             set_eagle3_aux_hidden_state_layers(self.model, self.draft_model.speculative_config)
             self.use_aux_hidden_state_outputs = True
 
+    def get_draft_model(self) -> Any:
+        # vLLM keeps its buffers through a sleep
+        return getattr(self.draft_model, "model", None)
+
     def get_kv_cache_spec(self) -> Any:
         with self._seen_by_vllm():
             return super().get_kv_cache_spec()
@@ -85,6 +98,7 @@ class ModelledV2(SpecRolloutV2):
             super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
         if is_profiling or self.shape[0] is DraftMode.OFF:
             return
+        check_layers(self, self.draft_model.draft_attn_layer_names)
         proposer, ranks = ProposerV2(self.draft_model), Ranks(self, self.host.drafting)
         source = len(config_of(self.vllm_config).drafters)
         self.model_drafter = ModelDrafter(proposer, CounterNoise(self.sampler), source, ranks)
@@ -107,28 +121,40 @@ class ModelledV2(SpecRolloutV2):
         return filled
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        state = self.execute_model_state
-        if state is not None and state.hidden_states is not None:
-            self._hidden = (
-                torch.cat(state.aux_hidden_states, dim=-1)
-                if self.takes_layers
-                else get_drafter_hidden_states(self.model, state.hidden_states)
-            )
-        return super().sample_tokens(grammar_output)
+        self._state = self.execute_model_state
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            self._state = None
 
     def _computed(self, batch: InputBatch) -> Computed | None:
-        if self.model_drafter is None:
-            return None
-        assert isinstance(self.model_drafter.proposer, ProposerV2)
-        rows = batch.num_tokens
-        hidden, self._hidden = self._hidden[:rows], torch.empty(0)
+        kept: list[Computed] = []
+        if self.model_drafter is not None:
+            tell(self, lambda drafter: kept.append(self._copied(drafter, batch)))
+        return kept[0] if kept else None
+
+    def _copied(self, drafter: ModelDrafter, batch: InputBatch) -> Computed:
+        assert isinstance(drafter.proposer, ProposerV2)
+        rows, state = batch.num_tokens, self._state
+        if drafter.proposer.is_model:
+            hidden = torch.empty(rows, 0, device=self.device)
+        elif self.takes_layers:
+            hidden = torch.cat([layer[:rows] for layer in state.aux_hidden_states], dim=-1)
+        else:
+            hidden = get_drafter_hidden_states(self.model, state.hidden_states)[:rows].clone()
         return Computed(
             batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int32),
             batch.num_computed_tokens_np + batch.num_scheduled_tokens,
             batch.input_ids[:rows].clone(),
             batch.positions[:rows].clone(),
-            torch.empty(rows, 0, device=self.device) if self.model_drafter.proposer.is_model else hidden.clone(),
+            hidden,
         )
+
+    def _remember(self, output: Any, batch: InputBatch) -> None:
+        super()._remember(output, batch)
+        if self.model_drafter is not None and self.host.rows_in_flight > self.max_num_tokens:
+            # copies of prompts would fill the device while nobody drafts
+            self.settle(keep=1)
 
     def settle(self, keep: int = 0) -> None:
         super().settle(keep)
@@ -164,6 +190,7 @@ class ModelledV2(SpecRolloutV2):
             drafter.seats[name] = Seat(request, index_of[name], 0, int(request.buffer[after]))
             # who never drafts is fed for the sake of those who share its prompt's blocks
             names.append(None if request.admission.shape is DraftMode.OFF and held[i] == 1 else name)
+        names, held, index = of_those_there(names, held, index)
         rows = torch.from_numpy(index).to(self.device)
         columns = (computed.token_ids[rows], computed.positions[rows], computed.hidden[rows])
         drafter.feed(Rows(names, held, *columns), has_prompts=not step.is_decode_only)

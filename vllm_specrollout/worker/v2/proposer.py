@@ -164,7 +164,11 @@ class ProposerV2(Proposer):
     ) -> None:
         speculator, buffers = self.of_vllm, self.of_vllm.input_buffers
         seq_lens = buffers.seq_lens[:num_requests].clone()
-        speculator._prefill(num_requests, num_rows, metadata, by_layer, None)
+        speculator.on_prefill_begin(num_requests)
+        try:
+            speculator._prefill(num_requests, num_rows, metadata, by_layer, None)
+        finally:
+            speculator.on_prefill_end(num_requests)
         if depth < 2:
             return
         prepare_decode_inputs(
@@ -180,7 +184,11 @@ class ProposerV2(Proposer):
         one_each = BatchExecutionDescriptor(
             CUDAGraphMode.NONE, num_tokens=num_requests, num_reqs=num_requests, uniform_token_count=1
         )
-        speculator._multi_step_decode(num_requests, False, one_each, None, lengths, depth)
+        speculator.on_multi_step_decode_begin(num_requests)
+        try:
+            speculator._multi_step_decode(num_requests, False, one_each, None, lengths, depth)
+        finally:
+            speculator.on_multi_step_decode_end(num_requests)
 
     def _run_model(
         self, num_rows: int, num_requests: int, metadata: Any, by_layer: Any, lengths: torch.Tensor, depth: int

@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.v2.layers import layer_shape, spec_shape
+from vllm_specrollout.worker.v2.layers import layer_shape, spec_shape, specs_of
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -32,8 +32,8 @@ def model_shape(runner: SpecRolloutV2) -> tuple[DraftMode, str]:
     layers = runner.compilation_config.static_forward_context.values()
     if any(getattr(layer, "attn_type", AttentionType.DECODER) != AttentionType.DECODER for layer in layers):
         return DraftMode.OFF, "layers that attend in both directions: rows would see drafts"
-    groups = [spec_shape(group.kv_cache_spec) for group in runner.kv_cache_config.kv_cache_groups]
-    found = list(groups)
+    groups = runner.kv_cache_config.kv_cache_groups
+    found = [spec_shape(spec) for group in groups for spec in specs_of(group.kv_cache_spec)]
     if runner.spec_config.shape == "chain":
         found.append((DraftMode.CHAIN, '`shape` is "chain"'))
     if len(groups) != 1:
