@@ -40,11 +40,13 @@ def _asked_the_model(ours: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("draft_model", "tree"), ("eagle", "tree"), ("eagle3", "tree"), ("draft_model", "chain"), ("eagle3", "chain")],
+    [("draft_model", "tree"), ("eagle", "tree"), ("eagle3", "tree"), ("draft_model", "chain")],
 )
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:
     target = model(models, "llama", "float32") if kind != "eagle3" else deeper(models)
-    requests = cases(8, VOCAB, seed=21, max_tokens=6, only=FEATURES)
+    # every feature beside the one that is accepted often; an interpreter takes its time
+    count, features = (8, FEATURES) if (kind, shape) == ("draft_model", "tree") else (3, SAMPLED)
+    requests = cases(count, VOCAB, seed=21, max_tokens=6, only=features)
     own = settings(kind, target, tmp_path, shape=shape)
     check_identity(
         target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model,
@@ -55,7 +57,7 @@ def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, 
 def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path, tmp_path: Path) -> None:
     target = with_own_layers(model(models, "llama", "float32"), tmp_path / "target")
     own = {**FIXED, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-    requests = cases(4, VOCAB, seed=22, max_tokens=6, only=SAMPLED)
+    requests = cases(2, VOCAB, seed=22, max_tokens=5, only=SAMPLED)
     check_identity(
         target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model, must_accept=False,
         **ENGINE
@@ -65,7 +67,7 @@ def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path,
 def test_a_broken_model_beside_a_drafter_costs_speed_and_nothing_else(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
     own = settings("nan", target, tmp_path, drafters=["ngram"])
-    requests = cases(4, VOCAB, seed=23, max_tokens=12, only=SAMPLED)
+    requests = cases(3, VOCAB, seed=23, max_tokens=8, only=SAMPLED)
     check_identity(
         target, "float32", requests, num_drafters=0, spec_rollout=own, inspect=_asked_the_model, must_accept=False,
         **ENGINE
@@ -79,7 +81,7 @@ def test_a_model_drafts_for_preempted_requests_with_steps_scheduled_ahead(
     target = model(models, "llama", "float32")
     own = settings("draft_model", target, tmp_path)
     requests = [
-        Case("pressure", str(i), list(range(5 + i, 55 + i)), {"max_tokens": 16, "seed": i, "ignore_eos": True})
+        Case("pressure", str(i), list(range(5 + i, 55 + i)), {"max_tokens": 12, "seed": i, "ignore_eos": True})
         for i in range(5)
     ]
     scarce = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 9, "max_num_seqs": 5}
@@ -93,7 +95,7 @@ def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path) -
     target = model(models, "llama", "float32")
     own = settings("draft_model", target, tmp_path)
     path = own["speculative_config"]["model"]
-    requests = cases(3, VOCAB, seed=24, max_tokens=8, only=SAMPLED)
+    requests = cases(3, VOCAB, seed=24, max_tokens=6, only=SAMPLED)
     with engine(target, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
         plain = run(ours.llm, requests, enabled=False)
         core, found, swaps = ours.llm.llm_engine, {}, 0
@@ -117,7 +119,7 @@ def test_a_model_of_another_shape_drafts_beside_a_drafter_and_the_tokens_are_sto
     make_random_model(models / "wider", arch="llama", size="3M", num_layers=1, dtype="float32", seed=8)
     given = {"method": "draft_model", "model": str(models / "wider"), "num_speculative_tokens": 2}
     own = {**FIXED, "drafters": ["ngram"], "speculative_config": given}
-    requests = cases(3, VOCAB, seed=25, max_tokens=8, only=SAMPLED)
+    requests = cases(2, VOCAB, seed=25, max_tokens=6, only=SAMPLED)
 
     def is_tree(ours: Engine) -> None:
         _asked_the_model(ours)
@@ -137,7 +139,7 @@ def test_requests_that_never_draft_leave_no_rows_behind_and_long_prompts_come_ho
         most = []
         core, runner = ours.llm.llm_engine, ours.runner
         for i in range(3):
-            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, extra_args=off)
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args=off)
             core.add_request(str(i), {"prompt_token_ids": list(range(5 + i, 65 + i))}, params)
         while core.has_unfinished_requests():
             core.step()
