@@ -256,6 +256,7 @@ def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch)
         lora_config=None,
         model=None,
         model_state=None,
+        use_aux_hidden_state_outputs=False,
         input_buffers=None,
         intermediate_tensors=None,
         block_tables=None,
