@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import Backoff, Budget, OffBudget, Worth, one_each
+from vllm_specrollout.budgets.base import Backoff, Budget, one_each
+from vllm_specrollout.budgets.fixed import OffBudget
+from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -73,8 +77,6 @@ class Speculator:
         self.drafters: list[Drafter] = []
         # by their index in the list that they were given in: what `source` and `DraftLimits.drafters` count by
         self._sources: dict[int, int] = {}
-        # name -> the drafter's first source, and how many it has
-        self._spans: dict[str, tuple[int, int]] = {}
         self.replace_drafters(drafters)
         self.budget = budget
         self.vocab_size = vocab_size
@@ -90,7 +92,6 @@ class Speculator:
         """Draft with these from now on."""
         self.drafters = list(drafters)
         self._sources = {id(drafter): source for source, drafter in enumerate(self.drafters)}
-        self._spans = {drafter.name: (source, drafter.num_sources) for source, drafter in enumerate(self.drafters)}
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -136,11 +137,10 @@ class Speculator:
             if self.budget.backs_off and not self._late.owed:
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
-        chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch, step))
+        chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
         plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
-        without = functools.partial(self._without, proposals, limits, batch)
-        self._worth.judge(plan, limits.token_ms, batch.size, step, self._spans, without)
+        self._worth.learn(plan, step)
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _planned(
@@ -158,31 +158,40 @@ class Speculator:
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
         """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
-
-        An answer that is not ready is collected in a later step, and used as far as it still holds.
+        Dear ones come last, and are asked where the answers so far leave something to bring.
         """
-        asked = functools.partial(self._asked, batch=batch, limits=limits, step=step)
-        answers = [(drafter, self._drafter_does(drafter, asked)) for drafter in list(self.drafters)]
-        collect = functools.partial(self._collected, batch=batch)
-        found = [
-            trees if trees is not None or not self._late.owed else self._drafter_does(drafter, collect)
-            for drafter, trees in answers
-            if drafter in self.drafters
-        ]
-        return [trees for trees in found if trees is not None and trees.num_nodes]
+        self._worth.begin()
+        is_dear = {drafter: self._worth.is_dear(drafter.name, limits) for drafter in self.drafters}
+        answers: dict[Drafter, TreeBatch | None] = {}
+        for drafter in sorted(is_dear, key=is_dear.__getitem__):
+            found = [trees for trees in answers.values() if trees is not None and trees.num_nodes]
+            own = self._where_it_pays(drafter, found, limits, batch, step) if is_dear[drafter] else limits
+            answers[drafter] = self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=own))
+        for drafter in [drafter for drafter, trees in answers.items() if trees is None and self._late.owes(drafter)]:
+            answers[drafter] = self._drafter_does(drafter, functools.partial(self._collected, batch=batch))
+        return [trees for trees in answers.values() if trees is not None and trees.num_nodes]
 
-    def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits, step: int) -> TreeBatch | None:
+    def _where_it_pays(
+        self, drafter: Drafter, found: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
+    ) -> DraftLimits:
+        """The limits, with a dear drafter wanted for those requests where it brings more than it takes."""
+        asking_ms = self._worth.asking_ms
+        without = self._budget_does(lambda budget: budget.preview(found, limits, batch, asking_ms))
+        if without is None:
+            return limits
+        return limits.wanting(self._sources[id(drafter)], self._worth.wanted(drafter.name, without, step))
+
+    def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
         trees, is_owing = None, False
         if self._late.owed:
             trees, is_owing = self._collected(drafter, batch=batch), self._late.owes(drafter)
-        if is_owing or not limits.wanted(self._sources[id(drafter)]).any():
-            return trees
-        if self._worth.is_paused(drafter.name, step):
+        num_wanted = int(np.count_nonzero(limits.wanted(self._sources[id(drafter)])))
+        if is_owing or not num_wanted:
             return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        self._worth.spent(drafter.name, batch.size, (self._clock() - begin) * 1e3)
+        self._worth.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3)
         if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
             self._late.add(drafter, answer, batch)
             return trees
@@ -203,19 +212,12 @@ class Speculator:
         return trees
 
     def _chosen(
-        self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
+        self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch
     ) -> StepPlan:
         """What the budget chose: nobody looks at it again before the target computes it."""
-        plan = budget.choose(proposals, limits, batch, self._worth.asking_ms(batch.size, step))
+        plan = budget.choose(proposals, limits, batch, self._worth.asking_ms)
         self._sound(plan.trees, batch)
         return plan
-
-    def _without(
-        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, span: tuple[int, int], ms: float
-    ) -> float:
-        """Goodput of the proposals without those of one drafter; asking the others takes so many milliseconds."""
-        others = [trees for trees in proposals if not 0 <= int(trees.source[0]) - span[0] < span[1]]
-        return self._budget_does(lambda budget: budget.goodput(others, limits, batch, ms)) or 0.0
 
     # --- after the forward pass --------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class Speculator:
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
-    def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], Answer]) -> Answer | None:
+    def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], Answer | None]) -> Answer | None:
         """None: it failed, and is switched off."""
         try:
             return what(drafter)

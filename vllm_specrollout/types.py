@@ -7,7 +7,7 @@ exchange it; what only one layer knows stays there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -226,7 +226,7 @@ class DraftLimits:
     drafters: npt.NDArray[np.uint32] | None = None
     # a few words out of a small set, fit to be a metric's label
     reason: str = ""
-    # milliseconds that plain decoding takes for a token, all requests together: what a draft is worth; 0.0: not known
+    # milliseconds that a token takes of late, all requests together: what one more is worth; 0.0: not known
     token_ms: float = 0.0
 
     @property
@@ -238,6 +238,12 @@ class DraftLimits:
         if self.drafters is None:
             return self.max_nodes
         return np.where(self.drafters >> drafter & 1, self.max_nodes, 0).astype(np.int32)
+
+    def wanting(self, drafter: int, where: BoolArray) -> DraftLimits:
+        """With the drafter wanted for some [R] requests at most."""
+        all_of_them = np.full(len(self.max_nodes), np.uint32(0xFFFFFFFF))
+        drafters = all_of_them if self.drafters is None else self.drafters
+        return replace(self, drafters=np.where(where, drafters, drafters & ~np.uint32(1 << drafter)))
 
 
 @dataclass(frozen=True, slots=True)

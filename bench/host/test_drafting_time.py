@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from bench.host.trees import BLOCK, Ready, bushy, views
-from vllm_specrollout.budgets.base import FixedBudget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import RequestBatch, StepTiming

@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 
 from bench.host.trees import BLOCK, Ready, bushy, views
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import Budget, FixedBudget
+from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import Speculator

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.budgets.base import FixedBudget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.simulate import replay
 

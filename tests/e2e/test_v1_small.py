@@ -22,7 +22,8 @@ from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.pausing import GAPS, STEPS, Always, NeverPays
 from tests.e2e.randomness import check_unseeded_requests_leave_randomness_alone
 from vllm_specrollout import drafters
-from vllm_specrollout.budgets.base import Backoff, FixedBudget
+from vllm_specrollout.budgets.base import Backoff
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepRecord, TreeBatch

@@ -12,7 +12,8 @@ import pytest
 from tests.drafters import Says, nothing_accepted
 from tests.trees import batch_of, chain
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import Budget, FixedBudget, bounded
+from vllm_specrollout.budgets.base import Budget, bounded
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.guard import Guard

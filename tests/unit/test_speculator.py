@@ -11,7 +11,8 @@ import pytest
 
 from tests.drafters import Says, nothing_accepted, requests_of, views_of
 from tests.trees import batch_of, tree_of
-from vllm_specrollout.budgets.base import FixedBudget, OffBudget, bounded
+from vllm_specrollout.budgets.base import bounded
+from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.drafters.base import Pending
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.observe.listener import Listener

@@ -15,7 +15,8 @@ from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.pausing import GAPS, STEPS, Always, NeverPays
 from tests.e2e.randomness import check_unseeded_requests_leave_randomness_alone
 from tests.v2.models import small_model
-from vllm_specrollout.budgets.base import LONGEST_PAUSE, Backoff, Budget, FixedBudget
+from vllm_specrollout.budgets.base import LONGEST_PAUSE, Backoff, Budget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.speculator import Speculator
 

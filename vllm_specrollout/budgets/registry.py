@@ -7,7 +7,8 @@ from typing import cast
 import numpy as np
 
 from vllm_specrollout.budgets import options
-from vllm_specrollout.budgets.base import Budget, FixedBudget, OffBudget
+from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.papers.das import DasBudget
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget

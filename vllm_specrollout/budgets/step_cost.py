@@ -1,8 +1,9 @@
-"""What a decode step costs in milliseconds, learned while the engine runs.
+"""What a decode step costs in milliseconds, and what asking for drafts does, learned while the engine runs.
 
-What belongs here: a table of step times by the rows of the forward pass (requests and draft nodes), and what drafts
-cost beside their rows. The table has a value at each of `KNOTS` rows, is straight between them and never falls. All
-values come from one least-squares fit to the steps seen, in relative error, so that a disturbed step counts little:
+What belongs here: a table of step times by the rows of the forward pass (requests and draft nodes), what drafts
+cost beside their rows, and the price of asking. The table has a value at each of `KNOTS` rows, is straight between them
+and never falls. All values come from one least-squares fit to the steps seen, in relative error, so that a disturbed
+step counts little:
 
     step_ms = table(rows) + draft * [any nodes] + branch * branches
 
@@ -26,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 
 KNOTS: Floats = np.unique(np.rint(2.0 ** np.arange(0.0, 14.5, 0.5)))
 """Rows at which the table has a value: two per octave. docs/adr/0016-goodput.md has what each constant here earns."""
+PRICE_MEMORY = 0.9
+"""Weight left to what was known of a price, after each further time; before that, the mean of all times."""
 GROWTH = 4
 """A step may have so many times the rows of the widest one seen, or of its own requests."""
 MEMORY = 0.995
@@ -162,6 +165,39 @@ class StepCost:
         terms[:_NUM] = np.maximum.accumulate(table)
         self._terms = terms * scale
         self._line = self._line[:0]
+
+
+class Price:
+    """Milliseconds that something takes, by the octave of how many requests it is done for.
+
+    A model's pass takes most of its time whatever the number of requests, so neither its time per request nor its time
+    alone holds for another batch.
+    """
+
+    def __init__(self) -> None:
+        # octave -> milliseconds, and how often it was seen
+        self._known: dict[int, tuple[float, int]] = {}
+
+    def spent(self, num_requests: int, ms: float) -> None:
+        """So many requests took so long. The first time of an octave counts until the second is known: it may hold
+        what is done once."""
+        octave = num_requests.bit_length()
+        known, times = self._known.get(octave, (0.0, 0))
+        weight = max(1.0 / max(times, 1), 1.0 - PRICE_MEMORY)
+        self._known[octave] = (known + weight * (ms - known), times + 1)
+
+    def of(self, num_requests: int) -> float:
+        """What it takes for so many requests; where that is not known, as for the nearest number that is. 0.0: nothing
+        is known, or nothing is to be done."""
+        if not self._known or num_requests == 0:
+            return 0.0
+        octave = num_requests.bit_length()
+        return self._known[min(self._known, key=lambda known: (abs(known - octave), known))][0]
+
+    def up_to(self, num_requests: int) -> Floats:
+        """[num_requests + 1] what it takes for 0, 1, 2, ... requests."""
+        octaves = [self.of(1 << octave >> 1) for octave in range(num_requests.bit_length() + 1)]
+        return np.asarray(octaves)[np.frexp(np.arange(num_requests + 1))[1]]
 
 
 def _features(timing: StepTiming) -> Floats:

@@ -30,6 +30,8 @@ class Levels:
         self._log_q: list[npt.NDArray[np.float32]] = []
         # [R] probability that the target follows the chain down to here
         self._reach = np.ones(num_requests)
+        # tokens that one more level is expected to bring, all requests together
+        self._next = float(num_requests)
 
     @property
     def depth(self) -> int:
@@ -46,11 +48,13 @@ class Levels:
         self._log_q.append(log_q)
         most = len(self._survival) - 1
         tenths = np.minimum((np.exp(log_q[:, 0]) * len(self._survival)).astype(np.int64), most)
-        self._reach = self._reach * self._survival[tenths]
+        before, self._reach = self._reach.sum(), self._reach * self._survival[tenths]
+        # the next level is expected to hold as often as this one did
+        self._next = float(self._reach.sum() ** 2 / max(before, 1e-9))
 
     def is_enough(self, pass_ms: float) -> bool:
-        """Whether one more level costs more than its tokens are worth: it is met at most as often as the last one."""
-        return self._token_ms > 0.0 and float(self._reach.sum()) * self._token_ms < pass_ms
+        """Whether one more level is expected to cost more than its tokens are worth."""
+        return self._token_ms > 0.0 and self._next * self._token_ms < pass_ms
 
     def trees(self, batch: RequestBatch, limits: DraftLimits, index: npt.NDArray[np.int64], source: int) -> TreeBatch:
         """The trees, over the whole batch.

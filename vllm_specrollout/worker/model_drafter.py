@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specrollout.budgets.base import Price
 from vllm_specrollout.budgets.goodput import Acceptance
+from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import Levels
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness

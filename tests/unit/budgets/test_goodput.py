@@ -3,7 +3,7 @@ import pytest
 
 from tests.unit.budgets.builders import batch, chains, record, step
 from tests.unit.replay import gate
-from vllm_specrollout.budgets.base import FixedBudget, OffBudget
+from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.goodput import FIRST_PLAIN, RARER, Acceptance, GoodputBudget
 from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.simulate import Result, replay

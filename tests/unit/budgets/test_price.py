@@ -1,4 +1,4 @@
-from vllm_specrollout.budgets.base import Price
+from vllm_specrollout.budgets.step_cost import Price
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -12,12 +12,22 @@ def test_each_octave_of_requests_has_its_own_price_and_others_take_the_nearest_o
     assert [price.of(n) for n in (1, 3, 4, 9, 16, 31, 500)] == [2.0, 2.0, 2.0, 8.0, 8.0, 8.0, 8.0]
 
 
-def test_a_slow_first_time_is_soon_forgotten() -> None:
+def test_a_first_time_holds_what_is_done_once_and_counts_only_until_the_second() -> None:
     price = Price()
     price.spent(4, 56.0)
-    for _ in range(9):
-        price.spent(5, 26.0)
-    assert price.of(4) == 29.0
+    assert price.of(4) == 56.0
+    for ms in (20.0, 32.0):
+        price.spent(5, ms)
+    assert price.of(4) == 26.0
+
+
+def test_prices_up_to_a_number_are_those_of_each() -> None:
+    price = Price()
+    for num_requests, ms in ((1, 2.0), (2, 3.0), (16, 8.0)):
+        price.spent(num_requests, ms)
+    for most in (0, 1, 2, 3, 7, 8, 40):
+        assert price.up_to(most).tolist() == [price.of(n) for n in range(most + 1)]
+    assert price.of(0) == 0.0
 
 
 def test_a_price_that_changes_is_followed() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.trees import batch_of, drafted
 from tests.unit.budgets.papers.builders import timing, view
-from vllm_specrollout.budgets.base import FOR_GOOD, Budget, FixedBudget, OffBudget
+from vllm_specrollout.budgets.base import FOR_GOOD, Budget
+from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.papers.das import DasBudget
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget

@@ -64,8 +64,8 @@ def test_drafting_ends_where_a_pass_costs_more_than_its_tokens_are_worth() -> No
     for _ in range(4):
         levels.add(np.zeros((4, 1), np.int64), np.log(np.full((4, 1), 0.7, np.float32)))
         worth.append([levels.is_enough(pass_ms) for pass_ms in (0.3, 0.7, 1.5)])
-    # 4 requests reach the levels 1 to 4 with 2, 1, 0.5 and 0.25 tokens
-    assert worth == [[False, False, False], [False, False, True], [False, True, True], [True, True, True]]
+    # 4 requests reach the levels 2 to 5 with 1, 0.5, 0.25 and 0.125 tokens
+    assert worth == [[False, False, True], [False, True, True], [True, True, True], [True, True, True]]
 
 
 def test_where_it_is_not_known_what_a_token_is_worth_all_levels_are_drafted() -> None:

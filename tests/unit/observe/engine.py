@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.trees import batch_of, tree_of
-from vllm_specrollout.budgets.base import FixedBudget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import (
     EMPTY_TREE,

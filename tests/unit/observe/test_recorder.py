@@ -6,7 +6,7 @@ import pytest
 from tests.trees import batch_of, chain, limits_of, tree_of
 from tests.unit.observe.engine import Rollout, ending, record_of, timing_of, view
 from tests.unit.replay.builders import LINE, ListSink, header
-from vllm_specrollout.budgets.base import FixedBudget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.replay.files import ThreadSink, read_trace

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.trees import batch_of, chain, limits_of
 from tests.unit.observe.engine import Rollout, ending, record_of, view
 from tests.unit.observe.story import is_gapless, reasons_of, step
-from vllm_specrollout.budgets.base import FixedBudget
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.timeline import (
     MOST_RUNNING,

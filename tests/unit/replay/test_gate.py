@@ -3,7 +3,8 @@
 import pytest
 
 from tests.unit.replay.gate import PLANS
-from vllm_specrollout.budgets.base import Budget, FixedBudget, OffBudget
+from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.replay.synthetic import make_trace

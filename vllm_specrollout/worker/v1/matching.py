@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from vllm_specrollout.budgets.base import Backoff, FixedBudget
+from vllm_specrollout.budgets.base import Backoff
+from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.drafters.sharpness import GREEDY
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees

@@ -1,0 +1,159 @@
+"""Whom a dear drafter is asked for.
+
+What belongs here: what each drafter takes and brings, learned from the steps that it was asked in, and the choice of
+requests that follows from both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout.budgets.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE
+from vllm_specrollout.budgets.step_cost import PRICE_MEMORY, Price
+from vllm_specrollout.types import TENTHS, BoolArray, DraftLimits, FloatArray, StepPlan
+
+CHEAP = 0.02
+"""A drafter that takes less than this share of the step's time is asked for all requests, whatever it yields."""
+
+
+class Merit:
+    """What one dear drafter takes and brings."""
+
+    def __init__(self) -> None:
+        self.price = Price()
+        self.verify_ms = 0.0
+        """What verifying its drafts adds to a step, for each request that it was asked for."""
+        self.num_learned = 0
+        # by the tenth of how sure the next token is without it: tokens that it adds to a request, and times seen
+        self._tokens, self._seen = np.zeros(TENTHS), np.zeros(TENTHS, np.int64)
+        # steps between two tries where asking does not seem to pay, and the first step of the next one
+        self._pause, self._until = FIRST_PAUSE, 0
+
+    def may_try(self, step: int) -> bool:
+        return self.num_learned < PATIENCE or step >= self._until
+
+    def asked(self, step: int, *, pays: bool, is_try: bool) -> None:
+        """It was asked; whether that pays is what is believed now."""
+        if is_try and self.num_learned > PATIENCE:
+            self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LONGEST_PAUSE)
+        self._until = step + 1 + self._pause
+
+    def added(self, sure: FloatArray) -> npt.NDArray[np.float64]:
+        """[R] tokens that it adds to each request; of a tenth never seen, as in the nearest one that was."""
+        seen = np.flatnonzero(self._seen)
+        nearest = seen[np.abs(np.arange(TENTHS)[:, None] - seen).argmin(axis=1)]
+        return np.maximum(self._tokens[nearest], 0.0)[_tenths(sure)]
+
+    def learn(self, sure: FloatArray, tokens: FloatArray, verify_ms: float) -> None:
+        """It added so many tokens [K] to the requests that it was asked for, and so much time to each."""
+        self.num_learned += 1
+        self.verify_ms += max(1.0 / self.num_learned, 1.0 - PRICE_MEMORY) * (verify_ms - self.verify_ms)
+        tenths = _tenths(sure)
+        counts = np.bincount(tenths, minlength=TENTHS)
+        of = counts > 0
+        means = np.bincount(tenths, tokens, TENTHS)[of] / counts[of]
+        self._seen[of] += 1
+        self._tokens[of] += np.maximum(1.0 / self._seen[of], 1.0 - PRICE_MEMORY) * (means - self._tokens[of])
+
+
+class Worth:
+    """Whom dear drafters are asked for: for those requests where that brings most tokens per millisecond.
+
+    A drafter that takes next to nothing is asked for all, and first. Then a dear one's answer adds few tokens to a
+    request whose next token is known already, and more to the others: how many is learned by how sure the next token
+    is. As with nodes, one cumulative sum over the requests, those that gain most first, finds the best set. Where it is
+    empty the drafter is tried all the same now and then, since what is never tried is never learned.
+    """
+
+    def __init__(self) -> None:
+        self._merits: dict[str, Merit] = {}
+        self.asking_ms = 0.0
+        """What asking takes in the step at hand, as far as it was asked."""
+        # of the step at hand, by drafter: the requests [R] it is asked for, the plan without it, whether it is a try
+        self._wanted: dict[str, tuple[BoolArray, StepPlan, bool]] = {}
+        # of these, those that were asked, in their order
+        self._asked: list[str] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.asking_ms = 0.0
+        self._wanted.clear()
+        self._asked.clear()
+
+    def is_dear(self, name: str, limits: DraftLimits) -> bool:
+        """Whether asking the drafter takes so much that it must be worth it."""
+        num_requests = len(limits.max_nodes)
+        merit = self._merits.get(name)
+        return merit is not None and merit.price.of(num_requests) > CHEAP * limits.token_ms * num_requests > 0.0
+
+    def spent(self, name: str, num_requests: int, ms: float) -> None:
+        """Asking the drafter for so many requests took so many milliseconds."""
+        price = self._merits.setdefault(name, Merit()).price
+        price.spent(num_requests, ms)
+        self.asking_ms += price.of(num_requests)
+        if name in self._wanted:
+            self._asked.append(name)
+
+    def wanted(self, name: str, without: StepPlan, step: int) -> BoolArray:
+        """[R] the requests that a dear drafter is asked for in this step.
+
+        Args:
+            without: what is planned without it.
+        """
+        merit, num_requests = self._merits[name], without.trees.num_requests
+        wanted = self._best(merit, without)
+        is_try = not wanted.any() and merit.may_try(step)
+        if is_try:
+            wanted = np.ones(num_requests, np.bool_)
+        self._wanted[name] = wanted, without, is_try
+        return wanted
+
+    def learn(self, plan: StepPlan, step: int) -> None:
+        """The step is planned: what dear drafters have added to it is known."""
+        if not self._asked or plan.reach is None or plan.expected_ms <= 0.0:
+            return
+        plans = [self._wanted[name][1] for name in self._asked[1:]] + [plan]
+        for name, with_it in zip(self._asked, plans, strict=True):
+            merit, (wanted, without, is_try) = self._merits[name], self._wanted[name]
+            count = int(wanted.sum())
+            verify_ms = (with_it.expected_ms - without.expected_ms - merit.price.of(count)) / count
+            merit.learn(_sure(without)[wanted], (_tokens(with_it) - _tokens(without))[wanted], verify_ms)
+            pays = bool(self._best(merit, without).any()) if is_try else True
+            merit.asked(step, pays=pays, is_try=is_try)
+
+    def _best(self, merit: Merit, without: StepPlan) -> BoolArray:
+        """[R] the requests for which asking yields most tokens per millisecond; perhaps none."""
+        num_requests = without.trees.num_requests
+        wanted = np.zeros(num_requests, np.bool_)
+        if merit.num_learned:
+            added = merit.added(_sure(without))
+            order = np.argsort(-added, kind="stable")
+            tokens = num_requests + without.expected_tokens + np.concatenate([[0.0], np.cumsum(added[order])])
+            ms = merit.price.up_to(num_requests) + merit.verify_ms * np.arange(num_requests + 1)
+            wanted[order[: int((tokens / (without.expected_ms + ms)).argmax())]] = True
+        return wanted
+
+    def drop(self, name: str) -> None:
+        """The drafter is switched off."""
+        self._merits.pop(name, None)
+        self._wanted.pop(name, None)
+        self._asked = [asked for asked in self._asked if asked != name]
+
+
+def _tokens(plan: StepPlan, depth: int = 0) -> FloatArray:
+    """[R] tokens that the plan's drafts are expected to add to each request; with a depth, at that one alone."""
+    reach = np.zeros(0, np.float32) if plan.reach is None else plan.reach
+    trees = plan.trees
+    owner = np.repeat(np.arange(trees.num_requests), trees.sizes)
+    weights = np.where(trees.depth == depth, reach, 0.0) if depth else reach
+    return np.bincount(owner, weights, trees.num_requests).astype(np.float32)
+
+
+def _sure(plan: StepPlan) -> FloatArray:
+    """[R] probability that each request's next token is among its drafts."""
+    return _tokens(plan, depth=1)
+
+
+def _tenths(probabilities: FloatArray) -> npt.NDArray[np.int64]:
+    return np.minimum((probabilities * TENTHS).astype(np.int64), TENTHS - 1)
