@@ -18,7 +18,7 @@ import numpy as np
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, one_each
 from vllm_specrollout.budgets.fixed import OffBudget
-from vllm_specrollout.budgets.worth import Worth
+from vllm_specrollout.budgets.worth import Worth, only_for
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -179,7 +179,7 @@ class Speculator:
         without = self._budget_does(lambda budget: budget.preview(found, limits, batch, asking_ms))
         if without is None:
             return limits
-        return limits.wanting(self._sources[id(drafter)], self._worth.wanted(drafter.name, without, step))
+        return only_for(limits, self._sources[id(drafter)], self._worth.wanted(drafter.name, without, step))
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""

@@ -7,7 +7,7 @@ exchange it; what only one layer knows stays there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -238,12 +238,6 @@ class DraftLimits:
         if self.drafters is None:
             return self.max_nodes
         return np.where(self.drafters >> drafter & 1, self.max_nodes, 0).astype(np.int32)
-
-    def wanting(self, drafter: int, where: BoolArray) -> DraftLimits:
-        """With the drafter wanted for some [R] requests at most."""
-        all_of_them = np.full(len(self.max_nodes), np.uint32(0xFFFFFFFF))
-        drafters = all_of_them if self.drafters is None else self.drafters
-        return replace(self, drafters=np.where(where, drafters, drafters & ~np.uint32(1 << drafter)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ requests that follows from both.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -157,3 +159,9 @@ def _sure(plan: StepPlan) -> FloatArray:
 
 def _tenths(probabilities: FloatArray) -> npt.NDArray[np.int64]:
     return np.minimum((probabilities * TENTHS).astype(np.int64), TENTHS - 1)
+
+
+def only_for(limits: DraftLimits, drafter: int, where: BoolArray) -> DraftLimits:
+    """The limits, with one drafter wanted for some [R] requests at most."""
+    others = np.full(len(where), 0xFFFFFFFF, np.uint32) if limits.drafters is None else limits.drafters
+    return replace(limits, drafters=np.where(where, others, others & ~np.uint32(1 << drafter)))
