@@ -107,9 +107,11 @@ class BufferWriter:
             self._unwritten.append(self._disk.submit(self._write, examples))
 
     def close(self) -> None:
-        """Write the rest, and wait for it."""
-        self.flush()
+        """Wait for what is being written, and write the rest here: at the end of a process no thread takes it."""
         self._disk.shutdown()
+        examples, self._examples = self._examples, []
+        if examples:
+            self._write(examples)
         for done in self._unwritten:
             done.result()
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +13,9 @@ from tests.unit.training.examples import SOURCE, example
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.training import buffer as buffer_module
 from vllm_specrollout.training.buffer import Buffer, BufferWriter, Source, paths_in
+
+
+ROOT = Path(__file__).parents[3]
 
 
 def written(folder: Path, *examples, source: Source = SOURCE, most_tokens: int = 1 << 20) -> None:
@@ -98,3 +103,22 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UnsupportedError, match=r"file/below` cannot be written: Not a directory"):
         BufferWriter(tmp_path / "file" / "below", SOURCE, 10)
+
+
+def test_what_is_left_when_the_interpreter_ends_is_written_too(tmp_path):
+    """Threads take no work by then; an engine in a script of its user's is closed that late."""
+    program = f"""
+import atexit
+from pathlib import Path
+from tests.unit.training.examples import SOURCE, example
+from vllm_specrollout.training.buffer import BufferWriter
+
+writer = BufferWriter(Path({str(tmp_path)!r}), SOURCE, 1 << 20)
+writer.add(example(5, 2))
+writer.flush()
+writer.add(example(7, 2))
+atexit.register(writer.close)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert Buffer(tmp_path).num_tokens() == 12
