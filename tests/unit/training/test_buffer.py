@@ -14,7 +14,6 @@ from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.training import buffer as buffer_module
 from vllm_specrollout.training.buffer import Buffer, BufferWriter, Source, paths_in
 
-
 ROOT = Path(__file__).parents[3]
 
 
