@@ -40,6 +40,8 @@ class ProfileKey:
     device: str
     vllm: str
     tensor_parallel: int
+    # without torch.compile and graphs
+    is_eager: bool
 
     @property
     def path(self) -> Path:

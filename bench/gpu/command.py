@@ -49,7 +49,7 @@ def run(
         str | None, typer.Option(help="BATCHxCONTEXT of `kernels` and `speed`, for example 1x1024,32x1024.")
     ] = None,
     taus: Annotated[str, typer.Option(help="Tokens a step to reach in `speed`: 2, 4, 6.5.")] = "4,6.5",
-    arms: Annotated[str, typer.Option(help="What ours drafts in `speed`: chain, tree.")] = ",".join(ARMS),
+    arms: Annotated[str, typer.Option(help="What ours drafts: chain, tree.")] = ",".join(ARMS),
     rivals: Annotated[str, typer.Option(help=f"vLLM's own methods in `speed`: {', '.join(RIVALS)}.")] = "",
     models: Annotated[
         str, typer.Option(help="Models of the identity steps, and of `kernels` and `speed`.")

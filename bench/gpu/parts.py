@@ -134,12 +134,14 @@ def _identity(step: str, is_eager: bool, options: Options) -> Iterator[Part]:
     # a dry walk meets both runners: what runs on a GPU, interpreted, and what runs on a CPU
     is_interpreted = options.is_dry and is_eager
     scene = options.scene(*cells, drafters=("oracle", "ngram"), is_interpreted=is_interpreted, **shared)
-    rows = [_identity_row("ngram", cells[-1], nodes, None)]
-    rows += [_identity_row("tree", cell, nodes, _IDENTITY_ACCURACY) for cell in reversed(cells)]
-    yield _engine_part(step, scene, rows, options, name="trees")
-    scene = options.scene(*cells, is_batch_invariant=True, **shared)
-    rows = [_identity_row("chain", cell, nodes, _IDENTITY_ACCURACY[:1]) for cell in reversed(cells)]
-    yield _engine_part(step, scene, rows, options, name="chains, batch-invariant")
+    if "tree" in options.arms:
+        rows = [_identity_row("ngram", cells[-1], nodes, None)]
+        rows += [_identity_row("tree", cell, nodes, _IDENTITY_ACCURACY) for cell in reversed(cells)]
+        yield _engine_part(step, scene, rows, options, name="trees")
+    if "chain" in options.arms:
+        scene = options.scene(*cells, is_batch_invariant=True, **shared)
+        rows = [_identity_row("chain", cell, nodes, _IDENTITY_ACCURACY[:1]) for cell in reversed(cells)]
+        yield _engine_part(step, scene, rows, options, name="chains, batch-invariant")
 
 
 def _identity_row(arm: str, cell: Cell, nodes: int, accuracy: tuple[float, ...] | None) -> _Row:

@@ -46,7 +46,7 @@ def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:
     from bench.policy.random_model import make_random_model
 
     model = str(make_random_model(tmp_path / "tiny", size="1M", hidden=64, num_layers=2, dtype="float32"))
-    flags = ["--dtype", "float32", "--batches", "1,3", "--steps", "4", "--json"]
+    flags = ["--dtype", "float32", "--batches", "1,3", "--steps", "4", "--eager", "--json"]
     # in two processes, as users do it: what one keeps, the other finds
     done = _run(tmp_path, str(Path(sys.executable).with_name("specrollout")), "profile", model, *flags)
     report = json.loads(done.stdout[done.stdout.index("{\n") :])

@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 
 def _run(model: str, folder: Path, *arms: object) -> list[dict[str, Any]]:
-    """Both engines in one process, one after the other."""
+    """All engines in one process, one after the other."""
     script = folder / "run.py"
     script.write_text(SCRIPT)
     environment = {
@@ -111,14 +111,33 @@ def _run(model: str, folder: Path, *arms: object) -> list[dict[str, Any]]:
     return json.loads(lines[-1].removeprefix("RESULT"))
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_drafter_raises(
-    tmp_path: Path,
-) -> None:
-    from bench.policy.random_model import make_random_model
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+MODELS = ("eagle", "draft_model")
 
-    model = str(make_random_model(tmp_path / "model", size="3M", dtype="float32"))
-    stock, ours = _run(model, tmp_path, False, {"budget": "fixed", "ngram": {"min_match": 1}})
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of stock, of a host drafter and of each model that drafts."""
+    from bench.policy.random_model import make_random_model
+    from tests.e2e.drafting_models import eagle_head, perturbed
+
+    folder = tmp_path_factory.mktemp("ranks")
+    # two heads for keys and values, one for each rank
+    model = str(make_random_model(folder / "model", arch="llama", size="3M", dtype="float32"))
+    drafters = (eagle_head(model, folder / "head"), perturbed(model, folder / "draft", 0.1))
+    given = [
+        {"method": name, "model": path, "num_speculative_tokens": 3}
+        for name, path in zip(MODELS, drafters, strict=True)
+    ]
+    of_models = [{"budget": "fixed", "drafters": [], "speculative_config": one} for one in given]
+    arms = _run(model, folder, False, {"budget": "fixed", "ngram": {"min_match": 1}}, *of_models)
+    return dict(zip(("stock", "ngram", *MODELS), arms, strict=True))
+
+
+def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_drafter_raises(
+    answers: dict[str, dict[str, Any]],
+) -> None:
+    stock, ours = answers["stock"], answers["ngram"]
     assert ours["tokens"] == stock["tokens"]
     assert len(ours["drafted"]) == 2 and ours["drafted"][0] == ours["drafted"][1] > 0
     assert ours["accepted"][0] == ours["accepted"][1]
@@ -132,19 +151,11 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_draft
     assert ours["failures"] == [{"drafter raises": 1}, {}]
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
-@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+@pytest.mark.parametrize("method", MODELS)
 def test_two_ranks_run_a_model_that_drafts_and_yield_stocks_tokens_even_if_it_fails(
-    tmp_path: Path, method: str
+    answers: dict[str, dict[str, Any]], method: str
 ) -> None:
-    from bench.policy.random_model import make_random_model
-    from tests.e2e.drafting_models import eagle_head, perturbed
-
-    # two heads for keys and values, one for each rank
-    model = str(make_random_model(tmp_path / "model", arch="llama", size="3M", dtype="float32"))
-    drafter = eagle_head(model, tmp_path / "draft") if method == "eagle" else perturbed(model, tmp_path / "draft", 0.1)
-    given = {"method": method, "model": drafter, "num_speculative_tokens": 3}
-    stock, ours = _run(model, tmp_path, False, {"budget": "fixed", "drafters": [], "speculative_config": given})
+    stock, ours = answers["stock"], answers[method]
     assert ours["tokens"] == stock["tokens"]
     assert ours["drafted"][0] == ours["drafted"][1] > 0
     assert ours["accepted"][0] == ours["accepted"][1]

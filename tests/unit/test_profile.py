@@ -36,7 +36,9 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 
-KEY = ProfileKey(model="abc", dtype="bfloat16", device="a CPU, 2 cores, 2 threads", vllm="0.32.0", tensor_parallel=1)
+KEY = ProfileKey(
+    model="abc", dtype="bfloat16", device="a CPU, 2 cores, 2 threads", vllm="0.32.0", tensor_parallel=1, is_eager=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +74,7 @@ def test_a_newer_profile_takes_the_place_of_an_older_one() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ProfileKey)])
 def test_an_engine_that_differs_in_one_thing_finds_nothing(field: str) -> None:
     profile.save(Profile(KEY, "models/tiny", (_step(),)))
-    value = 2 if field == "tensor_parallel" else "other"
+    value = {"tensor_parallel": 2, "is_eager": False}.get(field, "other")
     assert profile.load(dataclasses.replace(KEY, **{field: value})) is None
 
 

@@ -47,6 +47,7 @@ def key_of(vllm_config: VllmConfig) -> ProfileKey:
         device=_device(),
         vllm=vllm.__version__,
         tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
+        is_eager=model.enforce_eager,
     )
 
 
@@ -69,11 +70,13 @@ def measure(
     kinds: Sequence[Draft],
     steps: int,
     on_batch: Callable[[int, int], None],
+    *,
+    is_eager: bool,
 ) -> Profile:
     """Start an engine in this process and time its decode steps.
 
     Args:
-        model, dtype: as `vllm.LLM` takes them.
+        model, dtype, is_eager: as `vllm.LLM` takes them.
         batches: numbers of requests.
         kinds: drafts that every request makes, in turn.
         steps: times each kind is run at each batch.
@@ -86,6 +89,7 @@ def measure(
     llm = vllm.LLM(
         model,
         dtype=dtype,
+        enforce_eager=is_eager,
         max_model_len=_PROMPT + max_tokens,
         max_num_seqs=max(batches),
         enable_prefix_caching=False,

@@ -60,6 +60,13 @@ def test_speed_rows_ask_for_no_proof_and_strict_identity_rows_are_chains_without
         assert all(len(t.params["accuracy"]) == 2 for t in trees.tasks if t.params.get("arm") == "tree")
 
 
+def test_arms_that_are_not_asked_for_start_no_engines():
+    for arm, others in (("tree", "chains"), ("chain", "trees")):
+        titles = [part.title for part in parts.parts(Options(work=Path("w"), arms=(arm,)))]
+        assert not [title for title in titles if others in title]
+        assert {title.partition(",")[0] for title in titles} == set(FIRST_HOUR)
+
+
 def accepted(tree, answer):
     """How far down the tree the answer goes."""
     node, depth = -1, 0
