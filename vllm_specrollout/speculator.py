@@ -18,6 +18,7 @@ import numpy as np
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, one_each
 from vllm_specrollout.budgets.fixed import OffBudget
+from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth, only_for
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
@@ -84,7 +85,7 @@ class Speculator:
         self.backoff = Backoff()
         self._clock = clock
         self._late = LateAnswers()
-        self._worth = Worth()
+        self._asking, self._worth = Asking(), Worth()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
 
@@ -140,7 +141,8 @@ class Speculator:
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
         plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
-        self._worth.learn(plan, step)
+        if self._worth.asked:
+            self._worth.learn(plan, step)
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _planned(
@@ -160,8 +162,8 @@ class Speculator:
         """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
         Dear ones come last, and are asked where the answers so far leave something to bring.
         """
-        self._worth.begin()
-        is_dear = {drafter: self._worth.is_dear(drafter.name, limits) for drafter in self.drafters}
+        step_ms, self._asking.ms = limits.token_ms * batch.size, 0.0
+        is_dear = {drafter: self._asking.prices[drafter.name].is_dear(batch.size, step_ms) for drafter in self.drafters}
         answers: dict[Drafter, TreeBatch | None] = {}
         for drafter in sorted(is_dear, key=is_dear.__getitem__):
             found = [trees for trees in answers.values() if trees is not None and trees.num_nodes]
@@ -175,11 +177,11 @@ class Speculator:
         self, drafter: Drafter, found: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
     ) -> DraftLimits:
         """The limits, with a dear drafter wanted for those requests where it brings more than it takes."""
-        asking_ms = self._worth.asking_ms
-        without = self._budget_does(lambda budget: budget.preview(found, limits, batch, asking_ms))
-        if without is None:
+        without = self._budget_does(lambda budget: budget.preview(found, limits, batch, self._asking.ms))
+        if without is None or self._late.owes(drafter):
             return limits
-        return only_for(limits, self._sources[id(drafter)], self._worth.wanted(drafter.name, without, step))
+        wanted = self._worth.wanted(drafter.name, self._asking.prices[drafter.name], without, step)
+        return only_for(limits, self._sources[id(drafter)], wanted)
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
@@ -191,7 +193,7 @@ class Speculator:
             return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        self._worth.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3)
+        self._asking.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3)
         if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
             self._late.add(drafter, answer, batch)
             return trees
@@ -215,7 +217,7 @@ class Speculator:
         self, budget: Budget, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch
     ) -> StepPlan:
         """What the budget chose: nobody looks at it again before the target computes it."""
-        plan = budget.choose(proposals, limits, batch, self._worth.asking_ms)
+        plan = budget.choose(proposals, limits, batch, self._asking.ms)
         self._sound(plan.trees, batch)
         return plan
 
@@ -228,11 +230,8 @@ class Speculator:
             planned: what `propose` made of it; None: nothing was planned for it.
             trees: what the target verified: all, or as much as the engine had room for.
         """
-        if planned is None:
-            record = StepRecord(None, trees, result)
-        else:
-            record = StepRecord(planned.plan, trees, result, None, planned.batch, planned.proposals)
-        self._untimed.append(record)
+        made_from = () if planned is None else (planned.batch, planned.proposals)
+        self._untimed.append(StepRecord(None if planned is None else planned.plan, trees, result, None, *made_from))
         if trees.num_nodes:
             for drafter in list(self.drafters):
                 if getattr(type(drafter), "observe", None) is not BaseDrafter.observe:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
@@ -29,6 +30,8 @@ KNOTS: Floats = np.unique(np.rint(2.0 ** np.arange(0.0, 14.5, 0.5)))
 """Rows at which the table has a value: two per octave. docs/adr/0016-goodput.md has what each constant here earns."""
 PRICE_MEMORY = 0.9
 """Weight left to what was known of a price, after each further time; before that, the mean of all times."""
+CHEAP = 0.02
+"""What takes less than this share of a step's time is done whatever it yields."""
 GROWTH = 4
 """A step may have so many times the rows of the widest one seen, or of its own requests."""
 MEMORY = 0.995
@@ -194,10 +197,28 @@ class Price:
         octave = num_requests.bit_length()
         return self._known[min(self._known, key=lambda known: (abs(known - octave), known))][0]
 
+    def is_dear(self, num_requests: int, step_ms: float) -> bool:
+        """Whether it must be worth what it takes; not where a step's time is not known (0.0)."""
+        return self.of(num_requests) > CHEAP * step_ms > 0.0
+
     def up_to(self, num_requests: int) -> Floats:
         """[num_requests + 1] what it takes for 0, 1, 2, ... requests."""
         octaves = [self.of(1 << octave >> 1) for octave in range(num_requests.bit_length() + 1)]
         return np.asarray(octaves)[np.frexp(np.arange(num_requests + 1))[1]]
+
+
+class Asking:
+    """What asking each drafter takes."""
+
+    def __init__(self) -> None:
+        self.prices: defaultdict[str, Price] = defaultdict(Price)
+        self.ms = 0.0
+        """Of those asked in the step at hand, together: the caller sets it to 0.0 when a step begins."""
+
+    def spent(self, name: str, num_requests: int, ms: float) -> None:
+        """Asking the drafter for so many requests took so many milliseconds."""
+        self.prices[name].spent(num_requests, ms)
+        self.ms += self.prices[name].of(num_requests)
 
 
 def _features(timing: StepTiming) -> Floats:

@@ -15,15 +15,11 @@ from vllm_specrollout.budgets.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE
 from vllm_specrollout.budgets.step_cost import PRICE_MEMORY, Price
 from vllm_specrollout.types import TENTHS, BoolArray, DraftLimits, FloatArray, StepPlan
 
-CHEAP = 0.02
-"""A drafter that takes less than this share of the step's time is asked for all requests, whatever it yields."""
-
 
 class Merit:
     """What one dear drafter takes and brings."""
 
     def __init__(self) -> None:
-        self.price = Price()
         self.verify_ms = 0.0
         """What verifying its drafts adds to a step, for each request that it was asked for."""
         self.num_learned = 0
@@ -70,77 +66,56 @@ class Worth:
 
     def __init__(self) -> None:
         self._merits: dict[str, Merit] = {}
-        self.asking_ms = 0.0
-        """What asking takes in the step at hand, as far as it was asked."""
-        # of the step at hand, by drafter: the requests [R] it is asked for, the plan without it, whether it is a try
-        self._wanted: dict[str, tuple[BoolArray, StepPlan, bool]] = {}
-        # of these, those that were asked, in their order
-        self._asked: list[str] = []
+        # of the step at hand, by drafter, in the order of asking: its price, the requests [R] it is asked for, the plan
+        # without it, and whether that is a try
+        self.asked: dict[str, tuple[Price, BoolArray, StepPlan, bool]] = {}
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.asking_ms = 0.0
-        self._wanted.clear()
-        self._asked.clear()
-
-    def is_dear(self, name: str, limits: DraftLimits) -> bool:
-        """Whether asking the drafter takes so much that it must be worth it."""
-        num_requests = len(limits.max_nodes)
-        merit = self._merits.get(name)
-        return merit is not None and merit.price.of(num_requests) > CHEAP * limits.token_ms * num_requests > 0.0
-
-    def spent(self, name: str, num_requests: int, ms: float) -> None:
-        """Asking the drafter for so many requests took so many milliseconds."""
-        price = self._merits.setdefault(name, Merit()).price
-        price.spent(num_requests, ms)
-        self.asking_ms += price.of(num_requests)
-        if name in self._wanted:
-            self._asked.append(name)
-
-    def wanted(self, name: str, without: StepPlan, step: int) -> BoolArray:
+    def wanted(self, name: str, price: Price, without: StepPlan, step: int) -> BoolArray:
         """[R] the requests that a dear drafter is asked for in this step.
 
         Args:
+            price: of asking it.
             without: what is planned without it.
         """
-        merit, num_requests = self._merits[name], without.trees.num_requests
-        wanted = self._best(merit, without)
+        merit, num_requests = self._merits.setdefault(name, Merit()), without.trees.num_requests
+        wanted = _best(merit, price, without)
         is_try = not wanted.any() and merit.may_try(step)
         if is_try:
             wanted = np.ones(num_requests, np.bool_)
-        self._wanted[name] = wanted, without, is_try
+        if wanted.any():
+            self.asked[name] = price, wanted, without, is_try
         return wanted
 
     def learn(self, plan: StepPlan, step: int) -> None:
         """The step is planned: what dear drafters have added to it is known."""
-        if not self._asked or plan.reach is None or plan.expected_ms <= 0.0:
+        asked, self.asked = self.asked, {}
+        if plan.reach is None or plan.expected_ms <= 0.0:
             return
-        plans = [self._wanted[name][1] for name in self._asked[1:]] + [plan]
-        for name, with_it in zip(self._asked, plans, strict=True):
-            merit, (wanted, without, is_try) = self._merits[name], self._wanted[name]
-            count = int(wanted.sum())
-            verify_ms = (with_it.expected_ms - without.expected_ms - merit.price.of(count)) / count
+        plans = [without for _, _, without, _ in asked.values()][1:] + [plan]
+        for (name, (price, wanted, without, is_try)), with_it in zip(asked.items(), plans, strict=True):
+            merit, count = self._merits[name], int(wanted.sum())
+            verify_ms = (with_it.expected_ms - without.expected_ms - price.of(count)) / count
             merit.learn(_sure(without)[wanted], (_tokens(with_it) - _tokens(without))[wanted], verify_ms)
-            pays = bool(self._best(merit, without).any()) if is_try else True
+            pays = bool(_best(merit, price, without).any()) if is_try else True
             merit.asked(step, pays=pays, is_try=is_try)
-
-    def _best(self, merit: Merit, without: StepPlan) -> BoolArray:
-        """[R] the requests for which asking yields most tokens per millisecond; perhaps none."""
-        num_requests = without.trees.num_requests
-        wanted = np.zeros(num_requests, np.bool_)
-        if merit.num_learned:
-            added = merit.added(_sure(without))
-            order = np.argsort(-added, kind="stable")
-            tokens = num_requests + without.expected_tokens + np.concatenate([[0.0], np.cumsum(added[order])])
-            ms = merit.price.up_to(num_requests) + merit.verify_ms * np.arange(num_requests + 1)
-            wanted[order[: int((tokens / (without.expected_ms + ms)).argmax())]] = True
-        return wanted
 
     def drop(self, name: str) -> None:
         """The drafter is switched off."""
         self._merits.pop(name, None)
-        self._wanted.pop(name, None)
-        self._asked = [asked for asked in self._asked if asked != name]
+        self.asked.pop(name, None)
+
+
+def _best(merit: Merit, price: Price, without: StepPlan) -> BoolArray:
+    """[R] the requests for which asking yields most tokens per millisecond; perhaps none."""
+    num_requests = without.trees.num_requests
+    wanted = np.zeros(num_requests, np.bool_)
+    if merit.num_learned:
+        added = merit.added(_sure(without))
+        order = np.argsort(-added, kind="stable")
+        tokens = num_requests + without.expected_tokens + np.concatenate([[0.0], np.cumsum(added[order])])
+        ms = price.up_to(num_requests) + merit.verify_ms * np.arange(num_requests + 1)
+        wanted[order[: int((tokens / (without.expected_ms + ms)).argmax())]] = True
+    return wanted
 
 
 def _tokens(plan: StepPlan, depth: int = 0) -> FloatArray:

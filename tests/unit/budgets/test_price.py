@@ -1,4 +1,4 @@
-from vllm_specrollout.budgets.step_cost import Price
+from vllm_specrollout.budgets.step_cost import CHEAP, Asking, Price
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -35,3 +35,20 @@ def test_a_price_that_changes_is_followed() -> None:
     for ms in [2.0] * 100 + [4.0] * 30:
         price.spent(4, ms)
     assert 3.9 < price.of(4) < 4.0
+
+
+def test_dear_is_what_takes_more_than_a_small_share_of_a_step_whose_time_is_known() -> None:
+    price = Price()
+    price.spent(2, 1.0)
+    assert price.is_dear(2, 0.9 / CHEAP) and not price.is_dear(2, 1.1 / CHEAP)
+    assert not price.is_dear(2, 0.0) and not Price().is_dear(2, 1e-9)
+
+
+def test_asking_takes_the_prices_of_those_asked_in_the_step() -> None:
+    asking = Asking()
+    asking.spent("history", 2, 0.5)
+    asking.spent("model", 2, 2.0)
+    assert asking.ms == 2.5
+    asking.ms = 0.0
+    asking.spent("history", 2, 0.5)
+    assert asking.ms == 0.5
