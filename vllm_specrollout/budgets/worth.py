@@ -89,7 +89,7 @@ class Worth:
     def learn(self, plan: StepPlan, step: int) -> None:
         """The step is planned: what dear drafters have added to it is known."""
         asked, self.asked = self.asked, {}
-        if plan.reach is None or plan.expected_ms <= 0.0:
+        if not asked or plan.reach is None or plan.expected_ms <= 0.0:
             return
         plans = [without for _, _, without, _ in asked.values()][1:] + [plan]
         for (name, (price, wanted, without, is_try)), with_it in zip(asked.items(), plans, strict=True):
