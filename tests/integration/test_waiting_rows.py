@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
-from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, of_those_there, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
 
 
 def rows(*requests: tuple[str, list[int]]) -> Rows:
@@ -77,6 +77,42 @@ def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:
     assert waiting.request_ids() == ["b"]
     waiting.add(rows(("a", [1])))
     assert taken(waiting, "a", "b") == {"a": [1], "b": [7]}
+
+
+@given(st.data())
+def test_whatever_comes_and_goes_each_request_gets_its_own_rows_once_and_memory_is_counted(data: st.DataObject) -> None:
+    waiting, expected, token = WaitingRows(), dict[str, list[int]](), 0
+    names = st.sampled_from("abcd")
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["add", "take", "forget", "drop"]))
+        if action == "add":
+            part = []
+            for name in data.draw(st.lists(names, min_size=1, max_size=4, unique=True)):
+                count = data.draw(st.integers(1, 3))
+                part.append((name, list(range(token, token + count))))
+                expected[name] = expected.get(name, []) + part[-1][1]
+                token += count
+            waiting.add(rows(*part))
+        elif action == "take" and expected:
+            chosen = data.draw(st.lists(st.sampled_from(sorted(expected)), min_size=1, unique=True))
+            assert taken(waiting, *chosen) == {name: expected.pop(name) for name in chosen}
+        elif action == "forget":
+            name = data.draw(names)
+            waiting.forget(name)
+            expected.pop(name, None)
+        else:
+            waiting.drop_gone()
+            assert len(waiting) == sum(map(len, expected.values()))
+        assert sorted(waiting.request_ids()) == sorted(expected)
+        # a hidden state is one float32 here
+        assert waiting.num_bytes == 4 * len(waiting)
+
+
+def test_requests_with_more_than_one_row_that_was_not_drafted_have_prompts() -> None:
+    trees = chains(["a", "b", "c"], [[1, 2], [], [3]])
+    starts = np.asarray([0, 3, 5, 12], np.int32)
+    assert have_prompts(starts, trees).tolist() == [False, True, True]
+    assert have_prompts(starts, None).tolist() == [True, True, True]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), tree_parents(6)), min_size=1, max_size=4), st.data())

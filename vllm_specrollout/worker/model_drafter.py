@@ -6,7 +6,7 @@ for: what the target computed meanwhile waits, so a step without drafts costs no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from vllm_specrollout.worker.proposing import Chooses, Enough, Entry, Proposer, 
 from vllm_specrollout.worker.ranks import Ranks
 from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows
 
-MOST_WAITING = 1024
-"""Rows that may wait for the proposer; with more it is fed though nobody asked."""
+MOST_WAITING = 64 << 20
+"""Bytes of hidden states that may wait for the proposer; with more it is fed though nobody asked."""
 _LEARN_EVERY = 8  # times drafted after which the candidates for the sharpness are compared once
 
 
@@ -77,36 +77,39 @@ class ModelDrafter(BaseDrafter):
         self.entries: list[Entry] = []
         self._temperatures = torch.ones(0)
         self._levels = Levels(0, np.ones(1), 0.0)
-        # prompts have come since it was last looked
-        self._has_prompts = False
+        # requests with rows of their prompts that wait
+        self._prompts: set[str] = set()
         # request -> [1 + 2 * CHOICES] tokens: the one drafted, what each candidate would have drafted, and beside it
         self._trial: dict[str, np.ndarray] = {}
 
     # --- what it is fed with -----------------------------------------------------------------------------------------
 
-    def feed(self, rows: Rows, *, has_prompts: bool = False) -> None:
+    def feed(self, rows: Rows, prompts: Iterable[str] = ()) -> None:
         """Rows that the target has computed and that hold; `seats` are those of their step.
 
         Args:
-            has_prompts: some request has more of them than a token that was not drafted.
+            prompts: requests that have tokens of their prompts among the rows.
         """
-        self._has_prompts = self._has_prompts or has_prompts
+        self._prompts.update(prompts)
         self.waiting.add(rows)
         if self._trial:
             self._learn(rows)
 
     def forget(self, request_id: str) -> None:
         self._trial.pop(request_id, None)
+        self._prompts.discard(request_id)
         self.waiting.forget(request_id)
 
     def flush_if_due(self) -> None:
-        """Feed what waits, without drafting: prompts at once, since others may share their blocks, and long queues."""
-        if not self._has_prompts and len(self.waiting) <= MOST_WAITING:
-            return
-        self._has_prompts = False
-        names = [name for name in self.waiting.request_ids() if name in self.seats]
-        if not names:
+        """Feed what waits, without drafting: prompts at once, since others may share their blocks, and all where it
+        takes too much memory."""
+        if self.waiting.num_bytes > MOST_WAITING:
             self.waiting.drop_gone()
+        is_full = self.waiting.num_bytes > MOST_WAITING
+        if not self._prompts and not is_full:
+            return
+        names = [n for n in self.waiting.request_ids() if n in self.seats and (is_full or n in self._prompts)]
+        self._prompts.clear()
         for begin in range(0, len(names), self.proposer.most_requests):
             self._run(names[begin : begin + self.proposer.most_requests], 0)
 

@@ -5,10 +5,11 @@ What belongs here: which rows of a step hold, and the rows of many steps kept un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_specrollout.types import IntArray, TreeBatch, VerifyResult
@@ -42,9 +43,12 @@ class WaitingRows:
 
     def __init__(self) -> None:
         self._parts: list[Rows] = []
+        self.num_bytes = 0
+        """Of hidden states that wait, those of requests that are gone included."""
 
     def add(self, rows: Rows) -> None:
         self._parts.append(rows)
+        self.num_bytes += rows.hidden.nbytes
 
     def __len__(self) -> int:
         return sum(len(rows.token_ids) for rows in self._parts)
@@ -60,26 +64,38 @@ class WaitingRows:
 
     def drop_gone(self) -> None:
         """Let go of rows that are not fed any more."""
-        if self._parts:
-            self.take([])
+        self._are(_without(rows, {None}) if None in rows.request_ids else rows for rows in self._parts)
 
     def take(self, names: Sequence[str]) -> Rows:
         """The rows of these requests, in this order; they wait no longer."""
-        place, parts = {name: i for i, name in enumerate(names)}, self._parts
+        place: dict[str | None, int] = {name: i for i, name in enumerate(names)}
+        # a part with other requests alone is not touched: what waits for long is not copied ever again
+        parts = [rows for rows in self._parts if not place.keys().isdisjoint(rows.request_ids)]
         ids = [name for rows in parts for name in rows.request_ids]
         counts = np.concatenate([rows.counts for rows in parts])
-        owner = np.repeat([-2 if name is None else place.get(name, -1) for name in ids], counts).astype(np.int64)
+        owner = np.repeat([place.get(name, -1) for name in ids], counts).astype(np.int64)
         columns = [
             torch.cat([getattr(rows, column) for rows in parts]) for column in ("token_ids", "positions", "hidden")
         ]
         order = np.argsort(owner, kind="stable")
         taken = torch.from_numpy(order[np.searchsorted(owner[order], 0) :])
-        kept = torch.from_numpy(np.flatnonzero(owner == -1))
-        others = [name is not None and name not in place for name in ids]
-        left = [name for name, is_other in zip(ids, others, strict=True) if is_other]
-        self._parts = [Rows(left, counts[others], *(column[kept] for column in columns))] if len(kept) else []
+        gone = {*names, None}
+        touched = {id(rows) for rows in parts}
+        self._are(_without(rows, gone) if id(rows) in touched else rows for rows in self._parts)
         own = np.bincount(owner[owner >= 0], minlength=len(names))
         return Rows(list(names), own, *(column[taken] for column in columns))
+
+    def _are(self, parts: Iterable[Rows]) -> None:
+        self._parts = [rows for rows in parts if rows.request_ids]
+        self.num_bytes = sum(rows.hidden.nbytes for rows in self._parts)
+
+
+def _without(rows: Rows, gone: Set[str | None]) -> Rows:
+    """The rows of the other requests."""
+    stays = np.asarray([name not in gone for name in rows.request_ids], dtype=np.bool_)
+    kept = torch.from_numpy(np.flatnonzero(np.repeat(stays, rows.counts)))
+    left = [name for name in rows.request_ids if name not in gone]
+    return Rows(left, rows.counts[stays], rows.token_ids[kept], rows.positions[kept], rows.hidden[kept])
 
 
 def rows_that_hold(
@@ -102,3 +118,8 @@ def rows_that_hold(
     holds[row_of_node] = False
     holds[row_of_node[accepted]] = True
     return np.flatnonzero(holds), counts - trees.sizes + result.num_accepted
+
+
+def have_prompts(query_start: IntArray, trees: TreeBatch | None) -> npt.NDArray[np.bool_]:
+    """[R] whether a request's rows have tokens of its prompt among them: more than one that was not drafted."""
+    return np.diff(query_start) - (0 if trees is None else trees.sizes) > 1

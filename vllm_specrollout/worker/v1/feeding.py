@@ -17,7 +17,7 @@ from vllm_specrollout.worker.model_drafter import ModelDrafter
 from vllm_specrollout.worker.proposing import Seat, check_layers
 from vllm_specrollout.worker.ranks import Ranks
 from vllm_specrollout.worker.v1.proposer import HeadsProposer, ProposerV1
-from vllm_specrollout.worker.waiting_rows import Rows, of_those_there, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, have_prompts, of_those_there, rows_that_hold
 
 
 def plain_processors(runner: Any) -> Any:
@@ -69,13 +69,12 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
         drafter.seats[name] = Seat(entry, i, int(blocks[i]), token)
         # who never drafts is fed for the sake of those who share its prompt's blocks
         names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
+    prompts = [name for name, has in zip(names, have_prompts(query_start, trees), strict=True) if has and name]
     names, counts, index = of_those_there(names, counts, index)
     rows = torch.from_numpy(index)
     hidden = _hidden_of(proposer, state, rows)
-    num_drafted = trees.num_nodes if trees is not None else 0
-    has_prompts = int(query_start[-1]) - num_drafted > len(ids)
     own = Rows(names, np.asarray(counts), runner.input_ids.gpu[rows], runner.positions[rows], hidden)
-    drafter.feed(own, has_prompts=has_prompts)
+    drafter.feed(own, prompts)
 
 
 def _hidden_of(proposer: ProposerV1 | HeadsProposer, state: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from vllm_specrollout.worker.ranks import Ranks
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.proposer import CounterNoise, ProposerV2
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
-from vllm_specrollout.worker.waiting_rows import Rows, of_those_there, rows_that_hold
+from vllm_specrollout.worker.waiting_rows import Rows, have_prompts, of_those_there, rows_that_hold
 
 
 @dataclass(slots=True)
@@ -190,7 +190,9 @@ class ModelledV2(SpecRolloutV2):
             drafter.seats[name] = Seat(request, index_of[name], 0, int(request.buffer[after]))
             # who never drafts is fed for the sake of those who share its prompt's blocks
             names.append(None if request.admission.shape is DraftMode.OFF and held[i] == 1 else name)
+        has_prompt = have_prompts(computed.query_start, step.trees)
+        prompts = [name for name, has in zip(names, has_prompt, strict=True) if has and name]
         names, held, index = of_those_there(names, held, index)
         rows = torch.from_numpy(index).to(self.device)
         columns = (computed.token_ids[rows], computed.positions[rows], computed.hidden[rows])
-        drafter.feed(Rows(names, held, *columns), has_prompts=not step.is_decode_only)
+        drafter.feed(Rows(names, held, *columns), prompts)
