@@ -19,6 +19,7 @@ from .display import Display
 CHECKPOINT = Path(random_model.__file__).parent / "checkpoint"
 """The trained policy that comes with the project."""
 HEAD = CHECKPOINT.with_name("head")
+DRAFT = HEAD.parent / "draft"
 """An EAGLE-3 head that drafts for it, which comes with the project too."""
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
@@ -64,13 +65,17 @@ def shipped_drafters(target: Path, size: str | None, cache: Path) -> dict[str, d
     """Name -> `speculative_config` of the models that draft for the project's policy.
 
     Args:
-        target: the policy, inflated to the size if one is given; then the head is, too.
+        target: the policy, inflated to the size if one is given; then the head is, too. The draft model, a quarter of
+            the policy's own size, is there for that alone.
     """
     head = HEAD
     if size is not None:
         key = _key([size], [*sorted(HEAD.glob("*.*")), target / "config.json", Path(inflate.__file__)])
         head = _cached(cache / f"head-{size}-{key}", lambda out: inflate.inflate_head(HEAD, target, out))
-    return {"head": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}}
+    found = {"head": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}}
+    if size is None:
+        found["draft"] = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4}
+    return found
 
 
 def _check_model(model: Path) -> Path:

@@ -62,7 +62,7 @@ class Drafters(EngineScenario):
     drafters: dict[str, Any] = flag(
         {},
         'Name -> `speculative_config`, as in {"head": {"method": "eagle3", "model": "HEAD", ...}};'
-        " default: the policy's own head.",
+        " default: the policy's own head, and without `--size` its draft model.",
         is_default_shown=False,
     )
     model: Path | None = flag(None, "The target's folder; default: the project's policy.", is_setting=False)
