@@ -85,7 +85,7 @@ class Speculator:
         self.backoff = Backoff()
         self._clock = clock
         self._late = LateAnswers()
-        self._asking, self._worth = Asking(), Worth()
+        self._asking, self.worth = Asking(), Worth()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
 
@@ -141,8 +141,8 @@ class Speculator:
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
         plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
-        if self._worth.asked:
-            self._worth.learn(plan, step)
+        if self.worth.asked:
+            self.worth.learn(plan, step)
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _planned(
@@ -180,7 +180,7 @@ class Speculator:
         without = self._budget_does(lambda budget: budget.preview(found, limits, batch, self._asking.ms))
         if without is None or self._late.owes(drafter):
             return limits
-        wanted = self._worth.wanted(drafter.name, self._asking.prices[drafter.name], without, step)
+        wanted = self.worth.wanted(drafter.name, self._asking.prices[drafter.name], without, step)
         return only_for(limits, self._sources[id(drafter)], wanted)
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
@@ -277,7 +277,7 @@ class Speculator:
         """A drafter has failed: it is asked no more."""
         self.drafters = [d for d in self.drafters if d is not drafter]
         self._late.drop(drafter)
-        self._worth.drop(drafter.name)
+        self.worth.drop(drafter.name)
         self.guard.failed(f"drafter {drafter.name}", error, f"it is switched off, and {_PLAIN}")
 
     def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:

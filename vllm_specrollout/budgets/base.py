@@ -77,6 +77,10 @@ class Budget(Protocol):
         """A request is over."""
         ...
 
+    def renewed(self, first_source: int, num_sources: int) -> None:
+        """A drafter says other things from now on: what was learned of its sources does not hold."""
+        ...
+
     def seed(self, timings: Sequence[StepTiming]) -> None:
         """Start from steps that were measured earlier on such an engine."""
         ...
@@ -110,6 +114,9 @@ class BaseBudget:
 
     def finish(self, ending: FinishedRequest) -> None:
         """Nothing is kept per request."""
+
+    def renewed(self, first_source: int, num_sources: int) -> None:
+        """Nothing is kept per drafter."""
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         """Nothing to start from."""

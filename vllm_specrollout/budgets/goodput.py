@@ -83,6 +83,10 @@ class Acceptance:
         prior = PRIOR * expected  # both sides times `reached`
         return (accepted * reached + prior) / (expected * reached + prior)
 
+    def forget(self, first_source: int, num_sources: int) -> None:
+        """Nothing is known of these sources any more."""
+        self._counts[:, first_source : first_source + num_sources] = _LEAST
+
     def _weights_are(self, version: int) -> None:
         if self._version is not None and version != self._version:
             np.maximum(self._counts * NEW_WEIGHTS, _LEAST, out=self._counts)
@@ -165,6 +169,9 @@ class GoodputBudget(BaseBudget):
             self.cost.observe(record.timing)
             if record.timing.is_decode_only and not record.timing.nodes:
                 self._drafted = 0
+
+    def renewed(self, first_source: int, num_sources: int) -> None:
+        self.acceptance.forget(first_source, num_sources)
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         self.cost.seed(timings)

@@ -182,8 +182,8 @@ class Price:
         self._known: dict[int, tuple[float, int]] = {}
 
     def spent(self, num_requests: int, ms: float) -> None:
-        """So many requests took so long. The first time of an octave counts until the second is known: it may hold
-        what is done once."""
+        """So many requests took so long. An octave's first time may hold what is done once: it counts only where no
+        other is known, and until the second."""
         octave = num_requests.bit_length()
         known, times = self._known.get(octave, (0.0, 0))
         weight = max(1.0 / max(times, 1), 1.0 - PRICE_MEMORY)
@@ -195,7 +195,8 @@ class Price:
         if not self._known or num_requests == 0:
             return 0.0
         octave = num_requests.bit_length()
-        return self._known[min(self._known, key=lambda known: (abs(known - octave), known))][0]
+        known = [own for own, (_, times) in self._known.items() if times > 1] or self._known
+        return self._known[min(known, key=lambda own: (abs(own - octave), own))][0]
 
     def is_dear(self, num_requests: int, step_ms: float) -> bool:
         """Whether it must be worth what it takes; not where a step's time is not known (0.0)."""

@@ -77,11 +77,13 @@ class Worth:
             price: of asking it.
             without: what is planned without it.
         """
-        merit, num_requests = self._merits.setdefault(name, Merit()), without.trees.num_requests
+        merit = self._merits.setdefault(name, Merit())
         wanted = _best(merit, price, without)
         is_try = not wanted.any() and merit.may_try(step)
         if is_try:
-            wanted = np.ones(num_requests, np.bool_)
+            # at first for all, to know what that takes; later for one: that says as much of its drafts, and takes less
+            ones = np.ones(without.trees.num_requests, np.bool_)
+            wanted = ones if merit.num_learned < PATIENCE else np.arange(len(ones)) == _sure(without).argmin()
         if wanted.any():
             self.asked[name] = price, wanted, without, is_try
         return wanted

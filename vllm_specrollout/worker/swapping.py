@@ -77,6 +77,8 @@ def swap(runner: Any, path: Path) -> dict[str, Any]:
             f"`{path}` could not be loaded: {error}", "the drafter is off; start the engine anew"
         ) from error
     drafter.begin_anew()
+    runner.spec_rollout.worth.drop(drafter.name)
+    runner.spec_rollout.budget.renewed(drafter.source, drafter.num_sources)
     return {"tensors": len(kept), "version": drafter.version}
 
 

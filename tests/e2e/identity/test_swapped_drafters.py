@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
@@ -18,7 +19,10 @@ from vllm import SamplingParams
 import vllm_specrollout
 from tests.e2e.drafting_models import copied, eagle3_head, eagle_head
 from tests.e2e.identity.engines import Engine, engine, model
+from tests.unit.budgets.builders import chains
+from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.types import VerifyResult
 
 OWN = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "max_depth": 4}
 PROMPTS = [{"prompt_token_ids": [7 + i, 30, 31 + i]} for i in range(6)]
@@ -78,6 +82,21 @@ def test_a_swapped_drafter_drafts_with_its_new_weights(models: Path, tmp_path: P
         (after,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert before["accepted"] < 10
     assert after["accepted"] == 20 and after["steps"] == 6
+
+
+def test_a_drafter_written_off_before_a_swap_is_believed_again_after_it(models: Path, tmp_path: Path) -> None:
+    target = model(models, "llama", "float32")
+    useless = copied(target, tmp_path / "useless", lambda weight: torch.zeros_like(weight))
+    with started(target, "draft_model", useless) as ours:
+        drafter, runner = ours.runner.model_drafter, ours.runner
+        budget = GoodputBudget(8, 4)
+        wrong = chains(1, 4, 0.75, source=drafter.source)
+        for _ in range(200):
+            budget.acceptance.count(wrong, VerifyResult(np.zeros(1, np.int32), np.zeros(0, np.int32)))
+        runner.spec_rollout.budget = budget
+        assert budget.acceptance.calibration()[drafter.source, 7] < 0.2
+        vllm_specrollout.load_drafter(ours.llm, target)
+        assert (budget.acceptance.calibration() == 1.0).all()
 
 
 def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: Path, tmp_path: Path) -> None:

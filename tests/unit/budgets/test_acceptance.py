@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.unit.budgets.builders import chains, record
-from vllm_specrollout.budgets.goodput import Acceptance
+from vllm_specrollout.budgets.goodput import Acceptance, GoodputBudget
 from vllm_specrollout.types import SOURCES, TENTHS, empty_trees
 
 TENTH = 7  # of 0.75
@@ -70,3 +70,12 @@ def test_a_step_without_drafts_changes_nothing() -> None:
     before = acceptance.calibration()
     acceptance.observe(record(empty_trees(["r0", "r1"]), [0, 0]))
     np.testing.assert_array_equal(acceptance.calibration(), before)
+
+
+def test_a_drafter_with_other_weights_is_taken_at_its_word_again_and_nobody_else_is() -> None:
+    budget = GoodputBudget(8, 8)
+    for source in (1, 2, 3):
+        after(budget.acceptance, 200, 0, source=source)
+    budget.renewed(1, 2)
+    calibration = budget.acceptance.calibration()[:, TENTH]
+    assert calibration[[0, 1, 2]].tolist() == pytest.approx([1.0] * 3) and calibration[3] < 0.1

@@ -30,6 +30,16 @@ def test_prices_up_to_a_number_are_those_of_each() -> None:
     assert price.of(0) == 0.0
 
 
+def test_a_first_time_does_not_count_where_another_octave_is_known_better() -> None:
+    price = Price()
+    for ms in (9.0, 2.0):
+        price.spent(1, ms)
+    price.spent(8, 900.0)
+    assert price.of(8) == 2.0
+    price.spent(8, 3.0)
+    assert price.of(8) == 3.0
+
+
 def test_a_price_that_changes_is_followed() -> None:
     price = Price()
     for ms in [2.0] * 100 + [4.0] * 30:

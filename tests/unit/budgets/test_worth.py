@@ -68,6 +68,14 @@ def test_a_drafter_that_has_become_good_is_asked_again_after_the_next_try() -> N
     assert len(asked) > 20 and asked[-10:] == list(range(250, 260))
 
 
+def test_later_tries_are_for_the_request_that_is_least_sure_alone() -> None:
+    worth = Worth()
+    asked = [step(worth, number, [0.3, 0.0, 0.2], [0.1] * 3, 3.0) for number in range(200)]
+    tries = [own for own in asked if own]
+    assert tries[:PATIENCE] == [[0, 1, 2]] * PATIENCE
+    assert tries[PATIENCE:] == [[1]] * (len(tries) - PATIENCE) and len(tries) > PATIENCE
+
+
 def test_what_verifying_its_drafts_takes_counts_too() -> None:
     def asked(verify_ms: float) -> list[int]:
         worth = Worth()
