@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
+from vllm_specrollout.worker import waiting_rows
 from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
 
 
@@ -81,6 +82,13 @@ def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:
 
 @given(st.data())
 def test_whatever_comes_and_goes_each_request_gets_its_own_rows_once_and_memory_is_counted(data: st.DataObject) -> None:
+    most = data.draw(st.sampled_from([1, 3, waiting_rows.MOST_PARTS]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting_rows, "MOST_PARTS", most)
+        _comes_and_goes(data)
+
+
+def _comes_and_goes(data: st.DataObject) -> None:
     waiting, expected, token = WaitingRows(), dict[str, list[int]](), 0
     names = st.sampled_from("abcd")
     for _ in range(data.draw(st.integers(1, 12))):
@@ -106,6 +114,15 @@ def test_whatever_comes_and_goes_each_request_gets_its_own_rows_once_and_memory_
         assert sorted(waiting.request_ids()) == sorted(expected)
         # a hidden state is one float32 here
         assert waiting.num_bytes == 4 * len(waiting)
+
+
+def test_steps_that_nobody_asks_about_do_not_pile_up() -> None:
+    """A draft model has no hidden states whose bytes would have it fed."""
+    waiting = WaitingRows()
+    for step in range(5 * waiting_rows.MOST_PARTS):
+        waiting.add(Rows([f"r{step}"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
+        waiting.forget(f"r{step}")
+    assert len(waiting) <= waiting_rows.MOST_PARTS + 1
 
 
 def test_requests_with_more_than_one_row_that_was_not_drafted_have_prompts() -> None:

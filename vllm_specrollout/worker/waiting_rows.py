@@ -14,6 +14,9 @@ import torch
 
 from vllm_specrollout.types import IntArray, TreeBatch, VerifyResult
 
+MOST_PARTS = 256
+"""Steps whose rows are kept apart; with more they become one, so that looking through them takes little time."""
+
 
 @dataclass(slots=True)
 class Rows:
@@ -49,6 +52,9 @@ class WaitingRows:
     def add(self, rows: Rows) -> None:
         self._parts.append(rows)
         self.num_bytes += rows.hidden.nbytes
+        if len(self._parts) > MOST_PARTS:
+            self.drop_gone()
+            self._parts = [_joined(self._parts)] if self._parts else []
 
     def __len__(self) -> int:
         return sum(len(rows.token_ids) for rows in self._parts)
@@ -71,23 +77,26 @@ class WaitingRows:
         place: dict[str | None, int] = {name: i for i, name in enumerate(names)}
         # a part with other requests alone is not touched: what waits for long is not copied ever again
         parts = [rows for rows in self._parts if not place.keys().isdisjoint(rows.request_ids)]
-        ids = [name for rows in parts for name in rows.request_ids]
-        counts = np.concatenate([rows.counts for rows in parts])
-        owner = np.repeat([place.get(name, -1) for name in ids], counts).astype(np.int64)
-        columns = [
-            torch.cat([getattr(rows, column) for rows in parts]) for column in ("token_ids", "positions", "hidden")
-        ]
+        one = _joined(parts)
+        owner = np.repeat([place.get(name, -1) for name in one.request_ids], one.counts).astype(np.int64)
         order = np.argsort(owner, kind="stable")
         taken = torch.from_numpy(order[np.searchsorted(owner[order], 0) :])
         gone = {*names, None}
         touched = {id(rows) for rows in parts}
         self._are(_without(rows, gone) if id(rows) in touched else rows for rows in self._parts)
         own = np.bincount(owner[owner >= 0], minlength=len(names))
-        return Rows(list(names), own, *(column[taken] for column in columns))
+        return Rows(list(names), own, one.token_ids[taken], one.positions[taken], one.hidden[taken])
 
     def _are(self, parts: Iterable[Rows]) -> None:
         self._parts = [rows for rows in parts if rows.request_ids]
         self.num_bytes = sum(rows.hidden.nbytes for rows in self._parts)
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, one behind another; a request may come several times."""
+    columns = (torch.cat([getattr(rows, name) for rows in parts]) for name in ("token_ids", "positions", "hidden"))
+    ids = [name for rows in parts for name in rows.request_ids]
+    return Rows(ids, np.concatenate([rows.counts for rows in parts]), *columns)
 
 
 def _without(rows: Rows, gone: Set[str | None]) -> Rows:
