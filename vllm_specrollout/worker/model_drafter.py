@@ -109,7 +109,6 @@ class ModelDrafter(BaseDrafter):
         if not self._prompts and not is_full:
             return
         names = [n for n in self.waiting.request_ids() if n in self.seats and (is_full or n in self._prompts)]
-        self._prompts.clear()
         for begin in range(0, len(names), self.proposer.most_requests):
             self._run(names[begin : begin + self.proposer.most_requests], 0)
 
@@ -153,6 +152,7 @@ class ModelDrafter(BaseDrafter):
         return np.clip(factors * tenths, 0.0, 1.0)
 
     def _run(self, names: Sequence[str], depth: int) -> float:
+        self._prompts.difference_update(names)
         return self.proposer.run(self.waiting.take(names), [self.seats[name] for name in names], depth)
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
