@@ -19,7 +19,7 @@ from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, one_each
 from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.budgets.step_cost import Asking
-from vllm_specrollout.budgets.worth import Worth, only_for
+from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -134,7 +134,8 @@ class Speculator:
             return self._planned(batch, limits, (), StepPlan(nothing, reason, is_on=False, pays=False), begin)
         proposals = self._proposals(batch, limits, step)
         if not proposals:
-            plan = StepPlan(nothing, "nothing proposed", pays=False)
+            plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
+            self.worth.learn(plan, step)
             if self.budget.backs_off and not self._late.owed:
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
@@ -160,9 +161,9 @@ class Speculator:
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
         """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
-        Dear ones come last, and are asked where the answers so far leave something to bring.
-        """
+        Dear ones come last, and are asked where the answers so far leave something to bring."""
         step_ms, self._asking.ms = limits.token_ms * batch.size, 0.0
+        self.worth.asked.clear()
         is_dear = {drafter: self._asking.prices[drafter.name].is_dear(batch.size, step_ms) for drafter in self.drafters}
         answers: dict[Drafter, TreeBatch | None] = {}
         for drafter in sorted(is_dear, key=is_dear.__getitem__):
@@ -180,8 +181,8 @@ class Speculator:
         without = self._budget_does(lambda budget: budget.preview(found, limits, batch, self._asking.ms))
         if without is None or self._late.owes(drafter):
             return limits
-        wanted = self.worth.wanted(drafter.name, self._asking.prices[drafter.name], without, step)
-        return only_for(limits, self._sources[id(drafter)], wanted)
+        source, price = self._sources[id(drafter)], self._asking.prices[drafter.name]
+        return self.worth.narrowed(limits, source, drafter.name, price, without, step)
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""

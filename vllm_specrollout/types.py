@@ -226,7 +226,7 @@ class DraftLimits:
     drafters: npt.NDArray[np.uint32] | None = None
     # a few words out of a small set, fit to be a metric's label
     reason: str = ""
-    # milliseconds that a token takes of late, all requests together: what one more is worth; 0.0: not known
+    # milliseconds that plain decoding takes for a token, all requests together: what a draft is worth; 0.0: not known
     token_ms: float = 0.0
 
     @property

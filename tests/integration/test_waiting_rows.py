@@ -116,6 +116,15 @@ def _comes_and_goes(data: st.DataObject) -> None:
         assert waiting.num_bytes == 4 * len(waiting)
 
 
+def test_the_last_position_that_waits_is_known() -> None:
+    waiting = WaitingRows()
+    waiting.add(rows(("a", [1, 2]), ("b", [7])))
+    waiting.add(rows(("b", [8]), ("a", [3])))
+    assert [waiting.last_position(name) for name in ("a", "b", "c")] == [3, 8, None]
+    waiting.forget("a")
+    assert waiting.last_position("a") is None
+
+
 def test_steps_that_nobody_asks_about_do_not_pile_up() -> None:
     """A draft model has no hidden states whose bytes would have it fed."""
     waiting = WaitingRows()
@@ -123,6 +132,10 @@ def test_steps_that_nobody_asks_about_do_not_pile_up() -> None:
         waiting.add(Rows([f"r{step}"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
         waiting.forget(f"r{step}")
     assert len(waiting) <= waiting_rows.MOST_PARTS + 1
+    for _ in range(5 * waiting_rows.MOST_PARTS):
+        waiting.add(Rows(["a"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
+    # one entry for each part, not for each step
+    assert sum(len(part.request_ids) for part in waiting._parts) <= waiting_rows.MOST_PARTS + 1
 
 
 def test_requests_with_more_than_one_row_that_was_not_drafted_have_prompts() -> None:

@@ -62,7 +62,7 @@ class Budget(Protocol):
     def preview(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
     ) -> StepPlan | None:
-        """The best of these proposals, or a plain step where none pays; None: it has no idea.
+        """The best of these proposals, or a plain step where there are none; None: it has no idea.
 
         Args:
             proposals, limits, batch, draft_ms: as in `choose`; a question only, nothing is planned.

@@ -43,8 +43,6 @@ PRIOR = 20.0
 """Observations that the drafter's own word counts for."""
 MEMORY = 0.999
 """Weight left to an observation after each further one of its kind."""
-GAIN_MEMORY = 0.9
-"""Weight left to what was gained so far, after each further step."""
 NEW_WEIGHTS = 0.5
 """Weight left to all observations when the policy's weights change."""
 
@@ -105,13 +103,11 @@ class GoodputBudget(BaseBudget):
         super().__init__(max_nodes, max_depth)
         self.cost = StepCost()
         self.acceptance = Acceptance()
-        # tokens per millisecond of late, over plain decoding's
-        self._gain = 1.0
         # steps with drafts since the last one without, and after how many the next one goes without: the first does
         self._drafted, self._plain_after = 0, 0
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
-        token_ms = self.cost.plain_ms(batch.size) / batch.size / self._gain if self.cost.is_known else 0.0
+        token_ms = self.cost.plain_ms(batch.size) / batch.size if self.cost.is_known else 0.0
         return bounded(batch, self.max_nodes, self.max_depth, token_ms=token_ms)
 
     def choose(
@@ -129,7 +125,6 @@ class GoodputBudget(BaseBudget):
         # drafters have been asked already: where nothing pays, the best set is verified all the same, to learn from it
         merged = self._best(proposals, limits, batch, plain_ms, asking)
         pays = merged.gain > 1.0
-        self._gain += (1.0 - GAIN_MEMORY) * (max(merged.gain, 1.0) - self._gain)
         reason = "goodput" if pays else "drafts do not pay"
         return StepPlan(
             merged.trees, reason, pays=pays, reach=merged.reach, expected_ms=merged.ms + asking, plain_ms=plain_ms
@@ -142,10 +137,10 @@ class GoodputBudget(BaseBudget):
             return None
         plain_ms = self.cost.plain_ms(batch.size)
         if any(proposal.num_nodes for proposal in proposals):
+            # where it does not pay it is verified all the same, as in `choose`
             merged = self._best(proposals, limits, batch, plain_ms, draft_ms)
-            if merged.gain > 1.0:
-                ms = merged.ms + draft_ms
-                return StepPlan(merged.trees, "goodput", reach=merged.reach, expected_ms=ms, plain_ms=plain_ms)
+            ms = merged.ms + draft_ms
+            return StepPlan(merged.trees, "goodput", reach=merged.reach, expected_ms=ms, plain_ms=plain_ms)
         trees = empty_trees(batch.request_ids)
         return StepPlan(trees, "plain", pays=False, expected_ms=plain_ms + draft_ms, plain_ms=plain_ms)
 

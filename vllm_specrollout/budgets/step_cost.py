@@ -186,6 +186,8 @@ class Price:
         other is known, and until the second."""
         octave = num_requests.bit_length()
         known, times = self._known.get(octave, (0.0, 0))
+        if times > 1:
+            ms = min(ms, 2.0 * known)  # a single time that holds more than asking does not spoil the price
         weight = max(1.0 / max(times, 1), 1.0 - PRICE_MEMORY)
         self._known[octave] = (known + weight * (ms - known), times + 1)
 

@@ -70,20 +70,35 @@ class Worth:
         # without it, and whether that is a try
         self.asked: dict[str, tuple[Price, BoolArray, StepPlan, bool]] = {}
 
-    def wanted(self, name: str, price: Price, without: StepPlan, step: int) -> BoolArray:
-        """[R] the requests that a dear drafter is asked for in this step.
+    def narrowed(
+        self, limits: DraftLimits, source: int, name: str, price: Price, without: StepPlan, step: int
+    ) -> DraftLimits:
+        """The limits, with a dear drafter wanted for those requests alone that it is asked for in this step.
 
         Args:
+            source: the drafter's.
             price: of asking it.
             without: what is planned without it.
         """
+        wanted = self.wanted(name, price, without, step, limits.wanted(source) > 0)
+        others = np.full(len(wanted), 0xFFFFFFFF, np.uint32) if limits.drafters is None else limits.drafters
+        # a try is to show what all levels bring, whatever they are worth for one request
+        token_ms = 0.0 if name in self.asked and self.asked[name][3] else limits.token_ms
+        drafters = np.where(wanted, others, others & ~np.uint32(1 << source))
+        return replace(limits, drafters=drafters, token_ms=token_ms)
+
+    def wanted(self, name: str, price: Price, without: StepPlan, step: int, may: BoolArray) -> BoolArray:
+        """[R] the requests that it is asked for, out of those that `may` [R] have drafts of it."""
         merit = self._merits.setdefault(name, Merit())
-        wanted = _best(merit, price, without)
+        wanted = _best(merit, price, without, may)
         is_try = not wanted.any() and merit.may_try(step)
-        if is_try:
+        if is_try and merit.num_learned < PATIENCE:
             # at first for all, to know what that takes; later for one: that says as much of its drafts, and takes less
-            ones = np.ones(without.trees.num_requests, np.bool_)
-            wanted = ones if merit.num_learned < PATIENCE else np.arange(len(ones)) == _sure(without).argmin()
+            wanted = may
+        elif is_try and may.any():
+            sure = np.where(may, _sure(without), np.inf)
+            least = np.flatnonzero(sure == sure.min())
+            wanted = np.arange(len(may)) == least[step % len(least)]
         if wanted.any():
             self.asked[name] = price, wanted, without, is_try
         return wanted
@@ -91,14 +106,16 @@ class Worth:
     def learn(self, plan: StepPlan, step: int) -> None:
         """The step is planned: what dear drafters have added to it is known."""
         asked, self.asked = self.asked, {}
-        if not asked or plan.reach is None or plan.expected_ms <= 0.0:
+        if not asked or plan.reach is None:
             return
         plans = [without for _, _, without, _ in asked.values()][1:] + [plan]
         for (name, (price, wanted, without, is_try)), with_it in zip(asked.items(), plans, strict=True):
             merit, count = self._merits[name], int(wanted.sum())
-            verify_ms = (with_it.expected_ms - without.expected_ms - price.of(count)) / count
+            verify_ms = 0.0
+            if with_it.expected_ms > 0.0:
+                verify_ms = (with_it.expected_ms - without.expected_ms - price.of(count)) / count
             merit.learn(_sure(without)[wanted], (_tokens(with_it) - _tokens(without))[wanted], verify_ms)
-            pays = bool(_best(merit, price, without).any()) if is_try else True
+            pays = bool(_best(merit, price, without, wanted).any()) if is_try else True
             merit.asked(step, pays=pays, is_try=is_try)
 
     def drop(self, name: str) -> None:
@@ -107,15 +124,15 @@ class Worth:
         self.asked.pop(name, None)
 
 
-def _best(merit: Merit, price: Price, without: StepPlan) -> BoolArray:
+def _best(merit: Merit, price: Price, without: StepPlan, may: BoolArray) -> BoolArray:
     """[R] the requests for which asking yields most tokens per millisecond; perhaps none."""
     num_requests = without.trees.num_requests
     wanted = np.zeros(num_requests, np.bool_)
     if merit.num_learned:
-        added = merit.added(_sure(without))
+        added = np.where(may, merit.added(_sure(without)), 0.0)
         order = np.argsort(-added, kind="stable")
         tokens = num_requests + without.expected_tokens + np.concatenate([[0.0], np.cumsum(added[order])])
-        ms = price.up_to(num_requests) + merit.verify_ms * np.arange(num_requests + 1)
+        ms = price.up_to(num_requests) + max(merit.verify_ms, 0.0) * np.arange(num_requests + 1)
         wanted[order[: int((tokens / (without.expected_ms + ms)).argmax())]] = True
     return wanted
 
@@ -136,9 +153,3 @@ def _sure(plan: StepPlan) -> FloatArray:
 
 def _tenths(probabilities: FloatArray) -> npt.NDArray[np.int64]:
     return np.minimum((probabilities * TENTHS).astype(np.int64), TENTHS - 1)
-
-
-def only_for(limits: DraftLimits, drafter: int, where: BoolArray) -> DraftLimits:
-    """The limits, with one drafter wanted for some [R] requests at most."""
-    others = np.full(len(where), 0xFFFFFFFF, np.uint32) if limits.drafters is None else limits.drafters
-    return replace(limits, drafters=np.where(where, others, others & ~np.uint32(1 << drafter)))

@@ -90,7 +90,12 @@ class ModelDrafter(BaseDrafter):
         Args:
             prompts: requests that have tokens of their prompts among the rows.
         """
-        self._prompts.update(prompts)
+        begins = dict(zip(rows.request_ids, (np.cumsum(rows.counts) - rows.counts).tolist(), strict=True))
+        for name in prompts:
+            self._prompts.add(name)
+            last = self.waiting.last_position(name)
+            if last is not None and int(rows.positions[begins[name]]) != last + 1:
+                self.waiting.forget(name)  # it was preempted, and is computed anew
         self.waiting.add(rows)
         if self._trial:
             self._learn(rows)

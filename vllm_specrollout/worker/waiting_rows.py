@@ -53,8 +53,8 @@ class WaitingRows:
         self._parts.append(rows)
         self.num_bytes += rows.hidden.nbytes
         if len(self._parts) > MOST_PARTS:
-            self.drop_gone()
-            self._parts = [_joined(self._parts)] if self._parts else []
+            names = self.request_ids()
+            self._are([self.take(names)] if names else [])
 
     def __len__(self) -> int:
         return sum(len(rows.token_ids) for rows in self._parts)
@@ -62,6 +62,14 @@ class WaitingRows:
     def request_ids(self) -> list[str]:
         """Requests with rows that wait."""
         return list(dict.fromkeys(name for rows in self._parts for name in rows.request_ids if name is not None))
+
+    def last_position(self, request_id: str) -> int | None:
+        """Of its rows that wait; None: none does."""
+        for rows in reversed(self._parts):
+            if request_id in rows.request_ids:
+                last = len(rows.request_ids) - 1 - rows.request_ids[::-1].index(request_id)
+                return int(rows.positions[int(rows.counts[: last + 1].sum()) - 1])
+        return None
 
     def forget(self, request_id: str) -> None:
         """Its rows are not fed."""

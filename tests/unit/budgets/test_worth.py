@@ -4,9 +4,10 @@ from tests.unit.budgets.builders import chains
 from vllm_specrollout.budgets.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE
 from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.budgets.worth import Worth
-from vllm_specrollout.types import StepPlan
+from vllm_specrollout.types import StepPlan, empty_trees
 
 PLAIN_MS = 4.0
+BOTH = np.ones(2, np.bool_)
 
 
 def plan(reach: list[float], ms: float = PLAIN_MS) -> StepPlan:
@@ -27,7 +28,7 @@ def step(worth: Worth, number: int, without: list[float], brings: list[float], m
         the requests that it was asked for.
     """
     before = plan(without)
-    wanted = worth.wanted("model", price_of(ms), before, number)
+    wanted = worth.wanted("model", price_of(ms), before, number, np.ones(len(without), np.bool_))
     after = np.where(wanted, np.maximum(without, brings), without)
     worth.learn(plan(after.tolist(), PLAIN_MS + ms * bool(wanted.any())), number)
     return np.flatnonzero(wanted).tolist()
@@ -80,7 +81,7 @@ def test_what_verifying_its_drafts_takes_counts_too() -> None:
     def asked(verify_ms: float) -> list[int]:
         worth = Worth()
         for number in range(PATIENCE):
-            worth.wanted("model", price_of(1.0), plan([0.0, 0.0]), number)
+            worth.wanted("model", price_of(1.0), plan([0.0, 0.0]), number, BOTH)
             worth.learn(plan([0.7, 0.7], PLAIN_MS + 1.0 + 2 * verify_ms), number)
         return step(worth, PATIENCE, [0.0, 0.0], [0.7, 0.7])
 
@@ -92,16 +93,38 @@ def test_of_two_dear_drafters_the_second_is_judged_by_what_it_adds_to_the_first(
     worth, price = Worth(), price_of(0.5)
     first, second = plan([0.0, 0.0]), plan([0.8, 0.8], PLAIN_MS + 0.5)
     for number in range(PATIENCE):
-        assert worth.wanted("head", price, first, number).all() and worth.wanted("model", price, second, number).all()
+        assert (
+            worth.wanted("head", price, first, number, BOTH).all()
+            and worth.wanted("model", price, second, number, BOTH).all()
+        )
         worth.learn(plan([0.8, 0.8], PLAIN_MS + 1.0), number)
-    assert worth.wanted("head", price, first, PATIENCE).all()
-    assert not worth.wanted("model", price, second, PATIENCE).any()
+    assert worth.wanted("head", price, first, PATIENCE, BOTH).all()
+    assert not worth.wanted("model", price, second, PATIENCE, BOTH).any()
 
 
 def test_a_drafter_that_fails_when_asked_leaves_nothing_to_learn() -> None:
     worth = learned(brings=0.8, ms=0.5)
-    worth.wanted("model", price_of(0.5), plan([0.0, 0.0]), 9)
+    worth.wanted("model", price_of(0.5), plan([0.0, 0.0]), 9, BOTH)
     worth.drop("model")
     assert not worth.asked
     # the next one of that name starts anew
     assert step(worth, 10, [0.95, 0.95], [0.95, 0.95]) == [0, 1]
+
+
+def test_requests_that_may_have_no_draft_are_neither_asked_for_nor_tried() -> None:
+    worth, may = learned(brings=0.8, ms=0.5), np.array([True, False, True])
+    assert worth.wanted("model", price_of(0.5), plan([0.0, 0.0, 0.95]), 9, may).tolist() == [True, False, False]
+    for number in range(10, 200):
+        wanted = worth.wanted("model", price_of(9.0), plan([0.9, 0.0, 0.95]), number, may)
+        assert wanted.tolist() in ([False] * 3, [True, False, False])
+        worth.learn(plan([0.9, 0.0, 0.95], 13.0), number)
+    assert not worth.wanted("model", price_of(0.5), plan([0.0, 0.0, 0.0]), 999, ~may & False).any()
+
+
+def test_one_that_brings_nothing_at_all_is_not_tried_in_every_step() -> None:
+    worth, asked = Worth(), []
+    for number in range(100):
+        if worth.wanted("model", price_of(1.0), plan([0.0, 0.0]), number, BOTH).any():
+            asked.append(number)
+        worth.learn(StepPlan(empty_trees(["0", "1"]), "nothing proposed", reach=np.zeros(0, np.float32)), number)
+    assert len(asked) < PATIENCE + 8
