@@ -60,6 +60,7 @@ setup(
     package_dir=package_dir,
     package_data={
         "vllm_specrollout": ["*.pyi"],
+        "vllm_specrollout.cluster.simulate": ["inputs/*.toml"],
         "vllm_specrollout.bench.index": ["*.json.gz"],
         "vllm_specrollout.bench.policy": ["checkpoint/*", "head/*", "*.json"],
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 from vllm_specrollout.errors import ConfigError
@@ -62,3 +63,16 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         way = f"did you mean `{near[0]}`?" if near else f"choose from: {', '.join(choices)}"
         raise ConfigError(f"`{name}` names {value!r}, which does not exist", way)
+
+
+def check_devices(devices: tuple[str, ...], *, is_used: bool) -> None:
+    """The CPU cores of a drafter's process."""
+    for device in devices:
+        check_type("devices", device, (str,))
+        if not re.fullmatch(r"cpu:\d+(-\d+)?", device):
+            raise ConfigError(f"`devices` names {device!r}, which is no core", "name cores as `cpu:1` or `cpu:2-3`")
+    if devices and not is_used:
+        raise ConfigError(
+            f"`devices` is {list(devices)}, and no drafter is started that could have them",
+            'drop `devices`, or set {"placement": "decoupled"}; a drafter begun by hand takes `--cores`',
+        )

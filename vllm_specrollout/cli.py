@@ -1,5 +1,5 @@
-"""`specrollout doctor | patches | bench | plan | profile | train-head | history | replay`; heavy imports happen inside
-commands."""
+"""`specrollout doctor | patches | bench | plan | simulate | profile | train-head | history | replay | drafter | keys`;
+heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import typer
 import typer.core
 import typer.main
 
-from vllm_specrollout import history_cli, patches, plan, profile_cli, replay_cli
+from vllm_specrollout import (
+    drafter_cli,
+    history_cli,
+    keys_cli,
+    patches,
+    plan,
+    profile_cli,
+    replay_cli,
+    simulate_cli,
+)
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
@@ -131,7 +140,10 @@ app.add_typer(bench, name="bench")
 
 app.add_typer(plan.app, name="plan")
 app.add_typer(history_cli.app, name="history")
+app.command("keys")(keys_cli.write_keys)
+app.command("drafter")(drafter_cli.serve_drafts)
 app.command("replay")(replay_cli.replay_command)
+app.command("simulate")(simulate_cli.simulate_command)
 app.command("profile")(profile_cli.profile)
 app.command("train-head")(training_command.train_head)
 

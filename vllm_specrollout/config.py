@@ -14,8 +14,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
-from vllm_specrollout.checks import check_choice, check_field, check_range, check_type
-from vllm_specrollout.drafter_config import CollectConfig, HistoryConfig, NgramConfig, OracleConfig
+from vllm_specrollout.checks import check_choice, check_devices, check_field, check_range, check_type
+from vllm_specrollout.drafter_config import (
+    CollectConfig,
+    DecoupledConfig,
+    HistoryConfig,
+    NgramConfig,
+    OracleConfig,
+)
 from vllm_specrollout.errors import ConfigError
 
 MAX_NODES = 64
@@ -23,6 +29,8 @@ MAX_NODES = 64
 
 DRAFTERS = ("history", "ngram", "oracle")
 MODEL_SOURCES = ("model", "model_alternatives")
+DECOUPLED_SOURCES = ("decoupled", "decoupled_alternatives")
+PLACEMENTS = ("coupled", "decoupled")
 BUDGETS = tuple(OPTIONS)
 PROFILES = ("auto", "off")
 SHAPES = ("tree", "chain")
@@ -38,6 +46,11 @@ class SpecRolloutConfig:
     speculative_config: dict[str, Any] | None = None
     """vLLM's own: the model that drafts, as `--speculative-config` takes it. That flag, given beside `--spec-rollout`,
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
+    placement: str = "coupled"
+    """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
+    process of its own that drafts ahead while the target verifies. V1 runner on CPU, method `draft_model`."""
+    devices: tuple[str, ...] = ()
+    """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
     max_draft_tokens: int = 24
     """Most draft tokens (tree nodes) verified for one request in one step."""
     max_depth: int = 16
@@ -68,11 +81,13 @@ class SpecRolloutConfig:
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
+    decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
     # not a key of its own: it follows from `budget`, which keeps the name alone
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafters", tuple(self.drafters))
+        object.__setattr__(self, "devices", tuple(self.devices))
         name, options = name_and_options(self.budget, self.budget_options)
         object.__setattr__(self, "budget", name)
         object.__setattr__(self, "budget_options", options)
@@ -84,6 +99,8 @@ class SpecRolloutConfig:
         check_range("max_depth", self.max_depth, 1, MAX_NODES)
         check_range("max_graphs", self.max_graphs, 0, 4096)
         check_choice("shape", self.shape, SHAPES)
+        check_choice("placement", self.placement, PLACEMENTS)
+        check_devices(self.devices, is_used=self.placement == "decoupled" and not self.decoupled.address)
         check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:
@@ -103,7 +120,19 @@ class SpecRolloutConfig:
     @property
     def sources(self) -> tuple[str, ...]:
         """What a node's `source` counts: the drafters, then the chain and the alternatives of a model that drafts."""
-        return (*self.drafters, *(MODEL_SOURCES if self.speculative_config is not None else ()))
+        if self.speculative_config is None:
+            return self.drafters
+        return (*self.drafters, *(DECOUPLED_SOURCES if self.is_decoupled else MODEL_SOURCES))
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a model drafts in a process of its own."""
+        return self.placement == "decoupled" and self.speculative_config is not None
+
+    @property
+    def coupled_model(self) -> dict[str, Any] | None:
+        """vLLM's `speculative_config` of the model that drafts in the target's own steps; None: none does."""
+        return None if self.is_decoupled else self.speculative_config
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `parse(config.as_dict()) == config`."""
@@ -245,4 +274,10 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
     return cls(**arguments)
 
 
-_NESTED = {"ngram": NgramConfig, "history": HistoryConfig, "oracle": OracleConfig, "collect": CollectConfig}
+_NESTED = {
+    "ngram": NgramConfig,
+    "history": HistoryConfig,
+    "oracle": OracleConfig,
+    "collect": CollectConfig,
+    "decoupled": DecoupledConfig,
+}

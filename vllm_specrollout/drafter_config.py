@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_specrollout.checks import check_choice, check_match, check_range, check_real, check_type
 from vllm_specrollout.errors import ConfigError
@@ -118,4 +119,32 @@ class CollectConfig:
         if list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(
                 f"`collect.layers` is {list(self.layers)}, not ascending", "name each layer once, in order"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoupledConfig:
+    """A model that drafts in a process of its own, ahead of the target. See docs/concepts/decoupled.md."""
+
+    window: int = 4
+    """Tokens of a draft window: the drafter is two of them ahead at most."""
+    fan_out: int = 2
+    """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
+    address: str = ""
+    """Where a `specrollout drafter` listens that was started by hand: `ipc://PATH` or `tcp://HOST:PORT`; empty: the
+    engine starts one of its own, and stops it."""
+    keys: str = ""
+    """Directory with the keys for a `tcp` address off this host, as `specrollout keys` makes them."""
+    start_s: float = 180.0
+    """Seconds that the engine's start waits for the drafter; without it, requests decode plainly until it is there."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine in that process, such as `{"dtype": "bfloat16"}`."""
+
+    def __post_init__(self) -> None:
+        check_range("decoupled.window", self.window, 1, 64)
+        check_range("decoupled.fan_out", self.fan_out, 1, 8)
+        check_real("decoupled.start_s", self.start_s, 0.0, 86400.0)
+        if self.address and not self.address.startswith(("ipc://", "tcp://")):
+            raise ConfigError(
+                f"`decoupled.address` is {self.address!r}", "give `ipc://PATH` or `tcp://HOST:PORT`, or leave it out"
             )

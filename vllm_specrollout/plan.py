@@ -1,4 +1,7 @@
-"""`specrollout plan graphs`: which CUDA graphs to capture, and what they are estimated to take."""
+"""`specrollout plan graphs`: which CUDA graphs to capture, and what they are estimated to take.
+
+The commands beside it are in decoupled_cli.py and ladder_cli.py.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 
 from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout.decoupled_cli import plan_decoupled_command
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.ladder_cli import plan_ladder_command
 from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
     GraphMemory,
@@ -33,12 +39,30 @@ SHAPES = {
 _MIB = {"MiB": 1.0, "GiB": 1024.0}
 
 
-app = typer.Typer(help="What to set up before an engine starts.", no_args_is_help=True, rich_markup_mode=None)
+class _Plans(typer.core.TyperGroup):
+    """`plan --gpus 256 ...` is `plan decoupled --gpus 256 ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            args = ["decoupled", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    help="What to set up before an engine starts.\n\nWithout a command, the options are those of `plan decoupled`.",
+    cls=_Plans,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.callback()
 def _plan() -> None:
     """What to set up before an engine starts. Needs neither vLLM nor a GPU."""
+
+
+app.command("decoupled")(plan_decoupled_command)
+app.command("ladder")(plan_ladder_command)
 
 
 @app.command("graphs")

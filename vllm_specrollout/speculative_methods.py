@@ -132,6 +132,35 @@ def check(
         )
 
 
+def check_decoupled(given: Mapping[str, Any], *, has_cpu_noise: bool) -> None:
+    """Refuse what cannot draft in a process of its own.
+
+    Args:
+        given: vLLM's `speculative_config`, as the user gave it.
+        has_cpu_noise: the target has vLLM's V1 runner on CPU.
+
+    Raises:
+        UnsupportedError: the method, or the target's runner.
+        ConfigError: no model is named.
+    """
+    way = 'set {"placement": "coupled"}'
+    name = str(given.get("method") or "draft_model")
+    if name != "draft_model":
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`, which drafts from the target's own hidden states; in a process of its own"
+            " only a `draft_model` drafts",
+            way,
+        )
+    if not given.get("model"):
+        raise ConfigError(f"`{FLAG}` names no `model`, and one is to draft in a process of its own", "name it")
+    if not has_cpu_noise:
+        raise UnsupportedError(
+            "`placement` is `decoupled`, and the target does not run on vLLM's V1 runner on CPU: so far the noise of no"
+            " other one reaches a drafter's process",
+            way,
+        )
+
+
 def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, ranks_on_v2: int | None) -> None:
     """Refuse what drafts on the other runner only.
 

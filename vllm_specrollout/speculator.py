@@ -41,8 +41,6 @@ from vllm_specrollout.types import (
 
 Answer = TypeVar("Answer")
 
-_PLAIN = "requests go on without its drafts"
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
@@ -135,8 +133,9 @@ class Speculator:
         proposals = self._proposals(batch, limits, step)
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
-            self.worth.learn(plan, step)
-            if self.budget.backs_off and not self._late.owed:
+            if self.worth.asked:
+                self.worth.learn(plan, step)
+            if self.budget.backs_off and not self._late.owed and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
@@ -279,7 +278,7 @@ class Speculator:
         self.drafters = [d for d in self.drafters if d is not drafter]
         self._late.drop(drafter)
         self.worth.drop(drafter.name)
-        self.guard.failed(f"drafter {drafter.name}", error, f"it is switched off, and {_PLAIN}")
+        self.guard.failed(f"drafter {drafter.name}", error, "it is switched off, and requests go on without its drafts")
 
     def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:
         """None: it failed, and drafting is switched off."""

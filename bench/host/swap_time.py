@@ -15,8 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-POLICY = Path(__file__).parents[1] / "policy"
-HEAD = POLICY / "head"
+from bench.runner.models import CHECKPOINT, HEAD
 
 
 def _turned(folder: Path) -> Path:
@@ -68,12 +67,13 @@ def main() -> None:
     os.environ.setdefault("VLLM_PLUGINS", "spec_rollout")
     from vllm import LLM
 
-    common = {"model": str(POLICY / "checkpoint"), "dtype": "float32", "max_model_len": 1024, "seed": 0}
+    common = {"model": str(CHECKPOINT), "dtype": "float32", "max_model_len": 1024, "seed": 0}
     common |= {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": args.requests, "enforce_eager": True}
     given = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 4}
     with tempfile.TemporaryDirectory() as folder:
         stock = LLM(**common)
         expected, _, _ = _run(stock, args, [])
+        stock.llm_engine.engine_core.shutdown()
         del stock
         gc.collect()
         # `fixed` asks in every step, so that there is something to be held up

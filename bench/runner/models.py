@@ -19,8 +19,9 @@ from .display import Display
 CHECKPOINT = Path(random_model.__file__).parent / "checkpoint"
 """The trained policy that comes with the project."""
 HEAD = CHECKPOINT.with_name("head")
-DRAFT = HEAD.parent / "draft"
 """An EAGLE-3 head that drafts for it, which comes with the project too."""
+DRAFT = CHECKPOINT.with_name("draft")
+"""A draft model of a quarter of its size, which does as well."""
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")

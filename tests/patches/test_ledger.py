@@ -74,10 +74,11 @@ RUNNERS = (
     "worker/v1/collecting.py",
     "worker/v1/cpu_runner.py",
     "worker/v1/cuda_runner.py",
+    "worker/streams/runner.py",
     "worker/v2/runner.py",
     "worker/v2/modelled.py",
 )
-SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
+SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py", "worker/streams/scheduler.py")
 
 
 def assigned(path: Path) -> Iterator[ast.Attribute]:

@@ -2,7 +2,7 @@ import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
-from vllm_specrollout.speculative_methods import METHODS, check, moved
+from vllm_specrollout.speculative_methods import METHODS, check, check_decoupled, moved
 
 EAGLE = {"method": "eagle", "model": "head", "num_speculative_tokens": 4}
 
@@ -98,3 +98,22 @@ def test_where_no_model_drafts_yet_it_is_said() -> None:
             check(name, given, **on(is_v2=True))
     with pytest.raises(UnsupportedError, match="`draft_tensor_parallel_size` 1, and `--tensor-parallel-size` is 2"):
         check("eagle", {**EAGLE, "draft_tensor_parallel_size": 1}, **on(tensor_parallel_size=2))
+
+
+def test_a_decoupled_model_is_a_source_of_its_own_and_none_of_vllms() -> None:
+    model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+    config = SpecRolloutConfig(drafters=("ngram",), speculative_config=model, placement="decoupled")
+    assert config.sources == ("ngram", "decoupled", "decoupled_alternatives")
+    assert config.coupled_model is None
+    assert SpecRolloutConfig(speculative_config=model).coupled_model == model
+    check_decoupled(model, has_cpu_noise=True)
+    check_decoupled({"model": "small"}, has_cpu_noise=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_cpu_noise", "word"),
+    [(EAGLE, True, "hidden states"), ({}, True, "no `model`"), ({"model": "small"}, False, "V1 runner on CPU")],
+)
+def test_what_cannot_draft_in_a_process_of_its_own_is_refused(given: dict, has_cpu_noise: bool, word: str) -> None:
+    with pytest.raises(SpecRolloutError, match=word):
+        check_decoupled(given, has_cpu_noise=has_cpu_noise)

@@ -30,6 +30,8 @@ class Drafter(Protocol):
     name: str
     num_sources: int
     """Kinds of nodes that it tells apart, which hold differently often: its own index and those behind it."""
+    works_ahead: bool
+    """Whether it drafts in a process of its own between the steps: that it has nothing yet says nothing of it."""
 
     def admit(self, view: RequestView) -> None:
         """A request can be drafted for from now on. Called once per request, whatever the budget does."""
@@ -66,6 +68,7 @@ class BaseDrafter:
     """What most drafters do with what they are told: nothing."""
 
     num_sources = 1
+    works_ahead = False
 
     def admit(self, view: RequestView) -> None:
         """Nothing is prepared."""

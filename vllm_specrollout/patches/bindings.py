@@ -150,6 +150,12 @@ BINDINGS = (
     ),
     Binding(
         "swap",
+        "self.running",
+        "worker/streams/scheduler.py",
+        "streams that may not draft further keep their blocks, and are left out of a pass",
+    ),
+    Binding(
+        "swap",
         "request.spec_token_ids",
         "worker/scheduler.py",
         "drafts are cut to the KV slots that nobody else needs",
@@ -207,6 +213,42 @@ BINDINGS = (
         "stats.num_kv_fetch_reqs_by_stage",
         "worker/scheduler.py",
         "a worker's counts, on the one open table of `SchedulerStats`",
+    ),
+    Binding(
+        "swap",
+        "config.parallel_config.worker_cls",
+        "worker/streams/engine.py",
+        "an engine that drafts has our worker; spec rollout itself is off there, so no flag may ask for it",
+    ),
+    Binding(
+        "swap",
+        "config.scheduler_config.scheduler_cls",
+        "worker/streams/engine.py",
+        "its requests are streams, which grow by verdicts alone",
+    ),
+    Binding(
+        "swap",
+        "config.additional_config",
+        "worker/streams/engine.py",
+        "room for branches in the KV cache, and no drafters of its own",
+    ),
+    Binding(
+        "swap",
+        "request.spec_token_ids",
+        "worker/streams/scheduler.py",
+        "a stream's tree travels as draft tokens, which nobody verifies there",
+    ),
+    Binding(
+        "swap",
+        "request.num_computed_tokens",
+        "worker/streams/scheduler.py",
+        "nothing that was drafted is kept: the next pass begins at the last token that holds",
+    ),
+    Binding(
+        "piggyback",
+        "setattr(output, _STEP, step)",
+        "worker/streams/step.py",
+        "the workers learn which trees a pass computes, and whose noise chooses",
     ),
     Binding(
         "piggyback",

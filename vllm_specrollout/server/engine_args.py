@@ -84,7 +84,11 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
         with readable_errors():
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
-            if config.speculative_config is not None:
+            if config.placement == "decoupled":
+                speculative_methods.check_decoupled(
+                    config.speculative_config or {}, has_cpu_noise=engine is engines.CPU_V1
+                )
+            elif config.speculative_config is not None:
                 _check_model(vllm_config, config.speculative_config, engine)
         if engine.uses_v2 and not _names_capture_sizes(self):
             _capture_drafts(vllm_config, config)

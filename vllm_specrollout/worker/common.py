@@ -26,7 +26,7 @@ def with_model(vllm_config: VllmConfig) -> VllmConfig:
 
     vLLM's runner then loads it and gives it room in the KV cache. Scheduler and front end go on as without one.
     """
-    given = config_of(vllm_config).speculative_config
+    given = config_of(vllm_config).coupled_model
     if given is None:
         return vllm_config
     clone = copy.copy(vllm_config)

@@ -52,5 +52,7 @@ class TrainerMixin(WeightsMixin):
                 runner.spec_rollout.finish(ending)
             if (history := self._history()) is not None:
                 history.close()
+            if (remote := getattr(runner, "remote", None)) is not None:
+                remote.drafter.close()
             runner.spec_rollout.close()
         super().shutdown()

@@ -31,6 +31,7 @@ from vllm_specrollout.types import (
     TreeBatch,
     empty_trees,
 )
+from vllm_specrollout.worker import decoupling
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
@@ -83,6 +84,7 @@ class SpecRolloutV1(_Base):
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
         self.model_drafter: ModelDrafter | None = None
+        self.remote = decoupling.begin(self)
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -101,6 +103,7 @@ class SpecRolloutV1(_Base):
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way
+        decoupling.join(self)
         if self.shape[0] is not DraftMode.TREE:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
@@ -133,8 +136,7 @@ class SpecRolloutV1(_Base):
         if self._timing is not None:
             # From one step's beginning to the next: the engine's own work counts. A long gap means it had none.
             period_ms = (now - self.step.begin) * 1e3
-            own_ms = self._timing.step_ms
-            if period_ms < 2.0 * own_ms + 5.0:
+            if period_ms < 2.0 * self._timing.step_ms + 5.0:
                 self._timing = replace(self._timing, step_ms=period_ms)
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
@@ -234,9 +236,8 @@ class SpecRolloutV1(_Base):
             draft_ms = self.drafting.ms
             if self.model_drafter is not None:
                 tell(self, lambda drafter: drafter.flush_if_due())
-            counts, tokens = self.metrics.take(), None
-            if self._planned.num_nodes:
-                tokens = DraftTokenIds(*drafted_tokens(self._planned))
+            counts = self.metrics.take()
+            tokens = DraftTokenIds(*drafted_tokens(self._planned)) if self._planned.num_nodes else None
             if counts or tokens is not None:
                 output = SpecRolloutOutput.carrying(output, tokens, counts=counts)
         self._timing = self._account(output, draft_ms)
@@ -294,7 +295,6 @@ class SpecRolloutV1(_Base):
         stats.steps_with_drafts += step.sampled is not None
         stats.drafted, stats.output_tokens = stats.drafted + nodes, stats.output_tokens + timing.tokens
         if timing.is_decode_only:
-            entry = stats.by_rows.setdefault(rows, [0, 0.0])
-            entry[0] += 1
-            entry[1] += step.verify_ms
+            count, total_ms = stats.by_rows.get(rows, (0, 0.0))
+            stats.by_rows[rows] = [count + 1, total_ms + step.verify_ms]
         return timing

@@ -12,6 +12,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of, with_model
+from vllm_specrollout.worker.decoupling import keep_off
 from vllm_specrollout.worker.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
@@ -33,6 +34,7 @@ class SpecRolloutCPUWorker(
 
     def init_device(self) -> None:
         self.vllm_config = with_model(self.vllm_config)
+        keep_off(config_of(self.vllm_config))
         super().init_device()
         if self.use_v2_model_runner:
             raise UnsupportedError(

@@ -33,7 +33,7 @@ class SchedulerMixinV2(SchedulerMixin):
         super().__init__(vllm_config, *args, **kwargs)
         self._report = DraftReport()
         self._workers: Executor | None = None
-        given = config_of(vllm_config).speculative_config
+        given = config_of(vllm_config).coupled_model
         if given is not None:
             # a model writes keys and values of what it only drafts
             self.num_lookahead_tokens = speculative_config(vllm_config, given).num_speculative_tokens

@@ -57,7 +57,7 @@ class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin,
                 "this worker is for vLLM's V2 model runner, and the configuration asks for V1",
                 "unset `VLLM_USE_V2_MODEL_RUNNER`",
             )
-        has_model = config_of(self.vllm_config).speculative_config is not None
+        has_model = config_of(self.vllm_config).coupled_model is not None
         with _runner_replaced(*self.runner_class, has_model=has_model):
             super().init_device()
 

@@ -1,0 +1,149 @@
+"""A drafter elsewhere and its verifier, without engines: what decoupled drafting must do, step by step.
+
+The target's tokens are a function of request and position, and so is what a drafter thinks of them. Each step, the
+verifier samples one token more than it accepts; the drafter computes one token per turn and stream.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
+from vllm_specrollout.decoupled.stream import Choices, Stream
+from vllm_specrollout.decoupled.survival import Survival
+from vllm_specrollout.drafters.decoupled import Sampling
+
+VOCABULARY = 50
+
+
+def token_at(request: int, position: int) -> int:
+    """What the target samples there, whatever stands before: sampling is not what is tested."""
+    return random.Random(f"{request} {position}").randrange(VOCABULARY)
+
+
+class Line:
+    """Two mailboxes and what lies between: messages may be late, lost or doubled.
+
+    Args:
+        chance: of each fault, per message; 0.0: none.
+    """
+
+    def __init__(self, rng: random.Random, chance: float = 0.0) -> None:
+        self.rng, self.chance = rng, chance
+        ways = (deque[Message](), deque[Message]())
+        self.ends = (End(self, ways[0], ways[1]), End(self, ways[1], ways[0]))
+
+
+@dataclass
+class End:
+    """One side's mailbox."""
+
+    line: Line
+    own: deque[Message]
+    other: deque[Message]
+    stats: object = None
+    is_closed: bool = False
+
+    def send(self, message: Message) -> bool:
+        rng, chance = self.line.rng, self.line.chance
+        if rng.random() < chance:
+            return rng.random() < 0.5  # lost, or refused
+        self.other.append(message)
+        if rng.random() < chance:
+            self.other.append(message)
+        return True
+
+    def receive(self, most: int = 256) -> list[Message]:
+        rng, taken = self.line.rng, []
+        while self.own and len(taken) < most and not rng.random() < self.line.chance:
+            taken.append(self.own.popleft())
+        if rng.random() < self.line.chance:
+            rng.shuffle(taken)
+        return taken
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.own)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeEngine:
+    """Drafts what the target samples, mostly.
+
+    Args:
+        accuracy: how often its first choice, and one of its two choices, is the target's token.
+    """
+
+    rng: random.Random
+    accuracy: tuple[float, float] = (0.7, 0.85)
+    vocab_size: int = VOCABULARY
+    max_requests: int = 64
+    most_tokens: int = 10_000
+    drafted: int = 0
+    streams: dict[int, Stream] = field(default_factory=dict)
+    # of each rejection: tokens wasted, and the window
+    wasted: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def may_draft(self) -> bool:
+        return any(stream.may_draft for stream in self.streams.values())
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Open):
+            self.streams[message.handle] = Stream(message, self.most_tokens, 16, Survival())
+        elif isinstance(message, Close):
+            self.streams.pop(message.handle, None)
+        elif isinstance(message, Verdict) and message.handle in self.streams:
+            stream = self.streams[message.handle]
+            before, window, misses = stream.wasted, stream.window, stream.generation
+            stream.take(message)
+            if stream.generation > misses:
+                assert stream.generation == misses + 1, "one verdict leaves the stream once"
+                self.wasted.append((stream.wasted - before, window))
+
+    def step(self) -> list[Drafts]:
+        due = []
+        for stream in self.streams.values():
+            if stream.may_draft:
+                look, before = stream.look(), stream.drafted
+                stream.grow([self._choices(stream, depth) for depth in look.depths])
+                self.drafted += stream.drafted - before
+            drafts = stream.due()
+            if drafts is not None:
+                due.append(drafts)
+        return due
+
+    def close_all(self) -> None:
+        self.streams.clear()
+
+    def _choices(self, stream: Stream, depth: int) -> Choices:
+        # the seed says whose position it is
+        request, position = divmod(int(stream.seed(depth) or 0), 1 << 20)
+        token = token_at(request, position)
+        others = [(token + 1 + i) % VOCABULARY for i in range(7)]
+        drawn = self.rng.random()
+        place = 0 if drawn < self.accuracy[0] else 1 if drawn < self.accuracy[1] else len(others)
+        tokens = [*others[:place], token, *others[place:]][: stream.fan_out]
+        first, second = self.accuracy[0], self.accuracy[1] - self.accuracy[0]
+        return Choices(tokens, [math.log(max(q, 1e-3)) for q in (first, second, 0.01)[: len(tokens)]])
+
+
+class FakeNoise:
+    """Requests are called by their number; a position's seed says which it is."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[str, int] = {}
+
+    def sampling(self, request_id: str) -> Sampling:
+        return Sampling(1.0)
+
+    def seeds(self, request_id: str, count: int) -> np.ndarray:
+        begin = (int(request_id) << 20) + self.lengths[request_id]
+        return np.arange(begin, begin + count, dtype=np.int64)

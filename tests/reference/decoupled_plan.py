@@ -1,0 +1,48 @@
+"""Algorithm 1 without pruning, and Algorithm 3 as its text has it: see `decoupled/planner.py` and `assignment.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from vllm_specrollout.decoupled.planner import Workload
+from vllm_specrollout.decoupled.rates import Mode
+
+
+def best_decoupled(work: Workload, gpus: int, batch: int, *, windows: int) -> float:
+    """The highest tokens per second of a request over all groups with g_d <= g_v, and all windows up to a large one."""
+    best = 0.0
+    for verifiers, verify in work.verify.items():
+        for drafters in range(1, verifiers + 1):
+            if drafters + verifiers > gpus:
+                continue
+            share = math.ceil((drafters + verifiers) * batch / gpus)
+            for window in range(1, windows + 1):
+                draft = work.draft.shared_by(drafters)
+                for rate in work.rates(Mode.DECOUPLED):
+                    best = max(best, 1e3 * rate(draft, verify, share, window, work.match_rate))
+    return best
+
+
+def assign(
+    acceptance: Mapping[str, float],
+    methods: Sequence[str],
+    freed: Sequence[str],
+    workers: list[tuple[str, str, int]],
+    most: int,
+    running: set[tuple[str, str]],
+) -> tuple[list[tuple[str, str, int]], dict[tuple[str, str], str]]:
+    """Args: workers, (name, method, load) of each. Returns: the same afterwards, and what was assigned."""
+    for name in freed:
+        counts = [sum(1 for worker in workers if worker[1] == method) for method in methods]
+        workers = [*workers, (name, methods[counts.index(min(counts))], 0)]
+    pairs = {}
+    for request in sorted(acceptance, key=lambda name: acceptance[name]):
+        for method in methods:
+            free = [w for w in workers if w[1] == method and w[2] < most]
+            if (request, method) in running or not free:
+                continue
+            name, _, load = min(free, key=lambda w: w[2])
+            pairs[request, method] = name
+            workers = [(name, method, load + 1) if w[0] == name else w for w in workers]
+    return workers, pairs

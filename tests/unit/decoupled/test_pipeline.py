@@ -1,0 +1,292 @@
+"""A drafter that runs ahead and the verifier that never waits for it, under faults of the line between them."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, Line, token_at
+from vllm_specrollout.decoupled.loop import Loop
+from vllm_specrollout.decoupled.messages import Hello, Noise, Role
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
+from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
+
+PROMPT = [7, 8, 9]
+
+
+class Rollout:
+    """Requests that decode to their end, with drafts from elsewhere."""
+
+    def __init__(self, seed: int, lengths: list[int], window: int, fan_out: int, chance: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.line = Line(random.Random(seed + 1), chance)
+        self.noise = FakeNoise()
+        self.drafter = DecoupledDrafter(
+            self.line.ends[0], self.noise, 0, window=window, fan_out=fan_out, vocab_size=VOCABULARY
+        )
+        self.engine = FakeEngine(random.Random(seed + 2))
+        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: 0.0)
+        self.lengths = {str(i): length for i, length in enumerate(lengths)}
+        self.tokens = {name: list(PROMPT) for name in self.lengths}
+        self.steps = 0
+        self.line.ends[0].send(Hello(Role.VERIFIER, VOCABULARY, Noise.TAPE, 0, 0))
+
+    def restart_drafter(self) -> None:
+        """The process is gone with all that it knew; another one begins."""
+        self.engine = FakeEngine(random.Random(self.steps))
+        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: 0.0)
+        self.line.ends[1].send(Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0))
+
+    def step(self) -> None:
+        """One step of the verifier."""
+        running = [name for name, tokens in self.tokens.items() if len(tokens) < self.end(name)]
+        self.noise.lengths = {name: len(tokens) for name, tokens in self.tokens.items()}
+        views = [
+            RequestView(
+                name, np.asarray(self.tokens[name], np.int32), len(PROMPT), self.end(name) - len(self.tokens[name])
+            )
+            for name in running
+        ]
+        batch = RequestBatch.of(views)
+        trees = self.drafter.propose(batch, DraftLimits(batch.max_nodes, batch.max_depth, batch.is_chain))
+        for i, name in enumerate(running):
+            tree, tokens = trees.tree(i), self.tokens[name]
+            node = -1
+            while len(tokens) < self.end(name):
+                tokens.append(token_at(int(name), len(tokens)))
+                rows = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+                found = [child for child, row in enumerate(rows) if row == (node, tokens[-1])]
+                if not found:
+                    break
+                node = found[0]
+            if len(tokens) >= self.end(name):
+                none = np.zeros(0, np.int32)
+                self.drafter.finish(FinishedRequest(name, "", none, none, FinishReason.FINISHED))
+        self.steps += 1
+
+    def end(self, name: str) -> int:
+        return len(PROMPT) + self.lengths[name]
+
+    @property
+    def is_over(self) -> bool:
+        return all(len(tokens) >= self.end(name) for name, tokens in self.tokens.items())
+
+    def run(self, turns: int = 3) -> None:
+        while not self.is_over:
+            for _ in range(turns):
+                self.loop.turn()
+            self.step()
+
+    def check(self) -> None:
+        """Every request has the target's tokens, and nothing is left of it."""
+        for name, tokens in self.tokens.items():
+            expected = [*PROMPT, *(token_at(int(name), at) for at in range(len(PROMPT), self.end(name)))]
+            assert tokens == expected
+        assert self.steps <= max(self.lengths.values()), "a step yields a token of each request at least"
+        assert not self.drafter._requests
+        assert not self.drafter._by_handle
+        for wasted, window in self.engine.wasted:
+            assert wasted <= 2 * window - 1
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    window=st.integers(1, 16),
+    fan_out=st.integers(1, 3),
+    turns=st.integers(0, 6),
+)
+def test_a_drafter_ahead_changes_no_token(seed: int, lengths: list[int], window: int, fan_out: int, turns: int) -> None:
+    rollout = Rollout(seed, lengths, window, fan_out)
+    rollout.run(turns)
+    rollout.check()
+    for _ in range(2):
+        rollout.loop.turn()
+    assert not rollout.engine.streams, "streams of requests that are over are closed"
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 1_000_000),
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    window=st.integers(1, 16),
+    chance=st.floats(0.0, 0.5),
+    restarts=st.sets(st.integers(0, 40), max_size=3),
+)
+def test_lost_late_doubled_and_shuffled_messages_change_no_token(
+    seed: int, lengths: list[int], window: int, chance: float, restarts: set[int]
+) -> None:
+    rollout = Rollout(seed, lengths, window, 2, chance)
+    while not rollout.is_over:
+        if rollout.steps in restarts:
+            rollout.restart_drafter()
+        for _ in range(rollout.rng.randrange(5)):
+            rollout.loop.turn()
+        rollout.step()
+    rollout.check()
+
+
+def test_a_drafter_that_is_always_right_saves_most_steps() -> None:
+    rollout = Rollout(1, [200], 4, 1)
+    rollout.engine.accuracy = (1.0, 1.0)
+    rollout.run(turns=4)
+    rollout.check()
+    # four tokens are drafted while one step verifies
+    assert rollout.steps <= 200 / 4 + 4
+    assert rollout.engine.wasted == []
+
+
+def test_a_drafter_that_is_never_right_costs_no_step() -> None:
+    rollout = Rollout(1, [60], 4, 2)
+    rollout.engine.accuracy = (0.0, 0.0)
+    rollout.run()
+    rollout.check()
+    assert rollout.steps == 60
+
+
+def test_an_alternative_that_holds_saves_the_step_behind_it() -> None:
+    saved = []
+    for fan_out in (1, 2):
+        rollout = Rollout(3, [300], 4, fan_out)
+        rollout.engine.accuracy = (0.6, 0.95)
+        rollout.run(turns=3)
+        rollout.check()
+        saved.append(rollout.steps)
+    assert saved[1] < 0.9 * saved[0]
+
+
+def test_a_drafter_is_at_most_two_windows_ahead_of_a_verifier_that_stands_still() -> None:
+    rollout = Rollout(5, [500], 6, 1)
+    rollout.loop.turn()
+    rollout.step()
+    rollout.step()
+    for _ in range(100):
+        rollout.loop.turn()
+    (stream,) = rollout.engine.streams.values()
+    assert stream.depth == 12
+    assert not rollout.engine.may_draft
+
+
+def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
+    rollout = Rollout(5, [400], 4, 2)
+    for _ in range(40):
+        rollout.loop.turn()
+        rollout.step()
+    rollout.restart_drafter()
+    before = rollout.steps, len(rollout.tokens["0"])
+    rollout.run()
+    rollout.check()
+    assert rollout.steps - before[0] < (400 + len(PROMPT) - before[1]) / 1.5
+
+
+def test_a_stream_that_is_lost_is_opened_anew() -> None:
+    rollout = Rollout(5, [400], 4, 2)
+    for _ in range(20):
+        rollout.loop.turn()
+        rollout.step()
+    rollout.engine.close_all()
+    rollout.run()
+    rollout.check()
+    assert rollout.drafter.counts.opened == 2
+    assert rollout.engine.drafted > 200
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, 1 << 20])
+def test_a_token_that_the_target_does_not_have_is_never_proposed(token: int) -> None:
+    from vllm_specrollout.decoupled.messages import Drafts
+
+    rollout = Rollout(5, [50], 4, 2)
+    rollout.loop.turn()
+    rollout.step()
+    rollout.step()
+    one = np.asarray([token], np.int32)
+    rollout.line.ends[1].send(Drafts(1, 0, len(rollout.tokens["0"]), one, one * 0 - 1, np.zeros(1, np.float32)))
+    rollout.step()
+    assert rollout.drafter.counts.trees == 0
+    rollout.run()
+    rollout.check()
+
+
+class FakeProcess:
+    """Stands for a drafter's process."""
+
+    def __init__(self) -> None:
+        self.kills = 0
+        self.has_ended = False
+
+    def kill(self) -> None:
+        self.kills += 1
+        self.has_ended = True
+
+    def watch(self) -> bool:
+        found, self.has_ended = self.has_ended, False
+        return found
+
+
+def test_a_process_that_says_nothing_for_long_is_killed_and_its_successor_drafts() -> None:
+    rollout = Rollout(5, [400], 4, 2)
+    clock, process = [0.0], FakeProcess()
+    rollout.drafter._process, rollout.drafter._clock = process, lambda: clock[0]
+    for _ in range(20):
+        rollout.loop.turn()
+        rollout.step()
+    for _ in range(10):
+        clock[0] += 2.9
+        rollout.step()
+    assert process.kills == 0, "it may be busy"
+    clock[0] += 2.9
+    rollout.step()
+    assert process.kills == 1 and not rollout.drafter.is_there
+    rollout.restart_drafter()
+    rollout.run()
+    rollout.check()
+    assert process.kills == 1
+    assert rollout.engine.drafted > 100
+
+
+def test_a_verifier_that_is_silent_gets_no_signs_of_life_that_pile_up() -> None:
+    rollout = Rollout(5, [50], 4, 2)
+    now = [0.0]
+    rollout.loop._clock = lambda: now[0]
+    rollout.loop.turn()
+    rollout.step()
+    for _ in range(1000):
+        now[0] += 2.0
+        rollout.loop.turn()
+    assert len(rollout.line.ends[0].own) < 10
+    rollout.run()
+    rollout.check()
+
+
+def test_a_drafter_keeps_to_the_levels_and_branches_that_are_allowed() -> None:
+    rollout = Rollout(5, [400], 4, 3)
+    for _ in range(12):
+        rollout.loop.turn()
+    for _ in range(30):
+        rollout.step()
+        for _ in range(6):
+            rollout.loop.turn()
+        tokens = np.asarray(rollout.tokens["0"], np.int32)
+        batch = RequestBatch.of([RequestView("0", tokens, len(PROMPT), 100)])
+        rollout.noise.lengths = {"0": len(tokens)}
+        for depth, is_chain in ((2, False), (1, False), (3, True)):
+            limits = DraftLimits(batch.max_nodes, batch.max_depth * 0 + depth, np.array([is_chain]))
+            trees = rollout.drafter.propose(batch, limits)
+            assert trees.depth.max(initial=0) <= depth
+            assert not is_chain or trees.num_nodes == trees.depth.max(initial=0)
+
+
+def test_streams_opened_between_two_greetings_are_closed() -> None:
+    rollout = Rollout(5, [60], 4, 2)
+    rollout.loop.turn()
+    rollout.step()
+    rollout.loop.turn()
+    assert len(rollout.engine.streams) == 1
+    rollout.line.ends[1].send(Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0))
+    rollout.step()
+    rollout.loop.turn()
+    assert list(rollout.engine.streams) == [2], "the first one is closed, and the request opened anew"
+    rollout.run()
+    rollout.check()

@@ -1,0 +1,141 @@
+"""A drafter's process, as the engine that it drafts for sees it: started, watched, begun anew, stopped.
+
+What belongs here: the process alone. What is said to it goes through a mailbox. Nothing here waits for it, but for its
+beginning and its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_specrollout import envs
+from vllm_specrollout.errors import SpecRolloutError
+
+MOST_RESTARTS = 5
+"""Times that a process which ends is begun anew, each after twice the patience of the last one."""
+_PATIENCE_S = 1.0
+_END_S = 5.0  # given to a process that was asked to end
+
+
+class DrafterProcessError(SpecRolloutError):
+    """The process of a drafter cannot be kept alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a drafter's process is begun."""
+
+    model: str
+    address: str
+    # of vLLM's engine there
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    # CPU cores; empty: all of them
+    cores: tuple[int, ...] = ()
+
+    @property
+    def argv(self) -> list[str]:
+        args = json.dumps(dict(self.engine_args))
+        module = "vllm_specrollout.worker.streams.process"
+        cores = ["--cores", ",".join(map(str, self.cores))] if self.cores else []
+        parent = ["--parent", str(os.getpid())]
+        return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *cores]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The engine's own, without what switches spec rollout on: the drafter is another kind of engine."""
+        own = {name: value for name, value in os.environ.items() if name != envs.SPEC_ROLLOUT}
+        own |= {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if self.cores:
+            own["OMP_NUM_THREADS"] = str(len(self.cores))
+        # a rank's place in its group is the target's alone
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            own.pop(name, None)
+        return own
+
+
+def cores_of(devices: Sequence[str]) -> tuple[int, ...]:
+    """The cores of devices such as `cpu:1` and `cpu:2-3`."""
+    cores: list[int] = []
+    for device in devices:
+        first, _, last = device.removeprefix("cpu:").partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(dict.fromkeys(cores))
+
+
+class DrafterProcess:
+    """One process.
+
+    Args:
+        clock: seconds, from any zero.
+    """
+
+    def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
+        self.command = command
+        self.restarts = 0
+        self._clock = clock
+        self._begin_at: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begin()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def watch(self) -> bool:
+        """Begin it anew if it has ended, not at once; True: it was found to have ended.
+
+        Raises:
+            DrafterProcessError: it has ended too often.
+        """
+        if self._begin_at is not None:
+            if self._clock() >= self._begin_at:
+                self._begin()
+            return False
+        if self.is_alive:
+            return False
+        status = None if self._process is None else self._process.returncode
+        if self.restarts >= MOST_RESTARTS:
+            raise DrafterProcessError(
+                f"the drafter's process ended with status {status}, and was begun anew {self.restarts} times",
+                "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
+            )
+        self._begin_at = self._clock() + _PATIENCE_S * 2**self.restarts
+        self.restarts += 1
+        return True
+
+    def kill(self) -> None:
+        """End it at once; `watch` begins it anew."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """End it for good."""
+        process, self._process, self._begin_at = self._process, None, None
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            return
+        process.kill()
+        process.wait()
+
+    def _begin(self) -> None:
+        self._begin_at = None
+        # its own group: an interrupt from the keyboard reaches the engine, which ends it in order
+        self._process = subprocess.Popen(
+            self.command.argv, env=self.command.environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )

@@ -1,0 +1,107 @@
+"""The loop of a process in which a model drafts. Pure: its engine and its mailbox are given.
+
+It takes in what the verifier says, drafts while it may, sends what it drafted, and ends with its verifier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from vllm_specrollout.decoupled.mailbox import Mailbox
+from vllm_specrollout.decoupled.messages import Beat, Bye, Drafts, Hello, Message, Noise, Role
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+_IDLE_S = 0.2  # longest wait for a message; the parent is looked for as often
+
+
+class Engine(Protocol):
+    """An engine that drafts; `worker.streams.engine.StreamEngine` is one."""
+
+    vocab_size: int
+    max_requests: int
+    drafted: int
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a step would draft anything."""
+        ...
+
+    def take(self, message: Message) -> None:
+        """What the verifier says of a request."""
+        ...
+
+    def step(self) -> list[Drafts]:
+        """Draft a token for each request that may have one; what is to be sent."""
+        ...
+
+    def close_all(self) -> None:
+        """No request is drafted for any more."""
+        ...
+
+
+class Loop:
+    """An engine and its verifier.
+
+    Args:
+        is_over: asked now and then: whether the process should end.
+        clock: seconds, from any zero.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mailbox: Mailbox,
+        is_over: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._mailbox = engine, mailbox
+        self._is_over, self._clock = is_over, clock
+        self._is_ended = False
+        self._next_beat = 0.0
+        self._was_heard = False
+        self._busy_s = 0.0
+
+    def run(self) -> None:
+        """Until the verifier says goodbye, or the process should end."""
+        # what was said to one that ran here before is of no use
+        while self._mailbox.receive():
+            pass
+        self._greet()
+        while not self._is_ended:
+            self.turn()
+
+    def turn(self) -> None:
+        """Once around."""
+        for message in self._mailbox.receive():
+            self._take(message)
+            self._was_heard = True
+        may_draft, begin = self._engine.may_draft, self._clock()
+        for drafts in self._engine.step():
+            self._mailbox.send(drafts)
+        now = self._clock()
+        if may_draft:
+            self._busy_s += now - begin
+        else:
+            self._mailbox.wait(_IDLE_S)
+        if now >= self._next_beat:
+            # a verifier that says nothing may not listen either: beats would pile up
+            if self._was_heard:
+                self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted))
+            self._next_beat, self._busy_s, self._was_heard = now + BEAT_S, 0.0, False
+            self._is_ended = self._is_ended or self._is_over()
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Hello():
+                self._engine.close_all()
+                self._greet()
+            case Bye():
+                self._is_ended = True
+            case _:
+                self._engine.take(message)
+
+    def _greet(self) -> None:
+        self._mailbox.send(Hello(Role.DRAFTER, self._engine.vocab_size, Noise.TAPE, self._engine.max_requests, 0, {}))

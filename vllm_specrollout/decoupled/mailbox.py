@@ -1,0 +1,152 @@
+"""A mailbox: what every transport of messages promises, and what all of them do alike.
+
+May enter: the interface, numbers, sessions, counts. May not: how bytes travel (ring.py, socket_mailbox.py).
+Nothing waits for the other end, nothing grows, and whatever arrives can at worst be dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from vllm_specrollout.decoupled.codec import decode, encode
+from vllm_specrollout.decoupled.messages import Fault, Message, MessageError, check
+from vllm_specrollout.errors import SpecRolloutError
+
+logger = logging.getLogger("vllm.specrollout")
+
+_MOST_RETIRED = 64
+"""Former sessions of the other end that are remembered, so that what is left of them is not taken for a restart."""
+
+
+class MailboxError(SpecRolloutError):
+    """A mailbox cannot be opened: nobody serves it yet, another process holds it, or the host has no room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxStats:
+    """What became of the messages of one end, counted since it was opened."""
+
+    sent: int = 0  # handed to the transport
+    received: int = 0  # returned by `receive`
+    dropped_full: int = 0  # not sent: the other end does not keep up, or nobody is there
+    malformed: int = 0  # arrived and were refused
+    doubled: int = 0  # arrived and were dropped: had come before, came behind a later one, or of a former session
+    missing: int = 0  # numbers that were passed over; one that comes after all is in `doubled`, too
+    bytes: int = 0  # sent and received
+    sessions: int = 0  # lives of the other end that were seen: above 1, it was restarted
+    resynchronised: int = 0  # times that a ring's positions made no sense, and what lay in it was dropped
+    refused: int = 0  # connections with a key that is not listed
+
+
+class Mailbox(Protocol):
+    """One end of a connection between a verifier and a drafter. For one thread, and one process, at a time."""
+
+    @property
+    def address(self) -> str:
+        """Where the other end opens it."""
+        ...
+
+    @property
+    def stats(self) -> MailboxStats: ...
+
+    def send(self, message: Message) -> bool:
+        """Hand over a message without waiting.
+
+        False: there is no room, or over sockets nobody has come yet. The message is dropped and counted, and its number
+        is used up, so the other end notices.
+
+        Raises:
+            MessageError: the message itself breaks a limit.
+        """
+        ...
+
+    def receive(self, most: int = 256) -> list[Message]:
+        """What has arrived, in order, without waiting; at most that many messages are looked at."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has arrived, whatever it is; False: nothing has. For drafters: verifiers never wait."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; what is still on the way is lost. A second time it does nothing."""
+        ...
+
+
+class Tracker:
+    """Numbers what one end sends, and checks, orders and counts what arrives."""
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        """
+        Args:
+            vocab_size: refuse messages with token ids from there on; None: the caller does that.
+        """
+        self.stats = MailboxStats()
+        self._vocab_size = vocab_size
+        self._session = secrets.randbits(64)
+        self._next_number = 0
+        # the other end's session, and the last number of it
+        self._peer: int | None = None
+        self._last_number = -1
+        self._retired: deque[int] = deque(maxlen=_MOST_RETIRED)
+        self._logged: set[Fault] = set()
+
+    def seal(self, message: Message) -> bytes:
+        """A message's bytes, under this end's next number.
+
+        Raises:
+            MessageError: the message breaks a limit; the number is not used up.
+        """
+        data = encode(message, self._session, self._next_number)
+        self._next_number += 1
+        return data
+
+    def note_sent(self, data: bytes, *, was_sent: bool) -> bool:
+        """Count a message that was sent, or could not be; returns which."""
+        if was_sent:
+            self.stats = replace(self.stats, sent=self.stats.sent + 1, bytes=self.stats.bytes + len(data))
+        else:
+            self.stats = replace(self.stats, dropped_full=self.stats.dropped_full + 1)
+        return was_sent
+
+    def unseal(self, data: bytes) -> Message | None:
+        """The message in some bytes that arrived; None: it was refused, or had come before."""
+        stats = replace(self.stats, bytes=self.stats.bytes + len(data))
+        try:
+            envelope = decode(data)
+            if self._vocab_size is not None:
+                check(envelope.message, self._vocab_size)
+        except MessageError as error:
+            self.stats = replace(stats, malformed=stats.malformed + 1)
+            self._log(error)
+            return None
+        if envelope.session != self._peer and envelope.session not in self._retired:
+            self._begin(envelope.session)
+            stats = replace(stats, sessions=stats.sessions + 1)
+        if envelope.session != self._peer or envelope.number <= self._last_number:
+            self.stats = replace(stats, doubled=stats.doubled + 1)
+            return None
+        missing = stats.missing + envelope.number - self._last_number - 1
+        self.stats = replace(stats, received=stats.received + 1, missing=missing)
+        self._last_number = envelope.number
+        return envelope.message
+
+    def note_malformed(self, error: MessageError) -> None:
+        """Count and log something that a transport refused itself."""
+        self.stats = replace(self.stats, malformed=self.stats.malformed + 1)
+        self._log(error)
+
+    def _begin(self, session: int) -> None:
+        if self._peer is not None:
+            self._retired.append(self._peer)
+        self._peer, self._last_number = session, -1
+
+    def _log(self, error: MessageError) -> None:
+        # a broken or hostile other end must not fill the log, so there is one line for each kind of fault
+        if error.fault not in self._logged:
+            self._logged.add(error.fault)
+            logger.warning("a message was dropped, and others like it will be without a word: %s", error)

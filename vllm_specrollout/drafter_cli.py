@@ -1,0 +1,43 @@
+"""`specrollout drafter`: a model that drafts for an engine elsewhere, begun by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specrollout.errors import ConfigError
+
+
+def serve_drafts(
+    model: Annotated[str, typer.Argument(help="The model that drafts: a folder or a name.", show_default=False)],
+    listen: Annotated[str, typer.Option(help="Where its verifier finds it: ipc://PATH or tcp://HOST:PORT.")],
+    keys: Annotated[Path | None, typer.Option(help="Directory with the keys, for tcp off this host.")] = None,
+    cores: Annotated[str, typer.Option(help="CPU cores to run on, as `2,3`; default: all.")] = "",
+    engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "{}",
+) -> None:
+    """Draft for an engine elsewhere, until it ends or this command is stopped.
+
+    The engine has `--speculative-config` with the same model, and in `--spec-rollout` {"placement": "decoupled",
+    "decoupled": {"address": ADDRESS}}. Both need one vocabulary.
+    """
+    from vllm_specrollout.worker.streams.process import serve
+
+    names = [name for name in cores.split(",") if name]
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(f"`--cores` is {cores!r}", "name cores by number, as in 2,3")
+    serve(model, listen, _object(engine_args), cores=[int(name) for name in names], keys=keys and str(keys))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"`--engine-args` is no JSON: {error.msg} at column {error.colno}", "give an object"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"`--engine-args` is {text}, no JSON object", 'give one, as {"dtype": "bfloat16"}')
+    return value

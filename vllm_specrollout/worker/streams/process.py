@@ -1,0 +1,71 @@
+"""The process in which a model drafts: begun by an engine, or by hand as `specrollout drafter`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vllm_specrollout.decoupled.address import open_mailbox
+from vllm_specrollout.decoupled.loop import Loop
+
+
+def main() -> None:
+    """As an engine begins it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("address")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--engine-args", type=json.loads, default={})
+    parser.add_argument("--cores", default="")
+    given = parser.parse_args()
+    cores = [int(core) for core in given.cores.split(",") if core]
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(given.model, given.address, given.engine_args, cores=cores, parent=given.parent)
+
+
+def serve(
+    model: str,
+    address: str,
+    engine_args: dict[str, Any],
+    *,
+    cores: Sequence[int] = (),
+    keys: str | None = None,
+    parent: int | None = None,
+) -> None:
+    """Draft with a model for the verifier at the other end of an address, until it says goodbye.
+
+    Args:
+        cores: CPU cores to run on; empty: all.
+        parent: the verifier's process, which began this one: it opened the mailbox, and where it is gone this one ends.
+
+    Raises:
+        ConfigError, MailboxError: the address cannot be used.
+    """
+    # not those of the process that began this one, which vLLM has bound to its own
+    os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
+    signal.signal(signal.SIGTERM, _leave)
+    mailbox = open_mailbox(address, serve=parent is None, keys=keys)
+    try:
+        # imported late: an address that cannot be used is said at once
+        from vllm_specrollout.worker.streams.engine import StreamEngine
+
+        engine = StreamEngine(model, engine_args=engine_args)
+        try:
+            Loop(engine, mailbox, lambda: parent is not None and os.getppid() != parent).run()
+        finally:
+            engine.shutdown()
+    finally:
+        mailbox.close()
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The scheduler of an engine that drafts: requests are streams, which rest, grow by verdicts alone, and never end.
+
+What belongs here: what stock vLLM's scheduler must do differently. Which stream may draft, and what it looks at, is in
+decoupled/stream.py. A stream's drafted tokens are draft tokens to vLLM as well: none of them is ever accepted here, so
+each pass begins behind the last token that holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_specrollout.decoupled.stream import Look, Stream
+from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
+from vllm_specrollout.trees.batch import batch_of
+from vllm_specrollout.types import DraftTree
+from vllm_specrollout.worker.streams.step import Follow, StreamOutput, StreamStep, put_step
+
+_LEARN_EVERY = 8  # passes after which the candidates for the sharpness are compared once
+
+
+class StreamScheduler(Scheduler):
+    """Schedules the streams that may draft."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # request -> its stream
+        self.streams: dict[str, Stream] = {}
+        self.sharpness, self.second_sharpness = Sharpness(), Sharpness()
+        self.passes = 0
+        # request -> tokens that the worker does not know yet
+        self._grown: dict[str, list[int]] = {}
+        # streams that lost their blocks while a pass was scheduled
+        self._preempted: list[str] = []
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a pass would draft anything."""
+        return any(stream.may_draft for stream in self.streams.values())
+
+    def grow(self, name: str, tokens: list[int]) -> None:
+        """These hold as well: the worker learns of them with the next pass."""
+        self.requests[name].append_output_token_ids(tokens)
+        self._grown.setdefault(name, []).extend(tokens)
+
+    def end(self, name: str) -> None:
+        """The stream is of no more use."""
+        self.learn(self.streams.pop(name))
+        self._grown.pop(name, None)
+        self.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def learn(self, stream: Stream) -> None:
+        """Which candidates for the sharpness the target agreed with."""
+        for met in stream.met:
+            self.sharpness.observe(met[None, 1 : 1 + len(CHOICES)])
+            if not met[0]:
+                # a choice beside the first one counts where that was wrong
+                self.second_sharpness.observe(met[None, 1 + len(CHOICES) :])
+        stream.met.clear()
+
+    # --- the pass ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        everybody = self.running
+        self.running = [request for request in everybody if self.streams[request.request_id].may_draft]
+        resting = [request for request in everybody if not self.streams[request.request_id].may_draft]
+        looks = {request.request_id: self.streams[request.request_id].look() for request in self.running}
+        for request in self.running:
+            request.spec_token_ids = looks[request.request_id].token_ids
+        output = super().schedule(*args, **kwargs)
+        self.running.extend(resting)
+        while self._preempted:
+            self.end(self._preempted.pop())
+        names = [name for name in output.num_scheduled_tokens if name in self.streams]
+        grown, self._grown = self._grown, {}
+        self.passes += bool(names)
+        for name in names:
+            if name not in looks:
+                looks[name] = self.streams[name].look()  # a prompt: the root alone
+        drafted = output.scheduled_spec_decode_tokens
+        put_step(
+            output,
+            StreamStep(
+                grown,
+                {name: self._follow(name, looks[name]) for name in names},
+                batch_of(names, [_tree(looks[name], len(drafted.get(name, ()))) for name in names]),
+                max((self.streams[name].fan_out for name in names), default=1),
+                (self.sharpness.value, self.second_sharpness.value),
+                self.passes % _LEARN_EVERY == 1,
+            ),
+        )
+        return output
+
+    def _follow(self, name: str, look: Look) -> Follow:
+        stream, opened = self.streams[name], self.streams[name].opened
+        seeds = [stream.seed(depth) for depth in look.depths]
+        return Follow(opened.temperature or 1.0, opened.top_k, opened.top_p, opened.min_p, seeds)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """A stream that loses its blocks ends: the verifier misses it after a while, and opens it anew."""
+        self._preempted.append(request.request_id)
+        return super()._preempt_request(request, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if isinstance(model_runner_output, StreamOutput):
+            for name, choices in model_runner_output.choices.items():
+                request = self.requests.get(name)
+                if request is not None and request.num_computed_tokens >= request.num_tokens:
+                    self.streams[name].grow(choices)
+                    # nothing that was drafted is kept; the last token that holds is computed again
+                    request.num_computed_tokens = request.num_tokens - 1
+        return outputs
+
+
+def _tree(look: Look, count: int) -> DraftTree:
+    """As much of it as there was room for."""
+    none = np.zeros(count, dtype=np.float32)
+    tokens, parents = np.asarray(look.token_ids[:count], np.int32), np.asarray(look.parents[:count], np.int32)
+    return DraftTree(tokens, parents, none, none.astype(np.int32))
