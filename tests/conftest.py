@@ -1,5 +1,6 @@
 """Shared by all tests: readable snapshots of the messages a user can meet, and what holds for all their processes."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -35,6 +36,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     is_asked = all(any(path.is_relative_to(folder) for folder in INTERPRETED) for path in asked)
     return True if collection_path in INTERPRETED and not is_asked else None
+
+
+@pytest.fixture(autouse=True)
+def _warnings_reach_caplog(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM keeps its loggers' messages to itself, wherever an earlier test of this process has imported it
+    if "caplog" in request.fixturenames:
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 # where tests start engines and servers, or drive parts of vLLM's
