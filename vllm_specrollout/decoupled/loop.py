@@ -1,6 +1,7 @@
 """The loop of a process in which a model drafts. Pure: its engine and its mailbox are given.
 
-It takes in what the verifier says, drafts while it may, sends what it drafted, and ends with its verifier.
+It takes in what the verifier says, drafts while it may, sends what it drafted, and ends with its verifier, or stays for
+the next one.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Loop:
     """An engine and its verifier.
 
     Args:
+        stays: whether it goes on once its verifier has said goodbye, with nothing of it left.
         is_over: asked now and then: whether the process should end.
         clock: seconds, from any zero.
     """
@@ -56,12 +58,14 @@ class Loop:
         mailbox: Mailbox,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        stays: bool = False,
     ) -> None:
         self._engine, self._mailbox = engine, mailbox
-        self._is_over, self._clock = is_over, clock
+        self._is_over, self._clock, self._stays = is_over, clock, stays
         self._is_ended = False
         self._next_beat = 0.0
-        self._was_heard = False
+        self._was_heard = self._has_greeted = False
         self._busy_s = 0.0
 
     def run(self) -> None:
@@ -99,9 +103,15 @@ class Loop:
                 self._engine.close_all()
                 self._greet()
             case Bye():
-                self._is_ended = True
+                self._engine.close_all()
+                self._is_ended = not self._stays
             case _:
+                if not self._has_greeted:
+                    # one that it drafted for in a former life, and that nothing could be sent to before it spoke
+                    self._greet()
                 self._engine.take(message)
 
     def _greet(self) -> None:
-        self._mailbox.send(Hello(Role.DRAFTER, self._engine.vocab_size, Noise.TAPE, self._engine.max_requests, 0, {}))
+        self._has_greeted = self._mailbox.send(
+            Hello(Role.DRAFTER, self._engine.vocab_size, Noise.TAPE, self._engine.max_requests, 0, {})
+        )

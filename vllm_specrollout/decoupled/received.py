@@ -28,11 +28,36 @@ class Fitting:
     is_first: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How drafts fared, over the positions that the target came to along them."""
+
+    # positions for which something was drafted
+    tried: int = 0
+    # the first choice was the target's own token
+    matched: int = 0
+    # one of the choices was
+    covered: int = 0
+    # tokens of the stream that had come from behind a first choice which the target did not take
+    wasted: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.tried + other.tried,
+            self.matched + other.matched,
+            self.covered + other.covered,
+            self.wasted + other.wasted,
+        )
+
+
 class Received:
     """The newest tree of one request's stream."""
 
     def __init__(self) -> None:
+        self.score = Score()
         self._drafts: Drafts | None = None
+        # positions below this one are in the score, or were never drafted for
+        self._next_position = 0
 
     def put(self, drafts: Drafts) -> None:
         """A tree has come: it takes the place of an older one."""
@@ -52,14 +77,19 @@ class Received:
         if drafts is None or drafts.position > len(token_ids):
             return None
         tokens, parents, log_q = drafts.token_ids.tolist(), drafts.parents.tolist(), drafts.log_q.tolist()
-        at = ROOT
-        for token in token_ids[drafts.position :].tolist():
-            rows = zip(parents, tokens, strict=True)
-            found = next((child for child, row in enumerate(rows) if row == (at, token)), None)
+        at, is_stream = ROOT, True
+        for position, token in enumerate(token_ids[drafts.position :].tolist(), drafts.position):
+            children = [child for child in range(at + 1, len(parents)) if parents[child] == at]
+            found = next((child for child in children if tokens[child] == token), None)
+            is_first = found is not None and found == children[0]
+            if children and position >= self._next_position:
+                wasted = 0 if is_first or not is_stream else _stream_below(parents, children[0])
+                self.score += Score(1, int(is_first), int(found is not None), wasted)
+                self._next_position = position + 1
             if found is None:
                 self._drafts = None
                 return None
-            at = found
+            at, is_stream = found, is_stream and is_first
         # node -> its place among those kept, and its depth
         place, depth = {at: ROOT}, {at: 0}
         kept = Fitting([], [], [], [])
@@ -78,6 +108,15 @@ class Received:
             kept.log_q.append(log_q[child])
             kept.is_first.append(is_first)
         return kept if kept.token_ids else None
+
+
+def _stream_below(parents: Sequence[int], node: int) -> int:
+    """Nodes of the chain of first choices behind a node."""
+    count = 0
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node:
+            node, count = child, count + 1
+    return count
 
 
 def together(request_ids: Sequence[str], drafts: Sequence[Fitting | None], source: int) -> TreeBatch:
