@@ -39,6 +39,8 @@ class Command:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # CPU cores; empty: all of them
     cores: tuple[int, ...] = ()
+    # of a stream that are looked behind, at most; None: as the process has it
+    most_nodes: int | None = None
 
     @property
     def argv(self) -> list[str]:
@@ -46,7 +48,8 @@ class Command:
         module = "vllm_specrollout.worker.streams.process"
         cores = ["--cores", ",".join(map(str, self.cores))] if self.cores else []
         parent = ["--parent", str(os.getpid())]
-        return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *cores]
+        nodes = [] if self.most_nodes is None else ["--most-nodes", str(self.most_nodes)]
+        return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *cores, *nodes]
 
     @property
     def environment(self) -> dict[str, str]:

@@ -28,11 +28,27 @@ class Fitting:
     is_first: list[bool]
 
 
-class Received:
-    """The newest tree of one request's stream."""
+MOST_CHOICES = 8
+"""Choices behind one token that are told apart, at most: `decoupled.fan_out` has this limit."""
 
-    def __init__(self) -> None:
+
+def no_ranks() -> IntArray:
+    """[MOST_CHOICES + 1] how often the target's token was the first choice, the second, ...; the last: none."""
+    return np.zeros(MOST_CHOICES + 1, dtype=np.int32)
+
+
+class Received:
+    """The newest tree of one request's stream.
+
+    Args:
+        ranks: as `no_ranks`; counted up, each position once.
+    """
+
+    def __init__(self, ranks: IntArray | None = None) -> None:
         self._drafts: Drafts | None = None
+        self._ranks = no_ranks() if ranks is None else ranks
+        # tokens whose ranks are counted
+        self._num_counted = 0
 
     def put(self, drafts: Drafts) -> None:
         """A tree has come: it takes the place of an older one."""
@@ -53,13 +69,16 @@ class Received:
             return None
         tokens, parents, log_q = drafts.token_ids.tolist(), drafts.parents.tolist(), drafts.log_q.tolist()
         at = ROOT
-        for token in token_ids[drafts.position :].tolist():
-            rows = zip(parents, tokens, strict=True)
-            found = next((child for child, row in enumerate(rows) if row == (at, token)), None)
-            if found is None:
+        for position, token in enumerate(token_ids[drafts.position :].tolist(), drafts.position):
+            below = [child for child, parent in enumerate(parents) if parent == at]
+            rank = next((rank for rank, child in enumerate(below) if tokens[child] == token), MOST_CHOICES)
+            if below and position >= self._num_counted:
+                self._ranks[min(rank, MOST_CHOICES)] += 1
+                self._num_counted = position + 1
+            if rank == MOST_CHOICES:
                 self._drafts = None
                 return None
-            at = found
+            at = below[rank]
         # node -> its place among those kept, and its depth
         place, depth = {at: ROOT}, {at: 0}
         kept = Fitting([], [], [], [])

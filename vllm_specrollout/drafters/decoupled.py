@@ -7,6 +7,7 @@ come is proposed, and a request for which nothing has come decodes plainly.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from vllm_specrollout.decoupled.child import DrafterProcess
 from vllm_specrollout.decoupled.mailbox import Mailbox
 from vllm_specrollout.decoupled.messages import Beat, Bye, Close, Drafts, Hello, Message, Open, Verdict
-from vllm_specrollout.decoupled.received import Fitting, Received, together
+from vllm_specrollout.decoupled.received import Fitting, Received, no_ranks, together
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, empty_trees
 
@@ -25,6 +26,7 @@ SILENCE = 64
 """Verdicts without an answer after which a stream is opened anew: it was preempted, or messages of its are lost."""
 HANG_S = 30.0
 """Seconds without an answer after which a process counts as hanging, and is killed and begun anew."""
+_BEATS = 600  # kept
 _OVERLAP = 8  # tokens before the new ones that a verdict repeats, in case that the last one is lost
 
 
@@ -117,6 +119,10 @@ class DecoupledDrafter(BaseDrafter):
         self._requests: dict[str, Following] = {}
         self._by_handle: dict[int, Following] = {}
         self._next_handle = 1
+        # as in `received.no_ranks`
+        self.ranks = no_ranks()
+        self.beats: deque[Beat] = deque(maxlen=_BEATS)
+        """What the process did, about a second each, newest last."""
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self.receive()
@@ -190,7 +196,7 @@ class DecoupledDrafter(BaseDrafter):
             case Bye():
                 self.is_there = False
             case Beat():
-                pass
+                self.beats.append(message)
 
     def _open(self, view: RequestView) -> None:
         sampling = self._noise.sampling(view.request_id)
@@ -213,7 +219,7 @@ class DecoupledDrafter(BaseDrafter):
         )
         if told:
             self._next_handle += 1
-            following = Following(handle, len(tokens))
+            following = Following(handle, len(tokens), received=Received(self.ranks))
             self._requests[view.request_id] = self._by_handle[handle] = following
             self.counts.opened += 1
 

@@ -143,4 +143,4 @@ def _command(config: SpecRolloutConfig, vllm_config: Any, address: str) -> Comma
         "kv_cache_memory_bytes": _KV_CACHE,
         **config.decoupled.engine_args,
     }
-    return Command(str(given["model"]), address, engine_args, cores_of(config.devices))
+    return Command(str(given["model"]), address, engine_args, cores_of(config.devices), config.decoupled.most_nodes)

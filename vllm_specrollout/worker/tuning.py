@@ -108,6 +108,31 @@ class TunableMixin:
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
+    def spec_rollout_streams(self, window: int | None = None, fan_out: int | None = None) -> dict[str, Any]:
+        """Other windows for a decoupled drafter, and what it did since this was asked last.
+
+        Args:
+            window, fan_out: as in `decoupled`; default: as they are.
+
+        Returns:
+            "ranks": how often the target's token was the drafter's first choice, its second, ... and none of them, of
+            positions where it had any; "beats": per second, milliseconds of work, passes, streams and nodes in them.
+
+        Raises:
+            ConfigError: no drafter runs elsewhere.
+        """
+        remote = getattr(self.model_runner, "remote", None)
+        if remote is None:
+            raise ConfigError("no drafter runs elsewhere in this engine", 'start it with {"placement": "decoupled"}')
+        drafter = remote.drafter
+        drafter.window, drafter.fan_out = window or drafter.window, fan_out or drafter.fan_out
+        drafter.receive()
+        beats = [[beat.busy_ms, beat.passes, beat.streams, beat.rows] for beat in drafter.beats]
+        found = {"ranks": drafter.ranks.tolist(), "beats": beats}
+        drafter.ranks[:] = 0
+        drafter.beats.clear()
+        return found
+
     def _switches(self) -> SwitchCounter:
         listeners = self.model_runner.spec_rollout.listeners
         for listener in listeners:

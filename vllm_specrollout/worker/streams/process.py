@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 from vllm_specrollout.decoupled.address import open_mailbox
 from vllm_specrollout.decoupled.loop import Loop
 
+MOST_NODES = 16
+"""Nodes of a stream that are looked behind, unless something else is asked for."""
+
 
 def main() -> None:
     """As an engine begins it."""
@@ -22,10 +25,18 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--engine-args", type=json.loads, default={})
     parser.add_argument("--cores", default="")
+    parser.add_argument("--most-nodes", type=int, default=MOST_NODES)
     given = parser.parse_args()
     cores = [int(core) for core in given.cores.split(",") if core]
     with contextlib.suppress(KeyboardInterrupt):
-        serve(given.model, given.address, given.engine_args, cores=cores, parent=given.parent)
+        serve(
+            given.model,
+            given.address,
+            given.engine_args,
+            cores=cores,
+            parent=given.parent,
+            most_nodes=given.most_nodes,
+        )
 
 
 def serve(
@@ -36,11 +47,13 @@ def serve(
     cores: Sequence[int] = (),
     keys: str | None = None,
     parent: int | None = None,
+    most_nodes: int = MOST_NODES,
 ) -> None:
     """Draft with a model for the verifier at the other end of an address, until it says goodbye.
 
     Args:
         cores: CPU cores to run on; empty: all.
+        most_nodes: of a stream that are looked behind, at most.
         parent: the verifier's process, which began this one: it opened the mailbox, and where it is gone this one ends.
 
     Raises:
@@ -54,7 +67,7 @@ def serve(
         # imported late: an address that cannot be used is said at once
         from vllm_specrollout.worker.streams.engine import StreamEngine
 
-        engine = StreamEngine(model, engine_args=engine_args)
+        engine = StreamEngine(model, most_nodes, engine_args)
         try:
             Loop(engine, mailbox, lambda: parent is not None and os.getppid() != parent).run()
         finally:
