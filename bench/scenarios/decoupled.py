@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout.decoupled.rates import Exits, coupled_rate, plain_rate
-from vllm_specrollout.decoupled.rehearsal import Match, Setting, rehearse
-from vllm_specrollout.decoupled.times import AffineTime, fit_time
+from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
@@ -25,7 +23,7 @@ from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_rou
 from ..runner.models import DRAFT, find_model, quarter_drafter
 from ..runner.report import Found, number
 from ..runner.rows import Pair, quartiles
-from ..runner.runs import Run, WorkerTotals, first_difference
+from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 COUPLED, DECOUPLED = "coupled", "decoupled"
@@ -37,10 +35,10 @@ _STEPS = 2000  # of a rehearsal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to decode in one setting."""
+    """One way to draft in one setting."""
 
-    # tokens per second of a request, its quartiles over rounds; None where an output is not stock's
-    tokens_per_s: float | None
+    # times plain decoding, and the quartiles over rounds; None where an output is not stock's
+    speedup: float | None
     quartiles: tuple[float, float] | None
     estimated: float
     tokens_per_step: float
@@ -48,7 +46,7 @@ class Way:
     @property
     def error(self) -> float | None:
         """Of the estimate, as a share of what was measured."""
-        return None if self.tokens_per_s is None else self.estimated / self.tokens_per_s - 1.0
+        return None if self.speedup is None else self.estimated / self.speedup - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,9 @@ class Row:
     window: int
     identical: bool
     difference: str | None
-    # plain, coupled and decoupled
+    # of plain decoding, all requests together
+    stock_tokens_per_s: float | None
+    # coupled and decoupled
     ways: Mapping[str, Way]
     # the fastest by estimate and by measurement, and how much slower the first is than the second
     planned: str
@@ -70,16 +70,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What estimates are made of: measured with one drafter, on other problems."""
+    """What estimates are made of: of one drafter and batch, on other problems. Times are in plain steps of stock vLLM,
+    taken in the same minute: the host's speed drifts by more than what is compared."""
 
-    # of the target: on all cores, and on those it keeps beside the drafter, which works meanwhile
-    verify: AffineTime
-    verify_beside: AffineTime
-    # a pass of the drafter: between the target's, and on cores of its own; per row: a node that it looks at
-    draft: AffineTime
-    draft_beside: AffineTime
-    # share of positions at which the target's token is among the first 1, 2, ... choices
-    among: tuple[float, ...]
+    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside the
+    # drafter, which works meanwhile
+    verify: tuple[float, float]
+    verify_beside: tuple[float, float]
+    # a pass of the drafter between the target's
+    draft: float
+    # [2] one on cores of its own, and of each node that it looks at in a stream
+    draft_beside: tuple[float, float]
+    match: Match
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,31 +104,30 @@ class Decoupled(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        runs = len(self.drafters) * len(self.batches) * (len(self.windows) * (self.rounds + 2))
+        runs = len(self.drafters) * len(self.batches) * (1 + len(self.windows) * (1 + self.rounds))
         report = session.display.steps(1 + 2 * len(self.drafters) + runs)
         shape = {"seqs": max(self.batches), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         rows: list[Row] = []
-        facts: dict[str, Facts] = {}
+        facts: dict[str, dict[int, Facts]] = {}
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
             for drafter in self.drafters:
                 model = quarter_drafter(self.size, self.cache) if drafter == QUARTER else DRAFT
                 bench = _Bench(self, engines, drafter, str(model))
-                facts[drafter] = bench.learn()
-                rows += bench.rows(facts[drafter])
-        return Found(model=title, rows=rows, extra={"facts": {name: _plain(own) for name, own in facts.items()}})
+                facts[drafter], own = bench.run()
+                rows += own
+        told = {name: {batch: _plain(one) for batch, one in own.items()} for name, own in facts.items()}
+        return Found(model=title, rows=rows, extra={"facts": told})
 
     def show(self, found: Found, out: Console) -> None:
-        out.print(
-            f"{found.model}, {self.dtype}: tokens per second of a request, measured (and estimated)", markup=False
-        )
-        table = Table(
-            "drafter", "batch", "window", PLAIN, COUPLED, DECOUPLED, "planned", "fastest", "lost", pad_edge=False
-        )
+        out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
+        columns = ("drafter", "batch", "window", "stock tokens/s", COUPLED, DECOUPLED, "planned", "fastest", "lost")
+        table = Table(*columns, pad_edge=False)
         for row in found.rows:
-            shown = [_shown(row.ways[name]) for name in (PLAIN, COUPLED, DECOUPLED)]
+            shown = [_shown(row.ways[name]) for name in (COUPLED, DECOUPLED)]
             ends = (row.planned, row.fastest or "-", number(row.lost, ""))
-            table.add_row(row.drafter, str(row.batch), str(row.window), *shown, *ends)
+            own = (row.drafter, str(row.batch), str(row.window), number(row.stock_tokens_per_s, ""))
+            table.add_row(*own, *shown, *ends)
         out.print(table)
         for row in found.rows:
             if row.difference is not None:
@@ -134,27 +135,7 @@ class Decoupled(EngineScenario):
 
 
 def _shown(way: Way) -> str:
-    return "-" if way.tokens_per_s is None else f"{way.tokens_per_s:.1f} ({way.estimated:.1f}, {way.error:+.0%})"
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Runs of one arm with one batch: what its steps took in the mean."""
-
-    batch: int
-    ms: float
-    nodes: float
-    draft_ms: float
-
-    @classmethod
-    def of(cls, run: Run, batch: int) -> _Sums:
-        """Without the steps that compute prompts, as far as the worker tells them apart."""
-        totals = run.totals
-        wall = statistics.fmean(run.step_ms())
-        if totals is None:
-            return cls(batch, wall, 0.0, 0.0)
-        draft_ms = totals.draft_ms / totals.steps
-        return cls(batch, wall - draft_ms, totals.drafted / totals.request_steps, draft_ms)
+    return "-" if way.speedup is None else f"{way.speedup:.2f}x ({way.estimated:.2f}x, {way.error:+.0%})"
 
 
 class _Bench:
@@ -184,84 +165,69 @@ class _Bench:
 
     # --- measured ----------------------------------------------------------------------------------------------------
 
-    def _pairs(self, batch: int, window: int, seed: int, rounds: Sequence[int]) -> dict[str, list[Pair]]:
+    def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
         scenario, engines = self._scenario, self._engines
         chosen = problems(max(scenario.requests // batch, 1) * batch, seed)
         prompts = engines.encode(chosen)
-        pairs: dict[str, list[Pair]] = {COUPLED: [], DECOUPLED: []}
+        waves = [i // batch * batch for i in range(len(prompts))]
 
         def run(arm: str | None) -> Run:
-            params = [sampling(seed + i, scenario.max_tokens, None if arm is None else {}) for i in range(len(prompts))]
+            options: dict[str, Any] | None = None if arm is None else {}
+            params = [sampling(seed + i, scenario.max_tokens, options) for i in range(len(prompts))]
             name = STOCK if arm is None else self._name(arm)
             if arm is not None:
                 limits = {"max_draft_tokens": min(window * scenario.fan_out, 64), "max_depth": window}
                 engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
             if arm == DECOUPLED:
-                engines.ask(name, "rpc", method="spec_rollout_streams", window=window)
-            waves = [max(0, i // batch * batch) for i in range(len(prompts))]
+                self._ask_streams(window=window)
             return engines.run(name, prompts, params, "generate_in_waves", arrives_after=waves)
 
-        for round_ in rounds:
-            engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
-            for arm, pair in run_round(round_, (COUPLED, DECOUPLED), run).items():
-                pairs[arm].append(pair)
-            engines.report("", 1)
+        engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
+        pairs = run_round(round_, (COUPLED, DECOUPLED), run)
+        engines.report("", 1)
         return pairs
 
-    def learn(self) -> Facts:
-        """Times and match rates, of other problems."""
-        scenario = self._scenario
-        sums: dict[str, list[_Sums]] = {STOCK: [], COUPLED: [], DECOUPLED: []}
-        depths: list[int] = []
-        ranks = np.zeros(0)
-        beats: list[list[float]] = []
+    def run(self) -> tuple[dict[int, Facts], list[Row]]:
+        """Every setting: times and match rates on some problems, then speeds on others."""
+        scenario, facts, rows = self._scenario, {}, []
         for batch in scenario.batches:
+            learned = _Learned(batch)
+            # the first is a warm-up
+            for window in (scenario.windows[0], *scenario.windows):
+                pairs = self._round(batch, window, scenario.seed + _OTHERS, 0)
+                learned.add(window, pairs, self._ask_streams())
+            facts[batch] = learned.facts()
             for window in scenario.windows:
-                pairs = self._pairs(batch, window, scenario.seed + _OTHERS, (0,))
-                sums[STOCK].append(_Sums.of(pairs[COUPLED][0].stock, batch))
-                for arm in (COUPLED, DECOUPLED):
-                    sums[arm].append(_Sums.of(pairs[arm][0].ours, batch))
-                depths.append(window)
-                told = self._engines.ask(self._name(DECOUPLED), "rpc", method="spec_rollout_streams")
-                ranks = np.asarray(told["ranks"], dtype=np.float64) + (ranks if len(ranks) else 0.0)
-                beats += told["beats"]
-        return Facts(
-            verify=_line([*sums[STOCK], *sums[COUPLED]]),
-            verify_beside=_line(sums[DECOUPLED]),
-            draft=fit_time(
-                [one.batch for one in sums[COUPLED]],
-                [one.draft_ms / depth for one, depth in zip(sums[COUPLED], depths, strict=True)],
-            ).time,
-            draft_beside=_passes(beats),
-            among=tuple((np.cumsum(ranks)[: scenario.fan_out] / ranks.sum()).tolist()),
-        )
+                own: dict[str, list[Pair]] = {COUPLED: [], DECOUPLED: []}
+                for round_ in range(scenario.rounds):
+                    for arm, pair in self._round(batch, window, scenario.seed, round_).items():
+                        own[arm].append(pair)
+                rows.append(self._row(facts[batch], batch, window, own))
+        return facts, rows
+
+    def _ask_streams(self, **more: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = self._engines.ask(self._name(DECOUPLED), "rpc", method="spec_rollout_streams", **more)
+        return answer
 
     # --- estimated ---------------------------------------------------------------------------------------------------
 
-    def rows(self, facts: Facts) -> list[Row]:
-        scenario = self._scenario
-        return [self._row(facts, batch, window) for batch in scenario.batches for window in scenario.windows]
-
-    def _row(self, facts: Facts, batch: int, window: int) -> Row:
-        pairs = self._pairs(batch, window, self._scenario.seed, range(-1, self._scenario.rounds))
+    def _row(self, facts: Facts, batch: int, window: int, pairs: Mapping[str, list[Pair]]) -> Row:
         differences = [first_difference(pair.stock, pair.ours) for own in pairs.values() for pair in own]
         found = next((one for one in differences if one is not None), None)
         estimated = self._estimates(facts, batch, window)
         timed = {arm: [pair for pair in own if pair.is_timed] for arm, own in pairs.items()}
-        runs = {
-            PLAIN: [pair.stock for pair in timed[COUPLED]],
-            **{arm: [pair.ours for pair in own] for arm, own in timed.items()},
-        }
-        ways = {name: _way(own, batch, estimated[name], found is None) for name, own in runs.items()}
+        ways = {arm: _way(own, estimated[arm], found is None) for arm, own in timed.items()}
         planned = max(estimated, key=estimated.__getitem__)
-        speeds = {name: way.tokens_per_s for name, way in ways.items() if way.tokens_per_s is not None}
-        fastest = max(speeds, key=speeds.__getitem__, default=None)
+        speeds = {PLAIN: 1.0} | {arm: way.speedup for arm, way in ways.items() if way.speedup is not None}
+        fastest = max(speeds, key=speeds.__getitem__) if found is None else None
+        stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
         return Row(
             drafter=self._drafter,
             batch=batch,
             window=window,
             identical=found is None,
             difference=None if found is None else found.as_text(),
+            stock_tokens_per_s=statistics.median(stock) if found is None else None,
             ways=ways,
             planned=planned,
             fastest=fastest,
@@ -269,62 +235,90 @@ class _Bench:
         )
 
     def _estimates(self, facts: Facts, batch: int, window: int) -> dict[str, float]:
-        """Tokens per second of a request."""
-        fan_out, among = self._scenario.fan_out, facts.among
-        first, any_ = among[0], among[-1]
-        exits = Exits((any_ - first) / (1.0 - first) if first < 1.0 else 0.0, fan_out - 1)
+        """Times plain decoding."""
+        fan_out = self._scenario.fan_out
         setting = Setting(
-            verify_ms=lambda requests, rows: facts.verify_beside.ms(requests, rows / requests),
-            draft_ms=lambda streams, rows: facts.draft_beside.ms(streams, rows / streams),
-            match=Match(among=among),
+            verify_ms=lambda requests, rows: _at(facts.verify_beside, rows / requests),
+            draft_ms=lambda streams, rows: _at(facts.draft_beside, rows / streams),
+            match=facts.match,
             batch=batch,
             window=window,
             fan_out=fan_out,
             most_drafts=min(window * fan_out, 64),
+            most_depth=window,
         )
         beside = rehearse(setting, np.random.default_rng(self._scenario.seed), _STEPS)
-        rates = {
-            PLAIN: plain_rate(facts.verify, batch),
-            COUPLED: coupled_rate(facts.draft, facts.verify, batch, window, first, exits),
-            DECOUPLED: beside.rate,
-        }
-        return {name: 1e3 * rate for name, rate in rates.items()}
+        # a model's comb has two choices at each level
+        steps = window * facts.draft + _at(facts.verify, 2 * window)
+        return {PLAIN: 1.0, COUPLED: coupled_tokens(facts.match, window, 2) / steps, DECOUPLED: beside.rate}
 
 
-def _way(runs: Sequence[Run], batch: int, estimated: float, is_told: bool) -> Way:
-    speeds = [run.num_tokens / run.wall_s / batch for run in runs]
-    totals: WorkerTotals | None = runs[-1].totals
+def _at(line: tuple[float, float], nodes: float) -> float:
+    return line[0] + line[1] * nodes
+
+
+class _Learned:
+    """What estimates are made of, as it comes in, run by run."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        # arm -> [runs] nodes of a request, and what a step took, of stock's
+        self._steps: dict[str, list[tuple[float, float]]] = {COUPLED: [(0.0, 1.0)], DECOUPLED: []}
+        self._passes: list[float] = []
+        self._ranks: list[int] = []
+        # nodes of a stream, and what a pass took, of stock's steps
+        self._beats: list[tuple[float, float]] = []
+
+    def add(self, window: int, pairs: Mapping[str, Pair], told: Mapping[str, Any]) -> None:
+        plain_ms = statistics.fmean(pairs[COUPLED].stock.step_ms())
+        for arm, pair in pairs.items():
+            totals = pair.ours.totals
+            assert totals is not None
+            draft_ms = totals.draft_ms / totals.steps
+            step_ms = statistics.fmean(pair.ours.step_ms()) - draft_ms
+            self._steps[arm].append((totals.drafted / totals.request_steps, step_ms / plain_ms))
+            if arm == COUPLED:
+                self._passes.append(draft_ms / window / plain_ms)
+        self._ranks += told["ranks"]
+        known = [beat for beat in told["beats"] if beat[1] > 0]
+        self._beats += [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
+
+    def facts(self) -> Facts:
+        """Raises: ConfigError: the runs were too short to tell."""
+        if not self._ranks or not self._beats:
+            raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
+        return Facts(
+            verify=_line(self._steps[COUPLED]),
+            verify_beside=_line(self._steps[DECOUPLED]),
+            draft=statistics.median(self._passes),
+            draft_beside=_line(self._beats),
+            match=Match(np.asarray(self._ranks, dtype=np.int32)),
+        )
+
+
+def _way(pairs: Sequence[Pair], estimated: float, is_told: bool) -> Way:
+    speeds = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs]
+    last = pairs[-1].ours
     return Way(
-        tokens_per_s=statistics.median(speeds) if is_told else None,
+        speedup=statistics.median(speeds) if is_told else None,
         quartiles=quartiles(speeds) if is_told else None,
         estimated=estimated,
-        tokens_per_step=1.0 if totals is None else runs[-1].num_tokens / totals.request_steps,
+        tokens_per_step=1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
     )
 
 
-def _line(sums: Sequence[_Sums]) -> AffineTime:
-    """V(b, w) of steps in the mean."""
-    return fit_time([one.batch for one in sums], [one.ms for one in sums], [one.nodes for one in sums]).time
-
-
-def _passes(beats: Sequence[Sequence[float]]) -> AffineTime:
-    """D of a process that said what it did, second by second.
-
-    Raises:
-        ConfigError: it said nothing.
-    """
-    known = [beat for beat in beats if beat[1] > 0]
-    if not known:
-        raise ConfigError("the drafter's process said nothing of its work", "run more tokens, with `--max-tokens`")
-    ms, passes, streams, rows = np.asarray(known, dtype=np.float64).T
-    return fit_time(np.maximum(streams / passes, 1.0), ms / passes, rows / np.maximum(streams, 1.0)).time
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Through (nodes, time), by least squares; a node that seems to take less than nothing takes nothing."""
+    nodes, times = np.asarray(points, dtype=np.float64).T
+    spread = float(((nodes - nodes.mean()) ** 2).sum())
+    slope = float(((nodes - nodes.mean()) * (times - times.mean())).sum()) / spread if spread else 0.0
+    slope = max(slope, 0.0)
+    return float(times.mean() - slope * nodes.mean()), slope
 
 
 def _plain(facts: Facts) -> dict[str, Any]:
-    lines = ("verify", "verify_beside", "draft", "draft_beside")
-    own = {name: getattr(facts, name) for name in lines}
-    shown = {name: [line.fixed_ms, line.per_request_ms, line.per_row_ms] for name, line in own.items()}
-    return {"fixed, per request, per row ms": shown, "among": list(facts.among)}
+    shares = [facts.match.among(count) for count in (1, 2, 3)]
+    return {**asdict(facts), "match": {"positions": len(facts.match.ranks), "among": shares}}
 
 
 bench_decoupled = command(Decoupled)

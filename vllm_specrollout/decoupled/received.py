@@ -28,27 +28,20 @@ class Fitting:
     is_first: list[bool]
 
 
-MOST_CHOICES = 8
-"""Choices behind one token that are told apart, at most: `decoupled.fan_out` has this limit."""
-
-
-def no_ranks() -> IntArray:
-    """[MOST_CHOICES + 1] how often the target's token was the first choice, the second, ...; the last: none."""
-    return np.zeros(MOST_CHOICES + 1, dtype=np.int32)
+NONE_OF_THEM = 8
+"""Rank of a token that no choice was: `decoupled.fan_out` is at most that."""
 
 
 class Received:
-    """The newest tree of one request's stream.
+    """The newest tree of one request's stream."""
 
-    Args:
-        ranks: as `no_ranks`; counted up, each position once.
-    """
-
-    def __init__(self, ranks: IntArray | None = None) -> None:
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+        """Which of the drafter's choices the request's tokens were: 0 the first, `NONE_OF_THEM` none. In the tokens'
+        order, each once, without those that came before any choice did."""
         self._drafts: Drafts | None = None
-        self._ranks = no_ranks() if ranks is None else ranks
-        # tokens whose ranks are counted
-        self._num_counted = 0
+        # tokens whose ranks are known, or will never be
+        self._num_ranked = 0
 
     def put(self, drafts: Drafts) -> None:
         """A tree has come: it takes the place of an older one."""
@@ -71,11 +64,11 @@ class Received:
         at = ROOT
         for position, token in enumerate(token_ids[drafts.position :].tolist(), drafts.position):
             below = [child for child, parent in enumerate(parents) if parent == at]
-            rank = next((rank for rank, child in enumerate(below) if tokens[child] == token), MOST_CHOICES)
-            if below and position >= self._num_counted:
-                self._ranks[min(rank, MOST_CHOICES)] += 1
-                self._num_counted = position + 1
-            if rank == MOST_CHOICES:
+            rank = next((rank for rank, child in enumerate(below) if tokens[child] == token), NONE_OF_THEM)
+            if below and position >= self._num_ranked:
+                self.ranks.append(rank)
+                self._num_ranked = position + 1
+            if rank == NONE_OF_THEM:
                 self._drafts = None
                 return None
             at = below[rank]

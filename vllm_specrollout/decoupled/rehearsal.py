@@ -7,6 +7,7 @@ The formulas of timetable.py are of windows, without exits behind exits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from vllm_specrollout.decoupled.received import Fitting, Received
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.types import ROOT
+from vllm_specrollout.types import MOST_NODES, ROOT, IntArray
 
 PassTime = Callable[[int, int], float]
 """Requests, and rows beside each one's first in all -> milliseconds of a pass."""
@@ -28,26 +29,42 @@ _TARGETS = 1  # the token that the target samples, at any position; others are d
 _LONG = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Match:
-    """How often a drafter's choices are the target's token.
+    """Which of a drafter's choices the target's tokens are.
+
+    Misses come in clusters: with ranks in their order a chain of 8 holds more often than shares alone would say.
 
     Raises:
-        ConfigError: shares that are none, or that fall.
+        ConfigError: no ranks, or one below 0.
     """
 
-    # [F] share of positions at which the token is among the first 1, 2, ... choices
-    among: Sequence[float]
+    # [positions] 0: the first choice; from `fan_out` on: none of them. In the tokens' order, if that is known
+    ranks: IntArray
 
     def __post_init__(self) -> None:
-        for share in self.among:
-            check_real("match rates", share, 0, 1)
-        if not self.among or list(self.among) != sorted(self.among):
-            raise ConfigError(f"match rates are {list(self.among)}", "give rising shares, of 1, 2, ... choices")
+        if not len(self.ranks) or int(self.ranks.min()) < 0:
+            raise ConfigError(f"{len(self.ranks)} ranks are given, the least 0", "give one or more, each 0 or above")
 
-    def rank(self, uniform: float) -> int:
-        """Which choice the target's token is; `len(among)`: none of them."""
-        return int(np.searchsorted(self.among, uniform, side="right"))
+    @classmethod
+    def of_shares(cls, among: Sequence[float], rng: np.random.Generator, count: int = 1 << 14) -> Match:
+        """Drawn, without clusters.
+
+        Args:
+            among: [F] share of positions at which the token is among the first 1, 2, ... choices.
+
+        Raises:
+            ConfigError: shares that are none, or that fall.
+        """
+        for share in among:
+            check_real("match rates", share, 0, 1)
+        if not among or list(among) != sorted(among):
+            raise ConfigError(f"match rates are {list(among)}", "give rising shares, of 1, 2, ... choices")
+        return cls(np.searchsorted(among, rng.random(count), side="right").astype(np.int32))
+
+    def among(self, count: int) -> float:
+        """Share of positions at which the token is one of the first `count` choices."""
+        return float((self.ranks < count).mean())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +79,10 @@ class Setting:
     batch: int = 1
     window: int = 4
     fan_out: int = 2
-    # nodes of a stream that are looked behind, and of a request that are verified, at most
+    # nodes of a stream that are looked behind; nodes and levels of a request that are verified, at most
     most_nodes: int = 16
     most_drafts: int = 16
+    most_depth: int = MOST_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +104,8 @@ class Yield:
 @dataclass(slots=True)
 class _Request:
     stream: Stream
-    # [positions] which choice the target's token is, drawn as far as needed
-    ranks: list[int]
+    # where among the known ranks its own begin
+    first_rank: int
     received: Received = field(default_factory=Received)
     num_tokens: int = 1
 
@@ -96,11 +114,14 @@ class Rehearsal:
     """One setting, over as many steps as asked for.
 
     Args:
-        rng: draws the matches.
+        rng: draws where each request begins among the known ranks.
     """
 
     def __init__(self, setting: Setting, rng: np.random.Generator) -> None:
         self._setting, self._rng, self._survival = setting, rng, Survival()
+        among = [setting.match.among(count) for count in range(setting.fan_out + 1)]
+        # [fan_out] what the drafter thinks of its choices: how often they hold
+        self._log_q = [math.log(max(after - before, 1e-3)) for before, after in itertools.pairwise(among)]
         self._requests = [self._begun(handle) for handle in range(setting.batch)]
         # verdicts that the drafter has not read, and its pass in progress: when it ends, and who is in it
         self._told: deque[tuple[int, Verdict]] = deque()
@@ -132,7 +153,7 @@ class Rehearsal:
 
     def _fitting(self, request: _Request) -> Fitting | None:
         own = np.full(request.num_tokens, _TARGETS, dtype=np.int32)
-        return request.received.fitting(own, self._setting.most_drafts, 2 * self._setting.window, False)
+        return request.received.fitting(own, self._setting.most_drafts, self._setting.most_depth, False)
 
     @staticmethod
     def _accepted(request: _Request, own: Fitting) -> int:
@@ -195,19 +216,29 @@ class Rehearsal:
 
     def _choices(self, request: _Request, position: int, is_on_path: bool) -> Choices:
         """What the drafter would have at a position: the target's token has the rank drawn for it, if any."""
-        while len(request.ranks) <= position:
-            request.ranks.append(self._setting.match.rank(float(self._rng.random())))
-        among, width = self._setting.match.among, self._setting.fan_out
-        rank = request.ranks[position] if is_on_path else len(among)
+        ranks, width = self._setting.match.ranks, self._setting.fan_out
+        rank = int(ranks[(request.first_rank + position) % len(ranks)]) if is_on_path else width
         tokens = [_TARGETS if i == rank else _TARGETS + 1 + i for i in range(width)]
-        shares = np.diff([0.0, *among, *[among[-1]] * max(width - len(among), 0)])[:width]
-        return Choices(tokens, [math.log(max(float(share), 1e-3)) for share in shares])
+        return Choices(tokens, self._log_q)
 
     def _begun(self, handle: int) -> _Request:
         setting, none = self._setting, np.zeros(0, np.int64)
         first = np.asarray([_TARGETS], np.int32)
         opened = Open(handle, 0, first, none, 0.0, 0, 1.0, 0.0, _LONG, setting.window, setting.fan_out)
-        return _Request(Stream(opened, _LONG, setting.most_nodes, self._survival), [])
+        first_rank = int(self._rng.integers(len(setting.match.ranks)))
+        return _Request(Stream(opened, _LONG, setting.most_nodes, self._survival), first_rank)
+
+
+def coupled_tokens(match: Match, window: int, fan_out: int) -> float:
+    """Tokens of a step that verifies w levels, each with its first choice and leaves beside it."""
+    ranks, at, steps = match.ranks.tolist(), 0, 0
+    while at < len(ranks):
+        own = ranks[at : at + window]
+        held = next((i for i, rank in enumerate(own) if rank), len(own))
+        # a leaf that is hit yields the target's token behind it as well
+        is_hit = held < len(own) and own[held] < fan_out
+        at, steps = at + held + 1 + is_hit, steps + 1
+    return at / steps
 
 
 def rehearse(setting: Setting, rng: np.random.Generator, steps: int = 2000) -> Yield:

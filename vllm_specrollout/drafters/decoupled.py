@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vllm_specrollout.decoupled.child import DrafterProcess
 from vllm_specrollout.decoupled.mailbox import Mailbox
 from vllm_specrollout.decoupled.messages import Beat, Bye, Close, Drafts, Hello, Message, Open, Verdict
-from vllm_specrollout.decoupled.received import Fitting, Received, no_ranks, together
+from vllm_specrollout.decoupled.received import Fitting, Received, together
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, empty_trees
 
@@ -26,7 +26,7 @@ SILENCE = 64
 """Verdicts without an answer after which a stream is opened anew: it was preempted, or messages of its are lost."""
 HANG_S = 30.0
 """Seconds without an answer after which a process counts as hanging, and is killed and begun anew."""
-_BEATS = 600  # kept
+_BEATS, _RANKS = 600, 1 << 16  # kept
 _OVERLAP = 8  # tokens before the new ones that a verdict repeats, in case that the last one is lost
 
 
@@ -119,8 +119,8 @@ class DecoupledDrafter(BaseDrafter):
         self._requests: dict[str, Following] = {}
         self._by_handle: dict[int, Following] = {}
         self._next_handle = 1
-        # as in `received.no_ranks`
-        self.ranks = no_ranks()
+        # as `Received.ranks`, of requests that are over, one behind another
+        self.ranks: deque[int] = deque(maxlen=_RANKS)
         self.beats: deque[Beat] = deque(maxlen=_BEATS)
         """What the process did, about a second each, newest last."""
 
@@ -152,6 +152,7 @@ class DecoupledDrafter(BaseDrafter):
         following = self._requests.pop(request_id, None)
         if following is not None:
             del self._by_handle[following.handle]
+            self.ranks.extend(following.received.ranks)
             self.mailbox.send(Close(following.handle))
 
     def close(self) -> None:
@@ -219,7 +220,7 @@ class DecoupledDrafter(BaseDrafter):
         )
         if told:
             self._next_handle += 1
-            following = Following(handle, len(tokens), received=Received(self.ranks))
+            following = Following(handle, len(tokens))
             self._requests[view.request_id] = self._by_handle[handle] = following
             self.counts.opened += 1
 

@@ -115,8 +115,8 @@ class TunableMixin:
             window, fan_out: as in `decoupled`; default: as they are.
 
         Returns:
-            "ranks": how often the target's token was the drafter's first choice, its second, ... and none of them, of
-            positions where it had any; "beats": per second, milliseconds of work, passes, streams and nodes in them.
+            "ranks": which of the drafter's choices the tokens of requests that are over were, as `Received.ranks`;
+            "beats": per second, milliseconds of work, passes, streams and nodes in them.
 
         Raises:
             ConfigError: no drafter runs elsewhere.
@@ -128,8 +128,8 @@ class TunableMixin:
         drafter.window, drafter.fan_out = window or drafter.window, fan_out or drafter.fan_out
         drafter.receive()
         beats = [[beat.busy_ms, beat.passes, beat.streams, beat.rows] for beat in drafter.beats]
-        found = {"ranks": drafter.ranks.tolist(), "beats": beats}
-        drafter.ranks[:] = 0
+        found = {"ranks": list(drafter.ranks), "beats": beats}
+        drafter.ranks.clear()
         drafter.beats.clear()
         return found
 
