@@ -285,10 +285,9 @@ def _build_nested(cls: type, value: Any, origin: str, name: str) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"`{name}` is {value!r}, of type {type(value).__name__}",
-            f"give an object with the keys: {', '.join(f.name for f in fields(cls))}",
-        )
+        keys = ", ".join(f.name for f in fields(cls))
+        cause = f"`{name}` is {value!r}, of type {type(value).__name__}"
+        raise ConfigError(cause, f"give an object with the keys: {keys}")
     return _build(cls, value, origin, f"{name}.")
 
 

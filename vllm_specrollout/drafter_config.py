@@ -156,6 +156,8 @@ class DecoupledConfig:
     """Tokens of a draft window: the drafter is two of them ahead at most."""
     fan_out: int = 2
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
+    most_nodes: int = 16
+    """Nodes of a request's tree that it looks behind, at most: those that the target reaches most often."""
     address: str = ""
     """Where a `specrollout drafter` listens that was started by hand: `ipc://PATH` or `tcp://HOST:PORT`; empty: the
     engine starts one of its own, and stops it."""
@@ -176,6 +178,7 @@ class DecoupledConfig:
             )
         check_range("decoupled.window", self.window, 1, 64)
         check_range("decoupled.fan_out", self.fan_out, 1, 8)
+        check_range("decoupled.most_nodes", self.most_nodes, 1, 64)
         check_real("decoupled.start_s", self.start_s, 0.0, 86400.0)
         if self.address and not self.address.startswith(("ipc://", "tcp://")):
             raise ConfigError(

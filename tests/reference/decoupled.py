@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_specrollout.decoupled.following import Sampling
+from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
@@ -107,6 +108,7 @@ class FakeEngine:
     max_requests: int = 64
     most_tokens: int = 10_000
     drafted: int = 0
+    work: Work = field(default_factory=Work)
     streams: dict[int, Stream] = field(default_factory=dict)
     # of each rejection: tokens wasted, and the window
     wasted: list[tuple[int, int]] = field(default_factory=list)

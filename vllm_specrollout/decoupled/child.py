@@ -39,6 +39,8 @@ class Command:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # CPU cores; empty: all of them
     cores: tuple[int, ...] = ()
+    # of a stream that are looked behind, at most; None: as the process has it
+    most_nodes: int | None = None
     # whether it serves at the address itself, and stays when a verifier leaves, for the next one
     stays: bool = False
     # file in which it leaves its process id once it is ready; empty: none
@@ -49,6 +51,7 @@ class Command:
         args = json.dumps(dict(self.engine_args))
         module = "vllm_specrollout.worker.streams.process"
         more = ["--cores", ",".join(map(str, self.cores))] if self.cores else []
+        more += [] if self.most_nodes is None else ["--most-nodes", str(self.most_nodes)]
         more += ["--stay"] if self.stays else []
         more += ["--ready", self.ready] if self.ready else []
         parent = ["--parent", str(os.getpid())]

@@ -6,6 +6,7 @@ What belongs here: what that drafter is told of each request and when, and what 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,7 @@ from vllm_specrollout.types import RequestView
 
 SILENCE = 64
 """Verdicts without an answer after which a stream is opened anew: it was preempted, or messages of its are lost."""
+_RANKS = 1 << 16  # kept
 _OVERLAP = 8  # tokens before the new ones that a verdict repeats, in case that the last one is lost
 
 
@@ -96,6 +98,8 @@ class Requests:
     ) -> None:
         self.window, self.fan_out = window, fan_out
         self.counts = Counts()
+        self.ranks: deque[int] = deque(maxlen=_RANKS)
+        """As `Received.ranks`, of requests that are over, one behind another."""
         self.only = None if only is None else frozenset(only)
         self.told_at: float | None = None
         """When the drafter was told something that it has not answered yet."""
@@ -142,6 +146,7 @@ class Requests:
         if following is not None:
             del self._by_handle[following.handle]
             self.counts.over += following.received.score
+            self.ranks.extend(following.received.ranks)
             self._send(Close(following.handle))
 
     def forget_all(self) -> None:
@@ -152,6 +157,11 @@ class Requests:
     def score(self) -> Score:
         """How its drafts fared, in requests that run and in those that are over."""
         return sum((following.received.score for following in self.open.values()), self.counts.over)
+
+    @property
+    def wasted(self) -> int:
+        """As in `score`, without counting the rest."""
+        return self.counts.over.wasted + sum(following.received.wasted for following in self.open.values())
 
     def _open(self, view: RequestView) -> None:
         sampling = self._noise.sampling(view.request_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +23,7 @@ logger = logging.getLogger("vllm.specrollout")
 
 HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""
+_BEATS = 600  # kept
 # seconds after which a drafter that has not answered is greeted again: at first, and at most
 _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
 
@@ -81,6 +83,8 @@ class Link:
         """Why it will not draft; empty: it does, or may yet."""
         self.drafted, self.busy_s = 0, 0.0
         """Tokens, and seconds spent on them, by the drafter's own word."""
+        self.beats: deque[Beat] = deque(maxlen=_BEATS)
+        """What the process did, about a second each, newest last."""
         self._vocab_size, self._clock = vocab_size, clock
         # when it is greeted again
         self._greet_at, self._patience_s = 0.0, _FIRST_PATIENCE_S
@@ -172,6 +176,7 @@ class Link:
             case Bye():
                 self.is_there = False
             case Beat():
+                self.beats.append(message)
                 self.drafted, self.busy_s = message.drafted, self.busy_s + message.busy_ms / 1e3
 
     def _greeted(self, hello: Hello) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_specrollout.decoupled.mailbox import Mailbox
@@ -18,12 +19,23 @@ BEAT_S = 1.0
 _IDLE_S = 0.2  # longest wait for a message; the parent is looked for as often
 
 
+@dataclass(slots=True)
+class Work:
+    """What an engine has done since it was last asked."""
+
+    passes: int = 0
+    # summed over passes: streams in them, and nodes that they looked at
+    streams: int = 0
+    rows: int = 0
+
+
 class Engine(Protocol):
     """An engine that drafts; `worker.streams.engine.StreamEngine` is one."""
 
     vocab_size: int
     max_requests: int
     drafted: int
+    work: Work
 
     @property
     def may_draft(self) -> bool:
@@ -93,8 +105,11 @@ class Loop:
         if now >= self._next_beat:
             # a verifier that says nothing may not listen either: beats would pile up
             if self._was_heard:
-                self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted))
+                work = self._engine.work
+                done = (work.passes, work.streams, work.rows)
+                self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted, *done))
             self._next_beat, self._busy_s, self._was_heard = now + BEAT_S, 0.0, False
+            self._engine.work = Work()
             self._is_ended = self._is_ended or self._is_over()
 
     def _take(self, message: Message) -> None:

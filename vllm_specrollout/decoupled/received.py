@@ -50,14 +50,27 @@ class Score:
         )
 
 
+NONE_OF_THEM = 8
+"""Rank of a token that no choice was: `decoupled.fan_out` is at most that."""
+
+
 class Received:
     """The newest tree of one request's stream."""
 
     def __init__(self) -> None:
-        self.score = Score()
+        self.ranks: list[int] = []
+        """Which of the drafter's choices the request's tokens were: 0 the first, `NONE_OF_THEM` none. In the tokens'
+        order, each once, without those that came before any choice did."""
+        self.wasted = 0
+        """As in `Score`."""
         self._drafts: Drafts | None = None
-        # positions below this one are in the score, or were never drafted for
-        self._next_position = 0
+        # tokens whose ranks are known, or will never be
+        self._num_ranked = 0
+
+    @property
+    def score(self) -> Score:
+        tried, missed = len(self.ranks), self.ranks.count(NONE_OF_THEM)
+        return Score(tried, self.ranks.count(0), tried - missed, self.wasted)
 
     def put(self, drafts: Drafts) -> None:
         """A tree has come: it takes the place of an older one."""
@@ -79,17 +92,20 @@ class Received:
         tokens, parents, log_q = drafts.token_ids.tolist(), drafts.parents.tolist(), drafts.log_q.tolist()
         at, is_stream = ROOT, True
         for position, token in enumerate(token_ids[drafts.position :].tolist(), drafts.position):
-            children = [child for child in range(at + 1, len(parents)) if parents[child] == at]
-            found = next((child for child in children if tokens[child] == token), None)
-            is_first = found is not None and found == children[0]
-            if children and position >= self._next_position:
-                wasted = 0 if is_first or not is_stream else _stream_below(parents, children[0])
-                self.score += Score(1, int(is_first), int(found is not None), wasted)
-                self._next_position = position + 1
-            if found is None:
+            below = [child for child, parent in enumerate(parents) if parent == at]
+            # a tree of another process may have more choices than were asked for
+            rank = next(
+                (rank for rank, child in enumerate(below[:NONE_OF_THEM]) if tokens[child] == token), NONE_OF_THEM
+            )
+            if below and position >= self._num_ranked:
+                self.ranks.append(rank)
+                self._num_ranked = position + 1
+                if rank and is_stream:
+                    self.wasted += _stream_below(parents, below[0])
+            if rank == NONE_OF_THEM:
                 self._drafts = None
                 return None
-            at, is_stream = found, is_stream and is_first
+            at, is_stream = below[rank], is_stream and not rank
         # node -> its place among those kept, and its depth
         place, depth = {at: ROOT}, {at: 0}
         kept = Fitting([], [], [], [])

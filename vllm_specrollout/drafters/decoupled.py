@@ -16,7 +16,7 @@ from vllm_specrollout.decoupled.child import DrafterProcess
 from vllm_specrollout.decoupled.following import TargetNoise
 from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.received import Fitting, Score, together
+from vllm_specrollout.decoupled.received import Fitting, together
 from vllm_specrollout.decoupled.united import united
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError
@@ -63,8 +63,8 @@ class DecoupledDrafter(BaseDrafter):
         self._noise, self._vocab_size = noise, vocab_size
         self._window, self._fan_out = window, fan_out
         self._connect, self._clock = connect, clock
-        # of links that are no more: trees that came, and how they fared
-        self._gone = (0, Score())
+        # of links that are no more: trees that came, and tokens wasted
+        self._gone = (0, 0)
         # begun by the engine and told to end
         self._dismissed: list[DrafterProcess] = []
 
@@ -191,10 +191,10 @@ class DecoupledDrafter(BaseDrafter):
 
     def totals(self) -> tuple[int, int, int]:
         """Drafters that are there now; trees that came, and tokens wasted, from all that were ever attached."""
-        trees, score = self._gone
+        trees, wasted = self._gone
         for link in self.links.values():
-            trees, score = trees + link.requests.counts.trees, score + link.requests.score
-        return sum(link.is_there for link in self.links.values()), trees, score.wasted
+            trees, wasted = trees + link.requests.counts.trees, wasted + link.requests.wasted
+        return sum(link.is_there for link in self.links.values()), trees, wasted
 
     def _link(self, name: str) -> Link:
         if name not in self.links:
@@ -207,8 +207,8 @@ class DecoupledDrafter(BaseDrafter):
         link.leave(why)
         if link.process is not None:
             self._dismissed.append(link.process)
-        trees, score = self._gone
-        self._gone = trees + link.requests.counts.trees, score + link.requests.score
+        trees, wasted = self._gone
+        self._gone = trees + link.requests.counts.trees, wasted + link.requests.wasted
         self.works_ahead = bool(self.links)
 
 

@@ -104,7 +104,7 @@ def begin(runner: Any) -> DecoupledDrafter | None:
         # a name that no other engine has
         address = f"shm://spec-rollout-{os.getpid()}-{time.monotonic_ns():x}"
         mailbox = open_mailbox(address, serve=True)
-        drafter.link(started.name, mailbox, DrafterProcess(_command(started, vllm_config, address)))
+        drafter.link(started.name, mailbox, DrafterProcess(_command(started, vllm_config, address, own.most_nodes)))
     return drafter
 
 
@@ -176,7 +176,7 @@ def join(runner: Any) -> None:
         time.sleep(_POLL_S)
 
 
-def _command(started: StartedDrafter, vllm_config: Any, address: str) -> Command:
+def _command(started: StartedDrafter, vllm_config: Any, address: str, most_nodes: int) -> Command:
     """The drafter's engine is like the target's, where its settings say nothing else."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     engine_args = {
@@ -187,4 +187,4 @@ def _command(started: StartedDrafter, vllm_config: Any, address: str) -> Command
         "kv_cache_memory_bytes": _KV_CACHE,
         **started.engine_args,
     }
-    return Command(started.model, address, engine_args, cores_of(started.devices))
+    return Command(started.model, address, engine_args, cores_of(started.devices), most_nodes)

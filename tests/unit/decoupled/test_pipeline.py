@@ -145,14 +145,14 @@ class Rollout:
                 assert wasted <= 2 * window - 1
 
     def check_end(self) -> None:
-        """Whoever was told that its verifier leaves has nothing left of it."""
-        for name in list(self.drafter.links):
-            self.others[int(name)].line.chance = 0.0
-            self.drafter.detach(name)
-        for other in self.others:
+        """Whoever hears that its verifier leaves has nothing left of it, nor of one that left without being heard."""
+        for i, other in enumerate(self.others):
             other.hangs_until, other.line.chance = 0, 0.0
-        for _ in range(2):
-            self.turn()
+            if str(i) not in self.drafter.links:
+                self.attach(i)
+            self.drafter.detach(str(i))
+            for _ in range(2):
+                other.loop.turn()
         assert not any(other.engine.streams for other in self.others)
 
 

@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 from vllm_specrollout.decoupled.address import open_mailbox
 from vllm_specrollout.decoupled.loop import Loop
 
+MOST_NODES = 16
+"""Nodes of a stream that are looked behind, unless something else is asked for."""
+
 
 def main() -> None:
     """As an engine begins it."""
@@ -23,6 +26,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--engine-args", type=json.loads, default={})
     parser.add_argument("--cores", default="")
+    parser.add_argument("--most-nodes", type=int, default=MOST_NODES)
     parser.add_argument("--stay", action="store_true")
     parser.add_argument("--ready", default="")
     given = parser.parse_args()
@@ -34,6 +38,7 @@ def main() -> None:
             given.engine_args,
             cores=cores,
             parent=given.parent,
+            most_nodes=given.most_nodes,
             stays=given.stay,
             ready=given.ready,
         )
@@ -47,6 +52,7 @@ def serve(
     cores: Sequence[int] = (),
     keys: str | None = None,
     parent: int | None = None,
+    most_nodes: int = MOST_NODES,
     stays: bool = False,
     ready: str = "",
 ) -> None:
@@ -54,6 +60,7 @@ def serve(
 
     Args:
         cores: CPU cores to run on; empty: all.
+        most_nodes: of a stream that are looked behind, at most.
         parent: the process which began this one: where it is gone this one ends. Unless this one stays, that is the
             verifier's, and serves the mailbox.
         stays: for one verifier after another: this process serves the mailbox, and ends when it is told to.
@@ -70,7 +77,7 @@ def serve(
         # imported late: an address that cannot be used is said at once
         from vllm_specrollout.worker.streams.engine import StreamEngine
 
-        engine = StreamEngine(model, engine_args=engine_args)
+        engine = StreamEngine(model, most_nodes, engine_args)
         try:
             if ready:
                 Path(ready).write_text(str(os.getpid()), encoding="ascii")

@@ -1,4 +1,4 @@
-"""What of a tree still fits, and how its drafts fared."""
+"""How drafts fared, and what of a tree still fits."""
 
 import numpy as np
 import pytest
