@@ -73,8 +73,8 @@ class Facts:
     """What estimates are made of: of one drafter and batch, on other problems. Times are in plain steps of stock vLLM,
     taken in the same minute: the host's speed drifts by more than what is compared."""
 
-    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside the
-    # drafter, which works meanwhile
+    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside
+    # the drafter, which works meanwhile
     verify: tuple[float, float]
     verify_beside: tuple[float, float]
     # a pass of the drafter between the target's
