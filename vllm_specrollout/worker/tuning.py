@@ -15,6 +15,7 @@ import numpy as np
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.recorder import Recorder
@@ -108,11 +109,20 @@ class TunableMixin:
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
-    def spec_rollout_streams(self, window: int | None = None, fan_out: int | None = None) -> dict[str, Any]:
-        """Other windows for a decoupled drafter, and what it did since this was asked last.
+    def spec_rollout_set_streams(self, window: int | None = None, fan_out: int | None = None) -> None:
+        """Other windows for a decoupled drafter, from the next step on.
 
         Args:
             window, fan_out: as in `decoupled`; default: as they are.
+
+        Raises:
+            ConfigError: no drafter runs elsewhere.
+        """
+        drafter = self._remote_drafter()
+        drafter.window, drafter.fan_out = window or drafter.window, fan_out or drafter.fan_out
+
+    def spec_rollout_streams(self) -> dict[str, Any]:
+        """What a decoupled drafter did since this was asked last.
 
         Returns:
             "ranks": which of the drafter's choices the tokens of requests that are over were, as `Received.ranks`;
@@ -121,17 +131,20 @@ class TunableMixin:
         Raises:
             ConfigError: no drafter runs elsewhere.
         """
-        remote = getattr(self.model_runner, "remote", None)
-        if remote is None:
-            raise ConfigError("no drafter runs elsewhere in this engine", 'start it with {"placement": "decoupled"}')
-        drafter = remote.drafter
-        drafter.window, drafter.fan_out = window or drafter.window, fan_out or drafter.fan_out
+        drafter = self._remote_drafter()
         drafter.receive()
         beats = [[beat.busy_ms, beat.passes, beat.streams, beat.rows] for beat in drafter.beats]
         found = {"ranks": list(drafter.ranks), "beats": beats}
         drafter.ranks.clear()
         drafter.beats.clear()
         return found
+
+    def _remote_drafter(self) -> DecoupledDrafter:
+        remote = getattr(self.model_runner, "remote", None)
+        if remote is None:
+            raise ConfigError("no drafter runs elsewhere in this engine", 'start it with {"placement": "decoupled"}')
+        drafter: DecoupledDrafter = remote.drafter
+        return drafter
 
     def _switches(self) -> SwitchCounter:
         listeners = self.model_runner.spec_rollout.listeners
