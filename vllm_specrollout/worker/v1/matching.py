@@ -30,7 +30,7 @@ class Matches:
     best_two: dict[str, int] = field(default_factory=dict)
     # what rejection sampling would accept: sum of min(p, q)
     overlap: float = 0.0
-    # [positions] which choice the target's token is as drafts are drawn now: 0, 1, or 2 for neither; request by request,
+    # [positions] which choice the target's token is, as drafts are drawn now: 0, 1, or 2 for neither; by request,
     # each in the order of its tokens
     ranks: list[int] = field(default_factory=list)
     sharpness: float = 0.0
