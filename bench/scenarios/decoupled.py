@@ -1,7 +1,7 @@
 """`specrollout bench decoupled`: a model that drafts in the target's own steps, and beside them on cores of its own.
 
-Each setting is measured and estimated. The estimates know times and match rates of other problems alone, so they say
-how far a plan can be trusted.
+Each setting is measured and estimated. The estimates know times and match rates of earlier answers to the same problems
+alone, so they say how far a plan can be trusted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 COUPLED, DECOUPLED = "coupled", "decoupled"
 QUARTER, SMALL = "quarter", "small"
 PLAIN = "plain"
-_OTHERS = 1  # added to the seed of the problems that times and match rates are taken from
+_EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _STEPS = 2000  # of a rehearsal
 
 
@@ -70,11 +70,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What estimates are made of: of one drafter and batch, on other problems. Times are in plain steps of stock vLLM,
+    """What estimates are made of: of one drafter and batch, on earlier answers. Times are in plain steps of stock vLLM,
     taken in the same minute: the host's speed drifts by more than what is compared."""
 
-    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside the
-    # drafter, which works meanwhile
+    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside
+    # the drafter, which works meanwhile
     verify: tuple[float, float]
     verify_beside: tuple[float, float]
     # a pass of the drafter between the target's
@@ -104,8 +104,8 @@ class Decoupled(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        runs = len(self.drafters) * len(self.batches) * (1 + len(self.windows) * (1 + self.rounds))
-        report = session.display.steps(1 + 2 * len(self.drafters) + runs)
+        runs = len(self.drafters) * len(self.batches) * (1 + 2 * len(self.windows) * self.rounds)
+        report = session.display.steps(1 + 3 * len(self.drafters) + runs)
         shape = {"seqs": max(self.batches), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         rows: list[Row] = []
         facts: dict[str, dict[int, Facts]] = {}
@@ -167,19 +167,17 @@ class _Bench:
 
     def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
         scenario, engines = self._scenario, self._engines
-        chosen = problems(max(scenario.requests // batch, 1) * batch, seed)
-        prompts = engines.encode(chosen)
+        prompts = self._prompts()
         waves = [i // batch * batch for i in range(len(prompts))]
 
         def run(arm: str | None) -> Run:
-            options: dict[str, Any] | None = None if arm is None else {}
-            params = [sampling(seed + i, scenario.max_tokens, options) for i in range(len(prompts))]
             name = STOCK if arm is None else self._name(arm)
             if arm is not None:
                 limits = {"max_draft_tokens": min(window * scenario.fan_out, 64), "max_depth": window}
                 engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
             if arm == DECOUPLED:
-                self._ask_streams(window=window)
+                engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)
+            params = self._params(seed, arm is not None)
             return engines.run(name, prompts, params, "generate_in_waves", arrives_after=waves)
 
         engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
@@ -188,25 +186,49 @@ class _Bench:
         return pairs
 
     def run(self) -> tuple[dict[int, Facts], list[Row]]:
-        """Every setting: times and match rates on some problems, then speeds on others."""
+        """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
         scenario, facts, rows = self._scenario, {}, []
+        match = self._match()
         for batch in scenario.batches:
-            learned = _Learned(batch)
-            # the first is a warm-up
-            for window in (scenario.windows[0], *scenario.windows):
-                pairs = self._round(batch, window, scenario.seed + _OTHERS, 0)
-                learned.add(window, pairs, self._ask_streams())
-            facts[batch] = learned.facts()
-            for window in scenario.windows:
-                own: dict[str, list[Pair]] = {COUPLED: [], DECOUPLED: []}
-                for round_ in range(scenario.rounds):
+            learned = _Learned(match)
+            found: dict[int, dict[str, list[Pair]]] = {w: {COUPLED: [], DECOUPLED: []} for w in scenario.windows}
+            self._round(batch, scenario.windows[0], scenario.seed, -1)
+            for round_ in range(scenario.rounds):
+                for window, own in found.items():
+                    self._ask_streams()
+                    learned.add(window, self._round(batch, window, self._before, round_), self._ask_streams())
                     for arm, pair in self._round(batch, window, scenario.seed, round_).items():
                         own[arm].append(pair)
-                rows.append(self._row(facts[batch], batch, window, own))
+            facts[batch] = learned.facts()
+            rows += [self._row(facts[batch], batch, window, own) for window, own in found.items()]
         return facts, rows
 
-    def _ask_streams(self, **more: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self._engines.ask(self._name(DECOUPLED), "rpc", method="spec_rollout_streams", **more)
+    def _match(self) -> Match:
+        """Which choices the target's tokens are, of earlier answers."""
+        engines, name = self._engines, self._name(COUPLED)
+        engines.report(f"{self._drafter}: match rates", 0)
+        engines.ask(name, "rpc", method="spec_rollout_matches", start=True)
+        engines.run(name, self._prompts(), self._params(self._before, True))
+        told = engines.ask(name, "rpc", method="spec_rollout_matches", start=False)
+        engines.report("", 1)
+        return Match(np.asarray(told["ranks"], dtype=np.int32))
+
+    @property
+    def _before(self) -> int:
+        """The seed of earlier answers to the same problems, as the last epoch's are in RL."""
+        return self._scenario.seed + _EARLIER
+
+    def _prompts(self) -> list[list[int]]:
+        return self._engines.encode(problems(self._scenario.requests, self._scenario.seed))
+
+    def _params(self, seed: int, is_ours: bool) -> list[dict[str, Any]]:
+        scenario = self._scenario
+        options: dict[str, Any] | None = {} if is_ours else None
+        return [sampling(seed + i, scenario.max_tokens, options) for i in range(scenario.requests)]
+
+    def _ask_streams(self) -> dict[str, Any]:
+        """What the drafter's process did since it was asked last."""
+        answer: dict[str, Any] = self._engines.ask(self._name(DECOUPLED), "rpc", method="spec_rollout_streams")
         return answer
 
     # --- estimated ---------------------------------------------------------------------------------------------------
@@ -260,12 +282,11 @@ def _at(line: tuple[float, float], nodes: float) -> float:
 class _Learned:
     """What estimates are made of, as it comes in, run by run."""
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    def __init__(self, match: Match) -> None:
+        self._match = match
         # arm -> [runs] nodes of a request, and what a step took, of stock's
         self._steps: dict[str, list[tuple[float, float]]] = {COUPLED: [(0.0, 1.0)], DECOUPLED: []}
         self._passes: list[float] = []
-        self._ranks: list[int] = []
         # nodes of a stream, and what a pass took, of stock's steps
         self._beats: list[tuple[float, float]] = []
 
@@ -279,20 +300,19 @@ class _Learned:
             self._steps[arm].append((totals.drafted / totals.request_steps, step_ms / plain_ms))
             if arm == COUPLED:
                 self._passes.append(draft_ms / window / plain_ms)
-        self._ranks += told["ranks"]
         known = [beat for beat in told["beats"] if beat[1] > 0]
         self._beats += [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
 
     def facts(self) -> Facts:
         """Raises: ConfigError: the runs were too short to tell."""
-        if not self._ranks or not self._beats:
+        if not self._beats:
             raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
         return Facts(
             verify=_line(self._steps[COUPLED]),
             verify_beside=_line(self._steps[DECOUPLED]),
             draft=statistics.median(self._passes),
             draft_beside=_line(self._beats),
-            match=Match(np.asarray(self._ranks, dtype=np.int32)),
+            match=self._match,
         )
 
 

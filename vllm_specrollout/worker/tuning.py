@@ -22,6 +22,7 @@ from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.trees.batch import joined
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.decoupling import attached
 from vllm_specrollout.worker.profiling import seed_from_profile
 from vllm_specrollout.worker.recording import recorder_of
 
@@ -108,30 +109,36 @@ class TunableMixin:
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
-    def spec_rollout_streams(self, window: int | None = None, fan_out: int | None = None) -> dict[str, Any]:
-        """Other windows for decoupled drafters, and what they did since this was asked last.
+    def spec_rollout_set_streams(self, window: int | None = None, fan_out: int | None = None) -> None:
+        """Other windows for decoupled drafters, from the next step on.
 
         Args:
             window, fan_out: as in `decoupled`; default: as they are.
 
+        Raises:
+            UnsupportedError: no drafter runs elsewhere.
+        """
+        for link in attached(self.model_runner).links.values():
+            own = link.requests
+            own.window, own.fan_out = window or own.window, fan_out or own.fan_out
+
+    def spec_rollout_streams(self) -> dict[str, Any]:
+        """What decoupled drafters did since this was asked last.
+
         Returns:
-            "ranks": which of the drafter's choices the tokens of requests that are over were, as `Received.ranks`;
+            "ranks": which of the drafters' choices the tokens of requests that are over were, as `Received.ranks`;
             "beats": per second, milliseconds of work, passes, streams and nodes in them.
 
         Raises:
-            ConfigError: no drafter runs elsewhere.
+            UnsupportedError: no drafter runs elsewhere.
         """
-        remote = getattr(self.model_runner, "remote", None)
-        if remote is None:
-            raise ConfigError("no drafter runs elsewhere in this engine", 'start it with {"placement": "decoupled"}')
+        remote = attached(self.model_runner)
         remote.receive()
         found: dict[str, Any] = {"ranks": [], "beats": []}
         for link in remote.links.values():
-            own = link.requests
-            own.window, own.fan_out = window or own.window, fan_out or own.fan_out
-            found["ranks"] += own.ranks
+            found["ranks"] += link.requests.ranks
             found["beats"] += [[beat.busy_ms, beat.passes, beat.streams, beat.rows] for beat in link.beats]
-            own.ranks.clear()
+            link.requests.ranks.clear()
             link.beats.clear()
         return found
 

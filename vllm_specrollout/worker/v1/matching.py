@@ -30,6 +30,9 @@ class Matches:
     best_two: dict[str, int] = field(default_factory=dict)
     # what rejection sampling would accept: sum of min(p, q)
     overlap: float = 0.0
+    # [positions] which choice the target's token is, as drafts are drawn now: 0, 1, or 2 for neither; by request,
+    # each in the order of its tokens
+    ranks: list[int] = field(default_factory=list)
     sharpness: float = 0.0
     # milliseconds that asking took, all requests together
     draft_ms: float = 0.0
@@ -46,6 +49,8 @@ class MatchMeter:
         self._runner = runner
         self._drafter: ModelDrafter = runner.model_drafter
         self.matches = Matches()
+        # request -> as `Matches.ranks`
+        self._ranks: dict[str, list[int]] = {}
         # request -> its row in the tensors below
         self._rows: dict[str, int] = {}
         # [R, vocab] the drafter's distribution, and way -> [R, 2] its choices
@@ -68,6 +73,7 @@ class MatchMeter:
         drafter.proposer.draw, drafter.propose = self._old_draw, self._old_propose  # type: ignore[method-assign]
         sampler.forward = self._old_forward
         self._runner.spec_rollout.budget = self._budget
+        self.matches.ranks = [rank for own in self._ranks.values() for rank in own]
         self.matches.sharpness = drafter.sharpness.value
         return self.matches
 
@@ -106,6 +112,10 @@ class MatchMeter:
                 is_met = choices[own] == tokens[known][:, None]
                 matches.first[way] = matches.first.get(way, 0) + int(is_met[:, 0].sum())
                 matches.best_two[way] = matches.best_two.get(way, 0) + int(is_met.any(dim=1).sum())
+            is_met = self._choices["learned"][own] == tokens[known][:, None]
+            ranks = torch.where(is_met.any(dim=1), is_met.to(torch.int8).argmax(dim=1), 2).tolist()
+            for i, rank in zip(known, ranks, strict=True):
+                self._ranks.setdefault(names[i], []).append(rank)
         self._rows = {}
         return tokens, processed
 
