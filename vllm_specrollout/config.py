@@ -31,7 +31,7 @@ MAX_NODES = 64
 DRAFTERS = ("history", "ngram", "oracle")
 MODEL_SOURCES = ("model", "model_alternatives")
 DECOUPLED_SOURCES = ("decoupled", "decoupled_alternatives")
-PLACEMENTS = ("coupled", "decoupled")
+PLACEMENTS = ("coupled", "decoupled", "auto")
 BUDGETS = tuple(OPTIONS)
 PROFILES = ("auto", "off")
 SHAPES = ("tree", "chain")
@@ -49,8 +49,9 @@ class SpecRolloutConfig:
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     placement: str = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
-    process of its own that drafts ahead while the target verifies. V1 runner on CPU, method `draft_model`. A decoupled
-    engine needs no `speculative_config`: drafters can be attached while it runs."""
+    process of its own that drafts ahead while the target verifies; or `auto`, as the engine finds to be faster. V1
+    runner on CPU, method `draft_model`. A decoupled engine needs no `speculative_config`: drafters can be attached
+    while it runs."""
     devices: tuple[str, ...] = ()
     """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
     max_draft_tokens: int = 24
@@ -102,8 +103,8 @@ class SpecRolloutConfig:
         check_range("max_graphs", self.max_graphs, 0, 4096)
         check_choice("shape", self.shape, SHAPES)
         check_choice("placement", self.placement, PLACEMENTS)
-        check_devices(self.devices, is_used=self.placement == "decoupled" and not self.decoupled.address)
-        if self.decoupled.drafters and self.placement != "decoupled":
+        check_devices(self.devices, is_used=self.is_decoupled and not self.decoupled.address)
+        if self.decoupled.drafters and not self.is_decoupled:
             raise ConfigError(
                 "`decoupled.drafters` names drafters, and `placement` is `coupled`", 'set {"placement": "decoupled"}'
             )
@@ -126,19 +127,18 @@ class SpecRolloutConfig:
     @property
     def sources(self) -> tuple[str, ...]:
         """What a node's `source` counts: the drafters, then the chain and the alternatives of a model that drafts."""
-        if self.is_decoupled:
-            return (*self.drafters, *DECOUPLED_SOURCES)
-        return self.drafters if self.speculative_config is None else (*self.drafters, *MODEL_SOURCES)
+        here = () if self.coupled_model is None else MODEL_SOURCES
+        return (*self.drafters, *here, *(DECOUPLED_SOURCES if self.is_decoupled else ()))
 
     @property
     def is_decoupled(self) -> bool:
         """Whether models may draft in processes of their own, begun with the engine or attached later."""
-        return self.placement == "decoupled"
+        return self.placement != "coupled"
 
     @property
     def coupled_model(self) -> dict[str, Any] | None:
         """vLLM's `speculative_config` of the model that drafts in the target's own steps; None: none does."""
-        return None if self.is_decoupled else self.speculative_config
+        return None if self.placement == "decoupled" else self.speculative_config
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `parse(config.as_dict()) == config`."""

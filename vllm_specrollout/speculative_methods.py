@@ -161,6 +161,22 @@ def check_decoupled(given: Mapping[str, Any] | None, *, has_cpu_noise: bool) -> 
         )
 
 
+def check_auto(config: SpecRolloutConfig) -> None:
+    """Refuse `auto` where there is nothing to choose between.
+
+    Raises:
+        ConfigError: no model drafts, or it has no cores of its own.
+    """
+    way = 'set {"placement": "coupled"}'
+    if config.speculative_config is None:
+        raise ConfigError(f"`placement` is `auto`, and no model drafts: `{FLAG}` is not given", f"give one, or {way}")
+    if not config.devices and not config.decoupled.address:
+        raise ConfigError(
+            "`placement` is `auto`, and `devices` names no cores that the drafter could have",
+            f'name them, as in {{"devices": ["cpu:1"]}}, or {way}',
+        )
+
+
 def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, ranks_on_v2: int | None) -> None:
     """Refuse what drafts on the other runner only.
 

@@ -69,6 +69,8 @@ class BaseDrafter:
 
     num_sources = 1
     works_ahead = False
+    is_resting = False
+    """Whether it proposes nothing for now, and is not fed for it: another one does its work."""
 
     def admit(self, view: RequestView) -> None:
         """Nothing is prepared."""

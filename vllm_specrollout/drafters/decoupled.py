@@ -73,7 +73,7 @@ class DecoupledDrafter(BaseDrafter):
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self.receive()
         links = [link for link in self.links.values() if link.is_there]
-        if not links:
+        if not links or self.is_resting:
             return empty_trees(batch.request_ids)
         limited = zip(
             limits.wanted(self.source).tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True
@@ -89,6 +89,11 @@ class DecoupledDrafter(BaseDrafter):
         for link in self.links.values():
             link.receive()
             link.watch()
+
+    def rest(self, is_resting: bool) -> None:
+        """Whether what comes is left unused, and the drafters are told of no more tokens."""
+        self.is_resting = is_resting
+        self.works_ahead = bool(self.links) and not is_resting
 
     def finish(self, ending: FinishedRequest) -> None:
         self.forget(ending.request_id)
@@ -117,7 +122,7 @@ class DecoupledDrafter(BaseDrafter):
         link = Link(name, mailbox, self._noise, process=process, clock=self._clock, **own)
         link.greet()
         self.links[name] = link
-        self.works_ahead = True
+        self.works_ahead = not self.is_resting
         return link
 
     def attach(
@@ -209,7 +214,7 @@ class DecoupledDrafter(BaseDrafter):
             self._dismissed.append(link.process)
         trees, wasted = self._gone
         self._gone = trees + link.requests.counts.trees, wasted + link.requests.wasted
-        self.works_ahead = bool(self.links)
+        self.works_ahead = bool(self.links) and not self.is_resting
 
 
 def _drafts(links: Sequence[Link], view: RequestView, count: int, depth: int, is_chain: bool) -> Fitting | None:

@@ -84,10 +84,12 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
         with readable_errors():
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
-            if config.placement == "decoupled":
+            if config.is_decoupled:
                 speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=engine is engines.CPU_V1)
-            elif config.speculative_config is not None:
-                _check_model(vllm_config, config.speculative_config, engine)
+            if config.placement == "auto":
+                speculative_methods.check_auto(config)
+            if config.coupled_model is not None:
+                _check_model(vllm_config, config.coupled_model, engine)
         if engine.uses_v2 and not _names_capture_sizes(self):
             _capture_drafts(vllm_config, config)
         scheduler_config = vllm_config.scheduler_config

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
-from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
 from vllm_specrollout.decoupled.following import Sampling
 from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
@@ -93,7 +93,7 @@ def begin(runner: Any) -> DecoupledDrafter | None:
     own = config.decoupled
     drafter = DecoupledDrafter(
         V1Noise(runner),
-        len(config.drafters),
+        config.sources.index(DECOUPLED_SOURCES[0]),
         vocab_size=vllm_config.model_config.get_vocab_size(),
         window=own.window,
         fan_out=own.fan_out,
@@ -138,15 +138,24 @@ def attached(runner: Any) -> DecoupledDrafter:
 
 
 def keep_off(config: SpecRolloutConfig) -> None:
-    """Leave the drafters' cores to them: threads of two engines on one core wait for each other in every product.
+    """Leave the drafters' cores to them: threads of two engines on one core wait for each other in every product."""
+    if config.placement == "decoupled" and (own := own_cores(config, os.sched_getaffinity(0))):
+        use_cores(own)
 
-    Does nothing where the user has bound this engine's threads, or would leave it no core.
+
+def own_cores(config: SpecRolloutConfig, cores: set[int]) -> set[int]:
+    """Those that the drafters leave to the target.
+
+    Empty where nothing is to be moved: the user has bound this engine's threads, the drafters have no cores of their
+    own, or none would be left.
     """
-    theirs = [core for started in _started(config) for core in cores_of(started.devices)]
-    own = os.sched_getaffinity(0) - set(theirs)
+    theirs = {core for started in _started(config) for core in cores_of(started.devices)}
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    if not config.is_decoupled or not theirs or bound not in ("auto", "nobind") or not own:
-        return
+    return cores - theirs if config.is_decoupled and theirs & cores and bound in ("auto", "nobind") else set()
+
+
+def use_cores(own: set[int]) -> None:
+    """Move all threads of this process to these cores, and compute with as many."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), own)
@@ -161,6 +170,12 @@ def join(runner: Any) -> None:
         return
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
+    if runner.model_drafter is not None:
+        # imported late: it needs this module
+        from vllm_specrollout.worker.placing import Placing
+
+        runner.placing = Placing(runner)
+        runner.spec_rollout.listeners.append(runner.placing)
     most_s, begin_s = config_of(runner.vllm_config).decoupled.start_s, time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:
         drafter.receive()

@@ -120,6 +120,8 @@ class ModelDrafter(BaseDrafter):
     # --- drafting ----------------------------------------------------------------------------------------------------
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        if self.is_resting:
+            return empty_trees(batch.request_ids)
         wanted = limits.wanted(self.source)
         waiting = set(self.waiting.request_ids())
         index = [
