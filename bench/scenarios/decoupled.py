@@ -6,17 +6,17 @@ alone, so they say how far a plan can be trusted.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.decoupled.rehearsal import Match
 
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
@@ -25,12 +25,12 @@ from ..runner.report import Found, number
 from ..runner.rows import Pair, quartiles
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
+from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated
 
-COUPLED, DECOUPLED = "coupled", "decoupled"
+AUTO = "auto"
 QUARTER, SMALL = "quarter", "small"
-PLAIN = "plain"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
-_STEPS = 2000  # of a rehearsal
+_MOST_ROUNDS = 4  # in which `auto` may settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +66,9 @@ class Row:
     planned: str
     fastest: str | None
     lost: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What estimates are made of: of one drafter and batch, on earlier answers. Times are in plain steps of stock vLLM,
-    taken in the same minute: the host's speed drifts by more than what is compared."""
-
-    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside
-    # the drafter, which works meanwhile
-    verify: tuple[float, float]
-    verify_beside: tuple[float, float]
-    # a pass of the drafter between the target's
-    draft: float
-    # [2] one on cores of its own, and of each node that it looks at in a stream
-    draft_beside: tuple[float, float]
-    match: Match
+    # the placement that `auto` found to be faster, and by how much the other one is faster after all; None: not settled
+    chosen: str | None
+    chosen_lost: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +92,7 @@ class Decoupled(EngineScenario):
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
         runs = len(self.drafters) * len(self.batches) * (1 + 2 * len(self.windows) * self.rounds)
-        report = session.display.steps(1 + 3 * len(self.drafters) + runs)
+        report = session.display.steps(1 + 4 * len(self.drafters) + runs)
         shape = {"seqs": max(self.batches), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         rows: list[Row] = []
         facts: dict[str, dict[int, Facts]] = {}
@@ -116,16 +103,22 @@ class Decoupled(EngineScenario):
                 bench = _Bench(self, engines, drafter, str(model))
                 facts[drafter], own = bench.run()
                 rows += own
-        told = {name: {batch: _plain(one) for batch, one in own.items()} for name, own in facts.items()}
+        told = {name: {batch: one.as_dict() for batch, one in own.items()} for name, own in facts.items()}
         return Found(model=title, rows=rows, extra={"facts": told})
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
-        columns = ("drafter", "batch", "window", "stock tokens/s", COUPLED, DECOUPLED, "planned", "fastest", "lost")
-        table = Table(*columns, pad_edge=False)
+        columns = ("drafter", "batch", "window", "stock tokens/s", COUPLED, DECOUPLED, "fastest", "planned", "lost")
+        table = Table(*columns, "auto", "lost", pad_edge=False)
         for row in found.rows:
             shown = [_shown(row.ways[name]) for name in (COUPLED, DECOUPLED)]
-            ends = (row.planned, row.fastest or "-", number(row.lost, ""))
+            ends = (
+                row.fastest or "-",
+                row.planned,
+                number(row.lost, ""),
+                row.chosen or "-",
+                number(row.chosen_lost, ""),
+            )
             own = (row.drafter, str(row.batch), str(row.window), number(row.stock_tokens_per_s, ""))
             table.add_row(*own, *shown, *ends)
         out.print(table)
@@ -154,18 +147,18 @@ class _Bench:
             "speculative_config": given,
         }
         engines.start(self._name(COUPLED), own)
-        beside = {"window": deepest, "fan_out": scenario.fan_out}
-        engines.start(
-            self._name(DECOUPLED),
-            {**own, "placement": "decoupled", "devices": [scenario.device], "decoupled": beside},
-        )
+        place = {"devices": [scenario.device], "decoupled": {"window": deepest, "fan_out": scenario.fan_out}}
+        for arm in (DECOUPLED, AUTO):
+            engines.start(self._name(arm), {**own, **place, "placement": arm})
 
     def _name(self, arm: str) -> str:
         return f"{self._drafter} {arm}"
 
     # --- measured ----------------------------------------------------------------------------------------------------
 
-    def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
+    def _round(
+        self, batch: int, window: int, seed: int, round_: int, arms: Sequence[str] = (COUPLED, DECOUPLED)
+    ) -> dict[str, Pair]:
         scenario, engines = self._scenario, self._engines
         prompts = self._prompts()
         waves = [i // batch * batch for i in range(len(prompts))]
@@ -175,13 +168,13 @@ class _Bench:
             if arm is not None:
                 limits = {"max_draft_tokens": min(window * scenario.fan_out, 64), "max_depth": window}
                 engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
-            if arm == DECOUPLED:
+            if arm in (DECOUPLED, AUTO):
                 engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)
             params = self._params(seed, arm is not None)
             return engines.run(name, prompts, params, "generate_in_waves", arrives_after=waves)
 
         engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
-        pairs = run_round(round_, (COUPLED, DECOUPLED), run)
+        pairs = run_round(round_, arms, run)
         engines.report("", 1)
         return pairs
 
@@ -190,7 +183,7 @@ class _Bench:
         scenario, facts, rows = self._scenario, {}, []
         match = self._match()
         for batch in scenario.batches:
-            learned = _Learned(match)
+            learned = Learned(match)
             found: dict[int, dict[str, list[Pair]]] = {w: {COUPLED: [], DECOUPLED: []} for w in scenario.windows}
             self._round(batch, scenario.windows[0], scenario.seed, -1)
             for round_ in range(scenario.rounds):
@@ -200,8 +193,21 @@ class _Bench:
                     for arm, pair in self._round(batch, window, scenario.seed, round_).items():
                         own[arm].append(pair)
             facts[batch] = learned.facts()
-            rows += [self._row(facts[batch], batch, window, own) for window, own in found.items()]
+            for window, own in found.items():
+                chosen, own[AUTO] = self._settled(batch, window)
+                rows.append(self._row(facts[batch], batch, window, own, chosen))
         return facts, rows
+
+    def _settled(self, batch: int, window: int) -> tuple[str | None, list[Pair]]:
+        """What `auto` finds, given some time; None: it is not sure."""
+        pairs, found = [], None
+        ask = functools.partial(self._engines[self._name(AUTO)].ask, "rpc", method="spec_rollout_placing")
+        ask(start_over=True)
+        for round_ in range(_MOST_ROUNDS):
+            pairs.append(self._round(batch, window, self._before, round_, (AUTO,))[AUTO])
+            if (found := ask()) is not None:
+                break
+        return None if found is None else (COUPLED, DECOUPLED)[found], pairs
 
     def _match(self) -> Match:
         """Which choices the target's tokens are, of earlier answers."""
@@ -233,13 +239,13 @@ class _Bench:
 
     # --- estimated ---------------------------------------------------------------------------------------------------
 
-    def _row(self, facts: Facts, batch: int, window: int, pairs: Mapping[str, list[Pair]]) -> Row:
+    def _row(self, facts: Facts, batch: int, window: int, pairs: Mapping[str, list[Pair]], chosen: str | None) -> Row:
         differences = [first_difference(pair.stock, pair.ours) for own in pairs.values() for pair in own]
         found = next((one for one in differences if one is not None), None)
-        estimated = self._estimates(facts, batch, window)
-        timed = {arm: [pair for pair in own if pair.is_timed] for arm, own in pairs.items()}
-        ways = {arm: _way(own, estimated[arm], found is None) for arm, own in timed.items()}
-        planned = max(estimated, key=estimated.__getitem__)
+        expected = estimated(facts, batch, window, self._scenario.fan_out, self._scenario.seed)
+        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in (COUPLED, DECOUPLED)}
+        ways = {arm: _way(own, expected[arm], found is None) for arm, own in timed.items()}
+        planned = max(expected, key=expected.__getitem__)
         speeds = {PLAIN: 1.0} | {arm: way.speedup for arm, way in ways.items() if way.speedup is not None}
         fastest = max(speeds, key=speeds.__getitem__) if found is None else None
         stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
@@ -254,65 +260,10 @@ class _Bench:
             planned=planned,
             fastest=fastest,
             lost=None if fastest is None else 1.0 - speeds[planned] / speeds[fastest],
-        )
-
-    def _estimates(self, facts: Facts, batch: int, window: int) -> dict[str, float]:
-        """Times plain decoding."""
-        fan_out = self._scenario.fan_out
-        setting = Setting(
-            verify_ms=lambda requests, rows: _at(facts.verify_beside, rows / requests),
-            draft_ms=lambda streams, rows: _at(facts.draft_beside, rows / streams),
-            match=facts.match,
-            batch=batch,
-            window=window,
-            fan_out=fan_out,
-            most_drafts=min(window * fan_out, 64),
-            most_depth=window,
-        )
-        beside = rehearse(setting, np.random.default_rng(self._scenario.seed), _STEPS)
-        # a model's comb has two choices at each level
-        steps = window * facts.draft + _at(facts.verify, 2 * window)
-        return {PLAIN: 1.0, COUPLED: coupled_tokens(facts.match, window, 2) / steps, DECOUPLED: beside.rate}
-
-
-def _at(line: tuple[float, float], nodes: float) -> float:
-    return line[0] + line[1] * nodes
-
-
-class _Learned:
-    """What estimates are made of, as it comes in, run by run."""
-
-    def __init__(self, match: Match) -> None:
-        self._match = match
-        # arm -> [runs] nodes of a request, and what a step took, of stock's
-        self._steps: dict[str, list[tuple[float, float]]] = {COUPLED: [(0.0, 1.0)], DECOUPLED: []}
-        self._passes: list[float] = []
-        # nodes of a stream, and what a pass took, of stock's steps
-        self._beats: list[tuple[float, float]] = []
-
-    def add(self, window: int, pairs: Mapping[str, Pair], told: Mapping[str, Any]) -> None:
-        plain_ms = statistics.fmean(pairs[COUPLED].stock.step_ms())
-        for arm, pair in pairs.items():
-            totals = pair.ours.totals
-            assert totals is not None
-            draft_ms = totals.draft_ms / totals.steps
-            step_ms = statistics.fmean(pair.ours.step_ms()) - draft_ms
-            self._steps[arm].append((totals.drafted / totals.request_steps, step_ms / plain_ms))
-            if arm == COUPLED:
-                self._passes.append(draft_ms / window / plain_ms)
-        known = [beat for beat in told["beats"] if beat[1] > 0]
-        self._beats += [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
-
-    def facts(self) -> Facts:
-        """Raises: ConfigError: the runs were too short to tell."""
-        if not self._beats:
-            raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
-        return Facts(
-            verify=_line(self._steps[COUPLED]),
-            verify_beside=_line(self._steps[DECOUPLED]),
-            draft=statistics.median(self._passes),
-            draft_beside=_line(self._beats),
-            match=self._match,
+            chosen=chosen,
+            chosen_lost=None
+            if fastest is None or chosen is None
+            else 1.0 - speeds[chosen] / max(speeds[COUPLED], speeds[DECOUPLED]),
         )
 
 
@@ -325,20 +276,6 @@ def _way(pairs: Sequence[Pair], estimated: float, is_told: bool) -> Way:
         estimated=estimated,
         tokens_per_step=1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
     )
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Through (nodes, time), by least squares; a node that seems to take less than nothing takes nothing."""
-    nodes, times = np.asarray(points, dtype=np.float64).T
-    spread = float(((nodes - nodes.mean()) ** 2).sum())
-    slope = float(((nodes - nodes.mean()) * (times - times.mean())).sum()) / spread if spread else 0.0
-    slope = max(slope, 0.0)
-    return float(times.mean() - slope * nodes.mean()), slope
-
-
-def _plain(facts: Facts) -> dict[str, Any]:
-    shares = [facts.match.among(count) for count in (1, 2, 3)]
-    return {**asdict(facts), "match": {"positions": len(facts.match.ranks), "among": shares}}
 
 
 bench_decoupled = command(Decoupled)

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.drafter_config import DecoupledConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
-from vllm_specrollout.speculative_methods import METHODS, check, check_decoupled, moved
+from vllm_specrollout.speculative_methods import METHODS, check, check_auto, check_decoupled, moved
 
 EAGLE = {"method": "eagle", "model": "head", "num_speculative_tokens": 4}
 
@@ -108,6 +111,23 @@ def test_a_decoupled_model_is_a_source_of_its_own_and_none_of_vllms() -> None:
     assert SpecRolloutConfig(speculative_config=model).coupled_model == model
     check_decoupled(model, has_cpu_noise=True)
     check_decoupled({"model": "small"}, has_cpu_noise=True)
+
+
+def test_auto_has_both_drafters_and_their_sources() -> None:
+    model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+    config = SpecRolloutConfig(drafters=("ngram",), speculative_config=model, placement="auto", devices=("cpu:1",))
+    assert config.sources == ("ngram", "model", "model_alternatives", "decoupled", "decoupled_alternatives")
+    assert config.coupled_model == model and config.is_decoupled
+    check_auto(config)
+    check_auto(replace(config, devices=(), decoupled=DecoupledConfig(address="ipc:///tmp/drafter")))
+
+
+def test_auto_without_anything_to_choose_between_is_refused() -> None:
+    model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+    with pytest.raises(ConfigError, match="no model drafts"):
+        check_auto(SpecRolloutConfig(placement="auto", devices=("cpu:1",)))
+    with pytest.raises(ConfigError, match="names no cores"):
+        check_auto(SpecRolloutConfig(placement="auto", speculative_config=model))
 
 
 @pytest.mark.parametrize(

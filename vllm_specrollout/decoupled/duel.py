@@ -55,12 +55,13 @@ class Duel:
     def __init__(self) -> None:
         # bit length of the number of requests -> its contest
         self._contests: dict[int, _Contest] = {}
-        self._num_requests = 0
+        self.num_requests = 0
+        """Of the last step."""
 
     @property
     def choice(self) -> int:
         """0 or 1: the arrangement of the next step, if as many requests go on."""
-        return self._contest(self._num_requests).turn
+        return self._contest(self.num_requests).turn
 
     def winner(self, num_requests: int) -> int | None:
         """Who won at batches of this size; None: both are being tried."""
@@ -74,8 +75,8 @@ class Duel:
             num_requests, tokens: that were running, and that they got.
         """
         contest = self._contest(num_requests)
-        is_steady = num_requests == self._num_requests and tokens > 0 and seconds > 0.0
-        self._num_requests = num_requests
+        is_steady = num_requests == self.num_requests and tokens > 0 and seconds > 0.0
+        self.num_requests = num_requests
         if contest.rest:
             contest.rest -= 1
             return

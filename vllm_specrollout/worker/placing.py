@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from vllm_specrollout.budgets.base import Backoff
+from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
@@ -52,6 +52,10 @@ class Placing(Listener):
         if timing is not None and timing.is_decode_only:
             self.duel.step(timing.batch, timing.tokens, timing.step_ms / 1e3)
         self.arrange(self.duel.choice)
+
+    def renew(self, budget: Budget) -> None:
+        """A budget for the arrangement that is not used now; the speculator has the other one."""
+        self._budgets[1 - self.now] = budget
 
     def arrange(self, arrangement: int) -> None:
         """From the next step on, the model drafts here or elsewhere."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
@@ -103,6 +104,8 @@ class TunableMixin:
             if recorder is not None:
                 speculator.listeners.append(recorder)
         speculator.budget = kept[key] = budget
+        if (placing := getattr(self.model_runner, "placing", None)) is not None:
+            placing.renew(make_budget(wanted))
         self._switches().start_over()
 
     def spec_rollout_switches(self) -> dict[str, int]:
@@ -121,6 +124,23 @@ class TunableMixin:
         for link in attached(self.model_runner).links.values():
             own = link.requests
             own.window, own.fan_out = window or own.window, fan_out or own.fan_out
+
+    def spec_rollout_placing(self, start_over: bool = False) -> int | None:
+        """Which placement the last size of batch decodes in: 0 coupled, 1 decoupled, None: both are being tried.
+
+        Args:
+            start_over: try both anew, whatever was found.
+
+        Raises:
+            ConfigError: there is nothing to choose between.
+        """
+        placing = getattr(self.model_runner, "placing", None)
+        if placing is None:
+            raise ConfigError("this engine has one placement alone", 'start it with {"placement": "auto"}')
+        if start_over:
+            placing.duel = Duel()
+        winner: int | None = placing.duel.winner(placing.duel.num_requests)
+        return winner
 
     def spec_rollout_streams(self) -> dict[str, Any]:
         """What decoupled drafters did since this was asked last.

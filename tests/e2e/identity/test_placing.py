@@ -1,4 +1,4 @@
-"""The very tokens of stock vLLM where an engine changes from drafting in its steps to drafting beside them, and back."""
+"""The very tokens of stock vLLM where an engine goes from drafting in its steps to drafting beside them, and back."""
 
 from __future__ import annotations
 

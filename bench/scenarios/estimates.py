@@ -1,0 +1,107 @@
+"""What `bench decoupled` estimates, and from what: times and match rates of earlier answers. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
+from vllm_specrollout.errors import ConfigError
+
+from ..runner.rows import Pair
+
+PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
+_STEPS = 2000  # of a rehearsal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What estimates are made of: of one drafter and batch, on earlier answers. Times are in plain steps of stock vLLM,
+    taken in the same minute: the host's speed drifts by more than what is compared."""
+
+    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside
+    # the drafter, which works meanwhile
+    verify: tuple[float, float]
+    verify_beside: tuple[float, float]
+    # a pass of the drafter between the target's
+    draft: float
+    # [2] one on cores of its own, and of each node that it looks at in a stream
+    draft_beside: tuple[float, float]
+    match: Match
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a report."""
+        shares = [self.match.among(count) for count in (1, 2)]
+        return {**asdict(self), "match": {"positions": len(self.match.ranks), "among": shares}}
+
+
+class Learned:
+    """What estimates are made of, as it comes in, run by run."""
+
+    def __init__(self, match: Match) -> None:
+        self._match = match
+        # arm -> [runs] nodes of a request, and what a step took, of stock's
+        self._steps: dict[str, list[tuple[float, float]]] = {COUPLED: [(0.0, 1.0)], DECOUPLED: []}
+        self._passes: list[float] = []
+        # nodes of a stream, and what a pass took, of stock's steps
+        self._beats: list[tuple[float, float]] = []
+
+    def add(self, window: int, pairs: Mapping[str, Pair], told: Mapping[str, Any]) -> None:
+        plain_ms = statistics.fmean(pairs[COUPLED].stock.step_ms())
+        for arm, pair in pairs.items():
+            totals = pair.ours.totals
+            assert totals is not None
+            draft_ms = totals.draft_ms / totals.steps
+            step_ms = statistics.fmean(pair.ours.step_ms()) - draft_ms
+            self._steps[arm].append((totals.drafted / totals.request_steps, step_ms / plain_ms))
+            if arm == COUPLED:
+                self._passes.append(draft_ms / window / plain_ms)
+        known = [beat for beat in told["beats"] if beat[1] > 0]
+        self._beats += [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
+
+    def facts(self) -> Facts:
+        """Raises: ConfigError: the runs were too short to tell."""
+        if not self._beats:
+            raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
+        return Facts(
+            verify=line_through(self._steps[COUPLED]),
+            verify_beside=line_through(self._steps[DECOUPLED]),
+            draft=statistics.median(self._passes),
+            draft_beside=line_through(self._beats),
+            match=self._match,
+        )
+
+
+def estimated(facts: Facts, batch: int, window: int, fan_out: int, seed: int) -> dict[str, float]:
+    """Placement -> times plain decoding."""
+    setting = Setting(
+        verify_ms=lambda requests, rows: _at(facts.verify_beside, rows / requests),
+        draft_ms=lambda streams, rows: _at(facts.draft_beside, rows / streams),
+        match=facts.match,
+        batch=batch,
+        window=window,
+        fan_out=fan_out,
+        most_drafts=min(window * fan_out, 64),
+        most_depth=window,
+    )
+    beside = rehearse(setting, np.random.default_rng(seed), _STEPS)
+    # a model's comb has two choices at each level
+    steps = window * facts.draft + _at(facts.verify, 2 * window)
+    return {PLAIN: 1.0, COUPLED: coupled_tokens(facts.match, window, 2) / steps, DECOUPLED: beside.rate}
+
+
+def _at(line: tuple[float, float], nodes: float) -> float:
+    return line[0] + line[1] * nodes
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Through (nodes, time), by least squares; a node that seems to take less than nothing takes nothing."""
+    nodes, times = np.asarray(points, dtype=np.float64).T
+    spread = float(((nodes - nodes.mean()) ** 2).sum())
+    slope = float(((nodes - nodes.mean()) * (times - times.mean())).sum()) / spread if spread else 0.0
+    slope = max(slope, 0.0)
+    return float(times.mean() - slope * nodes.mean()), slope
