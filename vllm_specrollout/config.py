@@ -23,6 +23,7 @@ from vllm_specrollout.drafter_config import (
     OracleConfig,
 )
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.resuming import Resume
 
 MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
@@ -152,6 +153,9 @@ class RequestOptions:
     """False: this request decodes plainly."""
     max_draft_tokens: int | None = None
     """Most draft tokens of this request in one step; at most the engine's `max_draft_tokens` is used."""
+    resume: Resume | None = None
+    """`{"prompt_tokens": 12}`: the prompt ends with an answer's tokens so far, behind the first 12, and it goes on. It
+    takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is still to come."""
 
     def __post_init__(self) -> None:
         check_type("problem_id", self.problem_id, (str,))
@@ -260,7 +264,7 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
             way = f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
             raise ConfigError(f"unknown key `{prefix}{key}` in `{origin}`", way)
-        nested = _NESTED.get(key) if cls is SpecRolloutConfig else None
+        nested = _NESTED.get(key) if cls in (SpecRolloutConfig, RequestOptions) else None
         if nested is not None:
             if not isinstance(value, Mapping):
                 raise ConfigError(
@@ -280,4 +284,5 @@ _NESTED = {
     "oracle": OracleConfig,
     "collect": CollectConfig,
     "decoupled": DecoupledConfig,
+    "resume": Resume,
 }
