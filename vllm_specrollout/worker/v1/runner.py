@@ -1,9 +1,8 @@
 """The V1 model runner with exact verification of drafts, as far as it is the same on CPU and CUDA.
 
-What belongs here: the places where vLLM's step is entered, in the order of the step. How branches are laid out is in
-cpu_runner.py and attention.py, how rows are sampled in sampler.py, whose noise it is in requests.py, where drafts come
-from in drafting.py, or from a model in feeding.py. In a step vLLM's runner never learns that it speculates
-(`speculative_config` is None but for one call), so none of its own drafting code runs.
+What belongs here: the places where vLLM's step is entered, in the order of the step. Branches are laid out in
+cpu_runner.py, rows sampled in sampler.py, noise kept in requests.py, drafts made by drafting.py and feeding.py. In a
+step vLLM's runner never learns that it speculates, so none of its own drafting code runs.
 """
 
 from __future__ import annotations
