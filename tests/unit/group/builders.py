@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_specrollout.group.coordinator import Coordinator, Rules
 from vllm_specrollout.group.dealing import Ask, Dealer
@@ -116,15 +117,28 @@ class WireHub:
 
 
 class World:
-    """A driver, workers and a coordinator."""
+    """A driver, workers and a coordinator.
 
-    def __init__(self, requests: Sequence[str], workers: int, rules: Rules, seed: int) -> None:
+    Args:
+        requests: names, or whole requests.
+        make_engine: of a worker's name and a seed.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[str | Ask],
+        workers: int,
+        rules: Rules,
+        seed: int,
+        make_engine: Callable[[str, int], Any] = FakeEngine,
+    ) -> None:
         self.rng = random.Random(seed)
+        self._make_engine = make_engine
         self.now = 0.0
         self.rules = rules
-        self.dealer = Dealer([Ask(request, (1, 2), {"seed": 1}) for request in requests])
+        self.dealer = Dealer([one if isinstance(one, Ask) else Ask(one, (1, 2), {"seed": 1}) for one in requests])
         self.driver, self.commands = WireHub(), WireHub()
-        self.engines: dict[str, FakeEngine] = {}
+        self.engines: dict[str, Any] = {}
         self.members: dict[str, Member] = {}
         self.coordinator: Coordinator | None = Coordinator(rules)
         # workers that are gone, and the driver does not know
@@ -135,7 +149,7 @@ class World:
 
     def hire(self) -> str:
         name, self._names = f"w{self._names}", self._names + 1
-        self.engines[name] = FakeEngine(name, self.rng.randrange(1 << 30))
+        self.engines[name] = self._make_engine(name, self.rng.randrange(1 << 30))
         self.members[name] = Member(
             self.engines[name], self.driver.wires[name], self.commands.wires[name], lambda: self.now
         )

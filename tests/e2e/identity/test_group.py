@@ -1,0 +1,169 @@
+"""The very tokens of stock vLLM from a group of engines, whoever wins a race and whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.identity.cases import cases
+from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.compare import run
+from tests.e2e.identity.engines import OURS, engine, model
+from tests.unit.group.builders import World
+from vllm_specrollout.group import RolloutGroup
+from vllm_specrollout.group.coordinator import Rules
+from vllm_specrollout.group.dealing import Ask
+from vllm_specrollout.group.messages import Message, Run
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "max_num_seqs": 8}
+DRAFTS = {**OURS, "drafters": ["history", "ngram"], "scratch_blocks": 64}
+SOME = (
+    "greedy",
+    "temperature 1",
+    "all penalties, greedy",
+    "repetition penalty",
+    "min_tokens",
+    "bad words",
+    "stop tokens",
+)
+RULES = Rules(methods=("ngram",), silence_s=1e4)
+Truth = tuple[list[Any], list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def path(models: Path) -> str:
+    return model(models, "llama", "float32")
+
+
+@pytest.fixture(scope="module")
+def truth(path: str) -> Truth:
+    """Requests, the first of them long, and stock's tokens."""
+    requests = cases(14, VOCAB, seed=41, max_tokens=20, only=SOME)
+    requests[0].params.update(max_tokens=120)
+    requests[1].params.update(max_tokens=90)
+    with engine(path, "float32", is_ours=False, max_num_seqs=8) as stock:
+        return requests, [tuple(one.outputs[0].token_ids) for one in run(stock.llm, requests)]
+
+
+@pytest.fixture(scope="module")
+def engines(path: str, truth: Truth) -> Iterator[Callable[[str, int], Any]]:
+    """Two engines in this process, handed out as workers' engines; stock's end before, which others would feel."""
+    from vllm_specrollout.worker.rollout.engine import RolloutEngine
+
+    made = [RolloutEngine({**ENGINE, "model": path, "spec_rollout": DRAFTS}) for _ in range(2)]
+    yield lambda name, seed: made[int(name[1:])]
+    for one in made:
+        one.close()
+
+
+def free_blocks(own: Any) -> int:
+    return own.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@pytest.mark.parametrize("winner", ["w0", "w1"])
+def test_whoever_wins_a_race_the_tokens_are_stocks_and_the_loser_leaves_nothing(
+    engines: Any, truth: Truth, winner: str
+) -> None:
+    requests, wanted = truth
+    world = World([Ask("long", tuple(requests[0].prompt), requests[0].params)], 2, RULES, 1, engines)
+    before = [free_blocks(own) for own in world.engines.values()]
+    while not any(isinstance(one, Run) and one.is_copy for one in sent(world)):
+        world.turn_all()
+    loser = {"w0": "w1", "w1": "w0"}[winner]
+    world.turn(loser)  # it takes the request, and does a step
+    steps = count_steps(world.engines[loser])
+    while not world.dealer.is_done:
+        world.turn(winner)
+        world.turn_driver()
+    answer = world.dealer.answers["long"]
+    assert (answer.token_ids, answer.worker, answer.copies) == (wanted[0], winner, 2)
+    assert steps() == 0
+    # the winner's report, the coordinator's command, the loser's next turn
+    world.turn(winner)
+    world.turn_coordinator()
+    world.turn(loser)
+    world.turn(loser)
+    assert steps() <= 2 and world.members[loser].is_idle
+    assert [free_blocks(own) for own in world.engines.values()] == before
+    assert world.dealer.disagreements == 0
+
+
+def test_a_freed_worker_drafts_with_the_method_that_it_was_given(engines: Any, truth: Truth) -> None:
+    requests, wanted = truth
+    world = World([Ask("long", tuple(requests[1].prompt), requests[1].params)], 2, RULES, 1, engines)
+    methods = set()
+    while not world.dealer.is_done:
+        world.turn_all()
+        methods |= {tuple(one.name for one in own._speculator.drafters) for own in world.engines.values()}
+    assert world.dealer.answers["long"].token_ids == wanted[1]
+    assert methods == {("history", "ngram"), ("ngram",)}
+
+
+def sent(world: World) -> list[Message]:
+    from vllm_specrollout.group.messages import decode
+
+    return [decode(data) for wire in world.driver.wires.values() for data in wire.to_come]
+
+
+def count_steps(own: Any) -> Callable[[], int]:
+    begin = own.core.scheduler._step
+    return lambda: own.core.scheduler._step - begin
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group(path: str) -> Iterator[RolloutGroup]:
+    own = sorted(os.sched_getaffinity(0))
+    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27}
+    with RolloutGroup(path, cores=[own[:1], own[-1:]], engine=settings, spec_rollout=DRAFTS, ladder="race") as one:
+        yield one
+
+
+def ask(group: RolloutGroup, truth: Truth) -> list[tuple[int, ...]]:
+    requests, _ = truth
+    prompts = [case.prompt for case in requests]
+    return [answer.token_ids for answer in group.generate(prompts, [case.params for case in requests])]
+
+
+def after(group: RolloutGroup, count: int, what: Callable[[], None]) -> None:
+    """Do something once workers have told of so many steps."""
+    receive, told = group._hub.receive, 0
+
+    def counting() -> list[tuple[str, Message]]:
+        nonlocal told
+        taken = receive()
+        told += len(taken)
+        if told >= count:
+            group._hub.receive = receive  # type: ignore[method-assign]
+            what()
+        return taken
+
+    group._hub.receive = counting  # type: ignore[method-assign]
+
+
+def test_a_coordinator_killed_mid_batch_costs_no_token_and_comes_back(group: RolloutGroup, truth: Truth) -> None:
+    coordinator = group._coordinator
+    assert coordinator is not None
+    before = coordinator.process
+    after(group, 10, before.kill)
+    assert ask(group, truth) == truth[1]
+    assert before.wait() == -signal.SIGKILL
+    while coordinator.process is before:
+        assert ask(group, truth) == truth[1]
+    assert coordinator.process.poll() is None
+
+
+def test_requests_of_a_worker_killed_mid_batch_go_on_elsewhere(group: RolloutGroup, truth: Truth) -> None:
+    after(group, 10, group._workers["worker-1"].kill)
+    assert ask(group, truth) == truth[1]
+    assert list(group.places) == ["worker-0"]
+    assert group.resubmitted > 0 and group.disagreements == 0
