@@ -69,6 +69,7 @@ OURS_HERE = {
     ("worker/drafter_calls.py", "drafter.sharpness"),
     ("worker/drafter_calls.py", "drafter.second_sharpness"),
     ("worker/v2/runner.py", "step"),
+    ("worker/rollout/engine.py", "self._speculator"),
 }
 RUNNERS = (
     "worker/v1/runner.py",

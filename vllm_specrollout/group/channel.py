@@ -155,7 +155,7 @@ def wait(lines: list[ZmqLine] | list[ZmqHub], timeout_s: float) -> None:
     poller = zmq.Poller()
     for line in lines:
         poller.register(line.socket, zmq.POLLIN)
-    poller.poll(timeout_s * 1e3)
+    poller.poll(int(timeout_s * 1e3))
 
 
 def _all(socket: zmq.Socket[bytes], most: int = 4096) -> list[list[bytes]]:

@@ -218,7 +218,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
     elif origin is not None:
         if isinstance(value, dict):
             return types.MappingProxyType(value)
-    elif dataclasses.is_dataclass(hint):
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _made(hint, value)
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
