@@ -39,6 +39,11 @@ BENCHES = {
     "index": ("vllm_specrollout.bench.index.command", "bench_index", "The history index beside arctic-inference's."),
     "sweep": ("vllm_specrollout.bench.scenarios.sweep", "bench_sweep", "Batches and accuracies: auto, fixed, stock."),
     "drafters": ("vllm_specrollout.bench.scenarios.drafters", "bench_drafters", "Models that draft, side by side."),
+    "decoupled": (
+        "vllm_specrollout.bench.scenarios.decoupled",
+        "bench_decoupled",
+        "A model that drafts, in the target's steps and beside them.",
+    ),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
 

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
@@ -21,6 +21,7 @@ from vllm_specrollout.drafter_config import (
     HistoryConfig,
     NgramConfig,
     OracleConfig,
+    StartedDrafter,
 )
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.resuming import Resume
@@ -49,7 +50,8 @@ class SpecRolloutConfig:
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     placement: str = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
-    process of its own that drafts ahead while the target verifies. V1 runner on CPU, method `draft_model`."""
+    process of its own that drafts ahead while the target verifies. V1 runner on CPU, method `draft_model`. A decoupled
+    engine needs no `speculative_config`: drafters can be attached while it runs."""
     devices: tuple[str, ...] = ()
     """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
     max_draft_tokens: int = 24
@@ -102,6 +104,10 @@ class SpecRolloutConfig:
         check_choice("shape", self.shape, SHAPES)
         check_choice("placement", self.placement, PLACEMENTS)
         check_devices(self.devices, is_used=self.placement == "decoupled" and not self.decoupled.address)
+        if self.decoupled.drafters and self.placement != "decoupled":
+            raise ConfigError(
+                "`decoupled.drafters` names drafters, and `placement` is `coupled`", 'set {"placement": "decoupled"}'
+            )
         check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:
@@ -121,14 +127,14 @@ class SpecRolloutConfig:
     @property
     def sources(self) -> tuple[str, ...]:
         """What a node's `source` counts: the drafters, then the chain and the alternatives of a model that drafts."""
-        if self.speculative_config is None:
-            return self.drafters
-        return (*self.drafters, *(DECOUPLED_SOURCES if self.is_decoupled else MODEL_SOURCES))
+        if self.is_decoupled:
+            return (*self.drafters, *DECOUPLED_SOURCES)
+        return self.drafters if self.speculative_config is None else (*self.drafters, *MODEL_SOURCES)
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether a model drafts in a process of its own."""
-        return self.placement == "decoupled" and self.speculative_config is not None
+        """Whether models may draft in processes of their own, begun with the engine or attached later."""
+        return self.placement == "decoupled"
 
     @property
     def coupled_model(self) -> dict[str, Any] | None:
@@ -266,16 +272,27 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
             raise ConfigError(f"unknown key `{prefix}{key}` in `{origin}`", way)
         nested = _NESTED.get(key) if cls in (SpecRolloutConfig, RequestOptions) else None
         if nested is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"`{prefix}{key}` is {value!r}, of type {type(value).__name__}",
-                    f"give an object with the keys: {', '.join(f.name for f in fields(nested))}",
-                )
-            value = _build(nested, value, origin, f"{key}.")
+            value = _build_nested(nested, value, origin, f"{prefix}{key}")
+        elif cls is DecoupledConfig and key == "drafters" and isinstance(value, (list, tuple)):
+            names = (f"{prefix}{key}[{i}]" for i in range(len(value)))
+            value = tuple(_build_nested(StartedDrafter, v, origin, n) for v, n in zip(value, names, strict=True))
         elif (cls, key) != (SpecRolloutConfig, "budget"):  # a name or an object: __post_init__ knows both
             check_field(prefix + key, value, known[key].type)
         arguments[key] = value
+    missing = [name for name, f in known.items() if f.default is MISSING is f.default_factory and name not in arguments]
+    if missing:
+        raise ConfigError(f"`{prefix}{missing[0]}` is not given in `{origin}`", "name it")
     return cls(**arguments)
+
+
+def _build_nested(cls: type, value: Any, origin: str, name: str) -> Any:
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        keys = ", ".join(f.name for f in fields(cls))
+        cause = f"`{name}` is {value!r}, of type {type(value).__name__}"
+        raise ConfigError(cause, f"give an object with the keys: {keys}")
+    return _build(cls, value, origin, f"{name}.")
 
 
 _NESTED = {

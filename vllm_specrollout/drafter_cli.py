@@ -8,27 +8,40 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_specrollout.checks import check_range
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import MOST_NODES
 
 
 def serve_drafts(
     model: Annotated[str, typer.Argument(help="The model that drafts: a folder or a name.", show_default=False)],
-    listen: Annotated[str, typer.Option(help="Where its verifier finds it: ipc://PATH or tcp://HOST:PORT.")],
+    listen: Annotated[str, typer.Option(help="Where verifiers find it: ipc://PATH, shm://NAME, tcp://HOST:PORT.")],
     keys: Annotated[Path | None, typer.Option(help="Directory with the keys, for tcp off this host.")] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="Stay when a verifier leaves, for the next one.")] = False,
     cores: Annotated[str, typer.Option(help="CPU cores to run on, as `2,3`; default: all.")] = "",
+    most_nodes: Annotated[int, typer.Option(help="Nodes of a request's tree that are looked behind, at most.")] = 16,
     engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "{}",
 ) -> None:
-    """Draft for an engine elsewhere, until it ends or this command is stopped.
+    """Draft for an engine elsewhere, until it ends or this command is stopped; with --stay for one after another.
 
     The engine has `--speculative-config` with the same model, and in `--spec-rollout` {"placement": "decoupled",
     "decoupled": {"address": ADDRESS}}. Both need one vocabulary.
     """
     from vllm_specrollout.worker.streams.process import serve
 
+    check_range("--most-nodes", most_nodes, 1, MOST_NODES)
     names = [name for name in cores.split(",") if name]
     if not all(name.isdecimal() for name in names):
         raise ConfigError(f"`--cores` is {cores!r}", "name cores by number, as in 2,3")
-    serve(model, listen, _object(engine_args), cores=[int(name) for name in names], keys=keys and str(keys))
+    serve(
+        model,
+        listen,
+        _object(engine_args),
+        cores=[int(name) for name in names],
+        keys=keys and str(keys),
+        most_nodes=most_nodes,
+        stays=stay,
+    )
 
 
 def _object(text: str) -> dict[str, Any]:

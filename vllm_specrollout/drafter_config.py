@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_specrollout.checks import check_choice, check_match, check_range, check_real, check_type
+from vllm_specrollout.checks import check_choice, check_devices, check_match, check_range, check_real, check_type
 from vllm_specrollout.errors import ConfigError
 
 SCOPES = ("problem", "global")
+SINGLE = "drafter"
+"""What the decoupled drafter of `speculative_config` is called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +125,39 @@ class CollectConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartedDrafter:
+    """A drafter that the engine begins in a process of its own."""
+
+    model: str
+    """The model that drafts: a folder or a name."""
+    name: str = ""
+    """What it is called, where drafters are attached and detached; empty: its place in the list, as `drafter-1`."""
+    devices: tuple[str, ...] = ()
+    """CPU cores that it runs on, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine in that process."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        check_devices(self.devices, is_used=True)
+        if not self.model:
+            raise ConfigError("a drafter of `decoupled.drafters` has an empty `model`", "name a folder or a model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoupledConfig:
-    """A model that drafts in a process of its own, ahead of the target. See docs/concepts/decoupled.md."""
+    """Models that draft in processes of their own, ahead of the target. See docs/concepts/decoupled.md."""
+
+    drafters: tuple[StartedDrafter, ...] = ()
+    """Drafters that the engine begins beside that of `speculative_config`, as `{"model": SMALL, "devices": ["cpu:1"]}`;
+    further keys: `name` and `engine_args`. Others can be attached while it runs."""
 
     window: int = 4
     """Tokens of a draft window: the drafter is two of them ahead at most."""
     fan_out: int = 2
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
+    most_nodes: int = 16
+    """Nodes of a request's tree that it looks behind, at most: those that the target reaches most often."""
     address: str = ""
     """Where a `specrollout drafter` listens that was started by hand: `ipc://PATH` or `tcp://HOST:PORT`; empty: the
     engine starts one of its own, and stops it."""
@@ -141,8 +169,16 @@ class DecoupledConfig:
     """Further arguments of vLLM's engine in that process, such as `{"dtype": "bfloat16"}`."""
 
     def __post_init__(self) -> None:
+        named = (replace(drafter, name=drafter.name or f"drafter-{i}") for i, drafter in enumerate(self.drafters, 1))
+        object.__setattr__(self, "drafters", tuple(named))
+        names = [drafter.name for drafter in self.drafters]
+        if len({*names, SINGLE}) <= len(names):
+            raise ConfigError(
+                f"`decoupled.drafters` has names that are in use: {names}", f"not `{SINGLE}`, and none twice"
+            )
         check_range("decoupled.window", self.window, 1, 64)
         check_range("decoupled.fan_out", self.fan_out, 1, 8)
+        check_range("decoupled.most_nodes", self.most_nodes, 1, 64)
         check_real("decoupled.start_s", self.start_s, 0.0, 86400.0)
         if self.address and not self.address.startswith(("ipc://", "tcp://")):
             raise ConfigError(

@@ -132,11 +132,11 @@ def check(
         )
 
 
-def check_decoupled(given: Mapping[str, Any], *, has_cpu_noise: bool) -> None:
+def check_decoupled(given: Mapping[str, Any] | None, *, has_cpu_noise: bool) -> None:
     """Refuse what cannot draft in a process of its own.
 
     Args:
-        given: vLLM's `speculative_config`, as the user gave it.
+        given: vLLM's `speculative_config`, as the user gave it; None: drafters are named elsewhere, or attached later.
         has_cpu_noise: the target has vLLM's V1 runner on CPU.
 
     Raises:
@@ -144,14 +144,14 @@ def check_decoupled(given: Mapping[str, Any], *, has_cpu_noise: bool) -> None:
         ConfigError: no model is named.
     """
     way = 'set {"placement": "coupled"}'
-    name = str(given.get("method") or "draft_model")
+    name = "draft_model" if given is None else str(given.get("method") or "draft_model")
     if name != "draft_model":
         raise UnsupportedError(
             f"`{FLAG}` has method `{name}`, which drafts from the target's own hidden states; in a process of its own"
             " only a `draft_model` drafts",
             way,
         )
-    if not given.get("model"):
+    if given is not None and not given.get("model"):
         raise ConfigError(f"`{FLAG}` names no `model`, and one is to draft in a process of its own", "name it")
     if not has_cpu_noise:
         raise UnsupportedError(

@@ -6,6 +6,7 @@ verifier samples one token more than it accepts; the drafter computes one token 
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import deque
@@ -13,14 +14,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_specrollout.decoupled.following import Sampling
+from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
-from vllm_specrollout.drafters.decoupled import Sampling
 
 VOCABULARY = 50
 
 
+@functools.cache
 def token_at(request: int, position: int) -> int:
     """What the target samples there, whatever stands before: sampling is not what is tested."""
     return random.Random(f"{request} {position}").randrange(VOCABULARY)
@@ -35,8 +38,15 @@ class Line:
 
     def __init__(self, rng: random.Random, chance: float = 0.0) -> None:
         self.rng, self.chance = rng, chance
-        ways = (deque[Message](), deque[Message]())
+        ways = (deque[tuple[int, Message]](), deque[tuple[int, Message]]())
         self.ends = (End(self, ways[0], ways[1]), End(self, ways[1], ways[0]))
+
+    def reopened(self) -> End:
+        """The verifier's end, opened anew: of what was said before, nothing comes any more."""
+        old, drafters = self.ends
+        old.own.clear()
+        self.ends = (End(self, old.own, old.other, session=old.session + 1), drafters)
+        return self.ends[0]
 
 
 @dataclass
@@ -44,18 +54,24 @@ class End:
     """One side's mailbox."""
 
     line: Line
-    own: deque[Message]
-    other: deque[Message]
+    # (session of the end that sent it, message)
+    own: deque[tuple[int, Message]]
+    other: deque[tuple[int, Message]]
+    session: int = 0
+    # the other end's newest
+    peer: int = 0
+    address: str = "line"
     stats: object = None
     is_closed: bool = False
 
     def send(self, message: Message) -> bool:
+        assert not self.is_closed
         rng, chance = self.line.rng, self.line.chance
         if rng.random() < chance:
             return rng.random() < 0.5  # lost, or refused
-        self.other.append(message)
+        self.other.append((self.session, message))
         if rng.random() < chance:
-            self.other.append(message)
+            self.other.append((self.session, message))
         return True
 
     def receive(self, most: int = 256) -> list[Message]:
@@ -64,7 +80,12 @@ class End:
             taken.append(self.own.popleft())
         if rng.random() < self.line.chance:
             rng.shuffle(taken)
-        return taken
+        found = []
+        for session, message in taken:
+            self.peer = max(self.peer, session)
+            if session == self.peer:
+                found.append(message)
+        return found
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self.own)
@@ -87,6 +108,7 @@ class FakeEngine:
     max_requests: int = 64
     most_tokens: int = 10_000
     drafted: int = 0
+    work: Work = field(default_factory=Work)
     streams: dict[int, Stream] = field(default_factory=dict)
     # of each rejection: tokens wasted, and the window
     wasted: list[tuple[int, int]] = field(default_factory=list)

@@ -9,6 +9,24 @@ from vllm_specrollout.decoupled.ring import RingMailbox
 from vllm_specrollout.errors import ConfigError
 
 
+def connect(address: str, keys: str | None = None) -> Mailbox:
+    """Open a mailbox to a drafter that serves there already. What it said to others that were here before is dropped.
+
+    Raises:
+        ConfigError: the address or the keys cannot be used.
+        MailboxError: nobody serves there, or another engine is there.
+    """
+    if address.startswith("ipc://"):
+        from vllm_specrollout.decoupled import endpoint
+
+        # ZeroMQ would wait for somebody to come, without a word
+        endpoint.check_served(address)
+    mailbox = open_mailbox(address, serve=False, keys=keys or None)
+    while mailbox.receive():
+        pass
+    return mailbox
+
+
 def open_mailbox(
     address: str, *, serve: bool, keys: Path | str | None = None, vocab_size: int | None = None
 ) -> Mailbox:

@@ -39,14 +39,23 @@ class Command:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     # CPU cores; empty: all of them
     cores: tuple[int, ...] = ()
+    # of a stream that are looked behind, at most; None: as the process has it
+    most_nodes: int | None = None
+    # whether it serves at the address itself, and stays when a verifier leaves, for the next one
+    stays: bool = False
+    # file in which it leaves its process id once it is ready; empty: none
+    ready: str = ""
 
     @property
     def argv(self) -> list[str]:
         args = json.dumps(dict(self.engine_args))
         module = "vllm_specrollout.worker.streams.process"
-        cores = ["--cores", ",".join(map(str, self.cores))] if self.cores else []
+        more = ["--cores", ",".join(map(str, self.cores))] if self.cores else []
+        more += [] if self.most_nodes is None else ["--most-nodes", str(self.most_nodes)]
+        more += ["--stay"] if self.stays else []
+        more += ["--ready", self.ready] if self.ready else []
         parent = ["--parent", str(os.getpid())]
-        return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *cores]
+        return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *more]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -80,6 +89,8 @@ class DrafterProcess:
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
         self.command = command
         self.restarts = 0
+        self.waited_s = 0.0
+        """Seconds in which the process that began it waited for its end."""
         self._clock = clock
         self._begin_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,10 +127,16 @@ class DrafterProcess:
         return True
 
     def kill(self) -> None:
-        """End it at once; `watch` begins it anew."""
+        """End it at once, without waiting until it has: `watch` notices, and begins it anew."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+
+    def dismiss(self) -> None:
+        """Ask it to end, without waiting until it has, and watch no more; `stop` sees to that it does."""
+        self._begin_at = None
+        if self.is_alive:
+            assert self._process is not None
+            self._process.terminate()
 
     def stop(self) -> None:
         """End it for good."""
@@ -127,11 +144,15 @@ class DrafterProcess:
         if process is None or process.poll() is not None:
             return
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-            return
-        process.kill()
-        process.wait()
+        begin = self._clock()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+                return
+            process.kill()
+            process.wait()
+        finally:
+            self.waited_s += self._clock() - begin
 
     def _begin(self) -> None:
         self._begin_at = None

@@ -93,7 +93,7 @@ _LAYOUTS: dict[type[Message], _Layout] = {
     ),
     Close: _Layout(4, struct.Struct("<Q"), ("handle",)),
     Drafts: _Layout(5, struct.Struct("<QII"), ("handle", "generation", "position"), ("token_ids", "parents", "log_q")),
-    Beat: _Layout(6, struct.Struct("<fQ"), ("busy_ms", "drafted")),
+    Beat: _Layout(6, struct.Struct("<fQIII"), ("busy_ms", "drafted", "passes", "streams", "rows")),
     Bye: _Layout(7, struct.Struct("<"), text_name="reason", text_limit=MAX_REASON),
 }
 _TYPES = {layout.kind: cls for cls, layout in _LAYOUTS.items()}

@@ -61,15 +61,33 @@ def claim(path: Path) -> None:
         return
     if not stat.S_ISSOCK(status.st_mode):
         raise ConfigError(f"`{path}` is there already and is no socket", "choose another path")
+    if _is_served(path):
+        raise MailboxError(f"another process listens at `{path}`", "choose another path, or stop that process")
+
+
+def check_served(address: str) -> None:
+    """See that somebody serves at ipc://PATH.
+
+    Raises:
+        ConfigError: it is no such address.
+        MailboxError: nobody does.
+    """
+    path = parse(address, serve=False).path
+    if path is None or not path.is_socket() or not _is_served(path):
+        raise MailboxError(f"nobody serves at `{address}`", "start `specrollout drafter MODEL --stay --listen ADDRESS`")
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a process listens at a socket's file."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.setblocking(False)
         try:
             asking.connect(str(path))
-        except ConnectionRefusedError:
-            return  # left behind by a process that is gone
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False  # left behind by a process that is gone
         except OSError:
             pass  # somebody is there and busy
-    raise MailboxError(f"another process listens at `{path}`", "choose another path, or stop that process")
+    return True
 
 
 def _parse_ipc(address: str) -> Endpoint:

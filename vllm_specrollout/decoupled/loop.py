@@ -1,12 +1,14 @@
 """The loop of a process in which a model drafts. Pure: its engine and its mailbox are given.
 
-It takes in what the verifier says, drafts while it may, sends what it drafted, and ends with its verifier.
+It takes in what the verifier says, drafts while it may, sends what it drafted, and ends with its verifier, or stays for
+the next one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_specrollout.decoupled.mailbox import Mailbox
@@ -17,12 +19,23 @@ BEAT_S = 1.0
 _IDLE_S = 0.2  # longest wait for a message; the parent is looked for as often
 
 
+@dataclass(slots=True)
+class Work:
+    """What an engine has done since it was last asked."""
+
+    passes: int = 0
+    # summed over passes: streams in them, and nodes that they looked at
+    streams: int = 0
+    rows: int = 0
+
+
 class Engine(Protocol):
     """An engine that drafts; `worker.streams.engine.StreamEngine` is one."""
 
     vocab_size: int
     max_requests: int
     drafted: int
+    work: Work
 
     @property
     def may_draft(self) -> bool:
@@ -46,6 +59,7 @@ class Loop:
     """An engine and its verifier.
 
     Args:
+        stays: whether it goes on once its verifier has said goodbye, with nothing of it left.
         is_over: asked now and then: whether the process should end.
         clock: seconds, from any zero.
     """
@@ -56,12 +70,14 @@ class Loop:
         mailbox: Mailbox,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        stays: bool = False,
     ) -> None:
         self._engine, self._mailbox = engine, mailbox
-        self._is_over, self._clock = is_over, clock
+        self._is_over, self._clock, self._stays = is_over, clock, stays
         self._is_ended = False
         self._next_beat = 0.0
-        self._was_heard = False
+        self._was_heard = self._has_greeted = False
         self._busy_s = 0.0
 
     def run(self) -> None:
@@ -89,8 +105,11 @@ class Loop:
         if now >= self._next_beat:
             # a verifier that says nothing may not listen either: beats would pile up
             if self._was_heard:
-                self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted))
+                work = self._engine.work
+                done = (work.passes, work.streams, work.rows)
+                self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted, *done))
             self._next_beat, self._busy_s, self._was_heard = now + BEAT_S, 0.0, False
+            self._engine.work = Work()
             self._is_ended = self._is_ended or self._is_over()
 
     def _take(self, message: Message) -> None:
@@ -99,9 +118,15 @@ class Loop:
                 self._engine.close_all()
                 self._greet()
             case Bye():
-                self._is_ended = True
+                self._engine.close_all()
+                self._is_ended = not self._stays
             case _:
+                if not self._has_greeted:
+                    # one that it drafted for in a former life, and that nothing could be sent to before it spoke
+                    self._greet()
                 self._engine.take(message)
 
     def _greet(self) -> None:
-        self._mailbox.send(Hello(Role.DRAFTER, self._engine.vocab_size, Noise.TAPE, self._engine.max_requests, 0, {}))
+        self._has_greeted = self._mailbox.send(
+            Hello(Role.DRAFTER, self._engine.vocab_size, Noise.TAPE, self._engine.max_requests, 0, {})
+        )

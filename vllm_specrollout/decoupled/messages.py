@@ -147,6 +147,10 @@ class Beat:
 
     busy_ms: float  # f32: spent on drafts since its last beat
     drafted: int  # u64: tokens since it started
+    # u32, since its last beat: passes, streams in them, and nodes that they looked at
+    passes: int = 0
+    streams: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,49 @@ class Fitting:
     is_first: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How drafts fared, over the positions that the target came to along them."""
+
+    # positions for which something was drafted
+    tried: int = 0
+    # the first choice was the target's own token
+    matched: int = 0
+    # one of the choices was
+    covered: int = 0
+    # tokens of the stream that had come from behind a first choice which the target did not take
+    wasted: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.tried + other.tried,
+            self.matched + other.matched,
+            self.covered + other.covered,
+            self.wasted + other.wasted,
+        )
+
+
+NONE_OF_THEM = 8
+"""Rank of a token that no choice was: `decoupled.fan_out` is at most that."""
+
+
 class Received:
     """The newest tree of one request's stream."""
 
     def __init__(self) -> None:
+        self.ranks: list[int] = []
+        """Which of the drafter's choices the request's tokens were: 0 the first, `NONE_OF_THEM` none. In the tokens'
+        order, each once, without those that came before any choice did."""
+        self.wasted = 0
+        """As in `Score`."""
         self._drafts: Drafts | None = None
+        # tokens whose ranks are known, or will never be
+        self._num_ranked = 0
+
+    @property
+    def score(self) -> Score:
+        tried, missed = len(self.ranks), self.ranks.count(NONE_OF_THEM)
+        return Score(tried, self.ranks.count(0), tried - missed, self.wasted)
 
     def put(self, drafts: Drafts) -> None:
         """A tree has come: it takes the place of an older one."""
@@ -52,14 +90,22 @@ class Received:
         if drafts is None or drafts.position > len(token_ids):
             return None
         tokens, parents, log_q = drafts.token_ids.tolist(), drafts.parents.tolist(), drafts.log_q.tolist()
-        at = ROOT
-        for token in token_ids[drafts.position :].tolist():
-            rows = zip(parents, tokens, strict=True)
-            found = next((child for child, row in enumerate(rows) if row == (at, token)), None)
-            if found is None:
+        at, is_stream = ROOT, True
+        for position, token in enumerate(token_ids[drafts.position :].tolist(), drafts.position):
+            below = [child for child, parent in enumerate(parents) if parent == at]
+            # a tree of another process may have more choices than were asked for
+            rank = next(
+                (rank for rank, child in enumerate(below[:NONE_OF_THEM]) if tokens[child] == token), NONE_OF_THEM
+            )
+            if below and position >= self._num_ranked:
+                self.ranks.append(rank)
+                self._num_ranked = position + 1
+                if rank and is_stream:
+                    self.wasted += _stream_below(parents, below[0])
+            if rank == NONE_OF_THEM:
                 self._drafts = None
                 return None
-            at = found
+            at, is_stream = below[rank], is_stream and not rank
         # node -> its place among those kept, and its depth
         place, depth = {at: ROOT}, {at: 0}
         kept = Fitting([], [], [], [])
@@ -78,6 +124,15 @@ class Received:
             kept.log_q.append(log_q[child])
             kept.is_first.append(is_first)
         return kept if kept.token_ids else None
+
+
+def _stream_below(parents: Sequence[int], node: int) -> int:
+    """Nodes of the chain of first choices behind a node."""
+    count = 0
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node:
+            node, count = child, count + 1
+    return count
 
 
 def together(request_ids: Sequence[str], drafts: Sequence[Fitting | None], source: int) -> TreeBatch:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ _ENCRYPTED = 64
 # a host that vanished without a word is given up after this long, queue and all
 _HEARTBEAT_MS, _SILENCE_MS = 1000, 3000
 _DOMAIN = "specrollout"
+_LINGER_MS = 1000  # for the last words of a client: so long they may take to leave this host
 
 _Socket = zmq.Socket[bytes]
 _Context = zmq.Context[_Socket]
@@ -164,7 +166,13 @@ class SocketMailbox:
             self._is_closed = True
             if self._guard is not None:
                 self._guard.close()
-            self._context.destroy(linger=0)
+            if self._serves or not self._tracker.stats.sent:
+                self._context.destroy(linger=0)
+            else:
+                # that it leaves is the last thing a client says, and it waits for nobody while that goes out
+                threading.Thread(
+                    target=self._context.destroy, args=(_LINGER_MS,), name="specrollout-last-words"
+                ).start()
             if self._file is not None:
                 self._remove(*self._file)
 

@@ -1,251 +1,236 @@
-"""The `decoupled` drafter: a model in a process of its own, which drafts ahead while the target verifies.
+"""The `decoupled` drafter: models in processes of their own, which draft ahead while the target verifies.
 
-What belongs here: what is told to that process and when, and what of its drafts is proposed. It never waits: what has
-come is proposed, and a request for which nothing has come decodes plainly.
+What belongs here: which drafters elsewhere the engine is linked to, and the one tree that theirs become. It never
+waits: what has come is proposed, and a request for which nothing has come decodes plainly.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from vllm_specrollout.checks import check_range, check_type
+from vllm_specrollout.decoupled.address import connect
 from vllm_specrollout.decoupled.child import DrafterProcess
+from vllm_specrollout.decoupled.following import TargetNoise
+from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.messages import Beat, Bye, Close, Drafts, Hello, Message, Open, Verdict
-from vllm_specrollout.decoupled.received import Fitting, Received, together
+from vllm_specrollout.decoupled.received import Fitting, together
+from vllm_specrollout.decoupled.united import united
 from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, empty_trees
 
-SILENCE = 64
-"""Verdicts without an answer after which a stream is opened anew: it was preempted, or messages of its are lost."""
-HANG_S = 30.0
-"""Seconds without an answer after which a process counts as hanging, and is killed and begun anew."""
-_OVERLAP = 8  # tokens before the new ones that a verdict repeats, in case that the last one is lost
+MOST_LINKS = 16
+"""Drafters elsewhere that one engine is linked to, at most: each costs a step the time to hear it."""
+MOST_WINDOW, MOST_FAN_OUT = 64, 8
+_MOST_NAME = 128  # characters
 
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request's tokens are chosen, as far as a drafter follows it."""
-
-    # 0.0: the best token is taken
-    temperature: float
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-class TargetNoise(Protocol):
-    """What an engine knows of its requests that a drafter elsewhere needs."""
-
-    def sampling(self, request_id: str) -> Sampling:
-        """How the request's tokens are chosen."""
-        ...
-
-    def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
-        """[count] the noise of its next tokens; empty where it has none."""
-        ...
-
-
-@dataclass(slots=True)
-class Following:
-    """A request that is drafted for elsewhere."""
-
-    handle: int
-    # tokens that the drafter was told of
-    num_told: int
-    # verdicts since something came
-    silent: int = 0
-    received: Received = field(default_factory=Received)
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened so far, for statistics."""
-
-    verdicts: int = 0
-    opened: int = 0
-    trees: int = 0
-    nodes: int = 0
+Connect = Callable[[str, str | None], Mailbox]
+"""From an address, and a directory of keys, to a mailbox of a drafter that serves there."""
 
 
 class DecoupledDrafter(BaseDrafter):
     """Proposes what has arrived.
 
     Args:
-        mailbox: to the drafter's process.
         noise: of the engine.
         source: index of the drafter; alternatives count as the next one.
-        window: tokens of a window: the process drafts two of them ahead at most.
-        fan_out: tokens per position: the stream's own and alternatives.
         vocab_size: the target's.
-        process: the one that the engine has begun; None: it was begun by hand.
+        window, fan_out: as in `Requests`, where a link names no others.
+        connect: opens mailboxes.
         clock: seconds, from any zero.
     """
 
     name = "decoupled"
     num_sources = 2
-    works_ahead = True
 
     def __init__(
         self,
-        mailbox: Mailbox,
         noise: TargetNoise,
         source: int,
         *,
-        window: int,
-        fan_out: int,
         vocab_size: int,
-        process: DrafterProcess | None = None,
+        window: int = 4,
+        fan_out: int = 2,
+        connect: Connect = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.mailbox = mailbox
         self.source = source
-        self.window, self.fan_out = window, fan_out
-        self.counts = Counts()
-        self.is_there = False
-        """Whether the process has said that it is ready."""
-        self._noise = noise
-        self._vocab_size = vocab_size
-        self._process, self._clock = process, clock
-        # when it was told something that it has not answered yet
-        self._told_at: float | None = None
-        self._requests: dict[str, Following] = {}
-        self._by_handle: dict[int, Following] = {}
-        self._next_handle = 1
+        self.links: dict[str, Link] = {}
+        self.works_ahead = False
+        self._noise, self._vocab_size = noise, vocab_size
+        self._window, self._fan_out = window, fan_out
+        self._connect, self._clock = connect, clock
+        # of links that are no more: trees that came, and tokens wasted
+        self._gone = (0, 0)
+        # begun by the engine and told to end
+        self._dismissed: list[DrafterProcess] = []
+
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self.receive()
-        self._watch()
-        if not self.is_there:
+        links = [link for link in self.links.values() if link.is_there]
+        if not links:
             return empty_trees(batch.request_ids)
         limited = zip(
             limits.wanted(self.source).tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True
         )
-        drafts: list[Fitting | None] = []
-        for view, (count, depth, is_chain) in zip(batch.views, limited, strict=True):
-            following = self._requests.get(view.request_id)
-            if following is None:
-                self._open(view)
-                drafts.append(None)
-                continue
-            self._tell(view, following)
-            drafts.append(following.received.fitting(view.token_ids, count, depth, is_chain) if count else None)
-        trees = together(batch.request_ids, drafts, self.source)
-        self.counts.nodes += trees.num_nodes
-        return trees
+        drafts = [
+            _drafts(links, view, count, depth, is_chain)
+            for view, (count, depth, is_chain) in zip(batch.views, limited, strict=True)
+        ]
+        return together(batch.request_ids, drafts, self.source)
+
+    def receive(self) -> None:
+        """Take in what has come, and look after the drafters."""
+        for link in self.links.values():
+            link.receive()
+            link.watch()
 
     def finish(self, ending: FinishedRequest) -> None:
         self.forget(ending.request_id)
 
     def forget(self, request_id: str) -> None:
-        following = self._requests.pop(request_id, None)
-        if following is not None:
-            del self._by_handle[following.handle]
-            self.mailbox.send(Close(following.handle))
+        for link in self.links.values():
+            link.requests.forget(request_id)
 
     def close(self) -> None:
         """The engine ends."""
-        self.mailbox.send(Bye("the engine ends"))
-        if self._process is not None:
-            self._process.stop()
-        self.mailbox.close()
+        for name in list(self.links):
+            self._drop(name, "the engine ends")
+        for process in self._dismissed:
+            process.stop()
+        self._dismissed.clear()
 
-    def _watch(self) -> None:
-        """Look after the process."""
-        if self._process is None:
-            return
-        if self.is_there and self._told_at is not None and self._clock() - self._told_at > HANG_S:
-            self._process.kill()
-        if self._process.watch():
-            self.is_there = False
-            self._told_at = None
+    # --- links -------------------------------------------------------------------------------------------------------
 
-    # --- messages ----------------------------------------------------------------------------------------------------
+    def link(self, name: str, mailbox: Mailbox, process: DrafterProcess | None = None, **given: Any) -> Link:
+        """Link to a drafter; it drafts from the step on after it has said that it is ready.
 
-    def receive(self) -> None:
-        """Take in what has come."""
-        for message in self.mailbox.receive():
-            self._told_at = None
-            self._take(message)
+        Args:
+            given: `window`, `fan_out` and `only` of `Requests`, where they are others than the engine's.
+        """
+        own = {"window": self._window, "fan_out": self._fan_out, "vocab_size": self._vocab_size, **given}
+        link = Link(name, mailbox, self._noise, process=process, clock=self._clock, **own)
+        link.greet()
+        self.links[name] = link
+        self.works_ahead = True
+        return link
 
-    def _take(self, message: Message) -> None:
-        match message:
-            case Drafts():
-                following = self._by_handle.get(message.handle)
-                # anything may come out of another process; a token that the target does not have is never verified
-                if following is not None and bool((message.token_ids < self._vocab_size).all()):
-                    following.received.put(message)
-                    following.silent = 0
-                    self.counts.trees += 1
-            case Hello():
-                # it has begun anew; two greetings may cross, and what was opened between them is closed as well
-                for name in list(self._requests):
-                    self.forget(name)
-                self.is_there = message.vocab_size == self._vocab_size
-            case Bye():
-                self.is_there = False
-            case Beat():
-                pass
+    def attach(
+        self,
+        name: str,
+        address: str,
+        keys: str | None = None,
+        window: int | None = None,
+        fan_out: int | None = None,
+        request_ids: Iterable[str] | None = None,
+    ) -> dict[str, Any]:
+        """Link to a drafter that runs and serves at an address. Requests in flight are drafted for as well.
 
-    def _open(self, view: RequestView) -> None:
-        sampling = self._noise.sampling(view.request_id)
-        tokens = np.array(view.token_ids, dtype=np.int32)
-        handle = self._next_handle
-        told = self.mailbox.send(
-            Open(
-                handle=handle,
-                generation=0,
-                token_ids=tokens,
-                seeds=self._seeds(view),
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                max_tokens=view.max_new_tokens,
-                window=self.window,
-                fan_out=self.fan_out,
-            )
+        Args:
+            name: what it is called from now on.
+            address: `ipc://PATH`, `shm://NAME` or `tcp://HOST:PORT`.
+            keys: directory with the keys, where `tcp` leaves the host.
+            window, fan_out: None: the engine's.
+            request_ids: requests that it drafts for, by the engine's names or their clients'; None: all.
+
+        Returns:
+            `Link.state`.
+
+        Raises:
+            ConfigError, MailboxError: something cannot be used; nothing has changed then.
+        """
+        check_type("name", name, (str,))
+        if not 0 < len(name) <= _MOST_NAME:
+            raise ConfigError(f"a drafter's name has {len(name)} characters", f"use 1 to {_MOST_NAME}")
+        if name in self.links:
+            raise ConfigError(f"drafter `{name}` is attached already", "detach it first, or choose another name")
+        if len(self.links) >= MOST_LINKS:
+            raise ConfigError(f"{MOST_LINKS} drafters are attached, which is the most", "detach one first")
+        check_type("address", address, (str,))
+        given: dict[str, Any] = {"only": _names(request_ids)}
+        for key, value, highest in (("window", window, MOST_WINDOW), ("fan_out", fan_out, MOST_FAN_OUT)):
+            if value is not None:
+                check_range(key, value, 1, highest)
+                given[key] = value
+        return self.link(name, self._connect(address, keys), **given).state()
+
+    def detach(self, name: str) -> dict[str, Any]:
+        """Let go of a drafter. It stays warm where it was told to; one that the engine began ends.
+
+        Returns:
+            `Link.state`, as it was.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        state = self._link(name).state()
+        self._drop(name, "the drafter was detached")
+        return state
+
+    def assign(self, name: str, request_ids: Iterable[str] | None) -> dict[str, Any]:
+        """Have a drafter draft for these requests alone from now on; None: for all.
+
+        Returns:
+            `Link.state`.
+
+        Raises:
+            ConfigError: there is none of this name, or these are no names.
+        """
+        link = self._link(name)
+        link.requests.restrict(_names(request_ids))
+        return link.state()
+
+    def state(self) -> dict[str, Any]:
+        """All drafters that are attached, in plain JSON types: name -> `Link.state`."""
+        return {name: link.state() for name, link in self.links.items()}
+
+    def totals(self) -> tuple[int, int, int]:
+        """Drafters that are there now; trees that came, and tokens wasted, from all that were ever attached."""
+        trees, wasted = self._gone
+        for link in self.links.values():
+            trees, wasted = trees + link.requests.counts.trees, wasted + link.requests.wasted
+        return sum(link.is_there for link in self.links.values()), trees, wasted
+
+    def _link(self, name: str) -> Link:
+        if name not in self.links:
+            known = ", ".join(self.links) or "none"
+            raise ConfigError(f"no drafter `{name}` is attached", f"attached are: {known}")
+        return self.links[name]
+
+    def _drop(self, name: str, why: str) -> None:
+        link = self.links.pop(name)
+        link.leave(why)
+        if link.process is not None:
+            self._dismissed.append(link.process)
+        trees, wasted = self._gone
+        self._gone = trees + link.requests.counts.trees, wasted + link.requests.wasted
+        self.works_ahead = bool(self.links)
+
+
+def _drafts(links: Sequence[Link], view: RequestView, count: int, depth: int, is_chain: bool) -> Fitting | None:
+    """What is proposed for a request; all its drafters are told how it stands."""
+    found = []
+    for link in links:
+        if link.requests.includes(view):
+            fitting = link.requests.propose(view, count, depth, is_chain)
+            if fitting is not None:
+                found.append(fitting)
+    if len(found) < 2:
+        return found[0] if found else None
+    return united(found, count, is_chain)
+
+
+def _names(request_ids: Iterable[str] | None) -> frozenset[str] | None:
+    if request_ids is None:
+        return None
+    names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+    if isinstance(request_ids, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"`request_ids` is {request_ids!r}, no list of names", "give a list, or None for all requests"
         )
-        if told:
-            self._next_handle += 1
-            following = Following(handle, len(tokens))
-            self._requests[view.request_id] = self._by_handle[handle] = following
-            self.counts.opened += 1
-
-    def _tell(self, view: RequestView, following: Following) -> None:
-        """What the request's tokens are by now."""
-        num_tokens = len(view.token_ids)
-        if num_tokens == following.num_told:
-            return
-        following.silent += 1
-        if following.silent > SILENCE:
-            self.forget(view.request_id)  # opened anew in the next step
-            return
-        begin = max(min(following.num_told, num_tokens) - _OVERLAP, 0)
-        told = self.mailbox.send(
-            Verdict(
-                handle=following.handle,
-                generation=0,
-                num_tokens=num_tokens,
-                token_ids=np.array(view.token_ids[begin:], dtype=np.int32),
-                seeds=self._seeds(view),
-                first_seed=num_tokens,
-                window=self.window,
-                fan_out=self.fan_out,
-            )
-        )
-        if told:
-            if self._told_at is None:
-                self._told_at = self._clock()
-            following.num_told = num_tokens
-            self.counts.verdicts += 1
-
-    def _seeds(self, view: RequestView) -> npt.NDArray[np.int64]:
-        """The noise of all positions that may be drafted before the next verdict comes."""
-        count = min(3 * self.window + 1, view.max_new_tokens)
-        return self._noise.seeds(view.request_id, count)
+    return frozenset(names)

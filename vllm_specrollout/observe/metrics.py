@@ -77,6 +77,9 @@ METRICS = (
     ),
     Metric("expected_tokens", "counter", "Tokens that drafts were expected to add.", (), (), THOUSANDTHS),
     Metric("gained_tokens", "counter", "Tokens that drafts added in the steps of which some were expected."),
+    Metric("decoupled_drafters", "gauge", "Drafters in processes of their own that are ready to draft."),
+    Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
+    Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
     Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
@@ -137,6 +140,12 @@ class Metrics(Listener):
 
     def failed(self, part: str) -> None:
         self._add(f"failures/{part.replace('/', ' per ')}", 1)
+
+    def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
+        """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""
+        self._counts["decoupled_drafters"] = alive
+        self._add("decoupled_trees", trees)
+        self._add("decoupled_wasted_nodes", wasted)
 
     def take(self) -> dict[str, int]:
         """The counts so far, which are forgotten here."""

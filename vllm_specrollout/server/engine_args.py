@@ -85,9 +85,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
             if config.placement == "decoupled":
-                speculative_methods.check_decoupled(
-                    config.speculative_config or {}, has_cpu_noise=engine is engines.CPU_V1
-                )
+                speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=engine is engines.CPU_V1)
             elif config.speculative_config is not None:
                 _check_model(vllm_config, config.speculative_config, engine)
         if engine.uses_v2 and not _names_capture_sizes(self):

@@ -1,11 +1,11 @@
-"""A model that drafts in a process of its own, as the target's runner sees it: begun with the engine, ended with it."""
+"""Models that draft in processes of their own, as the target's runner sees them: begun with the engine, or attached."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,13 @@ from vllm.logger import init_logger
 
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
-from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.messages import Hello, Noise, Role
-from vllm_specrollout.drafters.decoupled import DecoupledDrafter, Sampling
+from vllm_specrollout.decoupled.following import Sampling
+from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.observe.listener import Listener
+from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
 from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.common import config_of, is_first_rank
 
@@ -54,19 +58,30 @@ class V1Noise:
         return self._runner.book.get(self._runner.requests[request_id])
 
 
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """The drafter's process and what belongs to it, from the engine's start to its end."""
+class LinkCounter(Listener):
+    """Counts for /metrics what became of drafters elsewhere."""
 
-    mailbox: Mailbox
-    process: DrafterProcess | None
-    drafter: DecoupledDrafter
+    def __init__(self, drafter: DecoupledDrafter, metrics: Metrics) -> None:
+        self._drafter, self._metrics = drafter, metrics
+        self._told = (0, 0)
+
+    def planned(
+        self,
+        batch: RequestBatch,
+        limits: DraftLimits,
+        proposals: Sequence[TreeBatch],
+        plan: StepPlan,
+        draft_ms: float,
+    ) -> None:
+        alive, trees, wasted = self._drafter.totals()
+        self._metrics.elsewhere(alive, trees - self._told[0], wasted - self._told[1])
+        self._told = (trees, wasted)
 
 
-def begin(runner: Any) -> Remote | None:
-    """Start what the configuration asks for; None: nothing, or another rank drafts.
+def begin(runner: Any) -> DecoupledDrafter | None:
+    """Start what the configuration asks for; None: no drafter elsewhere is wanted, or another rank drafts.
 
-    It gets ready while the target's weights are loaded.
+    They get ready while the target's weights are loaded.
     """
     vllm_config = runner.vllm_config
     config = config_of(vllm_config)
@@ -76,35 +91,61 @@ def begin(runner: Any) -> Remote | None:
     from vllm_specrollout.decoupled.address import open_mailbox
 
     own = config.decoupled
-    process = None
+    drafter = DecoupledDrafter(
+        V1Noise(runner),
+        len(config.drafters),
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+        window=own.window,
+        fan_out=own.fan_out,
+    )
     if own.address:
-        mailbox = open_mailbox(own.address, serve=False, keys=own.keys or None)
-    else:
+        drafter.link(SINGLE, open_mailbox(own.address, serve=False, keys=own.keys or None))
+    for started in _started(config):
         # a name that no other engine has
         address = f"shm://spec-rollout-{os.getpid()}-{time.monotonic_ns():x}"
         mailbox = open_mailbox(address, serve=True)
-        process = DrafterProcess(_command(config, vllm_config, address))
-    mailbox.send(Hello(Role.VERIFIER, vllm_config.model_config.get_vocab_size(), Noise.TAPE, 0, 0, {}))
-    drafter = DecoupledDrafter(
-        mailbox,
-        V1Noise(runner),
-        len(config.drafters),
-        window=own.window,
-        fan_out=own.fan_out,
-        vocab_size=vllm_config.model_config.get_vocab_size(),
-        process=process,
-    )
-    return Remote(mailbox, process, drafter)
+        drafter.link(started.name, mailbox, DrafterProcess(_command(started, vllm_config, address, own.most_nodes)))
+    return drafter
+
+
+def _started(config: SpecRolloutConfig) -> list[StartedDrafter]:
+    """The drafters that the engine begins."""
+    drafters = list(config.decoupled.drafters)
+    if config.speculative_config is not None and not config.decoupled.address:
+        model, args = str(config.speculative_config["model"]), config.decoupled.engine_args
+        drafters.insert(0, StartedDrafter(name=SINGLE, model=model, devices=config.devices, engine_args=args))
+    return drafters
+
+
+def attached(runner: Any) -> DecoupledDrafter:
+    """What further drafters are attached to.
+
+    Raises:
+        UnsupportedError: none can be.
+    """
+    drafter = getattr(runner, "remote", None)
+    if drafter is None:
+        raise UnsupportedError(
+            "no drafter can be attached to this engine: its `placement` is `coupled`",
+            'start it with {"placement": "decoupled"}; that takes vLLM\'s V1 runner on CPU, and no drafter at first',
+        )
+    if drafter not in runner.spec_rollout.drafters:
+        raise UnsupportedError(
+            "drafters elsewhere are switched off in this engine, since a fault of ours was met",
+            "see its log, and report it",
+        )
+    return drafter
 
 
 def keep_off(config: SpecRolloutConfig) -> None:
-    """Leave the drafter's cores to it: threads of two engines on one core wait for each other in every product.
+    """Leave the drafters' cores to them: threads of two engines on one core wait for each other in every product.
 
     Does nothing where the user has bound this engine's threads, or would leave it no core.
     """
-    own = os.sched_getaffinity(0) - set(cores_of(config.devices))
+    theirs = [core for started in _started(config) for core in cores_of(started.devices)]
+    own = os.sched_getaffinity(0) - set(theirs)
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    if not config.is_decoupled or not config.devices or bound not in ("auto", "nobind") or not own:
+    if not config.is_decoupled or not theirs or bound not in ("auto", "nobind") or not own:
         return
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
@@ -114,26 +155,29 @@ def keep_off(config: SpecRolloutConfig) -> None:
 
 
 def join(runner: Any) -> None:
-    """The drafter drafts from now on. Waits until it is there, or takes too long: the engine starts either way."""
-    remote: Remote | None = runner.remote
-    if remote is None:
+    """They draft from now on. Waits until all are there, or take too long: the engine starts either way."""
+    drafter: DecoupledDrafter | None = runner.remote
+    if drafter is None:
         return
-    runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, remote.drafter])
+    runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
+    runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
     most_s, begin_s = config_of(runner.vllm_config).decoupled.start_s, time.monotonic()
-    while not remote.drafter.is_there:
-        remote.drafter.receive()
-        if time.monotonic() - begin_s > most_s or (remote.process is not None and not remote.process.is_alive):
+    while missing := [link for link in drafter.links.values() if not link.is_there]:
+        drafter.receive()
+        is_hopeless = all(link.process is not None and not link.process.is_alive for link in missing)
+        if time.monotonic() - begin_s > most_s or is_hopeless:
             logger.warning(
-                "Spec rollout: the decoupled drafter is not there after %.0f s; requests decode plainly until it is",
+                "Spec rollout: decoupled drafters are not there after %.0f s: %s; until they are, requests go without"
+                " their drafts",
                 time.monotonic() - begin_s,
+                ", ".join(link.name for link in missing),
             )
             return
         time.sleep(_POLL_S)
 
 
-def _command(config: SpecRolloutConfig, vllm_config: Any, address: str) -> Command:
+def _command(started: StartedDrafter, vllm_config: Any, address: str, most_nodes: int) -> Command:
     """The drafter's engine is like the target's, where its settings say nothing else."""
-    given = dict(config.speculative_config or {})
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     engine_args = {
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -141,6 +185,6 @@ def _command(config: SpecRolloutConfig, vllm_config: Any, address: str) -> Comma
         "max_num_seqs": scheduler.max_num_seqs,
         "enforce_eager": model.enforce_eager,
         "kv_cache_memory_bytes": _KV_CACHE,
-        **config.decoupled.engine_args,
+        **started.engine_args,
     }
-    return Command(str(given["model"]), address, engine_args, cores_of(config.devices))
+    return Command(started.model, address, engine_args, cores_of(started.devices), most_nodes)

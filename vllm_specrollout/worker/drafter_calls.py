@@ -1,18 +1,22 @@
-"""What a worker is asked about a model that drafts: other weights, and how it drafts. Called by name, through
-`collective_rpc`, between two steps.
+"""What a worker is asked about models that draft: other weights, how one drafts, and which ones elsewhere take part.
+Called by name, through `collective_rpc`, between two steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.worker import decoupling
+from vllm_specrollout.worker.common import is_first_rank
 from vllm_specrollout.worker.swapping import swap
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
+    from vllm_specrollout.drafters.decoupled import DecoupledDrafter
     from vllm_specrollout.worker.v1.runner import SpecRolloutV1
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 else:
@@ -68,3 +72,40 @@ class DrafterMixin(_Base):
         if drafter is not None:
             drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
             drafter.is_comb = is_comb
+
+    # --- drafters elsewhere: an error comes back as its cause and hint, and ranks that do not draft answer {} ---------
+
+    def attach_drafter(
+        self,
+        name: str,
+        address: str,
+        keys: str | None = None,
+        window: int | None = None,
+        fan_out: int | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Have a drafter that serves at an address draft as well, from the step on after it has answered.
+
+        Args, and what comes back: as `DecoupledDrafter.attach`.
+        """
+        return self._elsewhere(lambda own: own.attach(name, address, keys, window, fan_out, request_ids))
+
+    def detach_drafter(self, name: str) -> dict[str, Any]:
+        """Let go of a drafter; what it did comes back, as of `DecoupledDrafter.detach`."""
+        return self._elsewhere(lambda own: own.detach(name))
+
+    def assign_drafter(self, name: str, request_ids: Sequence[str] | None = None) -> dict[str, Any]:
+        """Have a drafter draft for these requests alone; None: for all. As `DecoupledDrafter.assign`."""
+        return self._elsewhere(lambda own: own.assign(name, request_ids))
+
+    def drafters_state(self) -> dict[str, Any]:
+        """All drafters that are attached, as `DecoupledDrafter.state`."""
+        return self._elsewhere(lambda own: own.state())
+
+    def _elsewhere(self, what: Callable[[DecoupledDrafter], dict[str, Any]]) -> dict[str, Any]:
+        if not is_first_rank():
+            return {}
+        try:
+            return what(decoupling.attached(self.model_runner))
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint}

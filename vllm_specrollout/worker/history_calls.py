@@ -53,6 +53,6 @@ class TrainerMixin(WeightsMixin):
             if (history := self._history()) is not None:
                 history.close()
             if (remote := getattr(runner, "remote", None)) is not None:
-                remote.drafter.close()
+                remote.close()
             runner.spec_rollout.close()
         super().shutdown()

@@ -108,6 +108,33 @@ class TunableMixin:
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
+    def spec_rollout_streams(self, window: int | None = None, fan_out: int | None = None) -> dict[str, Any]:
+        """Other windows for decoupled drafters, and what they did since this was asked last.
+
+        Args:
+            window, fan_out: as in `decoupled`; default: as they are.
+
+        Returns:
+            "ranks": which of the drafter's choices the tokens of requests that are over were, as `Received.ranks`;
+            "beats": per second, milliseconds of work, passes, streams and nodes in them.
+
+        Raises:
+            ConfigError: no drafter runs elsewhere.
+        """
+        remote = getattr(self.model_runner, "remote", None)
+        if remote is None:
+            raise ConfigError("no drafter runs elsewhere in this engine", 'start it with {"placement": "decoupled"}')
+        remote.receive()
+        found: dict[str, Any] = {"ranks": [], "beats": []}
+        for link in remote.links.values():
+            own = link.requests
+            own.window, own.fan_out = window or own.window, fan_out or own.fan_out
+            found["ranks"] += own.ranks
+            found["beats"] += [[beat.busy_ms, beat.passes, beat.streams, beat.rows] for beat in link.beats]
+            own.ranks.clear()
+            link.beats.clear()
+        return found
+
     def _switches(self) -> SwitchCounter:
         listeners = self.model_runner.spec_rollout.listeners
         for listener in listeners:

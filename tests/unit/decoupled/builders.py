@@ -40,7 +40,7 @@ OPEN = Open(7, 1, ints(5, 6, 7), seeds(-(2**63), 2**63 - 1), 0.7, 50, 0.9, 0.05,
 VERDICT = Verdict(7, 2, 9, ints(8, 9), seeds(11), 9, 4, 2)
 CLOSE = Close(7)
 DRAFTS = Drafts(7, 2, 9, ints(1, 2, 3, 4), ints(-1, 0, 0, 2), floats(-0.1, -0.2, -3.0, 0.0))
-BEAT = Beat(1.5, 2**40)
+BEAT = Beat(1.5, 2**40, 3, 5, 7)
 BYE = Bye("ended, naïvely")
 ONE_OF_EACH: tuple[Message, ...] = (HELLO, OPEN, VERDICT, CLOSE, DRAFTS, BEAT, BYE)
 
@@ -99,7 +99,7 @@ any_message = st.one_of(
     verdicts(),
     st.builds(Close, U64),
     drafts(),
-    st.builds(Beat, st.floats(0.0, 2.0**99, width=32), U64),
+    st.builds(Beat, st.floats(0.0, 2.0**99, width=32), U64, U32, U32, U32),
     st.builds(Bye, st.text(max_size=200)),
 )
 

@@ -64,11 +64,38 @@ def test_a_process_that_hangs_is_begun_anew_once_it_is_killed() -> None:
     clock = Clock()
     process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
     process.kill()
+    assert process.waited_s == 0.0, "whoever kills it does not wait for its end"
+    ended(process)
     assert process.watch()
     clock.now += 1.0
     process.watch()
     assert process.is_alive
     process.stop()
+
+
+def test_a_dismissed_process_ends_without_anybody_waiting() -> None:
+    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"))
+    process.dismiss()
+    assert process.waited_s == 0.0
+    ended(process)
+    process.stop()
+    assert not process.is_alive and process.waited_s == 0.0, "it had ended before anybody looked"
+
+
+def test_the_wait_for_an_end_is_counted() -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("import signal; signal.pause()", "shm://x"), clock)
+    popen = process._process
+    assert popen is not None
+    wait = popen.wait
+
+    def slowly(timeout: float | None = None) -> int:
+        clock.now += 2.0
+        return wait(timeout)
+
+    popen.wait = slowly  # type: ignore[method-assign]
+    process.stop()
+    assert process.waited_s == 2.0
 
 
 def test_the_drafters_engine_is_told_its_model_and_cores_and_not_to_speculate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A drafter that runs ahead and the verifier that never waits for it, under faults of the line between them."""
+"""Drafters that run ahead and the verifier that never waits for them, under faults of all that is between them."""
 
 import random
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, Line, token_at
+from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.loop import Loop
 from vllm_specrollout.decoupled.messages import Hello, Noise, Role
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
@@ -16,28 +17,72 @@ from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, R
 PROMPT = [7, 8, 9]
 
 
-class Rollout:
-    """Requests that decode to their end, with drafts from elsewhere."""
+class Elsewhere:
+    """A drafter's process, and the line to it. It stays when its verifier leaves."""
 
-    def __init__(self, seed: int, lengths: list[int], window: int, fan_out: int, chance: float = 0.0) -> None:
+    def __init__(self, seed: int, chance: float = 0.0) -> None:
+        self.line = Line(random.Random(seed), chance)
+        self.rng = random.Random(seed + 1)
+        self.hangs_until = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A process that knows of nothing."""
+        self.engine = FakeEngine(random.Random(self.rng.random()))
+        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: 0.0, stays=True)
+
+    def restart(self) -> None:
+        """The process is gone with all that it knew; another one begins."""
+        self.begin()
+        self.loop._greet()
+
+
+class Rollout:
+    """Requests that decode to their end, with drafts from elsewhere.
+
+    Args:
+        windows: of each drafter.
+    """
+
+    def __init__(self, seed: int, lengths: list[int], windows: list[int], fan_out: int, chance: float = 0.0) -> None:
         self.rng = random.Random(seed)
-        self.line = Line(random.Random(seed + 1), chance)
         self.noise = FakeNoise()
+        self.others = [Elsewhere(seed + 10 * i, chance) for i in range(1, 1 + len(windows))]
+        self.now = 0.0
         self.drafter = DecoupledDrafter(
-            self.line.ends[0], self.noise, 0, window=window, fan_out=fan_out, vocab_size=VOCABULARY
+            self.noise,
+            0,
+            vocab_size=VOCABULARY,
+            fan_out=fan_out,
+            connect=lambda address, keys: self.others[int(address)].line.reopened(),
+            clock=lambda: self.now,
         )
-        self.engine = FakeEngine(random.Random(seed + 2))
-        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: 0.0)
+        self.windows = windows
         self.lengths = {str(i): length for i, length in enumerate(lengths)}
         self.tokens = {name: list(PROMPT) for name in self.lengths}
         self.steps = 0
-        self.line.ends[0].send(Hello(Role.VERIFIER, VOCABULARY, Noise.TAPE, 0, 0))
+        for i in range(len(windows)):
+            self.attach(i)
 
-    def restart_drafter(self) -> None:
-        """The process is gone with all that it knew; another one begins."""
-        self.engine = FakeEngine(random.Random(self.steps))
-        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: 0.0)
-        self.line.ends[1].send(Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0))
+    # of the first drafter
+    @property
+    def other(self) -> Elsewhere:
+        return self.others[0]
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.other.engine
+
+    @property
+    def loop(self) -> Loop:
+        return self.other.loop
+
+    @property
+    def link(self) -> Link:
+        return self.drafter.links["0"]
+
+    def attach(self, i: int) -> None:
+        self.drafter.attach(str(i), str(i), window=self.windows[i])
 
     def step(self) -> None:
         """One step of the verifier."""
@@ -66,6 +111,11 @@ class Rollout:
                 self.drafter.finish(FinishedRequest(name, "", none, none, FinishReason.FINISHED))
         self.steps += 1
 
+    def turn(self) -> None:
+        for other in self.others:
+            if other.hangs_until <= self.steps:
+                other.loop.turn()
+
     def end(self, name: str) -> int:
         return len(PROMPT) + self.lengths[name]
 
@@ -76,7 +126,7 @@ class Rollout:
     def run(self, turns: int = 3) -> None:
         while not self.is_over:
             for _ in range(turns):
-                self.loop.turn()
+                self.turn()
             self.step()
 
     def check(self) -> None:
@@ -85,51 +135,81 @@ class Rollout:
             expected = [*PROMPT, *(token_at(int(name), at) for at in range(len(PROMPT), self.end(name)))]
             assert tokens == expected
         assert self.steps <= max(self.lengths.values()), "a step yields a token of each request at least"
-        assert not self.drafter._requests
-        assert not self.drafter._by_handle
-        for wasted, window in self.engine.wasted:
-            assert wasted <= 2 * window - 1
+        for link in self.drafter.links.values():
+            assert not link.requests.open and not link.requests._by_handle
+            score = link.requests.score
+            assert 0 <= score.matched <= score.covered <= score.tried
+            assert link.waited_s == 0.0
+        for other in self.others:
+            for wasted, window in other.engine.wasted:
+                assert wasted <= 2 * window - 1
+
+    def check_end(self) -> None:
+        """Whoever hears that its verifier leaves has nothing left of it, nor of one that left without being heard."""
+        for i, other in enumerate(self.others):
+            other.hangs_until, other.line.chance = 0, 0.0
+            if str(i) not in self.drafter.links:
+                self.attach(i)
+            self.drafter.detach(str(i))
+            for _ in range(2):
+                other.loop.turn()
+        assert not any(other.engine.streams for other in self.others)
 
 
 @given(
     seed=st.integers(0, 10_000),
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    window=st.integers(1, 16),
+    windows=st.lists(st.integers(1, 16), min_size=1, max_size=3),
     fan_out=st.integers(1, 3),
     turns=st.integers(0, 6),
 )
-def test_a_drafter_ahead_changes_no_token(seed: int, lengths: list[int], window: int, fan_out: int, turns: int) -> None:
-    rollout = Rollout(seed, lengths, window, fan_out)
+def test_drafters_ahead_change_no_token(
+    seed: int, lengths: list[int], windows: list[int], fan_out: int, turns: int
+) -> None:
+    rollout = Rollout(seed, lengths, windows, fan_out)
     rollout.run(turns)
     rollout.check()
     for _ in range(2):
-        rollout.loop.turn()
-    assert not rollout.engine.streams, "streams of requests that are over are closed"
+        rollout.turn()
+    assert not any(other.engine.streams for other in rollout.others), "streams of requests that are over are closed"
 
 
 @settings(max_examples=300)
 @given(
     seed=st.integers(0, 1_000_000),
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3),
-    window=st.integers(1, 16),
+    windows=st.lists(st.integers(1, 16), min_size=1, max_size=3),
     chance=st.floats(0.0, 0.5),
-    restarts=st.sets(st.integers(0, 40), max_size=3),
+    mischief=st.floats(0.0, 0.2),
 )
-def test_lost_late_doubled_and_shuffled_messages_change_no_token(
-    seed: int, lengths: list[int], window: int, chance: float, restarts: set[int]
+def test_faults_of_drafters_and_of_their_lines_change_no_token(
+    seed: int, lengths: list[int], windows: list[int], chance: float, mischief: float
 ) -> None:
-    rollout = Rollout(seed, lengths, window, 2, chance)
+    """Messages are late, lost, doubled and shuffled; drafters die, hang, are detached, and come back."""
+    rollout = Rollout(seed, lengths, windows, 2, chance)
+    rng = rollout.rng
     while not rollout.is_over:
-        if rollout.steps in restarts:
-            rollout.restart_drafter()
-        for _ in range(rollout.rng.randrange(5)):
-            rollout.loop.turn()
+        for i, other in enumerate(rollout.others):
+            if rng.random() < mischief:
+                what = rng.randrange(3)
+                if what == 0:
+                    other.restart()
+                elif what == 1:
+                    other.hangs_until = rollout.steps + rng.randrange(1, 50)
+                elif str(i) in rollout.drafter.links:
+                    rollout.drafter.detach(str(i))
+                else:
+                    rollout.attach(i)
+        for _ in range(rng.randrange(5)):
+            rollout.turn()
         rollout.step()
+        rollout.now += rng.choice((0.1, 1.0, 10.0))
     rollout.check()
+    rollout.check_end()
 
 
 def test_a_drafter_that_is_always_right_saves_most_steps() -> None:
-    rollout = Rollout(1, [200], 4, 1)
+    rollout = Rollout(1, [200], [4], 1)
     rollout.engine.accuracy = (1.0, 1.0)
     rollout.run(turns=4)
     rollout.check()
@@ -139,7 +219,7 @@ def test_a_drafter_that_is_always_right_saves_most_steps() -> None:
 
 
 def test_a_drafter_that_is_never_right_costs_no_step() -> None:
-    rollout = Rollout(1, [60], 4, 2)
+    rollout = Rollout(1, [60], [4], 2)
     rollout.engine.accuracy = (0.0, 0.0)
     rollout.run()
     rollout.check()
@@ -149,7 +229,7 @@ def test_a_drafter_that_is_never_right_costs_no_step() -> None:
 def test_an_alternative_that_holds_saves_the_step_behind_it() -> None:
     saved = []
     for fan_out in (1, 2):
-        rollout = Rollout(3, [300], 4, fan_out)
+        rollout = Rollout(3, [300], [4], fan_out)
         rollout.engine.accuracy = (0.6, 0.95)
         rollout.run(turns=3)
         rollout.check()
@@ -158,7 +238,7 @@ def test_an_alternative_that_holds_saves_the_step_behind_it() -> None:
 
 
 def test_a_drafter_is_at_most_two_windows_ahead_of_a_verifier_that_stands_still() -> None:
-    rollout = Rollout(5, [500], 6, 1)
+    rollout = Rollout(5, [500], [6], 1)
     rollout.loop.turn()
     rollout.step()
     rollout.step()
@@ -170,11 +250,11 @@ def test_a_drafter_is_at_most_two_windows_ahead_of_a_verifier_that_stands_still(
 
 
 def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
-    rollout = Rollout(5, [400], 4, 2)
+    rollout = Rollout(5, [400], [4], 2)
     for _ in range(40):
         rollout.loop.turn()
         rollout.step()
-    rollout.restart_drafter()
+    rollout.other.restart()
     before = rollout.steps, len(rollout.tokens["0"])
     rollout.run()
     rollout.check()
@@ -182,14 +262,14 @@ def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
 
 
 def test_a_stream_that_is_lost_is_opened_anew() -> None:
-    rollout = Rollout(5, [400], 4, 2)
+    rollout = Rollout(5, [400], [4], 2)
     for _ in range(20):
         rollout.loop.turn()
         rollout.step()
     rollout.engine.close_all()
     rollout.run()
     rollout.check()
-    assert rollout.drafter.counts.opened == 2
+    assert rollout.link.requests.counts.opened == 2
     assert rollout.engine.drafted > 200
 
 
@@ -197,20 +277,22 @@ def test_a_stream_that_is_lost_is_opened_anew() -> None:
 def test_a_token_that_the_target_does_not_have_is_never_proposed(token: int) -> None:
     from vllm_specrollout.decoupled.messages import Drafts
 
-    rollout = Rollout(5, [50], 4, 2)
+    rollout = Rollout(5, [50], [4], 2)
     rollout.loop.turn()
     rollout.step()
     rollout.step()
     one = np.asarray([token], np.int32)
-    rollout.line.ends[1].send(Drafts(1, 0, len(rollout.tokens["0"]), one, one * 0 - 1, np.zeros(1, np.float32)))
+    rollout.other.line.ends[1].send(Drafts(1, 0, len(rollout.tokens["0"]), one, one * 0 - 1, np.zeros(1, np.float32)))
     rollout.step()
-    assert rollout.drafter.counts.trees == 0
+    assert rollout.link.requests.counts.trees == 0
     rollout.run()
     rollout.check()
 
 
 class FakeProcess:
     """Stands for a drafter's process."""
+
+    pid, restarts, waited_s = 7, 0, 0.0
 
     def __init__(self) -> None:
         self.kills = 0
@@ -226,20 +308,19 @@ class FakeProcess:
 
 
 def test_a_process_that_says_nothing_for_long_is_killed_and_its_successor_drafts() -> None:
-    rollout = Rollout(5, [400], 4, 2)
-    clock, process = [0.0], FakeProcess()
-    rollout.drafter._process, rollout.drafter._clock = process, lambda: clock[0]
+    rollout = Rollout(5, [400], [4], 2)
+    process = rollout.link.process = FakeProcess()
     for _ in range(20):
         rollout.loop.turn()
         rollout.step()
     for _ in range(10):
-        clock[0] += 2.9
+        rollout.now += 2.9
         rollout.step()
     assert process.kills == 0, "it may be busy"
-    clock[0] += 2.9
+    rollout.now += 2.9
     rollout.step()
-    assert process.kills == 1 and not rollout.drafter.is_there
-    rollout.restart_drafter()
+    assert process.kills == 1 and not rollout.link.is_there
+    rollout.other.restart()
     rollout.run()
     rollout.check()
     assert process.kills == 1
@@ -247,7 +328,7 @@ def test_a_process_that_says_nothing_for_long_is_killed_and_its_successor_drafts
 
 
 def test_a_verifier_that_is_silent_gets_no_signs_of_life_that_pile_up() -> None:
-    rollout = Rollout(5, [50], 4, 2)
+    rollout = Rollout(5, [50], [4], 2)
     now = [0.0]
     rollout.loop._clock = lambda: now[0]
     rollout.loop.turn()
@@ -255,13 +336,13 @@ def test_a_verifier_that_is_silent_gets_no_signs_of_life_that_pile_up() -> None:
     for _ in range(1000):
         now[0] += 2.0
         rollout.loop.turn()
-    assert len(rollout.line.ends[0].own) < 10
+    assert len(rollout.other.line.ends[0].own) < 10
     rollout.run()
     rollout.check()
 
 
 def test_a_drafter_keeps_to_the_levels_and_branches_that_are_allowed() -> None:
-    rollout = Rollout(5, [400], 4, 3)
+    rollout = Rollout(5, [400], [4], 3)
     for _ in range(12):
         rollout.loop.turn()
     for _ in range(30):
@@ -279,12 +360,12 @@ def test_a_drafter_keeps_to_the_levels_and_branches_that_are_allowed() -> None:
 
 
 def test_streams_opened_between_two_greetings_are_closed() -> None:
-    rollout = Rollout(5, [60], 4, 2)
+    rollout = Rollout(5, [60], [4], 2)
     rollout.loop.turn()
     rollout.step()
     rollout.loop.turn()
     assert len(rollout.engine.streams) == 1
-    rollout.line.ends[1].send(Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0))
+    rollout.other.line.ends[1].send(Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0))
     rollout.step()
     rollout.loop.turn()
     assert list(rollout.engine.streams) == [2], "the first one is closed, and the request opened anew"

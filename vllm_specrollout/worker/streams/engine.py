@@ -10,6 +10,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
+from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
 from vllm_specrollout.decoupled.stream import Stream
 from vllm_specrollout.decoupled.survival import Survival
@@ -50,6 +51,7 @@ class StreamEngine:
         self.max_requests = config.scheduler_config.max_num_seqs
         self.survival = Survival()
         self.drafted = 0
+        self.work = Work()
         self._most_nodes = most_nodes
         self._most_tokens = config.model_config.max_model_len - 1
 
@@ -77,6 +79,9 @@ class StreamEngine:
         before = sum(stream.drafted for stream in self.scheduler.streams.values())
         if self.may_draft:
             self.core.step()
+            self.work.passes += 1
+            self.work.streams += len(self.scheduler.looked)
+            self.work.rows += sum(self.scheduler.looked)
         streams = list(self.scheduler.streams.values())
         self.drafted += max(sum(stream.drafted for stream in streams) - before, 0)
         return [drafts for drafts in (stream.due() for stream in streams) if drafts is not None]

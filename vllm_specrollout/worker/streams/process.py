@@ -8,10 +8,14 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_specrollout.decoupled.address import open_mailbox
 from vllm_specrollout.decoupled.loop import Loop
+
+MOST_NODES = 16
+"""Nodes of a stream that are looked behind, unless something else is asked for."""
 
 
 def main() -> None:
@@ -22,10 +26,22 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--engine-args", type=json.loads, default={})
     parser.add_argument("--cores", default="")
+    parser.add_argument("--most-nodes", type=int, default=MOST_NODES)
+    parser.add_argument("--stay", action="store_true")
+    parser.add_argument("--ready", default="")
     given = parser.parse_args()
     cores = [int(core) for core in given.cores.split(",") if core]
     with contextlib.suppress(KeyboardInterrupt):
-        serve(given.model, given.address, given.engine_args, cores=cores, parent=given.parent)
+        serve(
+            given.model,
+            given.address,
+            given.engine_args,
+            cores=cores,
+            parent=given.parent,
+            most_nodes=given.most_nodes,
+            stays=given.stay,
+            ready=given.ready,
+        )
 
 
 def serve(
@@ -36,12 +52,19 @@ def serve(
     cores: Sequence[int] = (),
     keys: str | None = None,
     parent: int | None = None,
+    most_nodes: int = MOST_NODES,
+    stays: bool = False,
+    ready: str = "",
 ) -> None:
     """Draft with a model for the verifier at the other end of an address, until it says goodbye.
 
     Args:
         cores: CPU cores to run on; empty: all.
-        parent: the verifier's process, which began this one: it opened the mailbox, and where it is gone this one ends.
+        most_nodes: of a stream that are looked behind, at most.
+        parent: the process which began this one: where it is gone this one ends. Unless this one stays, that is the
+            verifier's, and serves the mailbox.
+        stays: for one verifier after another: this process serves the mailbox, and ends when it is told to.
+        ready: file in which its process id is left once it can draft; empty: none.
 
     Raises:
         ConfigError, MailboxError: the address cannot be used.
@@ -49,14 +72,16 @@ def serve(
     # not those of the process that began this one, which vLLM has bound to its own
     os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
     signal.signal(signal.SIGTERM, _leave)
-    mailbox = open_mailbox(address, serve=parent is None, keys=keys)
+    mailbox = open_mailbox(address, serve=parent is None or stays, keys=keys)
     try:
         # imported late: an address that cannot be used is said at once
         from vllm_specrollout.worker.streams.engine import StreamEngine
 
-        engine = StreamEngine(model, engine_args=engine_args)
+        engine = StreamEngine(model, most_nodes, engine_args)
         try:
-            Loop(engine, mailbox, lambda: parent is not None and os.getppid() != parent).run()
+            if ready:
+                Path(ready).write_text(str(os.getpid()), encoding="ascii")
+            Loop(engine, mailbox, lambda: parent is not None and os.getppid() != parent, stays=stays).run()
         finally:
             engine.shutdown()
     finally:

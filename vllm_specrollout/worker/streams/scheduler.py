@@ -34,6 +34,8 @@ class StreamScheduler(Scheduler):
         self.streams: dict[str, Stream] = {}
         self.sharpness, self.second_sharpness = Sharpness(), Sharpness()
         self.passes = 0
+        # [streams of the last pass] nodes that it looked at
+        self.looked: list[int] = []
         # request -> tokens that the worker does not know yet
         self._grown: dict[str, list[int]] = {}
         # streams that lost their blocks while a pass was scheduled
@@ -84,6 +86,7 @@ class StreamScheduler(Scheduler):
             if name not in looks:
                 looks[name] = self.streams[name].look()  # a prompt: the root alone
         drafted = output.scheduled_spec_decode_tokens
+        self.looked = [len(drafted.get(name, ())) for name in names]
         put_step(
             output,
             StreamStep(
