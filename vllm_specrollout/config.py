@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.checks import check_choice, check_devices, check_field, check_range, check_type
+from vllm_specrollout.config_text import load_text
 from vllm_specrollout.drafter_config import (
     CollectConfig,
     DecoupledConfig,
@@ -194,7 +195,7 @@ def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
     if value is True:
         return SpecRolloutConfig()
     if isinstance(value, str):
-        value = _load_text(value, origin)
+        value = load_text(value, origin)
         if isinstance(value, bool):
             return SpecRolloutConfig() if value else None
     if not isinstance(value, Mapping):
@@ -229,36 +230,6 @@ def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> Req
             'give an object, for example {"problem_id": "aime-7", "max_draft_tokens": 8}',
         )
     return _build(RequestOptions, value, origin)
-
-
-def _load_text(text: str, origin: str) -> Any:
-    stripped = text.strip()
-    lowered = stripped.lower()
-    if lowered in ("1", "true", "on", "yes", ""):
-        return True
-    if lowered in ("0", "false", "off", "no"):
-        return False
-    if stripped.startswith(("{", "[", '"')):
-        content, where = stripped, f"`{origin}`"
-    elif os.path.isfile(stripped):
-        where = f"`{stripped}`"
-        try:
-            with open(stripped, encoding="utf-8") as handle:
-                content = handle.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}", "check the file's permissions and encoding") from None
-    else:
-        raise ConfigError(
-            f"`{origin}` is {stripped!r}: neither JSON nor an existing file",
-            "give true, false, a JSON object in single quotes, or the path of a JSON file",
-        )
-    try:
-        return json.loads(content)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
-            'quote keys and text with ", and put the whole object in single quotes on the command line',
-        ) from None
 
 
 def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") -> Any:

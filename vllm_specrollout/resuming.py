@@ -26,7 +26,7 @@ class Resume:
         ConfigError: a value out of range.
     """
 
-    prompt_tokens: int = 0
+    prompt_tokens: int
     """Tokens of the prompt itself, at least 1; those behind them are the answer so far."""
     drawn: int | None = None
     """Tokens of the answer so far that were sampled, and so took noise; unset: all of them. V1 runner only."""
