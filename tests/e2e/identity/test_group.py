@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import OURS, engine, model
 from tests.unit.group.builders import World
+from vllm_specrollout.decoupled.child import Command
+from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.group import RolloutGroup
 from vllm_specrollout.group.coordinator import Rules
 from vllm_specrollout.group.dealing import Ask
-from vllm_specrollout.group.messages import Message, Run
+from vllm_specrollout.group.messages import Link, Message, Run
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "max_num_seqs": 8}
-DRAFTS = {**OURS, "drafters": ["history", "ngram"], "scratch_blocks": 64}
+DRAFTS = {**OURS, "drafters": ["history", "ngram"], "scratch_blocks": 64, "placement": "decoupled"}
 SOME = (
     "greedy",
     "temperature 1",
@@ -103,7 +106,45 @@ def test_a_freed_worker_drafts_with_the_method_that_it_was_given(engines: Any, t
         world.turn_all()
         methods |= {tuple(one.name for one in own._speculator.drafters) for own in world.engines.values()}
     assert world.dealer.answers["long"].token_ids == wanted[1]
-    assert methods == {("history", "ngram"), ("ngram",)}
+    assert methods == {("history", "ngram", "decoupled"), ("ngram",)}
+
+
+def test_an_idle_workers_drafter_drafts_for_a_straggler_and_goes_home_when_it_is_needed(
+    engines: Any, truth: Truth, path: str, tmp_path: Path
+) -> None:
+    requests, wanted = truth
+    address, arguments = f"ipc://{tmp_path / 'drafter'}", {**ENGINE, "kv_cache_memory_bytes": 1 << 26}
+    with WarmPool({"w1": Command(path, address, arguments)}) as pool:
+        while not pool.is_ready("w1"):
+            assert not pool.watch()
+            time.sleep(0.05)
+        asks = [Ask(name, tuple(requests[i].prompt), requests[i].params) for i, name in enumerate(("long", "next"))]
+        world = World(asks[:1], 2, Rules(mode="attach", silence_s=1e4), 1, engines)
+        lender, straggler = world.engines["w1"], world.engines["w0"]
+        lender.drafter = address
+        try:
+            while not straggler.links():
+                world.turn_all()
+            assert straggler.links() == [Link("w1", ("long",))]
+            # the drafter is the target itself: once it has answered, what it drafts is met
+            while not state(straggler)["w1"]["matched"]:
+                assert not world.dealer.is_done
+                world.turn("w0")
+                time.sleep(0.02)
+            # its own worker gets a request: the drafter leaves its cores
+            world.driver.send("w1", Run("next", asks[1].prompt, asks[1].params))
+            while straggler.links():
+                world.turn_all()
+            assert state(straggler) == {} and pool.is_ready("w1"), "it stays warm"
+            while not world.dealer.is_done or not world.members["w1"].is_idle:
+                world.turn_all()
+        finally:
+            lender.drafter = ""
+        assert world.dealer.answers["long"].token_ids == wanted[0]
+
+
+def state(own: Any) -> dict[str, Any]:
+    return own.llm.collective_rpc("drafters_state")[0]
 
 
 def sent(world: World) -> list[Message]:
