@@ -2,7 +2,8 @@
 
 Importing this package makes `LLM(MODEL, spec_rollout=True)` work, before or after vLLM is imported. Trainers tell a
 running engine of rewards and epochs with `report_rewards` and `begin_epoch`, and give its head other weights with
-`load_drafter`. For an `AsyncLLM`, await the functions of the same names with an `a` before them.
+`load_drafter`. For an `AsyncLLM`, await the functions of the same names with an `a` before them. `resumed` makes the
+request that goes on with an answer that was interrupted.
 """
 
 from vllm_specrollout.plugin import register
@@ -16,6 +17,7 @@ from vllm_specrollout.reports import (
     read_history,
     report_rewards,
 )
+from vllm_specrollout.resuming import resumed
 
 __all__ = [
     "abegin_epoch",
@@ -27,6 +29,7 @@ __all__ = [
     "read_history",
     "register",
     "report_rewards",
+    "resumed",
 ]
 
 __version__ = "0.1.0"

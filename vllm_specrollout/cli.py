@@ -1,5 +1,5 @@
-"""`specrollout doctor | patches | bench | plan | simulate | profile | train-head | history | replay | drafter | keys`;
-heavy imports happen inside commands."""
+"""`specrollout doctor | patches | bench | plan | simulate | profile | train-head | history | replay | drafter | keys |
+coordinator`; heavy imports happen inside commands."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer.core
 import typer.main
 
 from vllm_specrollout import (
+    coordinator_cli,
     drafter_cli,
     history_cli,
     keys_cli,
@@ -147,6 +148,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(history_cli.app, name="history")
 app.command("keys")(keys_cli.write_keys)
 app.command("drafter")(drafter_cli.serve_drafts)
+app.command("coordinator")(coordinator_cli.coordinate)
 app.command("replay")(replay_cli.replay_command)
 app.command("simulate")(simulate_cli.simulate_command)
 app.command("profile")(profile_cli.profile)

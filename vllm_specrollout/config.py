@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.checks import check_choice, check_devices, check_field, check_range, check_type
+from vllm_specrollout.config_text import load_text
 from vllm_specrollout.drafter_config import (
     CollectConfig,
     DecoupledConfig,
@@ -24,6 +25,7 @@ from vllm_specrollout.drafter_config import (
     StartedDrafter,
 )
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.resuming import Resume
 
 MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
@@ -158,6 +160,9 @@ class RequestOptions:
     """False: this request decodes plainly."""
     max_draft_tokens: int | None = None
     """Most draft tokens of this request in one step; at most the engine's `max_draft_tokens` is used."""
+    resume: Resume | None = None
+    """`{"prompt_tokens": 12}`: the prompt ends with an answer's tokens so far, behind the first 12, and it goes on. It
+    takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is still to come."""
 
     def __post_init__(self) -> None:
         check_type("problem_id", self.problem_id, (str,))
@@ -190,7 +195,7 @@ def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
     if value is True:
         return SpecRolloutConfig()
     if isinstance(value, str):
-        value = _load_text(value, origin)
+        value = load_text(value, origin)
         if isinstance(value, bool):
             return SpecRolloutConfig() if value else None
     if not isinstance(value, Mapping):
@@ -227,36 +232,6 @@ def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> Req
     return _build(RequestOptions, value, origin)
 
 
-def _load_text(text: str, origin: str) -> Any:
-    stripped = text.strip()
-    lowered = stripped.lower()
-    if lowered in ("1", "true", "on", "yes", ""):
-        return True
-    if lowered in ("0", "false", "off", "no"):
-        return False
-    if stripped.startswith(("{", "[", '"')):
-        content, where = stripped, f"`{origin}`"
-    elif os.path.isfile(stripped):
-        where = f"`{stripped}`"
-        try:
-            with open(stripped, encoding="utf-8") as handle:
-                content = handle.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}", "check the file's permissions and encoding") from None
-    else:
-        raise ConfigError(
-            f"`{origin}` is {stripped!r}: neither JSON nor an existing file",
-            "give true, false, a JSON object in single quotes, or the path of a JSON file",
-        )
-    try:
-        return json.loads(content)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
-            'quote keys and text with ", and put the whole object in single quotes on the command line',
-        ) from None
-
-
 def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") -> Any:
     """Make a config dataclass from a mapping: unknown keys and wrong types are errors that name the nearest key."""
     known = {f.name: f for f in fields(cls) if not f.metadata.get("is_derived")}
@@ -266,7 +241,7 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
             way = f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
             raise ConfigError(f"unknown key `{prefix}{key}` in `{origin}`", way)
-        nested = _NESTED.get(key) if cls is SpecRolloutConfig else None
+        nested = _NESTED.get(key) if cls in (SpecRolloutConfig, RequestOptions) else None
         if nested is not None:
             value = _build_nested(nested, value, origin, f"{prefix}{key}")
         elif cls is DecoupledConfig and key == "drafters" and isinstance(value, (list, tuple)):
@@ -297,4 +272,5 @@ _NESTED = {
     "oracle": OracleConfig,
     "collect": CollectConfig,
     "decoupled": DecoupledConfig,
+    "resume": Resume,
 }

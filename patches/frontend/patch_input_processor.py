@@ -5,7 +5,7 @@ from vllm_specrollout.server.requests import check_options
 
 PATCHES = (
     Patch(
-        target="vllm.v1.engine.input_processor:InputProcessor._validate_params",
+        target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         wrap=check_options,
         why="vLLM passes `extra_args` on unseen; a mistake found in the worker would kill the engine",
         upstream="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/input_processor.py",

@@ -79,7 +79,7 @@ def test_signatures_are_those_the_wrappers_expect(arg_utils, loggers):
     ]
     assert list(inspect.signature(original(args.from_cli_args.__func__)).parameters) == ["cls", "args"]
     assert list(inspect.signature(original(args.add_cli_args)).parameters) == ["parser"]
-    assert list(inspect.signature(original(InputProcessor._validate_params)).parameters)[:2] == ["self", "params"]
+    assert inspect.signature(original(InputProcessor.process_inputs)).return_annotation.__name__ == "EngineCoreRequest"
     init = original(loggers.PrometheusStatLogger.__init__)
     assert list(inspect.signature(init).parameters)[:2] == ["self", "vllm_config"]
     for cls in (args, arg_utils.AsyncEngineArgs):
@@ -95,10 +95,14 @@ def test_plugins_are_loaded_whenever_engine_arguments_are_made(arg_utils):
     assert "load_general_plugins()" in inspect.getsource(arg_utils.EngineArgs.__post_init__)
 
 
-def test_request_parameters_are_validated_through_the_instance():
+def test_every_front_end_has_requests_made_through_the_class():
+    from vllm.v1.engine import async_llm, llm_engine
     from vllm.v1.engine.input_processor import InputProcessor
 
-    assert "self._validate_params(" in inspect.getsource(InputProcessor.process_inputs)
+    # bound when the processor is made, after plugins are loaded
+    assert "make_async(\n            self.process_inputs" in inspect.getsource(InputProcessor.__init__)
+    assert "input_processor.process_inputs(" in inspect.getsource(llm_engine)
+    assert "input_processor.process_inputs_async(" in inspect.getsource(async_llm)
 
 
 def test_the_counters_need_no_more_than_the_number_of_positions(loggers):

@@ -41,6 +41,7 @@ COPIES = {
     ("worker/v2/inputs.py", "step"),
     ("worker/v2/grammar.py", "step"),
     ("worker/seeds.py", "new.sampling_params"),
+    ("worker/resuming.py", "params"),
 }
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
@@ -68,6 +69,7 @@ OURS_HERE = {
     ("worker/drafter_calls.py", "drafter.sharpness"),
     ("worker/drafter_calls.py", "drafter.second_sharpness"),
     ("worker/v2/runner.py", "step"),
+    ("worker/rollout/engine.py", "self._speculator"),
 }
 RUNNERS = (
     "worker/v1/runner.py",

@@ -7,23 +7,38 @@ from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.requests import check_options
 
 
-def validate(extra_args, is_on=True):
+def validate(extra_args, is_on=True, **params):
     from vllm import SamplingParams
 
-    seen = []
-    wrapped = check_options(lambda self, params, tasks: seen.append(tasks))
+    request = SimpleNamespace(
+        sampling_params=SamplingParams(extra_args=extra_args, **params),
+        prompt_token_ids=[4, 5, 6],
+        prompt_embeds=None,
+        resumable=False,
+    )
+    wrapped = check_options(lambda self, request_id: request)
     entry = {"spec_rollout": SpecRolloutConfig().as_dict()} if is_on else {}
-    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=entry))
-    wrapped(processor, SamplingParams(extra_args=extra_args), ("generate",))
-    return seen
+    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=entry, use_v2_model_runner=False))
+    return wrapped(processor, "name") is request
 
 
 @pytest.mark.parametrize("options", [None, {}, '{"problem_id": "aime-7"}', {"enabled": False, "max_draft_tokens": 0}])
-def test_good_options_reach_stock_validation(options):
-    assert validate({"spec_rollout": options}) == [("generate",)]
+def test_a_request_with_good_options_goes_to_the_engine(options):
+    assert validate({"spec_rollout": options})
 
 
-@pytest.mark.parametrize("options", [{"problem": "x"}, "{", 3, {"max_draft_tokens": 1000}])
+def test_a_seeded_answer_may_be_resumed():
+    assert validate({"spec_rollout": {"resume": {"prompt_tokens": 2}}}, seed=1)
+
+
+def test_where_spec_rollout_is_off_no_answer_is_resumed_in_silence():
+    with pytest.raises(ConfigError, match="spec rollout is off"):
+        validate({"spec_rollout": {"resume": {"prompt_tokens": 2}}}, is_on=False, seed=1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"problem": "x"}, "{", 3, {"max_draft_tokens": 1000}, {"resume": {"prompt_tokens": 2}}]
+)
 def test_a_mistake_in_a_request_is_answered_with_400_before_it_reaches_the_engine(options):
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
@@ -35,11 +50,11 @@ def test_a_mistake_in_a_request_is_answered_with_400_before_it_reaches_the_engin
 
 
 def test_switched_off_options_are_accepted_and_ignored():
-    assert validate({"spec_rollout": {"problem": "x"}}, is_on=False) == [("generate",)]
+    assert validate({"spec_rollout": {"problem": "x"}}, is_on=False)
 
 
 def test_other_extra_args_and_requests_without_any_pass():
-    assert validate({"other": 1}) == validate(None) == [("generate",)]
+    assert validate({"other": 1}) and validate(None)
 
 
 @pytest.fixture

@@ -203,6 +203,28 @@ BINDINGS = (
         "rows of drafts need larger graphs than rows of requests",
     ),
     Binding(
+        "swap",
+        "request.prompt_token_ids",
+        "worker/resuming.py",
+        "the prompt ends where the answer so far begins",
+    ),
+    Binding("swap", "request.num_prompt_tokens", "worker/resuming.py", "the same"),
+    Binding(
+        "swap",
+        "request.sampling_params",
+        "worker/resuming.py",
+        "limits of the whole answer, in a copy of its parameters",
+    ),
+    Binding("swap", "request.max_tokens", "worker/resuming.py", "the same"),
+    Binding("swap", "request.prefill_stats", "worker/resuming.py", "vLLM would hold that a prompt caches no answer"),
+    Binding(
+        "piggyback",
+        "new.prefill_token_ids",
+        "worker/resuming.py",
+        "the answer so far; vLLM fills the field for its V2 runner alone",
+    ),
+    Binding("piggyback", "setattr(output, ...)", "worker/resuming.py", "which new requests were begun elsewhere"),
+    Binding(
         "piggyback",
         "setattr(output, ...)",
         "worker/scheduler.py",

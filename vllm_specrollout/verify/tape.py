@@ -45,6 +45,11 @@ class SeedTape:
         assert self._next + count <= len(self._drawn)
         self._next += count
 
+    def skip(self, count: int) -> None:
+        """`count` tokens were kept elsewhere, before this tape began."""
+        self.peek(count)
+        self.advance(count)
+
 
 class VectorTape(Generic[V]):
     """The same for noise that is too large to draw in advance: one vector per token, drawn when first looked at."""
@@ -67,3 +72,9 @@ class VectorTape(Generic[V]):
         assert count <= len(self._drawn)
         for _ in range(count):
             self._drawn.popleft()
+
+    def skip(self, count: int) -> None:
+        """`count` tokens were kept elsewhere, before this tape began; one vector is held at a time."""
+        for _ in range(count):
+            self.peek(1)
+            self.advance(1)

@@ -29,6 +29,7 @@ from vllm_specrollout.scheduling.lookahead import Ask, granted
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.admission import prompt_hash
 from vllm_specrollout.worker.common import config_of, with_speculation
+from vllm_specrollout.worker.resuming import mark, take_up
 
 logger = init_logger(__name__)
 
@@ -132,6 +133,7 @@ class SchedulerMixin(_Base):
                 name: end for name in output.finished_req_ids if (end := self._endings.pop(name, None)) is not None
             }
             setattr(output, _ENDINGS, ended)
+        mark(output, self.requests)
         setattr(output, _WAITING, len(self.waiting))
         setattr(output, _STEP, self._step)
         return output
@@ -162,6 +164,7 @@ class SchedulerMixin(_Base):
     # --- requests that come and go -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        take_up(request)
         super().add_request(request)
         if self._queue is None:
             return

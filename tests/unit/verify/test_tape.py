@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.verify.tape import SeedArray, SeedTape
+from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 
 
 class _Counter:
@@ -30,6 +30,18 @@ def test_peeking_ahead_never_shifts_what_a_token_gets(steps: list[tuple[int, int
         used = min(ahead, used)
         tape.advance(used)
         consumed += used
+
+
+@given(st.integers(0, 200), st.integers(1, 80))
+def test_a_tape_that_skips_goes_on_where_another_one_ended(skipped: int, ahead: int) -> None:
+    tape = SeedTape(_Counter())
+    tape.skip(skipped)
+    assert tape.peek(ahead).tolist() == list(range(skipped, skipped + ahead))
+    count = iter(range(1000))
+    vectors = VectorTape(lambda: next(count))
+    vectors.skip(skipped)
+    assert vectors.peek(ahead) == list(range(skipped, skipped + ahead))
+    assert len(vectors._drawn) == ahead, "what is skipped is not kept"
 
 
 def test_the_generator_is_asked_rarely() -> None:

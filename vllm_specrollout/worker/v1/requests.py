@@ -100,6 +100,8 @@ class RequestBook:
         assert params is not None, "pooling requests never reach a generating engine"
         admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
         tape = None if params.temperature < 1e-5 else self._make_tape(state.generator)
+        if tape is not None and (resume := admission.options.resume) is not None:
+            tape.skip(len(state.output_token_ids) if resume.drawn is None else resume.drawn)
         entry = RequestEntry(state, admission, tape)
         if admission.shape is not DraftMode.OFF:
             self._admitted(entry.view)

@@ -1,9 +1,8 @@
 """The V1 model runner with exact verification of drafts, as far as it is the same on CPU and CUDA.
 
-What belongs here: the places where vLLM's step is entered, in the order of the step. How branches are laid out is in
-cpu_runner.py and attention.py, how rows are sampled in sampler.py, whose noise it is in requests.py, where drafts come
-from in drafting.py, or from a model in feeding.py. In a step vLLM's runner never learns that it speculates
-(`speculative_config` is None but for one call), so none of its own drafting code runs.
+What belongs here: the places where vLLM's step is entered, in the order of the step. Branches are laid out in
+cpu_runner.py, rows sampled in sampler.py, noise kept in requests.py, drafts made by drafting.py and feeding.py. In a
+step vLLM's runner never learns that it speculates, so none of its own drafting code runs.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from vllm_specrollout.worker import decoupling
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
+from vllm_specrollout.worker.resuming import fill_in
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
@@ -155,8 +155,8 @@ class SpecRolloutV1(_Base):
                 entry = self.book.get(self.requests[req_id])
                 self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.number))
         result = super()._update_states(scheduler_output)
-        # The tapes own the generators. (vLLM 0.32 also rewinds those it finds here after a prefill chunk, which a CPU
-        # generator cannot do: stock CPU engines stop with an error when a seeded prompt is prefilled in chunks.)
+        fill_in(self, scheduler_output)  # requests that were begun elsewhere
+        # The tapes own the generators; vLLM 0.32 would rewind them after a prefill chunk, which on CPU is an error.
         self.input_batch.generators.clear()
         return result
 

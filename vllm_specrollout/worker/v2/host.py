@@ -37,15 +37,23 @@ from vllm_specrollout.worker.weights_version import WeightsVersion
 class HostRequest(RequestState):
     """One request's tokens as far as the host knows them. A request that comes back after preemption is a new one."""
 
-    __slots__ = ("admission", "buffer", "length", "num_prompt", "request_id", "temperature")
+    __slots__ = ("admission", "begins_at", "buffer", "length", "num_prompt", "request_id", "temperature")
 
     def __init__(
-        self, request_id: str, admission: Admission, num_prompt: int, tokens: Sequence[int], temperature: float = 1.0
+        self,
+        request_id: str,
+        admission: Admission,
+        num_prompt: int,
+        tokens: Sequence[int],
+        temperature: float = 1.0,
+        is_resumed: bool = False,
     ) -> None:
         self.request_id = request_id
         self.temperature = temperature
         self.admission = admission
         self.num_prompt = num_prompt
+        # tokens before its first one here
+        self.begins_at = len(tokens) if is_resumed else num_prompt
         # [capacity] int32 token ids; the first `length` are known
         self.buffer: IntArray = np.empty(len(tokens) + 256, dtype=np.int32)
         self.buffer[: len(tokens)] = tokens
@@ -260,7 +268,7 @@ class Host:
         """Append what was sampled; returns the accepted nodes, as in `VerifyResult`."""
         for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
             if request is not None and count:
-                if request.length == request.num_prompt and request.admission.shape is not DraftMode.OFF:
+                if request.length == request.begins_at and request.admission.shape is not DraftMode.OFF:
                     self._begun.append(request)
                 request.append(tokens[:count])
         # the last token of each request is the target's own

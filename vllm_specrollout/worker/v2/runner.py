@@ -30,6 +30,7 @@ from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens
 from vllm_specrollout.worker.model_drafter import ModelDrafter
+from vllm_specrollout.worker.resuming import resumed_of
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.speculate import make_speculator
@@ -131,7 +132,8 @@ class SpecRolloutV2(_Base):
                 has_prompt_embeds=new.prompt_embeds is not None,
                 follows_one_line=one_line_reason(params),
             )
-            self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens, params.temperature))
+            is_resumed = new.req_id in resumed_of(scheduler_output)
+            self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens, params.temperature, is_resumed))
 
     def _remove_request(self, req_id: str) -> bool:
         self.host.forget(req_id)

@@ -1,0 +1,82 @@
+"""An interrupted answer goes on, under another name, with the very tokens that it would have had."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import LLM
+
+from tests.e2e.identity.cases import Case, cases, features
+from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.compare import run
+from tests.e2e.identity.engines import engine, model
+from vllm_specrollout import resumed
+from vllm_specrollout.errors import ConfigError
+
+REFUSED = ("stop strings", "stop strings kept", "prompt logprobs", "n 3", "regex", "choice", "json", "chosen logprobs")
+ALLOWED = tuple(name for name in features(VOCAB) if name not in REFUSED)
+
+
+def go_on(llm: LLM, requests: list[Case], whole: list[Any], seed: int, **options: Any) -> list[list[int]]:
+    """Each request cut anywhere before its end, and the rest asked for; returns the rests put behind the cuts."""
+    rng = random.Random(seed)
+    cuts = [list(o.outputs[0].token_ids[: rng.randrange(len(o.outputs[0].token_ids))]) for o in whole]
+    asked = [resumed(case.sampling(**options), case.prompt, cut) for case, cut in zip(requests, cuts, strict=True)]
+    rest = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in asked], [params for _, params in asked], use_tqdm=False
+    )
+    for one, cut, output in zip(whole, cuts, rest, strict=True):
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == (
+            one.outputs[0].finish_reason,
+            one.outputs[0].stop_reason,
+        )
+        if one.outputs[0].logprobs is not None:
+            assert len(output.outputs[0].logprobs) == len(one.outputs[0].token_ids) - len(cut)
+    return [[*cut, *output.outputs[0].token_ids] for cut, output in zip(cuts, rest, strict=True)]
+
+
+def test_answers_cut_anywhere_go_on_as_stock_would_have(models: Path) -> None:
+    path = model(models, "llama", "float32")
+    requests = cases(len(ALLOWED), VOCAB, seed=31, max_tokens=18, only=ALLOWED)
+    with engine(path, "float32", is_ours=False) as stock:
+        truth = run(stock.llm, requests)
+    wanted = [list(one.outputs[0].token_ids) for one in truth]
+    with engine(path, "float32", is_ours=True) as ours:
+        for number, options in enumerate(({}, {"enabled": False})):
+            assert go_on(ours.llm, requests, truth, number, **options) == wanted
+        assert ours.runner.stats.accepted > 0
+        _refuses(ours.llm)
+
+
+def test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces(models: Path) -> None:
+    path = model(models, "llama", "float32")
+    only = ("temperature 1", "all penalties, greedy", "frequency penalty", "min_tokens", "bad words")
+    requests = cases(10, VOCAB, seed=33, max_tokens=50, only=only)
+    with engine(path, "float32", is_ours=False) as stock:
+        truth = run(stock.llm, requests)
+    wanted = [list(one.outputs[0].token_ids) for one in truth]
+    tight = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "block_size": 32}
+    with engine(path, "float32", is_ours=True, spec_rollout={"scratch_blocks": 64}, **tight) as ours:
+        scheduler = ours.llm.llm_engine.engine_core.engine_core.scheduler
+        preempted: list[str] = []
+        original = scheduler._preempt_request
+        scheduler._preempt_request = lambda request, *args, **kwargs: (
+            preempted.append(request.request_id),
+            original(request, *args, **kwargs),
+        )
+        assert go_on(ours.llm, requests, truth, 5) == wanted
+        assert preempted
+
+
+def _refuses(llm: LLM) -> None:
+    case = Case("", "x", [5, 6, 7, 8], {"seed": 1, "max_tokens": 5})
+    params = case.sampling(resume={"prompt_tokens": 9})
+    with pytest.raises(ConfigError, match="`resume.prompt_tokens` is 9, and the prompt has 4 tokens"):
+        llm.generate([{"prompt_token_ids": case.prompt}], [params], use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()

@@ -1,0 +1,99 @@
+"""Requests dealt out, copied, lost and answered: what the driver keeps of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_specrollout.group.dealing import Ask, Dealer, GroupError
+from vllm_specrollout.group.messages import Cancel, Here, Message, Piece, Progress, Run, Want
+
+PROMPT = (1, 2)
+
+
+def dealt(*asks: Ask, workers: tuple[str, ...] = ("a", "b"), places: int = 2) -> Dealer:
+    dealer = Dealer(asks)
+    for name in workers:
+        dealer.take(name, Here(places))
+    return dealer
+
+
+def ask(name: str, **params: object) -> Ask:
+    return Ask(name, PROMPT, params)
+
+
+def piece(request: str, start: int, *tokens: int, finish: str = "") -> Message:
+    return Progress((Piece(request, start, tokens, finish=finish),))
+
+
+def test_the_emptiest_worker_gets_the_next_request_and_none_more_than_it_has_places() -> None:
+    dealer = dealt(*(ask(str(i)) for i in range(6)), places=2)
+    assert [(worker, run.request) for worker, run in dealer.due()] == [("a", "0"), ("b", "1"), ("a", "2"), ("b", "3")]
+    assert dealer.waiting == 2 and dealer.due() == []
+    dealer.take("b", piece("1", 0, 7, finish="stop"))
+    assert dealer.due() == [("b", Run("4", PROMPT, {}))]
+
+
+def test_a_copy_begins_where_the_answer_stands_and_the_first_to_end_is_the_answer() -> None:
+    dealer = dealt(ask("r"))
+    assert dealer.due() == [("a", Run("r", PROMPT, {}))]
+    dealer.take("a", piece("r", 0, 5, 6))
+    dealer.take("b", Want("r"))
+    dealer.take("b", Want("r"))
+    assert dealer.due() == [("b", Run("r", PROMPT, {}, (5, 6), is_copy=True))]
+    dealer.take("b", piece("r", 2, 7, finish="length"))
+    answer = dealer.answers["r"]
+    assert (answer.token_ids, answer.finish_reason, answer.worker, answer.copies) == ((5, 6, 7), "length", "b", 2)
+    dealer.take("a", piece("r", 2, 9))
+    assert dealer.is_done and dealer.leave() == [("a", Cancel("r"))]
+    dealer.take("a", piece("r", 3, 9, finish="stop"))
+    assert dealer.answers["r"] is answer and dealer.leave() == []
+
+
+def test_nobody_races_while_requests_wait_for_a_worker() -> None:
+    dealer = dealt(ask("0"), ask("1"), workers=("a",), places=1)
+    dealer.due()
+    dealer.take("b", Want("0"))
+    assert dealer.due() == []
+    dealer.take("b", Here(1))
+    assert dealer.due() == [("b", Run("1", PROMPT, {}))]
+
+
+def test_what_was_told_of_a_lost_request_is_kept_and_it_is_the_next_to_be_dealt() -> None:
+    dealer = dealt(ask("0"), ask("1"), ask("2"), workers=("a", "b"), places=1)
+    dealer.due()
+    dealer.take("a", piece("0", 0, 5, 6))
+    dealer.lose("a")
+    dealer.take("b", piece("1", 0, 3, finish="stop"))
+    assert dealer.due() == [("b", Run("0", PROMPT, {}, (5, 6)))]
+    assert dealer.resubmitted == 1
+    # what the lost worker said too late is of a run that is over
+    dealer.take("a", piece("0", 2, 8))
+    dealer.take("b", piece("0", 2, 7, finish="stop"))
+    assert dealer.answers["0"].token_ids == (5, 6, 7)
+
+
+@pytest.mark.parametrize("params", [{"stop": ["a"]}, {"structured_outputs": {"regex": "a"}}])
+def test_what_cannot_be_resumed_is_begun_anew(params: dict[str, object]) -> None:
+    dealer = dealt(ask("r", **params), workers=("a", "b"))
+    dealer.due()
+    dealer.take("a", piece("r", 0, 5, 6))
+    dealer.lose("a")
+    assert dealer.due() == [("b", Run("r", PROMPT, params))]
+
+
+def test_copies_that_differ_are_counted_and_the_answer_is_one_workers_own() -> None:
+    dealer = dealt(ask("r"))
+    dealer.due()
+    dealer.take("b", Want("r"))
+    dealer.due()
+    dealer.take("a", piece("r", 0, 5, 6, 7))
+    dealer.take("b", piece("r", 0, 5, 9, finish="stop"))
+    assert dealer.answers["r"].token_ids == (5, 9) and dealer.disagreements == 1
+
+
+def test_a_batch_that_is_given_up_is_cancelled_where_it_runs() -> None:
+    dealer = dealt(ask("0"), ask("1"))
+    dealer.due()
+    with pytest.raises(GroupError):
+        dealer.take("a", piece("0", 0, finish="error"))
+    assert set(dealer.leave()) == {("a", Cancel("0")), ("b", Cancel("1"))}

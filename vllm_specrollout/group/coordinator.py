@@ -1,0 +1,165 @@
+"""Which idle worker helps which request, and when that is over: the ladder's decisions. Pure; nothing here sends.
+
+Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `decoupled.assignment.assign`. It decides on the workers' latest
+reports, each of them the whole state of a worker. So a coordinator that begins anew knows all after one round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_specrollout.checks import check_choice, check_range, check_real
+from vllm_specrollout.decoupled.assignment import Worker, assign
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.group.messages import Attach, Cancel, Command, Detach, Race, Report
+
+MODES = ("race", "attach")
+SILENCE_S = 10.0
+"""Seconds without a report after which a worker counts as gone."""
+_ANSWER_S = 2.0  # until a command counts as lost, and may be given again
+_REMEMBERED = 4096  # requests that are known to be complete
+_DRAFTER = "drafter"  # the one method of workers that lend their drafters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What may be decided.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    # `race`: an idle worker runs the request as well; `attach`: its drafter drafts for the worker that does
+    mode: str = "race"
+    # drafting methods for racing, best first
+    methods: tuple[str, ...] = ("history", "ngram")
+    # b_max: requests of others that a worker helps with
+    most: int = 4
+    silence_s: float = SILENCE_S
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        check_range("most", self.most, 1, 4096)
+        check_real("silence_s", self.silence_s, 0.1, 86400.0)
+        if not self.methods or len(set(self.methods)) != len(self.methods):
+            raise ConfigError(f"`methods` is {list(self.methods)}", "name one or more, each once")
+
+
+class Coordinator:
+    """Hears workers, and decides."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        # worker -> its latest report, and when that came
+        self._heard: dict[str, tuple[Report, float]] = {}
+        # (worker, command) given and not seen to have worked yet -> when
+        self._given: dict[tuple[str, Command], float] = {}
+        self._complete: deque[str] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def workers(self) -> list[str]:
+        """Those that are there."""
+        return list(self._heard)
+
+    def hear(self, worker: str, report: Report, now: float) -> None:
+        """Take in what a worker does; `now` in seconds, from any zero."""
+        self._heard[worker] = (report, now)
+        self._complete.extend(report.finished)
+
+    def decide(self, now: float) -> list[tuple[str, Command]]:
+        """(worker, command) of all that is to be done now. Nobody is told twice while an answer may be on its way."""
+        self._heard = {name: own for name, own in self._heard.items() if now - own[1] <= self.rules.silence_s}
+        self._given = {key: at for key, at in self._given.items() if now - at < _ANSWER_S and key[0] in self._heard}
+        reports = {name: own[0] for name, own in self._heard.items()}
+        wanted = [*self._cancels(reports), *self._detaches(reports)]
+        wanted += self._races(reports) if self.rules.mode == "race" else self._attaches(reports)
+        new = [one for one in wanted if one not in self._given]
+        self._given |= dict.fromkeys(new, now)
+        return new
+
+    # --- what is over -------------------------------------------------------------------------------------------------
+
+    def _cancels(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
+        complete = set(self._complete)
+        return [
+            (name, Cancel(one.request)) for name, report in reports.items() for one in report.running
+            if one.request in complete
+        ]  # fmt: skip
+
+    def _detaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
+        """Drafters whose worker is gone or has requests of its own again, and those that draft for nobody."""
+        out: list[tuple[str, Command]] = []
+        for name, report in reports.items():
+            own = {one.request for one in report.running}
+            for link in report.links:
+                lender = reports.get(link.drafter)
+                if lender is None or lender.running or not own.intersection(link.requests):
+                    out.append((name, Detach(link.drafter)))
+        return out
+
+    # --- who helps ----------------------------------------------------------------------------------------------------
+
+    def _races(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
+        racing = self._pending(Race)
+        freed, workers, running = [], {}, set()
+        for name, report in reports.items():
+            running |= {(one.request, report.method) for one in report.running}
+            here = {one.request for one in report.running}
+            coming = [race for race in racing.get(name, []) if race.request not in here]
+            running |= {(race.request, race.method) for race in coming}
+            if not report.running and not coming:
+                freed.append(name)
+            elif all(one.is_copy for one in report.running):
+                method = report.method if report.running else coming[0].method
+                workers[name] = Worker(method, len(report.running) + len(coming))
+            else:
+                # it counts for its method, and has no room for others' requests
+                workers[name] = Worker(report.method, self.rules.most)
+        found = assign(
+            self._acceptance(reports), self.rules.methods, freed, workers, most=self.rules.most, running=running
+        )
+        return [(worker, Race(request, method)) for (request, method), worker in found.pairs.items()]
+
+    def _attaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
+        """Each idle worker lends its drafter to one other worker; the lowest acceptance is served first."""
+        lent = {link.drafter for report in reports.values() for link in report.links}
+        lent |= {attach.drafter for own in self._pending(Attach).values() for attach in own}
+        free = [name for name, report in reports.items() if report.drafter and not report.running and name not in lent]
+        acceptance = self._acceptance(reports)
+        out: list[tuple[str, Command]] = []
+        needy = [name for name, report in reports.items() if report.running]
+        for name in sorted(needy, key=lambda name: min(self._own(reports[name], acceptance).values(), default=2.0)):
+            own = self._own(reports[name], acceptance)
+            served = {request for link in reports[name].links for request in link.requests}
+            served |= {request for attach in self._pending(Attach).get(name, []) for request in attach.requests}
+            running = {(request, _DRAFTER) for request in served}
+            found = assign(own, (_DRAFTER,), free, {}, most=self.rules.most, running=running)
+            for lender in dict.fromkeys(found.pairs.values()):
+                requests = tuple(request for (request, _), worker in found.pairs.items() if worker == lender)
+                out.append((name, Attach(lender, reports[lender].drafter, requests)))
+                free.remove(lender)
+        return out
+
+    def _own(self, report: Report, acceptance: dict[str, float]) -> dict[str, float]:
+        return {one.request: acceptance[one.request] for one in report.running if one.request in acceptance}
+
+    def _acceptance(self, reports: dict[str, Report]) -> dict[str, float]:
+        """Active request -> share of its drafted tokens that was accepted, where it runs best; 0: none was drafted."""
+        complete = set(self._complete)
+        found: dict[str, float] = {}
+        for report in reports.values():
+            for one in report.running:
+                if one.request not in complete:
+                    rate = one.matched / one.tried if one.tried else 0.0
+                    found[one.request] = max(rate, found.get(one.request, 0.0))
+        return found
+
+    def _pending(self, kind: type) -> dict[str, list[Any]]:
+        """Worker -> commands of this kind that it was given and has not followed yet, as far as is known."""
+        out: dict[str, list[Any]] = {}
+        for worker, command in self._given:
+            if isinstance(command, kind):
+                out.setdefault(worker, []).append(command)
+        return out

@@ -1,0 +1,292 @@
+"""A group of engines on one host that share batches: what a trainer holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vllm_specrollout.checks import check_choice, check_range, check_real
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.group.channel import ZmqHub, wait
+from vllm_specrollout.group.coordinator import MODES, Rules
+from vllm_specrollout.group.dealing import Answer, Ask, Dealer, GroupError
+from vllm_specrollout.group.messages import Here
+from vllm_specrollout.group.processes import CoordinatorProcess, begin_worker, end
+
+LADDERS = ("off", *MODES)
+_POLL_S = 0.05
+_GREEDY = 1e-5
+
+
+class RolloutGroup:
+    """Engines in processes of their own, which share each batch, and help each other at its end.
+
+    Use it as a context, or call `close`.
+
+    Args:
+        model: folder or name.
+        cores: the CPU cores of each worker, as `[[0, 1], [2, 3]]`; a number: so many workers on equal shares of all.
+        engine: further arguments of `vllm.LLM`; `max_num_seqs` is the most requests that a worker runs at once.
+        spec_rollout: drafting, as `LLM` takes it.
+        ladder: `off`; `race`: an idle worker runs others' requests as well, with another drafting method; `attach`: the
+            drafter on an idle worker's cores drafts for others' requests.
+        methods: for racing, names of the engine's drafters, best first.
+        most: requests of others that one worker helps with.
+        drafter: for attaching: the model that drafts, warm on each worker's cores.
+        drafter_engine: arguments of its engine.
+        patience_s: seconds without a word after which a worker that has requests is ended, and others get them.
+        start_s: seconds that the engines may take to start.
+        seed: of the seeds that requests without one get.
+
+    Raises:
+        ConfigError: something cannot be used.
+        GroupError: a worker did not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        cores: int | Sequence[Sequence[int]] = 2,
+        engine: Mapping[str, Any] | None = None,
+        spec_rollout: bool | Mapping[str, Any] = True,
+        ladder: str = "off",
+        methods: Sequence[str] = ("history", "ngram"),
+        most: int = 4,
+        drafter: str = "",
+        drafter_engine: Mapping[str, Any] | None = None,
+        patience_s: float = 120.0,
+        start_s: float = 600.0,
+        seed: int = 0,
+    ) -> None:
+        shares = _shares(cores)
+        rules = _rules(ladder, methods, most, drafter)
+        check_real("patience_s", patience_s, 1.0, 86400.0)
+        if not spec_rollout:
+            raise ConfigError(
+                "`spec_rollout` is off, and without it no request can go on elsewhere",
+                'set {"budget": "off"} to decode plainly',
+            )
+        self.places: dict[str, int] = {}
+        """Worker -> requests that it runs at once, of the workers that are there."""
+        self.resubmitted = self.disagreements = 0
+        """Of all batches so far: see `Dealer`."""
+        self._patience_s, self._rng, self._batches = patience_s, random.Random(seed), 0
+        self._heard: dict[str, float] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-")
+        self._hub = ZmqHub(self._address("driver"))
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._coordinator: CoordinatorProcess | None = None
+        self._warm: Any = None
+        try:
+            if drafter:
+                self._begin_drafters(drafter, shares, drafter_engine or {})
+            if rules is not None:
+                self._coordinator = CoordinatorProcess(self._address("coordinator"), rules)
+            arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
+            for i, share in enumerate(shares):
+                name = f"worker-{i}"
+                self._workers[name] = begin_worker(
+                    name,
+                    share,
+                    arguments,
+                    driver=self._address("driver"),
+                    coordinator=self._address("coordinator") if rules is not None else "",
+                    drafter=self._address(f"drafter-{i}") if drafter else "",
+                )
+            self._await_workers(start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    ) -> list[Answer]:
+        """Answer all prompts.
+
+        Args:
+            prompt_token_ids: [R] prompts of token ids.
+            sampling_params: arguments of `SamplingParams`, for all prompts or [R] one for each. `n` is 1. `logprobs` is
+                unset, or 0 for those of the tokens themselves.
+
+        Returns:
+            [R] the answers, in the prompts' order.
+
+        Raises:
+            ConfigError: parameters that cannot be used.
+            GroupError: an engine refused a request, or no worker is left.
+        """
+        asks = self._asks(prompt_token_ids, sampling_params)
+        dealer = Dealer(asks)
+        for name, places in self.places.items():
+            dealer.take(name, Here(places))
+            # it may have slept since the last batch
+            self._heard[name] = time.monotonic()
+        try:
+            while not dealer.is_done:
+                self._watch(dealer)
+                self._listen(dealer)
+                for name, message in dealer.due():
+                    self._hub.send(name, message)
+                if not dealer.is_done:
+                    wait([self._hub], _POLL_S)
+        finally:
+            for name, message in dealer.leave():
+                self._hub.send(name, message)
+            self.resubmitted += dealer.resubmitted
+            self.disagreements += dealer.disagreements
+        return [dealer.answers[ask.request] for ask in asks]
+
+    def close(self) -> None:
+        """End all processes."""
+        processes = list(self._workers.values())
+        if self._coordinator is not None:
+            processes.append(self._coordinator.process)
+        end(processes)
+        if self._warm is not None:
+            self._warm.stop()
+        self._hub.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{Path(self._folder.name) / name}"
+
+    def _begin_drafters(self, model: str, shares: Sequence[Sequence[int]], engine: Mapping[str, Any]) -> None:
+        from vllm_specrollout.decoupled.child import Command
+        from vllm_specrollout.decoupled.warm import WarmPool
+
+        commands = {
+            f"worker-{i}": Command(model, self._address(f"drafter-{i}"), engine, tuple(share))
+            for i, share in enumerate(shares)
+        }
+        self._warm = WarmPool(commands)
+
+    def _await_workers(self, most_s: float) -> None:
+        until = time.monotonic() + most_s
+        while len(self.places) < len(self._workers):
+            self._listen(None)
+            for name, process in self._workers.items():
+                if process.poll() is not None or time.monotonic() > until:
+                    raise GroupError(
+                        f"{name} did not start: its status is {process.poll()} after at most {most_s:.0f} s",
+                        "look at its own messages above; `LLM(...)` with the same arguments says the same",
+                    )
+            wait([self._hub], _POLL_S)
+
+    def _listen(self, dealer: Dealer | None) -> None:
+        for name, message in self._hub.receive():
+            if name not in self._workers:
+                continue
+            self._heard[name] = time.monotonic()
+            if isinstance(message, Here):
+                self.places[name] = message.places
+            if dealer is not None:
+                dealer.take(name, message)
+
+    def _watch(self, dealer: Dealer) -> None:
+        """Look after the processes; requests of those that have ended go elsewhere."""
+        if self._coordinator is not None:
+            self._coordinator.watch()
+        if self._warm is not None:
+            self._warm.watch()
+        now = time.monotonic()
+        for name, process in list(self._workers.items()):
+            if dealer.busy(name) and now - self._heard.get(name, now) > self._patience_s:
+                process.kill()
+                process.wait()
+            if process.poll() is None:
+                continue
+            # what it said before it ended still counts
+            self._listen(dealer)
+            dealer.lose(name)
+            del self._workers[name]
+            self.places.pop(name, None)
+            if not self._workers:
+                raise GroupError(
+                    f"no worker is left; the last one, {name}, ended with status {process.returncode}",
+                    "look at the workers' own messages above",
+                )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _asks(
+        self, prompts: Sequence[Sequence[int]], given: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> list[Ask]:
+        many = [given] * len(prompts) if isinstance(given, Mapping) else list(given)
+        if len(many) != len(prompts):
+            raise ConfigError(
+                f"there are {len(prompts)} prompts and {len(many)} `sampling_params`", "give one for each"
+            )
+        self._batches += 1
+        return [
+            Ask(f"{self._batches}-{i}", tuple(map(int, prompt)), self._params(params))
+            for i, (prompt, params) in enumerate(zip(prompts, many, strict=True))
+        ]
+
+    def _params(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"`sampling_params` holds a {type(given).__name__}", 'give its arguments, as {"max_tokens": 64}'
+            )
+        params = dict(given)
+        for key, allowed in (("n", (1,)), ("logprobs", (None, 0)), ("prompt_logprobs", (None,))):
+            if key in params and params[key] not in allowed:
+                raise ConfigError(
+                    f"`{key}` is {params[key]!r}, and a group takes {' or '.join(map(str, allowed))}",
+                    "ask for each answer by itself, with a seed of its own; or use one engine",
+                )
+        if params.get("seed") is None and params.get("temperature", 1.0) >= _GREEDY:
+            # drawn here: every copy of the request has the same noise
+            params["seed"] = self._rng.randrange(1 << 62)
+        try:
+            json.dumps(params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"`sampling_params` cannot be written as JSON: {error}", "use plain values") from None
+        return params
+
+
+def _shares(cores: int | Sequence[Sequence[int]]) -> list[list[int]]:
+    """The cores of each worker."""
+    if not isinstance(cores, int):
+        shares = [list(share) for share in cores]
+        if not shares or not all(shares):
+            raise ConfigError(f"`cores` is {shares}", "name one core or more for each worker, as [[0, 1], [2, 3]]")
+        return shares
+    own = sorted(os.sched_getaffinity(0))
+    check_range("cores", cores, 1, len(own))
+    size, more = divmod(len(own), cores)
+    ends = [i * size + min(i, more) for i in range(cores + 1)]
+    return [own[begin:stop] for begin, stop in zip(ends, ends[1:], strict=False)]
+
+
+def _rules(ladder: str, methods: Sequence[str], most: int, drafter: str) -> Rules | None:
+    check_choice("ladder", ladder, LADDERS)
+    if (ladder == "attach") != bool(drafter):
+        raise ConfigError(
+            f"`ladder` is {ladder!r}, and `drafter` is {drafter!r}",
+            "drafters are attached with `ladder` `attach`, and that needs one",
+        )
+    if ladder == "off":
+        return None
+    return replace(Rules(mode=ladder, most=most), methods=tuple(methods))

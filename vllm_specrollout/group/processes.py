@@ -1,0 +1,92 @@
+"""The processes of a group, as the driver sees them: begun, watched, ended. Their own code is in `worker.rollout`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_specrollout import envs
+from vllm_specrollout.group.coordinator import Rules
+
+_END_S = 10.0
+_AGAIN_S = 1.0  # until a coordinator that has ended is begun anew
+
+
+def begin_worker(
+    name: str,
+    cores: Sequence[int],
+    engine: Mapping[str, Any],
+    *,
+    driver: str,
+    coordinator: str,
+    drafter: str,
+) -> subprocess.Popen[bytes]:
+    """One worker, on cores of its own.
+
+    Args:
+        engine: arguments of `vllm.LLM`.
+        driver, coordinator, drafter: addresses; empty: there is none.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != envs.SPEC_ROLLOUT}
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # the process is bound to its cores itself
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(len(cores)),
+    }
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(key, None)
+    argv = ["-m", "vllm_specrollout.worker.rollout.process", name, "--parent", str(os.getpid()), "--driver", driver]
+    argv += ["--coordinator", coordinator, "--drafter", drafter, "--cores", ",".join(map(str, cores))]
+    return _begin([*argv, "--engine", json.dumps(engine)], environment)
+
+
+class CoordinatorProcess:
+    """The coordinator, begun anew whenever it has ended: it keeps nothing, and learns all from the workers' reports."""
+
+    def __init__(self, address: str, rules: Rules) -> None:
+        self._argv = [
+            "-c",
+            "from vllm_specrollout.cli import main; main()",
+            "coordinator",
+            *("--listen", address, "--mode", rules.mode, "--methods", ",".join(rules.methods)),
+            *("--most", str(rules.most), "--silence-s", str(rules.silence_s), "--parent", str(os.getpid())),
+        ]
+        self.process = _begin(self._argv, dict(os.environ))
+        self._again_at: float | None = None
+
+    def watch(self) -> None:
+        """Call it now and then."""
+        if self.process.poll() is None:
+            return
+        now = time.monotonic()
+        if self._again_at is None:
+            self._again_at = now + _AGAIN_S
+        elif now >= self._again_at:
+            self._again_at = None
+            self.process = _begin(self._argv, dict(os.environ))
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End them all; by force where they do not."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + _END_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(until - time.monotonic(), 0.0))
+        process.kill()
+        process.wait()
+
+
+def _begin(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # its own group: an interrupt from the keyboard reaches the driver, which ends it in order
+    return subprocess.Popen(
+        [sys.executable, *argv], env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True
+    )

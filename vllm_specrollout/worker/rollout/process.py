@@ -1,0 +1,54 @@
+"""The process of a group's worker: begun by `vllm_specrollout.group.RolloutGroup`, and gone with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from typing import NoReturn
+
+from vllm_specrollout.group.channel import ZmqLine, wait
+from vllm_specrollout.group.member import Member
+
+_IDLE_S = 0.2
+
+
+def main() -> None:
+    """As the group begins it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--driver", required=True)
+    parser.add_argument("--coordinator", default="")
+    parser.add_argument("--drafter", default="")
+    parser.add_argument("--cores", default="")
+    parser.add_argument("--engine", type=json.loads, required=True)
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, _leave)
+    # before torch counts them
+    os.sched_setaffinity(0, [int(core) for core in given.cores.split(",") if core])
+    from vllm_specrollout.worker.rollout.engine import RolloutEngine
+
+    engine = RolloutEngine(given.engine, given.drafter)
+    lines = [ZmqLine(given.driver, given.name, may_lose=False)]
+    if given.coordinator:
+        lines.append(ZmqLine(given.coordinator, given.name, may_lose=True))
+    member = Member(engine, *lines)
+    try:
+        while os.getppid() == given.parent:
+            if member.is_idle:
+                wait(lines, _IDLE_S)
+            member.turn()
+    finally:
+        engine.close()
+        for line in lines:
+            line.close()
+
+
+def _leave(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()
