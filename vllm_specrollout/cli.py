@@ -44,6 +44,7 @@ BENCHES = {
         "bench_decoupled",
         "A model that drafts, in the target's steps and beside them.",
     ),
+    "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
 

@@ -110,3 +110,26 @@ def plot_epochs(steps: Sequence[Any], rows: Sequence[Any], title: str, path: Pat
         for axes in (rewards, tokens, times):
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False, fontsize=8)
+
+
+def plot_workers(runs: Any, title: str, path: Path) -> None:
+    """A line per worker, a bar per request that it had; the darker, the more tokens per second it got.
+
+    Args:
+        runs: title of a panel -> bars, with `worker`, `request`, `begin_s`, `end_s` and `tokens`.
+    """
+    with _panels(path, title, len(runs), 6 * len(runs), sharex=True, sharey=True) as grid:
+        from matplotlib import colormaps
+
+        shades = colormaps["viridis_r"]
+        all_bars = [bar for bars in runs.values() for bar in bars]
+        most = max((bar.tokens / max(bar.end_s - bar.begin_s, 1e-3) for bar in all_bars), default=1.0)
+        workers = sorted({bar.worker for bar in all_bars})
+        for axes, (name, bars) in zip(grid, runs.items(), strict=True):
+            places = dict.fromkeys(workers, 0)
+            for bar in sorted(bars, key=lambda bar: bar.begin_s):
+                rate = bar.tokens / max(bar.end_s - bar.begin_s, 1e-3)
+                height = workers.index(bar.worker) + 0.2 * (places[bar.worker] % 4)
+                places[bar.worker] += 1
+                axes.barh(height, bar.end_s - bar.begin_s, 0.18, bar.begin_s, color=shades(rate / most))
+            axes.set(xlabel="seconds", title=name, yticks=range(len(workers)), yticklabels=workers)

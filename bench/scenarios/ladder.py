@@ -1,0 +1,200 @@
+"""`specrollout bench ladder`: a long tail on several workers, with idle ones helping the stragglers and without."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specrollout.group import RolloutGroup
+from vllm_specrollout.group.dealing import Answer, Dealer
+from vllm_specrollout.group.driver import LADDERS
+from vllm_specrollout.group.messages import Progress
+
+from ..policy.reward import problems
+from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
+from ..runner.models import DRAFT, find_model, quarter_drafter
+from ..runner.plots import plot_workers
+from ..runner.report import Found, number
+from ..runner.rows import quartiles
+from ..runner.scenario import EngineScenario, Session, command, flag
+from .decoupled import QUARTER, SMALL
+
+OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a worker gave to one request, in one run."""
+
+    worker: str
+    request: str
+    # seconds since the batch was given
+    begin_s: float
+    end_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One ladder."""
+
+    ladder: str
+    identical: bool
+    difference: str | None
+    # seconds, median over rounds; None where an output is not stock's, as below
+    makespan_s: float | None
+    # of the first ladder's in the same round
+    speedup: float | None
+    quartiles: tuple[float, float] | None
+    # of the last round: requests that ran at more than one worker, and those that a helper ended first
+    copied: int
+    won: int
+
+
+class TimedGroup(RolloutGroup):
+    """Notes who told of what, and when."""
+
+    begin_s = 0.0
+    bars: dict[tuple[str, str], Bar]
+
+    def timed(self, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> tuple[list[Answer], float]:
+        """The answers, and the makespan in seconds."""
+        self.bars, self.begin_s = {}, time.perf_counter()
+        answers = self.generate(prompts, params)
+        return answers, time.perf_counter() - self.begin_s
+
+    def _listen(self, dealer: Dealer | None) -> None:
+        receive = self._hub.receive
+        told = receive()
+        now = time.perf_counter() - self.begin_s
+        for worker, message in told:
+            for piece in message.pieces if isinstance(message, Progress) else ():
+                old = self.bars.get((worker, piece.request))
+                begin, tokens = (now, 0) if old is None else (old.begin_s, old.tokens)
+                self.bars[worker, piece.request] = Bar(
+                    worker=worker, request=piece.request, begin_s=begin, end_s=now, tokens=tokens + len(piece.tokens)
+                )
+        # given on as if it came now
+        self._hub.receive = lambda: told  # type: ignore[method-assign]
+        try:
+            super()._listen(dealer)
+        finally:
+            self._hub.receive = receive  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder(EngineScenario):
+    """A rollout with a long tail on several workers of this host, with idle ones helping stragglers and without."""
+
+    bench: ClassVar[str] = "ladder"
+
+    size: str = flag("150M", "The policy's cost: that of a model of 30M, 150M or 400M.")
+    workers: int = flag(4, "Engines, each on one core; where there are more than cores, they share.", within=(2, 64))
+    ladders: tuple[str, ...] = flag((OFF, "attach"), "Compared with the first.", "--ladder", choices=LADDERS)
+    drafter: str = flag(
+        SMALL, "What is lent: a quarter of the target's cost, or a small one.", choices=(QUARTER, SMALL)
+    )
+    seqs: int = flag(2, "Requests that a worker runs at once.", within=(1, 256))
+    requests: int = flag(8, "Requests: one with a long answer, the others short.", within=(2, 10_000))
+    max_tokens: int = flag(512, "Tokens after which an answer is cut.", within=(2, 1 << 16))
+    window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+    plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
+
+    def measure(self, session: Session) -> Found:
+        folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
+        report = session.display.steps(2 + len(self.ladders) * (self.rounds + 2))
+        # the longest first, so that it begins at once
+        chosen = sorted(problems(8 * self.requests, self.seed), key=lambda problem: problem.size)
+        chosen = [chosen[-1], *chosen[: self.requests - 1]]
+        params = [sampling(self.seed + i, self.max_tokens) for i in range(self.requests)]
+        shape = {"seqs": self.seqs, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
+        with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
+            engines.start(STOCK)
+            prompts = engines.encode(chosen)
+            truth = engines.run(STOCK, prompts, params).token_ids
+            report("", 1)
+        seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
+        last: dict[str, list[Answer]] = {}
+        differences: dict[str, str] = {}
+        bars: dict[str, list[Bar]] = {}
+        with ExitStack() as stack:
+            groups = {ladder: stack.enter_context(self._group(folder, ladder, report)) for ladder in self.ladders}
+            for round_ in range(-1, self.rounds):
+                for ladder, group in list(groups.items())[:: 1 if round_ % 2 else -1]:
+                    report(f"{ladder}, round {round_ + 1}", 0)
+                    last[ladder], took = group.timed(prompts, params)
+                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth, strict=True)):
+                        if answer.token_ids != tokens:
+                            differences[ladder] = f"request {i} differs, of worker {answer.worker}"
+                    if round_ >= 0:
+                        seconds[ladder].append(took)
+                    bars[ladder] = list(group.bars.values())
+                    report("", 1)
+        rows = [self._row(ladder, seconds, last[ladder], differences.get(ladder)) for ladder in self.ladders]
+        return Found(model=title, rows=rows, more=bars)
+
+    def _group(self, model: Path, ladder: str, report: Any) -> TimedGroup:
+        report(f"starting the workers, ladder {ladder}", 0)
+        own = sorted(os.sched_getaffinity(0))
+        length = PROMPT_LEN + self.max_tokens
+        engine = {"dtype": self.dtype, "max_model_len": length, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
+        small = quarter_drafter(self.size, self.cache) if self.drafter == QUARTER else DRAFT
+        group = TimedGroup(
+            str(model),
+            cores=[[own[i % len(own)]] for i in range(self.workers)],
+            engine={**engine, "max_num_seqs": self.seqs, "seed": 0},
+            spec_rollout={
+                "drafters": ["history", "ngram"],
+                "placement": "decoupled",
+                "decoupled": {"window": self.window},
+            },
+            ladder=ladder,
+            drafter=str(small) if ladder == "attach" else "",
+            drafter_engine={**engine, "max_num_seqs": self.seqs},
+        )
+        report("", 1)
+        return group
+
+    def _row(self, ladder: str, seconds: dict[str, list[float]], last: list[Answer], difference: str | None) -> Row:
+        is_told = difference is None
+        ratios = [base / own for base, own in zip(seconds[self.ladders[0]], seconds[ladder], strict=True)]
+        return Row(
+            ladder=ladder,
+            identical=is_told,
+            difference=difference,
+            makespan_s=statistics.median(seconds[ladder]) if is_told else None,
+            speedup=statistics.median(ratios) if is_told else None,
+            quartiles=quartiles(ratios) if is_told else None,
+            copied=sum(answer.copies > 1 for answer in last),
+            won=sum(
+                answer.copies > 1 and answer.worker != f"worker-{i % self.workers}" for i, answer in enumerate(last)
+            ),
+        )
+
+    def show(self, found: Found, out: Console) -> None:
+        out.print(f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests", markup=False)
+        table = Table("ladder", "makespan s", "times", "quartiles", "copied", "won by helpers", pad_edge=False)
+        for row in found.rows:
+            ends = "-" if row.quartiles is None else f"{row.quartiles[0]:.2f} to {row.quartiles[1]:.2f}"
+            times = (number(row.makespan_s, ""), number(row.speedup, "x"), ends)
+            table.add_row(row.ladder, *times, str(row.copied), str(row.won))
+        out.print(table)
+        for row in found.rows:
+            if row.difference is not None:
+                out.print(f"{row.ladder}: {row.difference}", markup=False)
+
+    def draw(self, found: Found, path: Path) -> None:
+        plot_workers(found.more, f"{found.model}: who worked on what", path)
+
+
+bench_ladder = command(Ladder)

@@ -1,0 +1,55 @@
+"""What `bench decoupled` learns from runs, and what it expects of others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.runner.rows import Pair
+from bench.scenarios.estimates import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through
+from vllm_specrollout.decoupled.rehearsal import Match
+from vllm_specrollout.errors import ConfigError
+
+ALWAYS = Match(np.zeros(64, np.int32))
+
+
+def steps(ms: float) -> list[float]:
+    return [i * ms / 1e3 for i in range(1, 12)]
+
+
+@pytest.fixture
+def learned(make_run) -> Learned:
+    """Plain steps of 10 ms; drafts of a coupled step take 2 ms for each of 4 levels, and its 8 nodes 4 ms in all."""
+    stock = make_run([[1] * 11], steps(10.0))
+    coupled = make_run([[1] * 11], steps(22.0), steps=11, request_steps=11, drafted=88, draft_ms=88.0)
+    beside = make_run([[1] * 11], steps(20.0), steps=11, request_steps=11, drafted=22, draft_ms=0.0)
+    found = Learned(ALWAYS)
+    pairs = {COUPLED: Pair(stock=stock, ours=coupled), DECOUPLED: Pair(stock=stock, ours=beside)}
+    found.add(4, pairs, {"beats": [[100.0, 50, 50, 100], [0.0, 0, 0, 0]]})
+    return found
+
+
+def test_times_are_told_in_plain_steps(learned: Learned) -> None:
+    facts = learned.facts()
+    assert facts.verify == pytest.approx((1.0, 0.05)) and facts.draft == pytest.approx(0.2)
+    # one run alone tells no slope
+    assert facts.verify_beside == pytest.approx((2.0, 0.0)) and facts.draft_beside == pytest.approx((0.2, 0.0))
+
+
+def test_what_is_expected_follows_from_times_and_match_rates(learned: Learned) -> None:
+    expected = estimated(learned.facts(), batch=1, window=4, fan_out=2, seed=0)
+    assert expected[PLAIN] == 1.0
+    # five tokens for 4 levels of 0.2 and a step of 1.4
+    assert expected[COUPLED] == pytest.approx(5 / 2.2, rel=0.1)
+    # at most a window and the target's own token, in two plain steps
+    assert 1.0 < expected[DECOUPLED] <= 2.5
+
+
+def test_a_drafter_that_did_nothing_teaches_nothing() -> None:
+    with pytest.raises(ConfigError, match="next to nothing"):
+        Learned(ALWAYS).facts()
+
+
+def test_a_line_does_not_fall() -> None:
+    assert line_through([(0.0, 2.0), (2.0, 1.0)]) == pytest.approx((1.5, 0.0))
+    assert line_through([(0.0, 1.0), (2.0, 2.0)]) == pytest.approx((1.0, 0.5))
