@@ -16,6 +16,7 @@ import numpy as np
 
 from vllm_specrollout.decoupled.following import Sampling
 from vllm_specrollout.decoupled.loop import Work
+from vllm_specrollout.decoupled.mailbox import Mailbox
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
@@ -92,6 +93,40 @@ class End:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class Faulty:
+    """A mailbox in front of which messages are lost, late, doubled and shuffled, both ways.
+
+    Args:
+        chance: of each fault, per message.
+    """
+
+    def __init__(self, mailbox: Mailbox, rng: random.Random, chance: float) -> None:
+        self.mailbox, self.rng, self.chance = mailbox, rng, chance
+        self.address = mailbox.address
+        # on their way to this end
+        self.late: list[Message] = []
+
+    def send(self, message: Message) -> bool:
+        if self.rng.random() < self.chance:
+            return self.rng.random() < 0.5  # lost, or refused
+        if self.rng.random() < self.chance:
+            self.mailbox.send(message)
+        return self.mailbox.send(message)
+
+    def receive(self, most: int = 256) -> list[Message]:
+        rng, found = self.rng, self.late + self.mailbox.receive(most)
+        times = [rng.choice((0, 2)) if rng.random() < self.chance else 1 for _ in found]
+        found = [message for message, count in zip(found, times, strict=True) for _ in range(count)]
+        if rng.random() < self.chance:
+            rng.shuffle(found)
+        kept = rng.randrange(len(found) + 1) if rng.random() < self.chance else len(found)
+        self.late = found[kept:]
+        return found[:kept]
+
+    def close(self) -> None:
+        self.mailbox.close()
 
 
 @dataclass

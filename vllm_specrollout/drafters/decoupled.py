@@ -186,7 +186,8 @@ class DecoupledDrafter(BaseDrafter):
         return link.state()
 
     def state(self) -> dict[str, Any]:
-        """All drafters that are attached, in plain JSON types: name -> `Link.state`."""
+        """All drafters that are attached, in plain JSON types: name -> `Link.state`. What has come is taken in first."""
+        self.receive()
         return {name: link.state() for name, link in self.links.items()}
 
     def totals(self) -> tuple[int, int, int]:

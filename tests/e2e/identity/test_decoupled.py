@@ -1,4 +1,4 @@
-"""The very tokens of stock vLLM where a model drafts in a process of its own, whatever happens to that process."""
+"""The very tokens of stock vLLM where models draft in processes of their own, whatever happens to those processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +16,255 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.sampling_params import RequestOutputKind
+
 from tests.e2e.drafting_models import perturbed
-from tests.e2e.identity.cases import cases
+from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
+from tests.reference.decoupled import Faulty
+from vllm_specrollout.decoupled.address import connect
+from vllm_specrollout.decoupled.child import Command
+from vllm_specrollout.decoupled.messages import Hello, Noise, Role
+from vllm_specrollout.decoupled.warm import WarmPool
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 
 DECOUPLED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled"}
+WARM = ("ipc", "shm")
+PATIENCE_S = 120.0  # for a process to begin, on a host that does much else
 
 
-def drafts_elsewhere(target: str, folder: Path) -> dict[str, Any]:
-    given = {"method": "draft_model", "model": perturbed(target, folder, 0.1), "num_speculative_tokens": 4}
-    return {**DECOUPLED, "speculative_config": given}
+@dataclass(frozen=True)
+class Stage:
+    """An engine with a drafter of its own, two warm ones beside it, and requests with stock vLLM's answers."""
+
+    llm: Any
+    runner: Any
+    pool: WarmPool
+    requests: list[Case]
+    truth: list[Any]
+    # of a few tokens each
+    short: list[Case]
+    short_truth: list[Any]
+
+    @property
+    def drafter(self) -> DecoupledDrafter:
+        return self.runner.remote
+
+    def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        (answer,) = self.llm.collective_rpc(method, args=args)
+        return answer
+
+    def attach(self, name: str, **given: Any) -> dict[str, Any]:
+        (answer,) = self.llm.collective_rpc("attach_drafter", args=(name, self.pool.addresses[name]), kwargs=given)
+        assert "cause" not in answer, answer
+        return answer
 
 
-def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(models: Path, tmp_path: Path) -> None:
+def check(requests: Sequence[Case], truth: Sequence[Any], drafted: Sequence[Any]) -> None:
+    report = compare(requests, truth, drafted, "float32")
+    assert not report.failures, report.failures[:3]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("decoupled")
+    target = model(folder, "llama", "float32")
+    small = perturbed(target, folder / "draft", 0.1)
+    requests, short = cases(29, VOCAB, seed=21, max_tokens=24), cases(16, VOCAB, seed=22, max_tokens=8)
+    given = {"method": "draft_model", "model": small, "num_speculative_tokens": 4}
+    args = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True}
+    args["kv_cache_memory_bytes"] = 1 << 28
+    addresses = {"ipc": f"ipc://{folder}/socket", "shm": f"shm://warm-{os.getpid()}"}
+    # they share the host's cores with the engine: threads that wait for each other would take most of them
+    one_thread = pytest.MonkeyPatch()
+    one_thread.setenv("OMP_NUM_THREADS", "1")
+    with WarmPool({name: Command(small, addresses[name], args) for name in WARM}) as pool:
+        with engine(target, "float32", is_ours=False) as stock:
+            truth, short_truth = run(stock.llm, requests), run(stock.llm, short)
+        with engine(target, "float32", is_ours=True, spec_rollout={**DECOUPLED, "speculative_config": given}) as ours:
+            end = time.monotonic() + PATIENCE_S
+            while not all(map(pool.is_ready, WARM)):
+                assert time.monotonic() < end and not pool.watch(), "the warm drafters do not get ready"
+                time.sleep(0.05)
+            yield Stage(ours.llm, ours.runner, pool, requests, truth, short, short_truth)
+            process = ours.runner.remote.links["drafter"].process
+            pids = [process.pid, *map(pool.pid, WARM)]
+        assert not process.is_alive and not _exists(pids[0]), "the process ends with its engine"
+        assert all(map(pool.is_ready, WARM)), "warm ones stay"
+    one_thread.undo()
+    assert not any(map(_exists, pids))
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.005)
+
+
+def decode(llm: Any, requests: Sequence[Case], before_step: Callable[[int], None]) -> list[Any]:
+    """All at once, step by step; their outputs."""
+    own = llm.llm_engine
+    for i, request in enumerate(requests):
+        params = request.sampling()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        own.add_request(str(i), {"prompt_token_ids": request.prompt}, params)
+    found: dict[str, Any] = {}
+    step = 0
+    while own.has_unfinished_requests():
+        before_step(step)
+        found |= {output.request_id: output for output in own.step() if output.finished}
+        step += 1
+    return [found[str(i)] for i in range(len(requests))]
+
+
+def is_ahead(stage: Stage, name: str) -> bool:
+    """Whether a drafter has drafted two levels and more behind the newest token of a request."""
+    found = [(one.received._drafts, one.num_told) for one in stage.drafter.links[name].requests.open.values()]
+    return any(drafts and drafts.position == told and (drafts.parents >= 0).any() for drafts, told in found)
+
+
+def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stage) -> None:
     """Every sampling feature; windows from 1 to 16; the process hangs, is killed, and is begun anew meanwhile."""
-    target = model(models, "llama", "float32")
-    requests = cases(29, VOCAB, seed=21, max_tokens=24)
-    with engine(target, "float32", is_ours=False) as stock:
-        truth = run(stock.llm, requests)
-    with engine(target, "float32", is_ours=True, spec_rollout=drafts_elsewhere(target, tmp_path / "draft")) as ours:
-        drafter, process = ours.runner.remote.drafter, ours.runner.remote.process
-        assert drafter.is_there
-        for number, window in enumerate((4, 1, 16)):
-            drafter.window = window
-            ending = threading.Event()
-            mischief = threading.Thread(target=_disturb, args=(process, random.Random(number), ending))
+    link = stage.drafter.links["drafter"]
+    assert link.is_there
+    for number, window in enumerate((4, 1, 16)):
+        link.requests.window = window
+        ending = threading.Event()
+        mischief = threading.Thread(target=_disturb, args=(link.process, random.Random(number), ending))
+        if number:
+            mischief.start()
+        try:
+            drafted = run(stage.llm, stage.requests)
+        finally:
+            ending.set()
             if number:
-                mischief.start()
-            try:
-                drafted = run(ours.llm, requests)
-            finally:
-                ending.set()
-                if number:
-                    mischief.join()
-            report = compare(requests, truth, drafted, "float32")
-            assert not report.failures, report.failures[:3]
-            # the runner itself learns with the next step that the last ones are over
-            assert set(drafter._requests) <= set(ours.runner.requests), "nothing is left of requests that are over"
-        assert drafter.counts.trees > 0
-        pid = process.pid
-    assert not process.is_alive and not _exists(pid), "the process ends with its engine"
+                mischief.join()
+        check(stage.requests, stage.truth, drafted)
+        # the runner itself learns with the next step that the last ones are over
+        assert set(link.requests.open) <= set(stage.runner.requests), "nothing is left of requests that are over"
+    assert link.requests.counts.trees > 0 and link.waited_s == 0.0
+
+
+def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
+    seen: dict[str, dict[str, Any]] = {}
+
+    def state(name: str) -> dict[str, Any]:
+        return stage.ask("drafters_state")[name]
+
+    def before_step(step: int) -> None:
+        if step == 3:
+            for name in WARM:
+                assert stage.attach(name, window=6, fan_out=3)["error"] == ""
+                until(lambda name=name: state(name)["is_there"])
+        elif 5 <= step < 8:
+            # however slow this host makes them: they were told of all requests, with all their tokens
+            until(lambda: all(state(name)["trees"] and is_ahead(stage, name) for name in WARM))
+        if step == 8:
+            stage.ask("assign_drafter", "shm", ["3", "7"])
+            assert {request["name"] for request in state("shm")["requests"].values()} <= {"3", "7"}
+            stage.ask("assign_drafter", "shm", None)
+        if step == 14:
+            for name in WARM:
+                seen[name] = stage.ask("detach_drafter", name)
+
+    check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
+    for name in WARM:
+        assert seen[name]["nodes"] > 0 and seen[name]["tried"] > 0, "it took part in this very batch"
+        assert seen[name]["waited_s"] == 0.0
+        assert stage.pool.is_ready(name), "it stays warm"
+        mailbox = connect(stage.pool.addresses[name])
+        mailbox.send(Hello(Role.VERIFIER, VOCAB, Noise.TAPE, 0, 0))
+        until(lambda mailbox=mailbox: any(isinstance(message, Hello) for message in mailbox.receive()))
+        mailbox.close()
+    assert list(stage.drafter.links) == ["drafter"]
+
+
+def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
+    """One to three drafters; lines that lose, delay, double and shuffle; processes that hang, die, come and go."""
+    started = stage.drafter.links["drafter"]
+    plain = started.line.send, started.line.receive
+    trees = 0
+    for number in range(30):
+        rng = random.Random(number)
+        chance = rng.choice((0.0, 0.1, 0.3))
+        stage.drafter._connect = lambda address, keys, rng=rng, chance=chance: Faulty(
+            connect(address, keys), rng, chance
+        )
+        faulty = Faulty(started.line._mailbox, rng, chance)
+        started.line.receive, started.requests._send = faulty.receive, faulty.send
+        started.requests.window = rng.randint(1, 16)
+        stopped: set[int] = set()
+        doomed = rng.choice(WARM) if number == 25 else ""
+
+        def before_step(step: int, rng: random.Random = rng, doomed: str = doomed, stopped: set[int] = stopped) -> None:
+            stage.pool.watch()
+            if doomed and step == 4:
+                os.kill(stage.pool.pid(doomed) or 0, signal.SIGKILL)
+            for name in WARM:
+                what = rng.random()
+                if name not in stage.drafter.links and (what < 0.1 or not step):
+                    # one that was killed and is not begun anew yet cannot be attached: that is said, no more
+                    address = stage.pool.addresses[name]
+                    window, only = rng.randint(1, 16), rng.choice((None, None, ["0", "2"]))
+                    answer = stage.ask("attach_drafter", name, address, None, window, rng.randint(1, 4), only)
+                    assert "is_there" in answer or "nobody serves" in answer["cause"] or "cannot be" in answer["cause"]
+                elif name in stage.drafter.links and what < 0.1:
+                    trees_of(stage.ask("detach_drafter", name))
+                elif name in stage.drafter.links and what < 0.2:
+                    stage.ask("assign_drafter", name, rng.choice((None, ["1"], [])))
+            pids = [started.process.pid, *map(stage.pool.pid, WARM)]
+            pid = rng.choice(pids)
+            if pid is not None and rng.random() < 0.15 and _exists(pid):
+                os.kill(pid, signal.SIGSTOP)
+                stopped.add(pid)
+            elif stopped and rng.random() < 0.3:
+                _go_on(stopped)
+
+        def trees_of(state: dict[str, Any]) -> None:
+            nonlocal trees
+            trees += state["trees"]
+            assert state["waited_s"] == 0.0
+
+        chosen = rng.sample(range(len(stage.short)), 4)
+        try:
+            drafted = decode(stage.llm, [stage.short[i] for i in chosen], before_step)
+        finally:
+            _go_on(stopped)
+            started.line.receive, started.requests._send = plain[1], plain[0]
+        check([stage.short[i] for i in chosen], [stage.short_truth[i] for i in chosen], drafted)
+        for name in WARM:
+            if name in stage.drafter.links:
+                trees_of(stage.ask("detach_drafter", name))
+    assert trees > 0
+    end = time.monotonic() + PATIENCE_S
+    while not all(map(stage.pool.is_ready, WARM)):
+        stage.pool.watch()
+        assert time.monotonic() < end, "who was killed is begun anew"
+        time.sleep(0.05)
+
+
+def test_bad_calls_are_answered_with_their_cause_and_change_nothing(stage: Stage) -> None:
+    before = list(stage.drafter.links)
+    for call in (
+        ("attach_drafter", "drafter", stage.pool.addresses["ipc"]),
+        ("attach_drafter", "new", "ipc:///nowhere"),
+        ("attach_drafter", "new", "carrier pigeon"),
+        ("detach_drafter", "new"),
+        ("assign_drafter", "new", None),
+    ):
+        answer = stage.ask(*call)
+        assert set(answer) == {"cause", "hint"}, call
+    assert list(stage.drafter.links) == before
+
+
+def _go_on(stopped: set[int]) -> None:
+    for pid in stopped:
+        if _exists(pid):
+            os.kill(pid, signal.SIGCONT)
+    stopped.clear()
 
 
 def _disturb(process: Any, rng: random.Random, ending: threading.Event) -> None:
