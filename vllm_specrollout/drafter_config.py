@@ -173,9 +173,8 @@ class DecoupledConfig:
         object.__setattr__(self, "drafters", tuple(named))
         names = [drafter.name for drafter in self.drafters]
         if len({*names, SINGLE}) <= len(names):
-            raise ConfigError(
-                f"`decoupled.drafters` has names that are in use: {names}", f"not `{SINGLE}`, and none twice"
-            )
+            cause = f"`decoupled.drafters` are called {names}"
+            raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
         check_range("decoupled.window", self.window, 1, 64)
         check_range("decoupled.fan_out", self.fan_out, 1, 8)
         check_range("decoupled.most_nodes", self.most_nodes, 1, 64)

@@ -30,7 +30,7 @@ from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated
 AUTO = "auto"
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
-_MOST_ROUNDS = 4  # in which `auto` may settle
+_MOST_ROUNDS = 10  # in which `auto` may settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,27 +156,25 @@ class _Bench:
 
     # --- measured ----------------------------------------------------------------------------------------------------
 
-    def _round(
-        self, batch: int, window: int, seed: int, round_: int, arms: Sequence[str] = (COUPLED, DECOUPLED)
-    ) -> dict[str, Pair]:
+    def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
+        self._engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
+        pairs = run_round(round_, (COUPLED, DECOUPLED), lambda arm: self._run(arm, batch, window, seed))
+        self._engines.report("", 1)
+        return pairs
+
+    def _run(self, arm: str | None, batch: int, window: int, seed: int) -> Run:
+        """All requests, so many at once; None: stock."""
         scenario, engines = self._scenario, self._engines
         prompts = self._prompts()
+        name = STOCK if arm is None else self._name(arm)
+        if arm is not None:
+            limits = {"max_draft_tokens": min(window * scenario.fan_out, 64), "max_depth": window}
+            engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
+        if arm in (DECOUPLED, AUTO):
+            engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)
         waves = [i // batch * batch for i in range(len(prompts))]
-
-        def run(arm: str | None) -> Run:
-            name = STOCK if arm is None else self._name(arm)
-            if arm is not None:
-                limits = {"max_draft_tokens": min(window * scenario.fan_out, 64), "max_depth": window}
-                engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
-            if arm in (DECOUPLED, AUTO):
-                engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)
-            params = self._params(seed, arm is not None)
-            return engines.run(name, prompts, params, "generate_in_waves", arrives_after=waves)
-
-        engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
-        pairs = run_round(round_, arms, run)
-        engines.report("", 1)
-        return pairs
+        params = self._params(seed, arm is not None)
+        return engines.run(name, prompts, params, "generate_in_waves", arrives_after=waves)
 
     def run(self) -> tuple[dict[int, Facts], list[Row]]:
         """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
@@ -203,8 +201,9 @@ class _Bench:
         pairs, found = [], None
         ask = functools.partial(self._engines[self._name(AUTO)].ask, "rpc", method="spec_rollout_placing")
         ask(start_over=True)
-        for round_ in range(_MOST_ROUNDS):
-            pairs.append(self._round(batch, window, self._before, round_, (AUTO,))[AUTO])
+        stock = self._run(None, batch, window, self._before)
+        for _ in range(_MOST_ROUNDS):
+            pairs.append(Pair(stock=stock, ours=self._run(AUTO, batch, window, self._before)))
             if (found := ask()) is not None:
                 break
         return None if found is None else (COUPLED, DECOUPLED)[found], pairs

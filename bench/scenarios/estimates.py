@@ -99,9 +99,11 @@ def _at(line: tuple[float, float], nodes: float) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Through (nodes, time), by least squares; a node that seems to take less than nothing takes nothing."""
+    """Through (nodes, time): the median of all slopes between two of them, so that a stall here and there decides nothing
+    (Theil and Sen). A node that seems to take less than nothing takes nothing."""
     nodes, times = np.asarray(points, dtype=np.float64).T
-    spread = float(((nodes - nodes.mean()) ** 2).sum())
-    slope = float(((nodes - nodes.mean()) * (times - times.mean())).sum()) / spread if spread else 0.0
-    slope = max(slope, 0.0)
-    return float(times.mean() - slope * nodes.mean()), slope
+    first, second = np.triu_indices(len(nodes), 1)
+    apart = nodes[first] != nodes[second]
+    slopes = (times[second] - times[first])[apart] / (nodes[second] - nodes[first])[apart]
+    slope = max(float(np.median(slopes)), 0.0) if len(slopes) else 0.0
+    return float(np.median(times - slope * nodes)), slope

@@ -47,6 +47,8 @@ def config_page() -> str:
         (config.NgramConfig, "ngram."),
         (config.OracleConfig, "oracle."),
         (config.CollectConfig, "collect."),
+        (config.DecoupledConfig, "decoupled."),
+        (config.StartedDrafter, "decoupled.drafters[]."),
     ):
         title = "## Engine\n" if not prefix else f"## `{prefix.rstrip('.')}`\n\n{_first_sentence(cls)}\n"
         parts += [title, _table(("Key", "Type", "Default", "Meaning"), _fields(cls, prefix))]
@@ -78,7 +80,13 @@ def _fields(cls: type, prefix: str) -> Iterator[tuple[str, ...]]:
             yield f"`{prefix}{field.name}`", "object", "`{}`", f"see [`{field.name}`](#{field.name})"
             continue
         meaning = " ".join(meanings[field.name].split())  # a table's row is one line
-        yield f"`{prefix}{field.name}`", f"`{field.type}`", f"`{_shown(field.default)}`", meaning
+        yield f"`{prefix}{field.name}`", f"`{field.type}`", _default_of(field), meaning
+
+
+def _default_of(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{_shown(field.default)}`"
+    return "has none" if field.default_factory is dataclasses.MISSING else f"`{_shown(field.default_factory())}`"
 
 
 def _shown(default: Any) -> str:

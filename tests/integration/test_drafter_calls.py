@@ -70,3 +70,21 @@ def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch
     worker.sleep(2)
     worker.wake_up(None)
     assert worker.model_runner.model_drafter is None and worker.told[-1].startswith("`first` holds no safetensors")
+
+
+def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_calls, "is_first_rank", lambda: True)
+    worker = Worker()
+    for call in (
+        lambda: worker.attach_drafter("one", "ipc:///x"),
+        lambda: worker.detach_drafter("one"),
+        lambda: worker.assign_drafter("one", None),
+        worker.drafters_state,
+    ):
+        answer = call()
+        assert "`placement` is `coupled`" in answer["cause"] and '{"placement": "decoupled"}' in answer["hint"]
+
+
+def test_ranks_that_do_not_draft_have_no_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_calls, "is_first_rank", lambda: False)
+    assert Worker().attach_drafter("one", "ipc:///x") == Worker().drafters_state() == {}

@@ -170,7 +170,14 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
             for name in WARM:
                 seen[name] = stage.ask("detach_drafter", name)
 
-    check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
+    told: list[int] = []
+    elsewhere = stage.runner.metrics.elsewhere
+    stage.runner.metrics.elsewhere = lambda alive, trees, wasted: (told.append(alive), elsewhere(alive, trees, wasted))
+    try:
+        check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
+    finally:
+        del stage.runner.metrics.elsewhere
+    assert max(told) >= len(WARM) and told[-1] <= 1, "/metrics says how many are there"
     for name in WARM:
         assert seen[name]["nodes"] > 0 and seen[name]["tried"] > 0, "it took part in this very batch"
         assert seen[name]["waited_s"] == 0.0

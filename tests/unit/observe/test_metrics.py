@@ -87,6 +87,15 @@ def test_every_node_is_counted_once(proposals, seed):
     assert sum(size * n for size, n in sizes.items()) == trees.num_nodes and 0 not in sizes
 
 
+def test_drafters_elsewhere_are_counted_as_they_are_now_and_what_came_of_them_is_summed():
+    metrics = Metrics(())
+    metrics.elsewhere(3, 5, 2)
+    metrics.elsewhere(2, 4, 0)
+    assert metrics.take() == {"decoupled_drafters": 2, "decoupled_trees": 9, "decoupled_wasted_nodes": 2}
+    metrics.elsewhere(0, 0, 0)
+    assert metrics.take() == {"decoupled_drafters": 0}
+
+
 def test_a_node_of_a_drafter_without_a_name_is_counted_too():
     metrics = Metrics(("ngram",))
     metrics.stepped(record_of(batch_of([from_sources(3)]), [[]]))
