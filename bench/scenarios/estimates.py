@@ -99,8 +99,10 @@ def _at(line: tuple[float, float], nodes: float) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Through (nodes, time): the median of all slopes between two of them, so that a stall here and there decides nothing
-    (Theil and Sen). A node that seems to take less than nothing takes nothing."""
+    """Through (nodes, time): the median of all slopes between two of them (Theil and Sen), so a stall decides nothing.
+
+    A node that seems to take less than nothing takes nothing.
+    """
     nodes, times = np.asarray(points, dtype=np.float64).T
     first, second = np.triu_indices(len(nodes), 1)
     apart = nodes[first] != nodes[second]

@@ -2,12 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-<<<<<<< HEAD
-from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import DecoupledConfig
-=======
 from vllm_specrollout.config import SpecRolloutConfig, parse
->>>>>>> wt/links
+from vllm_specrollout.drafter_config import DecoupledConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.speculative_methods import METHODS, check, check_auto, check_decoupled, moved
 
@@ -117,7 +113,6 @@ def test_a_decoupled_model_is_a_source_of_its_own_and_none_of_vllms() -> None:
     check_decoupled({"model": "small"}, has_cpu_noise=True)
 
 
-<<<<<<< HEAD
 def test_auto_has_both_drafters_and_their_sources() -> None:
     model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
     config = SpecRolloutConfig(drafters=("ngram",), speculative_config=model, placement="auto", devices=("cpu:1",))
@@ -133,7 +128,8 @@ def test_auto_without_anything_to_choose_between_is_refused() -> None:
         check_auto(SpecRolloutConfig(placement="auto", devices=("cpu:1",)))
     with pytest.raises(ConfigError, match="names no cores"):
         check_auto(SpecRolloutConfig(placement="auto", speculative_config=model))
-=======
+
+
 def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> None:
     check_decoupled(None, has_cpu_noise=True)
     assert SpecRolloutConfig(placement="decoupled").sources[-2:] == ("decoupled", "decoupled_alternatives")
@@ -145,7 +141,6 @@ def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> 
     assert config is not None and parse(config.as_dict()) == config
     named = [(drafter.name, drafter.model, drafter.devices) for drafter in config.decoupled.drafters]
     assert named == [("drafter-1", "small", ("cpu:1",)), ("quick", "tiny", ())]
->>>>>>> wt/links
 
 
 @pytest.mark.parametrize(

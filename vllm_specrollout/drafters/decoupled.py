@@ -191,11 +191,7 @@ class DecoupledDrafter(BaseDrafter):
         return link.state()
 
     def state(self) -> dict[str, Any]:
-<<<<<<< HEAD
-        """All drafters that are attached, in plain JSON types: name -> `Link.state`. What has come is taken in."""
-=======
         """All drafters that are attached, in plain JSON types: name -> `Link.state`, with what has come until now."""
->>>>>>> wt/links
         self.receive()
         return {name: link.state() for name, link in self.links.items()}
 
