@@ -22,6 +22,7 @@ OURS = {
         "runner.stats",
         "runner.spec_rollout",
         "runner.model_drafter",
+        "runner.placing",
         "self.step",
         "self.paths",
         "self.inputs",
@@ -46,6 +47,11 @@ COPIES = {
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
     ("worker/v1/requests.py", "self.sampler"),
+    ("worker/placing.py", "self._here"),
+    ("worker/placing.py", "self._speculator"),
+    ("worker/tuning.py", "placing"),
+    ("worker/streams/engine.py", "self.work"),
+    ("worker/tuning.py", "own"),
     ("worker/model_drafter.py", "drafter"),
     ("worker/model_drafter.py", "proposer"),
     ("worker/model_drafter.py", "self.proposer"),
