@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True)
-def _warnings_reach_caplog(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    # vLLM keeps its loggers' messages to itself, wherever an earlier test of this process has imported it
-    if "caplog" in request.fixturenames:
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def _warnings_reach_caplog(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # vLLM keeps its loggers' messages to itself, wherever an earlier test of this process has imported it, and tests
+    # with engines have it say errors alone
+    if "caplog" not in request.fixturenames:
+        yield
+        return
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    monkeypatch.setattr(logger, "propagate", True)
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.setLevel(level)
 
 
 # where tests start engines and servers, or drive parts of vLLM's

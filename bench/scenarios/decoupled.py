@@ -30,6 +30,7 @@ from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated
 AUTO = "auto"
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
+_EPOCHS = 4  # of earlier answers, for match rates
 _MOST_ROUNDS = 10  # in which `auto` may settle
 
 
@@ -172,9 +173,10 @@ class _Bench:
             engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
         if arm in (DECOUPLED, AUTO):
             engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)
-        waves = [i // batch * batch for i in range(len(prompts))]
+        # one comes when one has ended: a batch of the longest answers alone would say more of them than of the others
+        arrivals = [max(0, i - batch + 1) for i in range(len(prompts))]
         params = self._params(seed, arm is not None)
-        return engines.run(name, prompts, params, "generate_in_waves", arrives_after=waves)
+        return engines.run(name, prompts, params, "generate_in_waves", arrives_after=arrivals)
 
     def run(self) -> tuple[dict[int, Facts], list[Row]]:
         """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
@@ -213,7 +215,8 @@ class _Bench:
         engines, name = self._engines, self._name(COUPLED)
         engines.report(f"{self._drafter}: match rates", 0)
         engines.ask(name, "rpc", method="spec_rollout_matches", start=True)
-        engines.run(name, self._prompts(), self._params(self._before, True))
+        for epoch in range(_EPOCHS):
+            engines.run(name, self._prompts(), self._params(self._before + epoch * _EARLIER, True))
         told = engines.ask(name, "rpc", method="spec_rollout_matches", start=False)
         engines.report("", 1)
         return Match(np.asarray(told["ranks"], dtype=np.int32))

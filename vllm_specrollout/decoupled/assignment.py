@@ -7,7 +7,7 @@ next one. This follows the text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_specrollout.errors import ConfigError
@@ -42,6 +42,7 @@ def assign(
     *,
     most: int,
     running: Collection[tuple[str, str]] = (),
+    may_serve: Callable[[str, str], bool] = lambda worker, request: True,
 ) -> Assignment:
     """Algorithm 3.
 
@@ -56,6 +57,7 @@ def assign(
         workers: worker -> what it does, for those that have a method already.
         most: b_max, requests of a worker.
         running: (request, method) pairs that are served already, on whatever worker.
+        may_serve: whether a worker may serve a request at all.
 
     Raises:
         ConfigError: names that clash, or no method.
@@ -77,7 +79,8 @@ def assign(
         lacking = [method for method in methods if (request, method) not in running]
         before = len(pairs)
         for method in lacking:
-            worker = min(having[method], key=load.__getitem__, default=None)
+            able = [name for name in having[method] if may_serve(name, request)]
+            worker = min(able, key=load.__getitem__, default=None)
             if worker is not None and load[worker] < most:
                 pairs[request, method] = worker
                 load[worker] += 1

@@ -101,6 +101,8 @@ class Coordinator:
 
     # --- who helps ----------------------------------------------------------------------------------------------------
 
+    # Nobody helps a worker with whom it shares a device: what it does there would take more time than it saves.
+
     def _races(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
         racing = self._pending(Race)
         freed, workers, running = [], {}, set()
@@ -117,8 +119,18 @@ class Coordinator:
             else:
                 # it counts for its method, and has no room for others' requests
                 workers[name] = Worker(report.method, self.rules.most)
+        devices: dict[str, set[str]] = {}
+        for report in reports.values():
+            for one in report.running:
+                devices.setdefault(one.request, set()).update(report.devices)
         found = assign(
-            self._acceptance(reports), self.rules.methods, freed, workers, most=self.rules.most, running=running
+            self._acceptance(reports),
+            self.rules.methods,
+            freed,
+            workers,
+            most=self.rules.most,
+            running=running,
+            may_serve=lambda worker, request: not devices[request] & set(reports[worker].devices),
         )
         return [(worker, Race(request, method)) for (request, method), worker in found.pairs.items()]
 
@@ -135,7 +147,8 @@ class Coordinator:
             served = {request for link in reports[name].links for request in link.requests}
             served |= {request for attach in self._pending(Attach).get(name, []) for request in attach.requests}
             running = {(request, _DRAFTER) for request in served}
-            found = assign(own, (_DRAFTER,), free, {}, most=self.rules.most, running=running)
+            apart = [one for one in free if not set(reports[one].devices) & set(reports[name].devices)]
+            found = assign(own, (_DRAFTER,), apart, {}, most=self.rules.most, running=running)
             for lender in dict.fromkeys(found.pairs.values()):
                 requests = tuple(request for (request, _), worker in found.pairs.items() if worker == lender)
                 out.append((name, Attach(lender, reports[lender].drafter, requests)))

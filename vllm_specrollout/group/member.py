@@ -88,6 +88,7 @@ class Member:
     Args:
         coordinator: None: nobody helps anybody.
         clock: seconds, from any zero.
+        devices: where it runs, as `cpu:0`.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class Member:
         driver: Line,
         coordinator: Line | None = None,
         clock: Callable[[], float] = time.monotonic,
+        devices: tuple[str, ...] = (),
     ) -> None:
         self._engine, self._driver, self._coordinator = engine, driver, coordinator
-        self._clock = clock
+        self._clock, self._devices = clock, devices
         # request -> whether it runs elsewhere as well
         self._running: dict[str, bool] = {}
         self._finished: list[str] = []
@@ -200,4 +202,4 @@ class Member:
         )
         finished, self._finished = tuple(self._finished), []
         links = tuple(self._engine.links())
-        self._coordinator.send(Report(self._method, running, finished, self._engine.drafter, links))
+        self._coordinator.send(Report(self._method, running, finished, self._engine.drafter, links, self._devices))

@@ -136,6 +136,8 @@ class Report:
     drafter: str = ""
     # drafters of others that draft for it
     links: tuple[Link, ...] = ()
+    # where it runs, as `cpu:0`; empty: it has these to itself
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,8 @@ class SchedulerMixin(_Base):
                 name: end for name in output.finished_req_ids if (end := self._endings.pop(name, None)) is not None
             }
             setattr(output, _ENDINGS, ended)
-        mark(output, self.requests)
+        if output.scheduled_new_reqs:
+            mark(output, self.requests)
         setattr(output, _WAITING, len(self.waiting))
         setattr(output, _STEP, self._step)
         return output

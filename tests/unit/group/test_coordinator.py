@@ -128,6 +128,16 @@ def test_a_drafter_goes_home_when_its_worker_has_requests_again() -> None:
     assert decided({"a": linked, "b": own("s", drafter="ipc:///b")}, rules) == [("a", Detach("b"))]
 
 
+@pytest.mark.parametrize("mode", ["race", "attach"])
+def test_nobody_helps_a_worker_with_whom_it_shares_a_device(mode: str) -> None:
+    lenders = {
+        name: Report(drafter=f"ipc:///{name}", devices=(device,)) for name, device in (("b", "cpu:0"), ("c", "cpu:1"))
+    }
+    commands = decided({"a": own("r", devices=("cpu:0",)), **lenders}, Rules(mode=mode, methods=("ngram",)))
+    helper = Attach("c", "ipc:///c", ("r",)) if mode == "attach" else Race("r", "ngram")
+    assert commands == [("a" if mode == "attach" else "c", helper)]
+
+
 def test_a_command_that_had_no_effect_is_given_again_later() -> None:
     coordinator = Coordinator(Rules(methods=("ngram",)))
     for now, expected in ((0.0, 1), (1.0, 0), (2.5, 1)):

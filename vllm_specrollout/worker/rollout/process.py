@@ -27,14 +27,15 @@ def main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     # before torch counts them
-    os.sched_setaffinity(0, [int(core) for core in given.cores.split(",") if core])
+    cores = [int(core) for core in given.cores.split(",") if core]
+    os.sched_setaffinity(0, cores)
     from vllm_specrollout.worker.rollout.engine import RolloutEngine
 
     engine = RolloutEngine(given.engine, given.drafter)
     lines = [ZmqLine(given.driver, given.name, may_lose=False)]
     if given.coordinator:
         lines.append(ZmqLine(given.coordinator, given.name, may_lose=True))
-    member = Member(engine, *lines)
+    member = Member(engine, *lines, devices=tuple(f"cpu:{core}" for core in cores))
     try:
         while os.getppid() == given.parent:
             if member.is_idle:

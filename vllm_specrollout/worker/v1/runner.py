@@ -155,8 +155,9 @@ class SpecRolloutV1(_Base):
                 entry = self.book.get(self.requests[req_id])
                 self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.number))
         result = super()._update_states(scheduler_output)
-        fill_in(self, scheduler_output)  # requests that were begun elsewhere
-        # The tapes own the generators; vLLM 0.32 would rewind them after a prefill chunk, which on CPU is an error.
+        if scheduler_output.scheduled_new_reqs:
+            fill_in(self, scheduler_output)  # those that were begun elsewhere
+        # the tapes own them; vLLM 0.32 would rewind them after a prefill chunk, which on CPU is an error
         self.input_batch.generators.clear()
         return result
 
@@ -260,8 +261,7 @@ class SpecRolloutV1(_Base):
         """The requests that may be drafted for, as they stand after this step; None where drafting is paused."""
         if self.drafting.is_paused(self.step.number + 1, len(output.req_ids)):
             return None
-        batch, views = self.input_batch, []
-        version = self.weights_version.number
+        batch, views, version = self.input_batch, [], self.weights_version.number
         lengths = batch.num_tokens_no_spec[: len(output.req_ids)].tolist()
         for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens:
