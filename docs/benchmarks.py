@@ -43,6 +43,15 @@ _TITLES = {
         "The policy's own head. First, the share of positions where the next draft token, or one of the"
         " first two, is the target's; 1 - d is what rejection sampling would accept. Then decoding beside stock.",
     ),
+    "decoupled": (
+        "Decoupled drafters",
+        "A model that drafts in the target's steps, and one that drafts beside them on a core of its own: times plain"
+        " decoding on both cores, and what was estimated from earlier answers. `auto` is what an engine found itself.",
+    ),
+    "ladder": (
+        "Ladder",
+        "A batch with a long tail on several workers: nobody helps, idle workers lend their drafters, or they race.",
+    ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
@@ -195,6 +204,37 @@ def below_stock(run: Mapping[str, Any]) -> str:
     return f"- **{run['settings']['model']}**: `auto` is below 0.97x stock {count}: {', '.join(cells)}.\n"
 
 
+def way(name: str) -> Callable[[Row], str]:
+    """Measured, and the estimate with its error."""
+
+    def show(row: Row) -> str:
+        own = row["ways"][name]
+        if own.get("speedup") is None:
+            return "outputs differ"
+        low, high = own["quartiles"]
+        error = own["estimated"] / own["speedup"] - 1.0
+        return f"{own['speedup']:.2f}x ({low:.2f} to {high:.2f}); {own['estimated']:.2f}x, {error:+.0%}"
+
+    return show
+
+
+_DECOUPLED: Columns = {
+    **{name: field(name) for name in ("drafter", "batch", "window")},
+    "coupled; estimated": way("coupled"),
+    "decoupled; estimated": way("decoupled"),
+    **{name: field(name) for name in ("fastest", "planned")},
+    "auto": field("chosen"),
+    "auto loses": field("chosen_lost"),
+}
+_LADDER: Columns = {
+    "ladder": field("ladder"),
+    "makespan, s": field("makespan_s"),
+    "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
+    "ran twice": field("copied"),
+    "won by helpers": field("won"),
+}
+
+
 _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "decode": lambda run: table(run["rows"], _DECODE),
     "rollout": lambda run: table(run["rows"], _ROLLOUT),
@@ -202,6 +242,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "sweep": sweep_table,
     "load": lambda run: table(run["rows"], _LOAD),
     "drafters": drafters_tables,
+    "decoupled": lambda run: table(run["rows"], _DECOUPLED),
+    "ladder": lambda run: table(run["rows"], _LADDER),
     "index": lambda run: table(run["rows"], _INDEX),
     "kernels": lambda run: table(run["rows"], _GPU),
 }

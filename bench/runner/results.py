@@ -10,7 +10,19 @@ from typing import Any
 from .rows import quartiles
 
 SCHEMA = 1
-SCENARIOS = ("decode", "rollout", "grpo", "sweep", "load", "drafters", "index", "host", "kernels")
+SCENARIOS = (
+    "decode",
+    "rollout",
+    "grpo",
+    "sweep",
+    "load",
+    "drafters",
+    "decoupled",
+    "ladder",
+    "index",
+    "host",
+    "kernels",
+)
 """Files of bench/results, without their ending."""
 _ROW = (
     *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
@@ -104,7 +116,10 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: row[name] for name in names if row.get(name) is not None}
 
 
-_ROWS = {"grpo": _epochs, "drafters": _drafters, "index": _plain, "gpu first hour": _first_hour}
+_ROWS = {
+    **{"grpo": _epochs, "drafters": _drafters, "gpu first hour": _first_hour},
+    **dict.fromkeys(("index", "decoupled", "ladder"), _plain),
+}
 
 
 def _rounded(value: Any) -> Any:

@@ -14,12 +14,14 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specrollout.config import DRAFTERS
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import RolloutGroup
 from vllm_specrollout.group.dealing import Answer, Dealer
 from vllm_specrollout.group.driver import LADDERS
 from vllm_specrollout.group.messages import Progress
 
-from ..policy.reward import problems
+from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
 from ..runner.models import DRAFT, find_model, quarter_drafter
 from ..runner.plots import plot_workers
@@ -29,6 +31,9 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from .decoupled import QUARTER, SMALL
 
 OFF = "off"
+NONE = "none"
+OWN = (NONE, *DRAFTERS[:2])
+_MANY = 240  # problems of a whole batch, as a trainer has them; those that run here are the longest and some others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,45 +108,60 @@ class Ladder(EngineScenario):
     drafter: str = flag(
         SMALL, "What is lent: a quarter of the target's cost, or a small one.", choices=(QUARTER, SMALL)
     )
+    own: tuple[str, ...] = flag(
+        (NONE,), "What workers draft with by themselves; history knows nothing of these problems.", choices=OWN
+    )
     seqs: int = flag(2, "Requests that a worker runs at once.", within=(1, 256))
-    requests: int = flag(8, "Requests: one with a long answer, the others short.", within=(2, 10_000))
+    requests: int = flag(8, "Requests: the longest of 240, and some others.", within=(2, _MANY))
     max_tokens: int = flag(512, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
 
+    @property
+    def _methods(self) -> tuple[str, ...]:
+        return tuple(name for name in self.own if name != NONE)
+
     def measure(self, session: Session) -> Found:
+        if "race" in self.ladders and not self._methods:
+            raise ConfigError("copies that race draft with a method of their own, and `--own` is `none`", "name one")
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        report = session.display.steps(2 + len(self.ladders) * (self.rounds + 2))
-        # the longest first, so that it begins at once
-        chosen = sorted(problems(8 * self.requests, self.seed), key=lambda problem: problem.size)
-        chosen = [chosen[-1], *chosen[: self.requests - 1]]
+        report = session.display.steps(2 + self.rounds + len(self.ladders) * (self.rounds + 2))
         params = [sampling(self.seed + i, self.max_tokens) for i in range(self.requests)]
         shape = {"seqs": self.seqs, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
+        prompts, truth = [], []
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
-            prompts = engines.encode(chosen)
-            truth = engines.run(STOCK, prompts, params).token_ids
-            report("", 1)
+            for round_ in range(self.rounds + 1):
+                prompts.append(engines.encode(self._problems(round_)))
+                truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
+                report("", 1)
         seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
         last: dict[str, list[Answer]] = {}
         differences: dict[str, str] = {}
         bars: dict[str, list[Bar]] = {}
         with ExitStack() as stack:
             groups = {ladder: stack.enter_context(self._group(folder, ladder, report)) for ladder in self.ladders}
-            for round_ in range(-1, self.rounds):
+            for round_ in range(self.rounds + 1):
                 for ladder, group in list(groups.items())[:: 1 if round_ % 2 else -1]:
-                    report(f"{ladder}, round {round_ + 1}", 0)
-                    last[ladder], took = group.timed(prompts, params)
-                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth, strict=True)):
+                    report(f"{ladder}, round {round_}", 0)
+                    last[ladder], took = group.timed(prompts[round_], params)
+                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth[round_], strict=True)):
                         if answer.token_ids != tokens:
-                            differences[ladder] = f"request {i} differs, of worker {answer.worker}"
-                    if round_ >= 0:
+                            differences[ladder] = f"round {round_}: request {i} differs, of worker {answer.worker}"
+                    # the first one warms up
+                    if round_:
                         seconds[ladder].append(took)
                     bars[ladder] = list(group.bars.values())
                     report("", 1)
         rows = [self._row(ladder, seconds, last[ladder], differences.get(ladder)) for ladder in self.ladders]
         return Found(model=title, rows=rows, more=bars)
+
+    def _problems(self, round_: int) -> list[Problem]:
+        """Of one round: history knows nothing of them. The longest of many comes first, so that it begins at once."""
+        many = problems(_MANY, self.seed + round_)
+        longest = max(many, key=lambda problem: problem.size)
+        return [longest, *[one for one in many if one is not longest][: self.requests - 1]]
 
     def _group(self, model: Path, ladder: str, report: Any) -> TimedGroup:
         report(f"starting the workers, ladder {ladder}", 0)
@@ -154,11 +174,12 @@ class Ladder(EngineScenario):
             cores=[[own[i % len(own)]] for i in range(self.workers)],
             engine={**engine, "max_num_seqs": self.seqs, "seed": 0},
             spec_rollout={
-                "drafters": ["history", "ngram"],
+                "drafters": list(self._methods),
                 "placement": "decoupled",
                 "decoupled": {"window": self.window},
             },
             ladder=ladder,
+            methods=self._methods or ("ngram",),
             drafter=str(small) if ladder == "attach" else "",
             drafter_engine={**engine, "max_num_seqs": self.seqs},
         )
