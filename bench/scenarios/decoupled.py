@@ -96,7 +96,7 @@ class Decoupled(EngineScenario):
         report = session.display.steps(1 + 4 * len(self.drafters) + runs)
         shape = {"seqs": max(self.batches), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         rows: list[Row] = []
-        facts: dict[str, dict[int, Facts]] = {}
+        facts: dict[str, dict[int, dict[int, Facts]]] = {}
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
             for drafter in self.drafters:
@@ -104,7 +104,10 @@ class Decoupled(EngineScenario):
                 bench = _Bench(self, engines, drafter, str(model))
                 facts[drafter], own = bench.run()
                 rows += own
-        told = {name: {batch: one.as_dict() for batch, one in own.items()} for name, own in facts.items()}
+        told = {
+            name: {batch: {window: one.as_dict() for window, one in by.items()} for batch, by in own.items()}
+            for name, own in facts.items()
+        }
         return Found(model=title, rows=rows, extra={"facts": told})
 
     def show(self, found: Found, out: Console) -> None:
@@ -178,7 +181,7 @@ class _Bench:
         params = self._params(seed, arm is not None)
         return engines.run(name, prompts, params, "generate_in_waves", arrives_after=arrivals)
 
-    def run(self) -> tuple[dict[int, Facts], list[Row]]:
+    def run(self) -> tuple[dict[int, dict[int, Facts]], list[Row]]:
         """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
         scenario, facts, rows = self._scenario, {}, []
         match = self._match()
@@ -192,10 +195,10 @@ class _Bench:
                     learned.add(window, self._round(batch, window, self._before, round_), self._ask_streams())
                     for arm, pair in self._round(batch, window, scenario.seed, round_).items():
                         own[arm].append(pair)
-            facts[batch] = learned.facts()
+            facts[batch] = {window: learned.facts(window) for window in found}
             for window, own in found.items():
                 chosen, own[AUTO] = self._settled(batch, window)
-                rows.append(self._row(facts[batch], batch, window, own, chosen))
+                rows.append(self._row(facts[batch][window], batch, window, own, chosen))
         return facts, rows
 
     def _settled(self, batch: int, window: int) -> tuple[str | None, list[Pair]]:

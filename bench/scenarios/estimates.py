@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ _STEPS = 2000  # of a rehearsal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What estimates are made of: of one drafter and batch, on earlier answers. Times are in plain steps of stock vLLM,
-    taken in the same minute: the host's speed drifts by more than what is compared."""
+    """What estimates are made of: of one drafter, batch and window, on earlier answers.
+
+    Times are in plain steps of stock vLLM, taken in the same minute: the host's speed drifts by more than what is
+    compared.
+    """
 
     # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside
     # the drafter, which works meanwhile
@@ -39,16 +42,24 @@ class Facts:
         return {**asdict(self), "match": {"positions": len(self.match.ranks), "among": shares}}
 
 
+Points = dict[int, list[tuple[float, float]]]
+"""Window -> nodes, and what they took, of stock's step."""
+
+
 class Learned:
-    """What estimates are made of, as it comes in, run by run."""
+    """What estimates are made of, as it comes in, run by run.
+
+    How much a node adds is learned of all windows together. What a step takes without any is each window's own: it was
+    measured in the same minutes, and steps do not grow evenly where more rows fill another tile of a matrix product.
+    """
 
     def __init__(self, match: Match) -> None:
         self._match = match
-        # arm -> [runs] nodes of a request, and what a step took, of stock's
-        self._steps: dict[str, list[tuple[float, float]]] = {COUPLED: [(0.0, 1.0)], DECOUPLED: []}
-        self._passes: list[float] = []
-        # nodes of a stream, and what a pass took, of stock's steps
-        self._beats: list[tuple[float, float]] = []
+        # nodes of a request in a run's steps
+        self._steps: dict[str, Points] = {COUPLED: {}, DECOUPLED: {}}
+        self._passes: dict[int, list[float]] = {}
+        # nodes of a stream in a pass
+        self._beats: Points = {}
 
     def add(self, window: int, pairs: Mapping[str, Pair], told: Mapping[str, Any]) -> None:
         plain_ms = statistics.fmean(pairs[COUPLED].stock.step_ms())
@@ -57,21 +68,24 @@ class Learned:
             assert totals is not None
             draft_ms = totals.draft_ms / totals.steps
             step_ms = statistics.fmean(pair.ours.step_ms()) - draft_ms
-            self._steps[arm].append((totals.drafted / totals.request_steps, step_ms / plain_ms))
+            points = self._steps[arm].setdefault(window, [])
+            points.append((totals.drafted / totals.request_steps, step_ms / plain_ms))
             if arm == COUPLED:
-                self._passes.append(draft_ms / window / plain_ms)
+                self._passes.setdefault(window, []).append(draft_ms / window / plain_ms)
         known = [beat for beat in told["beats"] if beat[1] > 0]
-        self._beats += [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
+        beats = [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
+        if beats:
+            self._beats.setdefault(window, []).extend(beats)
 
-    def facts(self) -> Facts:
+    def facts(self, window: int) -> Facts:
         """Raises: ConfigError: the runs were too short to tell."""
-        if not self._beats:
+        if window not in self._beats:
             raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
         return Facts(
-            verify=line_through(self._steps[COUPLED]),
-            verify_beside=line_through(self._steps[DECOUPLED]),
-            draft=statistics.median(self._passes),
-            draft_beside=line_through(self._beats),
+            verify=line_through(self._steps[COUPLED], window, (0.0, 1.0)),
+            verify_beside=line_through(self._steps[DECOUPLED], window),
+            draft=statistics.median(self._passes[window]),
+            draft_beside=line_through(self._beats, window),
             match=self._match,
         )
 
@@ -98,14 +112,15 @@ def _at(line: tuple[float, float], nodes: float) -> float:
     return line[0] + line[1] * nodes
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Through (nodes, time): the median of all slopes between two of them (Theil and Sen), so a stall decides nothing.
+def line_through(points: Points, window: int, *more: tuple[float, float]) -> tuple[float, float]:
+    """Through a window's points, with the slope of all and some more.
 
-    A node that seems to take less than nothing takes nothing.
+    That is the median of the slopes between two of them (Theil and Sen), so a stall decides nothing. A node that seems
+    to take less than nothing takes nothing.
     """
-    nodes, times = np.asarray(points, dtype=np.float64).T
+    nodes, times = np.asarray([*more, *(point for own in points.values() for point in own)], dtype=np.float64).T
     first, second = np.triu_indices(len(nodes), 1)
     apart = nodes[first] != nodes[second]
     slopes = (times[second] - times[first])[apart] / (nodes[second] - nodes[first])[apart]
     slope = max(float(np.median(slopes)), 0.0) if len(slopes) else 0.0
-    return float(np.median(times - slope * nodes)), slope
+    return statistics.median(time - slope * count for count, time in points[window]), slope

@@ -217,3 +217,5 @@ class Dealer:
         del self._open[piece.request]
         self._load.subtract(list(state.copies))
         self._left[piece.request] = set(state.copies) - {worker}
+        # said here, and by nobody else: a worker that says it has ended a request may die before the driver hears so
+        self._out += [(name, Cancel(piece.request)) for name in state.copies if name != worker]

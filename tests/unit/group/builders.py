@@ -158,6 +158,9 @@ class World:
     def kill(self, name: str) -> None:
         del self.members[name]
         self.unnoticed.append(name)
+        # what it said last reaches the coordinator, and may not reach the driver
+        said = self.driver.wires[name].out
+        del said[self.rng.randint(0, len(said)) :]
 
     def notice(self) -> None:
         """The driver sees whose process has ended."""

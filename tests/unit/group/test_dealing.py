@@ -43,6 +43,7 @@ def test_a_copy_begins_where_the_answer_stands_and_the_first_to_end_is_the_answe
     dealer.take("b", piece("r", 2, 7, finish="length"))
     answer = dealer.answers["r"]
     assert (answer.token_ids, answer.finish_reason, answer.worker, answer.copies) == ((5, 6, 7), "length", "b", 2)
+    assert dealer.due() == [("a", Cancel("r"))]
     dealer.take("a", piece("r", 2, 9))
     assert dealer.is_done and dealer.leave() == [("a", Cancel("r"))]
     dealer.take("a", piece("r", 3, 9, finish="stop"))

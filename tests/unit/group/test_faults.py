@@ -120,6 +120,22 @@ def test_the_loser_is_cancelled_before_its_second_step() -> None:
     assert cancelled > 10
 
 
+def test_an_answer_that_the_coordinator_alone_heard_of_is_made_again() -> None:
+    for seed in range(20):
+        world = World(["r7"], workers=2, rules=Rules(methods=("ngram",)), seed=seed)
+        while len(world.dealer._open["r7"].copies) < 2:
+            world.turn_all()
+        while not world.members["w0"].is_idle:
+            world.turn("w0")
+        world.turn_coordinator()
+        del world.driver.wires["w0"].out[:]
+        world.kill("w0")
+        world.turn_all()
+        world.notice()
+        world.turn_all(100)
+        assert world.dealer.answers["r7"].token_ids == truth("r7")
+
+
 def test_a_request_that_ends_every_worker_is_given_up_at_last() -> None:
     world = World(["r7"], workers=1, rules=Rules(), seed=0)
     with pytest.raises(GroupError, match=f"lost {MOST_RUNS} times"):

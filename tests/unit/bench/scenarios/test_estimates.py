@@ -30,14 +30,14 @@ def learned(make_run) -> Learned:
 
 
 def test_times_are_told_in_plain_steps(learned: Learned) -> None:
-    facts = learned.facts()
+    facts = learned.facts(4)
     assert facts.verify == pytest.approx((1.0, 0.05)) and facts.draft == pytest.approx(0.2)
     # one run alone tells no slope
     assert facts.verify_beside == pytest.approx((2.0, 0.0)) and facts.draft_beside == pytest.approx((0.2, 0.0))
 
 
 def test_what_is_expected_follows_from_times_and_match_rates(learned: Learned) -> None:
-    expected = estimated(learned.facts(), batch=1, window=4, fan_out=2, seed=0)
+    expected = estimated(learned.facts(4), batch=1, window=4, fan_out=2, seed=0)
     assert expected[PLAIN] == 1.0
     # five tokens for 4 levels of 0.2 and a step of 1.4
     assert expected[COUPLED] == pytest.approx(5 / 2.2, rel=0.1)
@@ -47,9 +47,15 @@ def test_what_is_expected_follows_from_times_and_match_rates(learned: Learned) -
 
 def test_a_drafter_that_did_nothing_teaches_nothing() -> None:
     with pytest.raises(ConfigError, match="next to nothing"):
-        Learned(ALWAYS).facts()
+        Learned(ALWAYS).facts(4)
 
 
 def test_a_line_does_not_fall() -> None:
-    assert line_through([(0.0, 2.0), (2.0, 1.0)]) == pytest.approx((1.5, 0.0))
-    assert line_through([(0.0, 1.0), (2.0, 2.0)]) == pytest.approx((1.0, 0.5))
+    assert line_through({2: [(0.0, 2.0), (2.0, 1.0)]}, 2) == pytest.approx((1.5, 0.0))
+    assert line_through({2: [(0.0, 1.0), (2.0, 2.0)]}, 2) == pytest.approx((1.0, 0.5))
+
+
+def test_a_window_has_a_level_of_its_own_and_the_slope_of_all() -> None:
+    points = {2: [(0.0, 1.0), (2.0, 2.0), (4.0, 3.0)], 4: [(3.0, 12.5)]}
+    assert line_through(points, 2) == pytest.approx((1.0, 0.5))
+    assert line_through(points, 4) == pytest.approx((11.0, 0.5))
