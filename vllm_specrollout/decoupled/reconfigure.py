@@ -115,7 +115,7 @@ def reconfigure(
         counts: of all running requests; their number is the present batch.
         printed: plan for b = 1 with the printed tau, as the paper does.
     """
-    below = np.flatnonzero(surely_below(counts)).tolist()
+    below = np.flatnonzero(surely_below(counts.tried, counts.matched)).tolist()
     if not below:
         return {}
     found: dict[float, OwnPlan] = {}
@@ -132,11 +132,15 @@ def reconfigure(
     return plans
 
 
-def surely_below(counts: MatchCounts) -> npt.NDArray[np.bool_]:
-    """[R] whether a request matches less than all together by more than chance; see `reconfigure`."""
-    mean = counts.match_rate
-    missing = mean * counts.tried - counts.matched - 0.5
-    return missing > _SURE * np.sqrt(counts.tried * mean * (1.0 - mean))
+def surely_below(tried: npt.NDArray[np.integer], matched: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """[R] whether a request matches less than all together by more than chance; see `reconfigure`.
+
+    Args:
+        tried, matched: [R] drafted tokens, and how many of them the target sampled itself.
+    """
+    mean = int(matched.sum()) / max(int(tried.sum()), 1)
+    below: npt.NDArray[np.bool_] = mean * tried - matched - 0.5 > _SURE * np.sqrt(tried * (mean * (1.0 - mean)))
+    return below
 
 
 _Choices = Iterable[tuple[float, OwnPlan]]

@@ -20,6 +20,7 @@ from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.outcome import Outcome
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import Floats, Ints, Workload
+from vllm_specrollout.decoupled.assignment import rarest
 from vllm_specrollout.errors import ConfigError
 
 # hits [R], trials [R] of a group's requests -> windows [R], whether decoupled [R]
@@ -220,7 +221,7 @@ class _Rollout:
             self._racing.pop(number, None)
         for number in self._free:
             groups_of = {method: self._groups_with(method) for method in range(len(self._setup.methods))}
-            self._racing[number] = racing.choose_method(groups_of, range(len(self._setup.methods)))
+            self._racing[number] = rarest(range(len(self._setup.methods)), groups_of)
         self._race(self._setup.racing)
 
     def _groups_with(self, method: int) -> int:
