@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 26
 """Of one message: a prompt of a million tokens, and some."""
 _MOST_NAME = 256  # characters
@@ -134,6 +134,8 @@ class Report:
     finished: tuple[str, ...] = ()
     # where its own drafter listens; empty: it has none
     drafter: str = ""
+    # what drafts there: two of one model draft the same
+    drafter_model: str = ""
     # drafters of others that draft for it
     links: tuple[Link, ...] = ()
 
@@ -148,7 +150,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Coordinator to worker: have another worker's drafter draft for these requests; replaces what it did for them."""
+    """Coordinator to worker: have another worker's drafter draft for these requests, and for none but these."""
 
     drafter: str
     address: str

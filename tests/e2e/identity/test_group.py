@@ -126,6 +126,9 @@ def test_an_idle_workers_drafter_drafts_for_a_straggler_and_goes_home_when_it_is
             while not straggler.links():
                 world.turn_all()
             assert straggler.links() == [Link("w1", ("long",))]
+            # told again, with another request: it is the same drafter, for these two
+            straggler.attach("w1", address, ["long", "other"])
+            assert state(straggler)["w1"]["request_ids"] == ["long", "other"]
             # the drafter is the target itself: once it has answered, what it drafts is met
             while not state(straggler)["w1"]["matched"]:
                 assert not world.dealer.is_done

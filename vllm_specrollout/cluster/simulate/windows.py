@@ -7,7 +7,7 @@ engines and for simulated groups alike; so is who matches less than the batch by
 - The group's own window is planned anew as well. A simulated batch shrinks from hundreds of requests to one, and the
   paper's plan is of the batch at the beginning. An engine leaves its window to its user.
 - A request that is below gets the window that would be best if all matched as it does, which needs no search of its
-  own for each batch and mode. With the group's window planned anew, there is little left for one request to gain.
+  own for each batch and mode.
 - All stay decoupled. A simulated request that waits would save drafter time only.
 """
 

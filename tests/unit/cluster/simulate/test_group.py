@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.simulate.builders import DRAFTER, VERIFIER, long_group, speed
-from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Mode, Waiting, drafting_ms
+from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Waiting, drafting_ms
 from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import constant_workload
-from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate
 from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 

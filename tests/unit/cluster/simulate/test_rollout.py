@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.cluster.simulate.builders import DRAFTER, OTHER, VERIFIER, setup
-from vllm_specrollout.cluster.simulate.group import Mode, Waiting
+from vllm_specrollout.cluster.simulate.group import Waiting
 from vllm_specrollout.cluster.simulate.rollout import Racing, simulate
 from vllm_specrollout.cluster.simulate.windows import Reconfiguration
 from vllm_specrollout.cluster.simulate.workload import Workload, constant_workload
-from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate
 from vllm_specrollout.errors import ConfigError
 
 RACING = Racing(most=2, windows=(4, 4), attach_ms=100.0)

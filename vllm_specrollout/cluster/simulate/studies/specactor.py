@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_specrollout.cluster.simulate.group import Method, Mode, Waiting
+from vllm_specrollout.cluster.simulate.group import Method, Waiting
 from vllm_specrollout.cluster.simulate.inputs import StudyInputs
 from vllm_specrollout.cluster.simulate.outcome import Outcome
 from vllm_specrollout.cluster.simulate.report import Cell, Curve, ResultTable, StudyReport
@@ -20,7 +20,7 @@ from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.studies.specactor_scan import scan
 from vllm_specrollout.cluster.simulate.windows import Reconfiguration, best_window
 from vllm_specrollout.cluster.simulate.workload import AcceptancePlan, LengthPlan, Workload, draw_workload
-from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate
 from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 ARMS = ("plain", "vanilla", "disaggregated", "decoupled, waiting", "decoupled", "reconfigured", "ladder")
