@@ -11,7 +11,9 @@ from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
 from tests.unit import test_containment, test_speculator
 from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.decoupled.replanning import Elsewhere, Replanning
 from vllm_specrollout.drafters.base import Drafter
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.recorder import Recorder
@@ -33,4 +35,5 @@ BUDGETS: list[type[Budget]] = [
     test_speculator.Remembers,
     test_v1_small.Forgets,
 ]
-LISTENERS: list[type[Listener]] = [Metrics, Recorder, SwitchCounter, TimelineListener]
+LISTENERS: list[type[Listener]] = [Metrics, Recorder, Replanning, SwitchCounter, TimelineListener]
+ELSEWHERE: list[type[Elsewhere]] = [DecoupledDrafter]

@@ -11,6 +11,8 @@ from vllm_specrollout.errors import ConfigError
 SCOPES = ("problem", "global")
 SINGLE = "drafter"
 """What the decoupled drafter of `speculative_config` is called."""
+RECONFIGURE = ("off", "goodput", "paper")
+"""How requests that match less than their batch get draft windows of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,9 @@ class DecoupledConfig:
     """Tokens of a draft window: the drafter is two of them ahead at most."""
     fan_out: int = 2
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
+    reconfigure: str = "off"
+    """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens
+    (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
     most_nodes: int = 16
     """Nodes of a request's tree that it looks behind, at most: those that the target reaches most often."""
     address: str = ""
@@ -177,6 +182,7 @@ class DecoupledConfig:
             raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
         check_range("decoupled.window", self.window, 1, 64)
         check_range("decoupled.fan_out", self.fan_out, 1, 8)
+        check_choice("decoupled.reconfigure", self.reconfigure, RECONFIGURE)
         check_range("decoupled.most_nodes", self.most_nodes, 1, 64)
         check_real("decoupled.start_s", self.start_s, 0.0, 86400.0)
         if self.address and not self.address.startswith(("ipc://", "tcp://")):

@@ -16,15 +16,20 @@ _LINE = re.compile(rf"{_NUMBER}\+{_NUMBER}(?:\*b)?(?:\+{_NUMBER}(?:\*n)?)?")
 _TERMS = ("fixed_ms", "per_request_ms", "per_row_ms")
 
 
-def draft_time(text: str, flag: str) -> AffineTime:
+def draft_time(text: str, flag: str, *, has_rows: bool = False) -> AffineTime:
     """`0.8+0.002*b` -> D(b) in milliseconds; `*b` may be left out.
+
+    Args:
+        has_rows: a third term may follow, of each node that a drafter of trees looks at beside a request's first row.
 
     Raises:
         ConfigError: it is no such line, or one with a third term.
     """
     time = _line(text, flag, f"write fixed + per request, for example `{flag} 0.8+0.002*b`")
-    if time.per_row_ms:
-        raise ConfigError(f"`{flag}` is {text!r}, with a time per row", "a drafter computes one row per request")
+    if time.per_row_ms and not has_rows:
+        raise ConfigError(
+            f"`{flag}` is {text!r}, with a time per row", "formulas have one row per request; trees need `--rehearse`"
+        )
     return time
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_specrollout.decoupled.following import Sampling
 from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
+from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Pace, Verdict
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
 
@@ -145,8 +145,10 @@ class FakeEngine:
     drafted: int = 0
     work: Work = field(default_factory=Work)
     streams: dict[int, Stream] = field(default_factory=dict)
-    # of each rejection: tokens wasted, and the window
+    # of each rejection: tokens wasted, and levels that the stream may have had
     wasted: list[tuple[int, int]] = field(default_factory=list)
+    # handle -> levels that its stream may have: those that it was allowed when they were drafted, less what holds now
+    levels: dict[int, int] = field(default_factory=dict)
 
     @property
     def may_draft(self) -> bool:
@@ -155,15 +157,21 @@ class FakeEngine:
     def take(self, message: Message) -> None:
         if isinstance(message, Open):
             self.streams[message.handle] = Stream(message, self.most_tokens, 16, Survival())
+            self.levels[message.handle] = allowed(message)
         elif isinstance(message, Close):
             self.streams.pop(message.handle, None)
         elif isinstance(message, Verdict) and message.handle in self.streams:
             stream = self.streams[message.handle]
-            before, window, misses = stream.wasted, stream.window, stream.generation
-            stream.take(message)
+            before, misses, levels = stream.wasted, stream.generation, self.levels[message.handle]
+            held = len(stream.take(message))
+            if not held:
+                return
             if stream.generation > misses:
                 assert stream.generation == misses + 1, "one verdict leaves the stream once"
-                self.wasted.append((stream.wasted - before, window))
+                self.wasted.append((stream.wasted - before, levels))
+            # an exit that was taken may have as many levels behind it as the stream had
+            self.levels[message.handle] = max(allowed(message), levels - held)
+            assert stream.depth <= self.levels[message.handle], "deeper than it was ever allowed"
 
     def step(self) -> list[Drafts]:
         due = []
@@ -179,6 +187,7 @@ class FakeEngine:
 
     def close_all(self) -> None:
         self.streams.clear()
+        self.levels.clear()
 
     def _choices(self, stream: Stream, depth: int) -> Choices:
         # the seed says whose position it is
@@ -190,6 +199,11 @@ class FakeEngine:
         tokens = [*others[:place], token, *others[place:]][: stream.fan_out]
         first, second = self.accuracy[0], self.accuracy[1] - self.accuracy[0]
         return Choices(tokens, [math.log(max(q, 1e-3)) for q in (first, second, 0.01)[: len(tokens)]])
+
+
+def allowed(message: Open | Verdict) -> int:
+    """Levels that a stream may have from now on: a window if it is coupled, two if it goes ahead."""
+    return message.window * (2 if message.pace is Pace.DECOUPLED else 1)
 
 
 class FakeNoise:

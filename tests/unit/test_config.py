@@ -42,6 +42,7 @@ REFUSED_CONFIGS = {
         "decoupled": {"address": "tcp://10.0.0.2:7777"},
     },
     "a window without tokens": {"decoupled": {"window": 0}},
+    "an unknown way to reconfigure": {"decoupled": {"reconfigure": "always"}},
     "no token for a position": {"decoupled": {"fan_out": 0}},
     "a decoupled drafter without a model": {"placement": "decoupled", "decoupled": {"drafters": [{"name": "a"}]}},
     "a decoupled drafter with an empty model": {"placement": "decoupled", "decoupled": {"drafters": [{"model": ""}]}},

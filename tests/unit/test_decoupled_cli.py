@@ -124,3 +124,62 @@ def test_times_have_to_be_given():
     error = plan(*CLUSTER).exception
     assert isinstance(error, SpecRolloutError)
     assert error.cause == "what drafting and verifying take is not given"
+
+
+HOST = ["--gpus", "2", "--batch", "2", "--max-window", "2", "--rehearse"]
+TIMES = ["--draft-ms", "4+0.1*b+0.05*n", "--verify-ms", "30+1*b+0.3*n"]
+
+
+def rehearsed(tmp_path, *arguments):
+    result = plan(*HOST, *TIMES, "--json", tmp_path / "plan.json", *arguments)
+    assert result.exit_code == 0, result.exception
+    return json.loads((tmp_path / "plan.json").read_text()), result.stdout
+
+
+def test_plans_of_one_host_are_ranked_by_rehearsal_and_both_figures_are_printed(tmp_path):
+    report, text = rehearsed(tmp_path, "--match", "0.8,0.9")
+    assert "as rehearsed" in text and "by formula" in text and "estimates, not measured" in text
+    plans = [report["best"], *report["others"]]
+    assert {p["mode"] for p in plans} == {"plain", "coupled", "decoupled"} and report["rehearsed"] is True
+    speeds = [p["rehearsed"]["tokens_per_s"] for p in plans]
+    assert speeds == sorted(speeds, reverse=True)
+    for p in plans:
+        assert f"{p['rehearsed']['tokens_per_s']:.1f}" in text and f"{p['tokens_per_s']:.1f}" in text
+
+
+def test_ranks_come_from_a_file_or_are_drawn_from_one_share(tmp_path):
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps([0, 0, 0, 1] * 50))
+    from_file, _ = rehearsed(tmp_path, "--ranks", path)
+    from_share, _ = rehearsed(tmp_path, "--accept", 0.75)
+    assert from_file["best"]["mode"] == "decoupled"
+    speeds = [found["best"]["rehearsed"]["tokens_per_s"] for found in (from_file, from_share)]
+    assert speeds[0] > speeds[1], "each miss is an exit"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ([], "how drafts match is given 0 times"),
+        (["--accept", "0.8", "--match", "0.8"], "how drafts match is given 2 times: --match, --accept"),
+        (["--match", "0.8", "--fan-out", "2"], "`--fan-out` is 2, and match rates are known of 1"),
+        (["--match", "0.8,0.7"], "match rates are [0.8, 0.7]"),
+        (["--match", "0.8", "--most-nodes", "0"], "`most_nodes` is 0, outside 1 to 64"),
+        (["--match", "0.8", "--tau", "paper"], "a rehearsal has a verifier that never waits, and `tau` is 'paper'"),
+        (["--ranks", "nowhere.json"], "`--ranks` is `nowhere.json`, which cannot be read as JSON"),
+    ],
+)
+def test_bad_flags_of_a_rehearsal_are_one_clear_error(arguments, cause):
+    error = plan(*HOST, *TIMES, *arguments).exception
+    assert isinstance(error, SpecRolloutError)
+    assert error.cause.startswith(cause)
+
+
+def test_what_only_a_rehearsal_uses_is_refused_without_one():
+    for flag, value in (("--match", "0.8"), ("--ranks", "x.json"), ("--fan-out", "2")):
+        error = plan(*CLUSTER, *LINES, flag, value).exception
+        assert isinstance(error, SpecRolloutError)
+        assert error.cause == f"`{flag}` is given, and nothing is rehearsed"
+    error = plan("--gpus", "2", "--batch", "2", *LINES).exception
+    assert isinstance(error, SpecRolloutError)
+    assert error.cause == "it is not given how often a drafted token matches"

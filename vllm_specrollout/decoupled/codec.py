@@ -32,6 +32,7 @@ from vllm_specrollout.decoupled.messages import (
     MessageError,
     Noise,
     Open,
+    Pace,
     Role,
     Verdict,
     most,
@@ -39,7 +40,8 @@ from vllm_specrollout.decoupled.messages import (
 )
 
 MAGIC = b"SRMB"
-VERSION = 1
+VERSION = 2
+"""2: `Open` and `Verdict` say whether the stream goes ahead (`pace`)."""
 HEADER = struct.Struct("<4sHBBQQII")
 _CHECKED = struct.Struct("<4sHBBQQI")  # the header without its checksum
 _COUNT = struct.Struct("<I")
@@ -81,14 +83,14 @@ _LAYOUTS: dict[type[Message], _Layout] = {
     ),
     Open: _Layout(
         2,
-        struct.Struct("<QIdIddIHH"),
-        ("handle", "generation", "temperature", "top_k", "top_p", "min_p", "max_tokens", "window", "fan_out"),
+        struct.Struct("<QIdIddIHHB"),
+        ("handle", "generation", "temperature", "top_k", "top_p", "min_p", "max_tokens", "window", "fan_out", "pace"),
         ("token_ids", "seeds"),
     ),
     Verdict: _Layout(
         3,
-        struct.Struct("<QIIIHH"),
-        ("handle", "generation", "num_tokens", "first_seed", "window", "fan_out"),
+        struct.Struct("<QIIIHHB"),
+        ("handle", "generation", "num_tokens", "first_seed", "window", "fan_out", "pace"),
         ("token_ids", "seeds"),
     ),
     Close: _Layout(4, struct.Struct("<Q"), ("handle",)),
@@ -98,7 +100,7 @@ _LAYOUTS: dict[type[Message], _Layout] = {
 }
 _TYPES = {layout.kind: cls for cls, layout in _LAYOUTS.items()}
 _ENTRIES = {"token_ids": "<i4", "seeds": "<i8", "parents": "<i4", "log_q": "<f4"}
-_ENUMS: dict[str, Any] = {"role": Role, "noise": Noise}
+_ENUMS: dict[str, Any] = {"role": Role, "noise": Noise, "pace": Pace}
 
 
 def encode(message: Message, session: int, number: int) -> bytes:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
+from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Pace, Verdict
+from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.received import Fitting, Received, Score
+from vllm_specrollout.decoupled.reconfigure import MatchCounts, OwnPlan
 from vllm_specrollout.types import RequestView
 
 SILENCE = 64
@@ -78,7 +80,8 @@ class Requests:
     Args:
         send: to the drafter; False: it could not be told.
         noise: of the engine.
-        window: tokens of a window: the process drafts two of them ahead at most.
+        window: tokens of a window, for requests without a plan of their own: the process drafts two of them ahead at
+            most.
         fan_out: tokens per position: the stream's own and alternatives.
         vocab_size: the target's.
         only: those that it may follow, by the engine's names or their clients'; None: all.
@@ -97,6 +100,8 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.window, self.fan_out = window, fan_out
+        self.plans: Mapping[str, OwnPlan] = {}
+        """Requests, by the engine's names, with a window and a mode of their own; the others go ahead in `window`."""
         self.counts = Counts()
         self.ranks: deque[int] = deque(maxlen=_RANKS)
         """As `Received.ranks`, of requests that are over, one behind another."""
@@ -154,6 +159,20 @@ class Requests:
             self.forget(request_id)
 
     @property
+    def num_own(self) -> int:
+        """Requests that run, and have a plan of their own."""
+        return len(self.open.keys() & self.plans.keys())
+
+    def match_counts(self) -> MatchCounts:
+        """How the drafts of those that run fared."""
+        scores = [following.received.score for following in self.open.values()]
+        return MatchCounts(
+            tuple(self.open),
+            np.array([score.tried for score in scores], dtype=np.int32),
+            np.array([score.matched for score in scores], dtype=np.int32),
+        )
+
+    @property
     def score(self) -> Score:
         """How its drafts fared, in requests that run and in those that are over."""
         return sum((following.received.score for following in self.open.values()), self.counts.over)
@@ -165,6 +184,7 @@ class Requests:
 
     def _open(self, view: RequestView) -> None:
         sampling = self._noise.sampling(view.request_id)
+        window, pace = self._plan(view)
         tokens = np.array(view.token_ids, dtype=np.int32)
         handle = self._next_handle
         told = self._send(
@@ -172,14 +192,15 @@ class Requests:
                 handle=handle,
                 generation=0,
                 token_ids=tokens,
-                seeds=self._seeds(view),
+                seeds=self._seeds(view, window),
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
                 max_tokens=view.max_new_tokens,
-                window=self.window,
+                window=window,
                 fan_out=self.fan_out,
+                pace=pace,
             )
         )
         if told:
@@ -197,6 +218,7 @@ class Requests:
         if following.silent > SILENCE:
             self.forget(view.request_id)  # opened anew in the next step
             return
+        window, pace = self._plan(view)
         begin = max(min(following.num_told, num_tokens) - _OVERLAP, 0)
         told = self._send(
             Verdict(
@@ -204,10 +226,11 @@ class Requests:
                 generation=0,
                 num_tokens=num_tokens,
                 token_ids=np.array(view.token_ids[begin:], dtype=np.int32),
-                seeds=self._seeds(view),
+                seeds=self._seeds(view, window),
                 first_seed=num_tokens,
-                window=self.window,
+                window=window,
                 fan_out=self.fan_out,
+                pace=pace,
             )
         )
         if told:
@@ -216,7 +239,14 @@ class Requests:
             following.num_told = num_tokens
             self.counts.verdicts += 1
 
-    def _seeds(self, view: RequestView) -> npt.NDArray[np.int64]:
+    def _plan(self, view: RequestView) -> tuple[int, Pace]:
+        """The request's window, and whether its stream waits for verdicts."""
+        own = self.plans.get(view.request_id)
+        if own is None:
+            return self.window, Pace.DECOUPLED
+        return own.window, Pace.COUPLED if own.mode is Mode.COUPLED else Pace.DECOUPLED
+
+    def _seeds(self, view: RequestView, window: int) -> npt.NDArray[np.int64]:
         """The noise of all positions that may be drafted before the next verdict comes."""
-        count = min(3 * self.window + 1, view.max_new_tokens)
+        count = min(3 * window + 1, view.max_new_tokens)
         return self._noise.seeds(view.request_id, count)

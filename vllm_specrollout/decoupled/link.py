@@ -151,6 +151,7 @@ class Link:
             "error": self.error,
             "window": requests.window,
             "fan_out": requests.fan_out,
+            "own_plans": requests.num_own,
             "request_ids": None if requests.only is None else sorted(requests.only),
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
             "verdicts": counts.verdicts,

@@ -72,6 +72,13 @@ class Noise(IntEnum):
     COUNTER = 2  # one 64-bit seed per request; position and token do the rest (V2)
 
 
+class Pace(IntEnum):
+    """How far a stream may go without an answer. The numbers are those of the binary form."""
+
+    COUPLED = 0  # to the end of its window, whose verdict is waited for
+    DECOUPLED = 1  # one window further
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first message of each end: what it is, and what it can hold."""
@@ -99,8 +106,9 @@ class Open:
     top_p: float
     min_p: float
     max_tokens: int  # u32: that the request may still get, at most
-    window: int  # u16: tokens between two `Drafts`
-    fan_out: int  # u16: exits to follow beside the stream
+    window: int  # u16: tokens of a window
+    fan_out: int  # u16: tokens sent for each position: the stream's own, and exits beside it
+    pace: Pace = Pace.DECOUPLED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +123,10 @@ class Verdict:
     # [s] int64: noise of the positions first_seed, first_seed+1, ...
     seeds: SeedArray
     first_seed: int  # u32
+    # those of the request from now on
     window: int  # u16
     fan_out: int  # u16
+    pace: Pace = Pace.DECOUPLED
 
 
 @dataclass(frozen=True, slots=True)

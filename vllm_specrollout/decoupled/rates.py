@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from vllm_specrollout.checks import check_real
-from vllm_specrollout.decoupled.times import AffineTime
+from vllm_specrollout.decoupled.times import Time
 from vllm_specrollout.errors import ConfigError
 
 MOST = 1.0 - 1e-9
@@ -85,13 +85,13 @@ def printed_tokens_per_window(match_rate: float, window: int) -> float:
     return 0.5 * (1.0 - whole) / (1.0 - p) + 0.5 * window * whole
 
 
-def plain_rate(verify: AffineTime, batch: int) -> float:
+def plain_rate(verify: Time, batch: int) -> float:
     """One token per step."""
     return 1.0 / verify.ms(batch)
 
 
 def coupled_rate(
-    draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
+    draft: Time, verify: Time, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
 ) -> float:
     """Draft w tokens, then verify them in w + 1 rows: (1 - p^(w+1)) / (1 - p) tokens in w D + V.
 
@@ -103,13 +103,13 @@ def coupled_rate(
     return tokens / (window * draft.ms(batch) + verify.ms(batch, window * (1 + exits.width)))
 
 
-def waiting_rate(draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float) -> float:
+def waiting_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
     """Decoupled, and the verifier waits for a whole window; exact. A window is verified in w rows."""
     period, balance = _period(draft, verify, batch, window)
     return tokens_per_window(match_rate, window, balance) / period
 
 
-def printed_rate(draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float) -> float:
+def printed_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
     """TGS as SpecActor prints it, with its tau_w, whatever the balance."""
     return printed_tokens_per_window(match_rate, window) / _period(draft, verify, batch, window)[0]
 
@@ -123,7 +123,7 @@ def _checked(match_rate: float, window: int) -> tuple[float, float]:
     return p, p**window
 
 
-def _period(draft: AffineTime, verify: AffineTime, batch: int, window: int) -> tuple[float, float]:
+def _period(draft: Time, verify: Time, batch: int, window: int) -> tuple[float, float]:
     """max(w D, V), and the shorter one over the longer one."""
     drafting, verifying = window * draft.ms(batch), verify.ms(batch, window - 1)
     period = max(drafting, verifying)

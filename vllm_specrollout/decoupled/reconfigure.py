@@ -25,7 +25,7 @@ from vllm_specrollout.types import IntArray
 
 _SURE = 2.0  # standard errors
 EVERY = 1000
-"""Generated tokens from one reconfiguration to the next, as in the paper."""
+"""Generated tokens, of all requests together, from one reconfiguration to the next, as in the paper."""
 MAX_WINDOW = 16
 """Longest own window."""
 
@@ -76,14 +76,17 @@ class MatchCounts:
 
 
 class Reconfigurer:
-    """Counts generated tokens, and plans anew when enough were."""
+    """Counts generated tokens, and plans anew when enough were.
 
-    def __init__(
-        self, group: Group, *, every: int = EVERY, max_window: int = MAX_WINDOW, printed: bool = False
-    ) -> None:
+    Args:
+        every: tokens from one time to the next.
+        printed: as in `reconfigure`.
+    """
+
+    def __init__(self, *, every: int = EVERY, max_window: int = MAX_WINDOW, printed: bool = False) -> None:
         if every < 1 or max_window < 1:
             raise ConfigError(f"`every` is {every} and `max_window` is {max_window}", "choose 1 or more for both")
-        self.group, self.every, self.max_window, self.printed = group, every, max_window, printed
+        self.every, self.max_window, self.printed = every, max_window, printed
         self._tokens = 0
 
     def is_due(self, tokens: int) -> bool:
@@ -94,9 +97,9 @@ class Reconfigurer:
         self._tokens = 0
         return True
 
-    def plan(self, counts: MatchCounts) -> dict[str, OwnPlan]:
+    def plan(self, group: Group, counts: MatchCounts) -> dict[str, OwnPlan]:
         """Plans of the requests that are surely below the batch. The others keep the group's window, decoupled."""
-        return reconfigure(self.group, counts, max_window=self.max_window, printed=self.printed)
+        return reconfigure(group, counts, max_window=self.max_window, printed=self.printed)
 
 
 def reconfigure(
@@ -112,25 +115,32 @@ def reconfigure(
         counts: of all running requests; their number is the present batch.
         printed: plan for b = 1 with the printed tau, as the paper does.
     """
-    mean = counts.match_rate
+    below = np.flatnonzero(surely_below(counts.tried, counts.matched)).tolist()
+    if not below:
+        return {}
     found: dict[float, OwnPlan] = {}
     plans = {}
-    for i in np.flatnonzero(surely_below(counts)).tolist():
+    batch = _Batch(group, len(counts.request_ids), min(counts.match_rate, MOST))
+    for i in below:
         name = counts.request_ids[i]
-        # two digits are finer than the standard error of 2,500 trials
-        p = round(int(counts.matched[i]) / int(counts.tried[i]), 2)
+        # twenty levels are as fine as the standard error of 100 trials, and there are no more searches than levels
+        p = round(20.0 * int(counts.matched[i]) / int(counts.tried[i])) / 20.0
         if p not in found:
-            choices = _printed(group, p, max_window) if printed else _marginal(group, p, mean, counts, max_window)
+            choices = _printed(group, p, max_window) if printed else _marginal(batch, p, max_window)
             found[p] = max(choices, key=lambda choice: choice[0])[1]
         plans[name] = found[p]
     return plans
 
 
-def surely_below(counts: MatchCounts) -> npt.NDArray[np.bool_]:
-    """[R] whether a request matches less than all together by more than chance; see `reconfigure`."""
-    mean = counts.match_rate
-    missing = mean * counts.tried - counts.matched - 0.5
-    return missing > _SURE * np.sqrt(counts.tried * mean * (1.0 - mean))
+def surely_below(tried: npt.NDArray[np.integer], matched: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """[R] whether a request matches less than all together by more than chance; see `reconfigure`.
+
+    Args:
+        tried, matched: [R] drafted tokens, and how many of them the target sampled itself.
+    """
+    mean = int(matched.sum()) / max(int(tried.sum()), 1)
+    below: npt.NDArray[np.bool_] = mean * tried - matched - 0.5 > _SURE * np.sqrt(tried * (mean * (1.0 - mean)))
+    return below
 
 
 _Choices = Iterable[tuple[float, OwnPlan]]
@@ -144,8 +154,7 @@ def _printed(group: Group, p: float, max_window: int) -> _Choices:
         yield printed_rate(group.draft, group.verify, 1, window, p), OwnPlan(window, Mode.DECOUPLED)
 
 
-def _marginal(group: Group, p: float, mean: float, counts: MatchCounts, max_window: int) -> _Choices:
-    batch = _Batch(group, len(counts.request_ids), min(mean, MOST))
+def _marginal(batch: _Batch, p: float, max_window: int) -> _Choices:
     for mode in (Mode.COUPLED, Mode.DECOUPLED):
         for window in range(1, max_window + 1):
             yield batch.goodput(p, window, mode), OwnPlan(window, mode)
@@ -160,6 +169,8 @@ class _Batch:
     match_rate: float
     # what each of the others gets from a step as things are
     others: Stream = field(init=False)
+    # the same by the share of steps in which the request that leaves is drafted for
+    beside: dict[float, Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         group = self.group
@@ -167,13 +178,20 @@ class _Batch:
 
     def goodput(self, p: float, window: int, mode: Mode) -> float:
         """Tokens of all requests per millisecond, if one that matches with p has this window and mode."""
-        draft, verify, rest = self.group.draft, self.group.verify, self.size - 1
+        verify, rest = self.group.verify, self.size - 1
         step_ms = step_time(verify, self.size, self.others.drafts)
-        own = stream(p, window, window * draft.ms(self.size), step_ms, is_ahead=mode is Mode.DECOUPLED)
+        own = stream(p, window, window * self.group.draft.ms(self.size), step_ms, is_ahead=mode is Mode.DECOUPLED)
         if not rest:
             return own.rate
-        # where its drafter waits, the others' drafter has a smaller batch
-        others_ms = self.group.window * draft.ms(rest + own.drafting)
-        others = stream(self.match_rate, self.group.window, others_ms, step_time(verify, self.size, self.others.drafts))
+        others = self._others(own.drafting)
         ms = verify.ms(self.size) + verify.per_row_ms * (rest * others.drafts + own.drafts)
         return (rest * others.tokens + own.tokens) / ms
+
+    def _others(self, drafting: float) -> Stream:
+        """Where its drafter waits in some of the steps, the others' has a smaller batch in these."""
+        if drafting not in self.beside:
+            group = self.group
+            window_ms = group.window * group.draft.ms(self.size - 1 + drafting)
+            step_ms = step_time(group.verify, self.size, self.others.drafts)
+            self.beside[drafting] = stream(self.match_rate, group.window, window_ms, step_ms)
+        return self.beside[drafting]

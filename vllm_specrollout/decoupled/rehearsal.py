@@ -10,14 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from vllm_specrollout.checks import check_real
-from vllm_specrollout.decoupled.messages import Drafts, Open, Verdict
+from vllm_specrollout.decoupled.messages import Drafts, Open, Pace, Verdict
+from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.received import Fitting, Received
+from vllm_specrollout.decoupled.reconfigure import OwnPlan
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
 from vllm_specrollout.errors import ConfigError
@@ -83,6 +85,10 @@ class Setting:
     most_nodes: int = 16
     most_drafts: int = 16
     most_depth: int = MOST_NODES
+    # [batch] of each request, where they are not alike; empty: `match` is that of all
+    matches: Sequence[Match] = ()
+    # place of a request -> its own window and mode
+    plans: Mapping[int, OwnPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,11 @@ class Yield:
 @dataclass(slots=True)
 class _Request:
     stream: Stream
+    match: Match
+    # [fan_out] what the drafter thinks of its choices: how often they hold
+    log_q: Sequence[float]
+    window: int
+    pace: Pace
     # where among the known ranks its own begin
     first_rank: int
     received: Received = field(default_factory=Received)
@@ -119,9 +130,6 @@ class Rehearsal:
 
     def __init__(self, setting: Setting, rng: np.random.Generator) -> None:
         self._setting, self._rng, self._survival = setting, rng, Survival()
-        among = [setting.match.among(count) for count in range(setting.fan_out + 1)]
-        # [fan_out] what the drafter thinks of its choices: how often they hold
-        self._log_q = [math.log(max(after - before, 1e-3)) for before, after in itertools.pairwise(among)]
         self._requests = [self._begun(handle) for handle in range(setting.batch)]
         # verdicts that the drafter has not read, and its pass in progress: when it ends, and who is in it
         self._told: deque[tuple[int, Verdict]] = deque()
@@ -169,7 +177,7 @@ class Rehearsal:
         new = request.num_tokens - len(request.stream.tokens)
         tokens = np.full(max(new, 0) + 1, _TARGETS, dtype=np.int32)[: request.num_tokens]
         setting, none = self._setting, np.zeros(0, np.int64)
-        return Verdict(0, 0, request.num_tokens, tokens, none, 0, setting.window, setting.fan_out)
+        return Verdict(0, 0, request.num_tokens, tokens, none, 0, request.window, setting.fan_out, request.pace)
 
     # --- the drafter -------------------------------------------------------------------------------------------------
 
@@ -216,17 +224,23 @@ class Rehearsal:
 
     def _choices(self, request: _Request, position: int, is_on_path: bool) -> Choices:
         """What the drafter would have at a position: the target's token has the rank drawn for it, if any."""
-        ranks, width = self._setting.match.ranks, self._setting.fan_out
+        ranks, width = request.match.ranks, self._setting.fan_out
         rank = int(ranks[(request.first_rank + position) % len(ranks)]) if is_on_path else width
         tokens = [_TARGETS if i == rank else _TARGETS + 1 + i for i in range(width)]
-        return Choices(tokens, self._log_q)
+        return Choices(tokens, request.log_q)
 
     def _begun(self, handle: int) -> _Request:
         setting, none = self._setting, np.zeros(0, np.int64)
         first = np.asarray([_TARGETS], np.int32)
-        opened = Open(handle, 0, first, none, 0.0, 0, 1.0, 0.0, _LONG, setting.window, setting.fan_out)
-        first_rank = int(self._rng.integers(len(setting.match.ranks)))
-        return _Request(Stream(opened, _LONG, setting.most_nodes, self._survival), first_rank)
+        own = setting.plans.get(handle, OwnPlan(setting.window, Mode.DECOUPLED))
+        pace = Pace.COUPLED if own.mode is Mode.COUPLED else Pace.DECOUPLED
+        opened = Open(handle, 0, first, none, 0.0, 0, 1.0, 0.0, _LONG, own.window, setting.fan_out, pace)
+        match = setting.matches[handle] if setting.matches else setting.match
+        among = [match.among(count) for count in range(setting.fan_out + 1)]
+        log_q = [math.log(max(after - before, 1e-3)) for before, after in itertools.pairwise(among)]
+        first_rank = int(self._rng.integers(len(match.ranks)))
+        stream = Stream(opened, _LONG, setting.most_nodes, self._survival)
+        return _Request(stream, match, log_q, own.window, pace, first_rank)
 
 
 def coupled_tokens(match: Match, window: int, fan_out: int) -> float:

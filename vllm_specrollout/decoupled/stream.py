@@ -6,7 +6,8 @@ what a verdict leaves of it. The engine around it computes tokens (worker/stream
 The tree hangs below the last token that holds. Its first choices are the stream; the choices beside them are exits,
 where the target may leave it, and they are continued as well where that is likely. A window has w tokens, and the tree
 is at most two windows deep: one that the verifier looks at, and one more. So a miss costs at most 2w - 1 tokens of the
-stream behind it (SpecActor 4.1).
+stream behind it (SpecActor 4.1). A coupled stream waits at the end of each window for its verdict: it is at most one
+window deep, and a miss costs at most w - 1. What was drafted before a stream was coupled stays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.decoupled.messages import Drafts, Open, Verdict
+from vllm_specrollout.decoupled.messages import Drafts, Open, Pace, Verdict
 from vllm_specrollout.decoupled.survival import Survival
 from vllm_specrollout.types import MOST_NODES, ROOT
 
@@ -85,7 +86,7 @@ class Stream:
         self.opened = opened
         # those that hold
         self.tokens: list[int] = opened.token_ids.tolist()
-        self.window, self.fan_out = opened.window, opened.fan_out
+        self.window, self.fan_out, self.pace = opened.window, opened.fan_out, opened.pace
         self.generation = 0
         """How often the target left the stream."""
         self.wasted = self.drafted = 0
@@ -97,6 +98,8 @@ class Stream:
         self._survival = survival
         self._seeds, self._first_seed = opened.seeds, len(self.tokens)
         self._root = _Node(self.tokens[-1], None, 0.0, 0, 0, 0.0)
+        # tokens of the request where the window without a verdict ends
+        self._end = len(self.tokens) + self.window
         # of the pass in progress: the root, then the nodes looked at
         self._looked: list[_Node] = []
         self._is_due = False
@@ -112,6 +115,11 @@ class Stream:
         while node.children:
             node, depth = node.children[0], depth + 1
         return depth
+
+    @property
+    def most_levels(self) -> int:
+        """Below the last token that holds, that may be drafted now."""
+        return 2 * self.window if self.pace is Pace.DECOUPLED else self._end - len(self.tokens)
 
     @property
     def may_draft(self) -> bool:
@@ -148,13 +156,14 @@ class Stream:
         Args:
             choices: [1 + nodes] behind each of its rows; fewer, where there was no room for the last ones.
         """
+        before = self.depth
         for node, own in zip(self._looked, choices, strict=False):
             if node.children is None:
                 node.children, node.trial = self._children(node, own), own.trial
                 self.drafted += node.is_stream
                 self._is_due = True
         self._looked = []
-        assert self.depth <= 2 * self.window, "a stream ran more than two windows ahead"
+        assert self.depth <= max(self.most_levels, before), "a stream ran further ahead than it may"
 
     def take(self, verdict: Verdict) -> list[int]:
         """What holds now; returns the tokens that are new."""
@@ -162,8 +171,8 @@ class Stream:
         begin, before = verdict.num_tokens - len(verdict.token_ids), len(self.tokens)
         if verdict.num_tokens <= before or begin > before:
             return []  # nothing new; or verdicts between are lost, and the verifier will open it anew
-        self.window, self.fan_out = verdict.window, verdict.fan_out
-        known = verdict.token_ids.tolist()[before - begin :]
+        self.window, self.fan_out, self.pace = verdict.window, verdict.fan_out, verdict.pace
+        misses, known = self.generation, verdict.token_ids.tolist()[before - begin :]
         self.tokens += known
         node: _Node | None = self._root
         for token in known:
@@ -171,6 +180,9 @@ class Stream:
         if node is None:
             node = _Node(known[-1], None, 0.0, 0, 0, 0.0)
         self._plant(node)
+        furthest = len(self.tokens) + self.window
+        is_answered = self.generation > misses or not self._root.children or len(self.tokens) >= self._end
+        self._end = furthest if is_answered else min(self._end, furthest)
         self._is_due = bool(self._root.children)
         return known
 
@@ -209,7 +221,7 @@ class Stream:
     def _may_be_deeper(self, depth: int) -> bool:
         at = len(self.tokens) + depth
         has_noise = self.is_greedy or 0 <= at - self._first_seed < len(self._seeds)
-        return depth < 2 * self.window and at < self._most_tokens and has_noise
+        return depth < self.most_levels and at < self._most_tokens and has_noise
 
     def _children(self, node: _Node, own: Choices) -> list[_Node]:
         pairs = zip(own.token_ids[: self.fan_out], own.log_q[: self.fan_out], strict=True)

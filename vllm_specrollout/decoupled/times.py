@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,14 @@ from vllm_specrollout.replay.broken_line import Floats, non_negative
 
 _RIDGE = 1e-12
 """Of the squared size of a term: it only keeps equations solvable, where rows say nothing of the term."""
+
+
+class Time(Protocol):
+    """What a drafter's or a verifier's step takes, whatever its shape."""
+
+    def ms(self, batch: float, drafts: float = 0.0) -> float:
+        """Milliseconds of a step with so many requests and so many drafts each."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from itertools import islice
 
 from vllm_specrollout.checks import check_real
 from vllm_specrollout.decoupled.rates import MOST, NO_EXITS, Exits
-from vllm_specrollout.decoupled.times import AffineTime
+from vllm_specrollout.decoupled.times import Time
 from vllm_specrollout.errors import ConfigError
 
 StepTime = Callable[[int], float]
@@ -55,14 +55,14 @@ class Stream:
 
 
 def decoupled_rate(
-    draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
+    draft: Time, verify: Time, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
 ) -> float:
     """Tokens per millisecond of each request, when the verifier never waits."""
     return shared_stream(draft, verify, batch, window, match_rate, exits).rate
 
 
 def shared_stream(
-    draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
+    draft: Time, verify: Time, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
 ) -> Stream:
     """The stream of each of a batch's requests.
 
@@ -78,10 +78,10 @@ def shared_stream(
     return found
 
 
-def step_time(verify: AffineTime, batch: int, others: float) -> StepTime:
+def step_time(verify: Time, batch: int, others: float) -> StepTime:
     """A step's time by one request's drafts, while each of the others has `others` in the mean."""
-    base, per_row = verify.ms(batch) + (batch - 1) * others * verify.per_row_ms, verify.per_row_ms
-    return lambda drafts: base + drafts * per_row
+    beside = (batch - 1) * others
+    return lambda drafts: verify.ms(batch, (beside + drafts) / batch)
 
 
 def stream(

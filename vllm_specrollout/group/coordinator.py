@@ -1,7 +1,8 @@
 """Which idle worker helps which request, and when that is over: the ladder's decisions. Pure; nothing here sends.
 
-Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `decoupled.assignment.assign`. It decides on the workers' latest
-reports, each of them the whole state of a worker. So a coordinator that begins anew knows all after one round.
+Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign` and `lend` of `decoupled/assignment.py`. It decides on
+the workers' latest reports, each of them the whole state of a worker. So a coordinator that begins anew knows all after
+one round.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_specrollout.checks import check_choice, check_range, check_real
-from vllm_specrollout.decoupled.assignment import Worker, assign
+from vllm_specrollout.decoupled.assignment import Lender, Worker, assign, lend
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.group.messages import Attach, Cancel, Command, Detach, Race, Report
+from vllm_specrollout.group.messages import Attach, Command, Detach, Race, Report
 
 MODES = ("race", "attach")
 SILENCE_S = 10.0
 """Seconds without a report after which a worker counts as gone."""
 _ANSWER_S = 2.0  # until a command counts as lost, and may be given again
 _REMEMBERED = 4096  # requests that are known to be complete
-_DRAFTER = "drafter"  # the one method of workers that lend their drafters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +73,13 @@ class Coordinator:
         self._heard = {name: own for name, own in self._heard.items() if now - own[1] <= self.rules.silence_s}
         self._given = {key: at for key, at in self._given.items() if now - at < _ANSWER_S and key[0] in self._heard}
         reports = {name: own[0] for name, own in self._heard.items()}
-        wanted = [*self._cancels(reports), *self._detaches(reports)]
+        wanted = self._detaches(reports)
         wanted += self._races(reports) if self.rules.mode == "race" else self._attaches(reports)
         new = [one for one in wanted if one not in self._given]
         self._given |= dict.fromkeys(new, now)
         return new
 
     # --- what is over -------------------------------------------------------------------------------------------------
-
-    def _cancels(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
-        complete = set(self._complete)
-        return [
-            (name, Cancel(one.request)) for name, report in reports.items() for one in report.running
-            if one.request in complete
-        ]  # fmt: skip
 
     def _detaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
         """Drafters whose worker is gone or has requests of its own again, and those that draft for nobody."""
@@ -135,25 +128,40 @@ class Coordinator:
         return [(worker, Race(request, method)) for (request, method), worker in found.pairs.items()]
 
     def _attaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
-        """Each idle worker lends its drafter to one other worker; the lowest acceptance is served first."""
-        lent = {link.drafter for report in reports.values() for link in report.links}
-        lent |= {attach.drafter for own in self._pending(Attach).values() for attach in own}
-        free = [name for name, report in reports.items() if report.drafter and not report.running and name not in lent]
+        """Idle workers lend their drafters, each to one worker; a straggler may get one of each model."""
         acceptance = self._acceptance(reports)
-        out: list[tuple[str, Command]] = []
-        needy = [name for name, report in reports.items() if report.running]
-        for name in sorted(needy, key=lambda name: min(self._own(reports[name], acceptance).values(), default=2.0)):
-            own = self._own(reports[name], acceptance)
-            served = {request for link in reports[name].links for request in link.requests}
-            served |= {request for attach in self._pending(Attach).get(name, []) for request in attach.requests}
-            running = {(request, _DRAFTER) for request in served}
-            apart = [one for one in free if not set(reports[one].devices) & set(reports[name].devices)]
-            found = assign(own, (_DRAFTER,), apart, {}, most=self.rules.most, running=running)
-            for lender in dict.fromkeys(found.pairs.values()):
-                requests = tuple(request for (request, _), worker in found.pairs.items() if worker == lender)
-                out.append((name, Attach(lender, reports[lender].drafter, requests)))
-                free.remove(lender)
-        return out
+        running = {name: self._own(report, acceptance) for name, report in reports.items() if report.running}
+        found = lend(
+            running,
+            self._lenders(reports, running),
+            most=self.rules.most,
+            may_lend=lambda lender, to: not set(reports[lender].devices) & set(reports[to].devices),
+        )
+        return [(one.to, Attach(name, reports[name].drafter, one.requests)) for name, one in found.items()]
+
+    def _lenders(self, reports: dict[str, Report], running: dict[str, dict[str, float]]) -> dict[str, Lender]:
+        """Idle workers with a drafter, and whom they draft for, what is on its way included. One that is to be let go
+        first is left out."""
+        lent: dict[str, dict[str, tuple[str, ...]]] = {}
+        for name, report in reports.items():
+            for link in report.links:
+                lent.setdefault(link.drafter, {})[name] = link.requests
+        for name, given in self._pending(Attach).items():
+            for attach in given:
+                lent.setdefault(attach.drafter, {})[name] = attach.requests
+        lenders = {}
+        for name, report in reports.items():
+            if not report.drafter or report.running:
+                continue
+            places = lent.get(name, {})
+            if not places:
+                lenders[name] = Lender(report.drafter_model)
+            elif len(places) == 1:
+                ((to, requests),) = places.items()
+                left = tuple(request for request in requests if request in running.get(to, {}))
+                if left:
+                    lenders[name] = Lender(report.drafter_model, to, left)
+        return lenders
 
     def _own(self, report: Report, acceptance: dict[str, float]) -> dict[str, float]:
         return {one.request: acceptance[one.request] for one in report.running if one.request in acceptance}

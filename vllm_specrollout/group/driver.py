@@ -41,7 +41,8 @@ class RolloutGroup:
             drafter on an idle worker's cores drafts for others' requests.
         methods: for racing, names of the engine's drafters, best first.
         most: requests of others that one worker helps with.
-        drafter: for attaching: the model that drafts, warm on each worker's cores.
+        drafter: for attaching: the model that drafts, warm on each worker's cores; of several, the workers have one in
+            turns, and a straggler may get one of each.
         drafter_engine: arguments of its engine.
         patience_s: seconds without a word after which a worker that has requests is ended, and others get them.
         start_s: seconds that the engines may take to start.
@@ -62,13 +63,15 @@ class RolloutGroup:
         ladder: str = "off",
         methods: Sequence[str] = ("history", "ngram"),
         most: int = 4,
-        drafter: str = "",
+        drafter: str | Sequence[str] = "",
         drafter_engine: Mapping[str, Any] | None = None,
         patience_s: float = 120.0,
         start_s: float = 600.0,
         seed: int = 0,
     ) -> None:
         shares = _shares(cores)
+        models = [drafter] if isinstance(drafter, str) else list(drafter)
+        drafters = [models[i % len(models)] for i in range(len(shares))] if any(models) else []
         rules = _rules(ladder, methods, most, drafter)
         check_real("patience_s", patience_s, 1.0, 86400.0)
         if not spec_rollout:
@@ -88,8 +91,8 @@ class RolloutGroup:
         self._coordinator: CoordinatorProcess | None = None
         self._warm: Any = None
         try:
-            if drafter:
-                self._begin_drafters(drafter, shares, drafter_engine or {})
+            if drafters:
+                self._begin_drafters(drafters, shares, drafter_engine or {})
             if rules is not None:
                 self._coordinator = CoordinatorProcess(self._address("coordinator"), rules)
             arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
@@ -101,7 +104,8 @@ class RolloutGroup:
                     arguments,
                     driver=self._address("driver"),
                     coordinator=self._address("coordinator") if rules is not None else "",
-                    drafter=self._address(f"drafter-{i}") if drafter else "",
+                    drafter=self._address(f"drafter-{i}") if drafters else "",
+                    drafter_model=drafters[i] if drafters else "",
                 )
             self._await_workers(start_s)
         except BaseException:
@@ -172,13 +176,15 @@ class RolloutGroup:
     def _address(self, name: str) -> str:
         return f"ipc://{Path(self._folder.name) / name}"
 
-    def _begin_drafters(self, model: str, shares: Sequence[Sequence[int]], engine: Mapping[str, Any]) -> None:
+    def _begin_drafters(
+        self, models: Sequence[str], shares: Sequence[Sequence[int]], engine: Mapping[str, Any]
+    ) -> None:
         from vllm_specrollout.decoupled.child import Command
         from vllm_specrollout.decoupled.warm import WarmPool
 
         commands = {
             f"worker-{i}": Command(model, self._address(f"drafter-{i}"), engine, tuple(share))
-            for i, share in enumerate(shares)
+            for i, (model, share) in enumerate(zip(models, shares, strict=True))
         }
         self._warm = WarmPool(commands)
 
@@ -280,8 +286,10 @@ def _shares(cores: int | Sequence[Sequence[int]]) -> list[list[int]]:
     return [own[begin:stop] for begin, stop in zip(ends, ends[1:], strict=False)]
 
 
-def _rules(ladder: str, methods: Sequence[str], most: int, drafter: str) -> Rules | None:
+def _rules(ladder: str, methods: Sequence[str], most: int, drafter: str | Sequence[str]) -> Rules | None:
     check_choice("ladder", ladder, LADDERS)
+    if not isinstance(drafter, str) and not all(isinstance(model, str) and model for model in drafter):
+        raise ConfigError(f"`drafter` is {drafter!r}", "name a model, or a list of models")
     if (ladder == "attach") != bool(drafter):
         raise ConfigError(
             f"`ladder` is {ladder!r}, and `drafter` is {drafter!r}",

@@ -41,6 +41,11 @@ class Engine(Protocol):
         """Where a warm drafter on its cores listens; empty: none does."""
         ...
 
+    @property
+    def drafter_model(self) -> str:
+        """What drafts there."""
+        ...
+
     def add(self, run: Run) -> None:
         """Begin a request, or go on with it.
 
@@ -70,7 +75,7 @@ class Engine(Protocol):
         ...
 
     def attach(self, drafter: str, address: str, requests: Sequence[str]) -> None:
-        """Another process drafts for these requests as well."""
+        """Another process drafts for these requests as well, and for no others of this engine."""
         ...
 
     def detach(self, drafter: str) -> None:
@@ -201,5 +206,14 @@ class Member:
             Running(request, is_copy, *self._engine.tries(request)) for request, is_copy in self._running.items()
         )
         finished, self._finished = tuple(self._finished), []
-        links = tuple(self._engine.links())
-        self._coordinator.send(Report(self._method, running, finished, self._engine.drafter, links, self._devices))
+        engine = self._engine
+        report = Report(
+            self._method,
+            running,
+            finished,
+            engine.drafter,
+            engine.drafter_model,
+            links=tuple(engine.links()),
+            devices=self._devices,
+        )
+        self._coordinator.send(report)

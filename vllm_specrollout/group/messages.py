@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 1 << 26
 """Of one message: a prompt of a million tokens, and some."""
 _MOST_NAME = 256  # characters
@@ -134,6 +134,8 @@ class Report:
     finished: tuple[str, ...] = ()
     # where its own drafter listens; empty: it has none
     drafter: str = ""
+    # what drafts there: two of one model draft the same
+    drafter_model: str = ""
     # drafters of others that draft for it
     links: tuple[Link, ...] = ()
     # where it runs, as `cpu:0`; empty: it has these to itself
@@ -150,7 +152,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Coordinator to worker: have another worker's drafter draft for these requests; replaces what it did for them."""
+    """Coordinator to worker: have another worker's drafter draft for these requests, and for none but these."""
 
     drafter: str
     address: str
@@ -164,7 +166,7 @@ class Detach:
     drafter: str
 
 
-Command = Race | Cancel | Attach | Detach
+Command = Race | Attach | Detach
 Message = Here | Run | Cancel | Want | Progress | Report | Race | Attach | Detach
 _KINDS: Mapping[str, type] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}
 

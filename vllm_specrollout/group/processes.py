@@ -26,12 +26,14 @@ def begin_worker(
     driver: str,
     coordinator: str,
     drafter: str,
+    drafter_model: str,
 ) -> subprocess.Popen[bytes]:
     """One worker, on cores of its own.
 
     Args:
         engine: arguments of `vllm.LLM`.
         driver, coordinator, drafter: addresses; empty: there is none.
+        drafter_model: what drafts there.
     """
     environment = {name: value for name, value in os.environ.items() if name != envs.SPEC_ROLLOUT}
     environment |= {
@@ -43,7 +45,8 @@ def begin_worker(
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(key, None)
     argv = ["-m", "vllm_specrollout.worker.rollout.process", name, "--parent", str(os.getpid()), "--driver", driver]
-    argv += ["--coordinator", coordinator, "--drafter", drafter, "--cores", ",".join(map(str, cores))]
+    argv += ["--coordinator", coordinator, "--drafter", drafter]
+    argv += ["--drafter-model", drafter_model, "--cores", ",".join(map(str, cores))]
     return _begin([*argv, "--engine", json.dumps(engine)], environment)
 
 

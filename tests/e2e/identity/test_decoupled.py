@@ -26,11 +26,17 @@ from tests.e2e.identity.engines import engine, model
 from tests.reference.decoupled import Faulty
 from vllm_specrollout.decoupled.address import connect
 from vllm_specrollout.decoupled.child import Command
-from vllm_specrollout.decoupled.messages import Hello, Noise, Role
+from vllm_specrollout.decoupled.messages import Hello, Message, Noise, Pace, Role, Verdict
+from vllm_specrollout.decoupled.rates import Mode
+from vllm_specrollout.decoupled.reconfigure import Group, MatchCounts, OwnPlan
+from vllm_specrollout.decoupled.replanning import draft_line
 from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 
-DECOUPLED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled"}
+DECOUPLED = {
+    "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
+    "decoupled": {"reconfigure": "goodput"},
+}  # fmt: skip
 WARM = ("ipc", "shm")
 PATIENCE_S = 120.0  # for a process to begin, on a host that does much else
 
@@ -189,6 +195,46 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
         until(lambda mailbox=mailbox: any(isinstance(message, Hello) for message in mailbox.receive()))
         mailbox.close()
     assert list(stage.drafter.links) == ["drafter"]
+
+
+def test_windows_and_modes_change_within_a_batch_and_no_token_does(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each 20 tokens: what Algorithm 2 says, by the times that this engine has learned, and something else for all
+    others."""
+    stage.attach("ipc")
+    link, reconfigurer, rng = stage.drafter.links["ipc"], stage.runner.replanning.reconfigurer, random.Random(1)
+    own, send = reconfigurer.plan, link.requests._send
+    until(lambda: stage.ask("drafters_state")["ipc"]["is_there"])
+    groups: list[Group] = []
+    told: set[tuple[int, Pace]] = set()
+    most = [0]
+
+    def plan(group: Group, counts: MatchCounts) -> dict[str, OwnPlan]:
+        groups.append(group)
+        modes = (Mode.COUPLED, Mode.DECOUPLED)
+        return {name: OwnPlan(rng.randint(1, 16), rng.choice(modes)) for name in counts.request_ids} | own(
+            group, counts
+        )
+
+    def spied(message: Message) -> bool:
+        if isinstance(message, Verdict):
+            told.add((message.window, message.pace))
+        return send(message)
+
+    def before_step(step: int) -> None:
+        if step == 3:
+            until(lambda: stage.ask("drafters_state") and draft_line(link.beats))
+        most[0] = max(most[0], stage.ask("drafters_state")["ipc"]["own_plans"])
+
+    monkeypatch.setattr(reconfigurer, "every", 20)
+    monkeypatch.setattr(reconfigurer, "plan", plan)
+    monkeypatch.setattr(link.requests, "_send", spied)
+    check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
+    assert len(groups) >= 10 and all(group.verify.ms(1) > 0.0 < group.draft.ms(1) for group in groups)
+    assert {pace for _, pace in told} == set(Pace) and len(told) > 8
+    assert most[0] > 8, "and it is said how many have a plan of their own"
+    assert stage.ask("detach_drafter", "ipc")["waited_s"] == 0.0
 
 
 def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:

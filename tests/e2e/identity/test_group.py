@@ -88,9 +88,7 @@ def test_whoever_wins_a_race_the_tokens_are_stocks_and_the_loser_leaves_nothing(
     answer = world.dealer.answers["long"]
     assert (answer.token_ids, answer.worker, answer.copies) == (wanted[0], winner, 2)
     assert steps() == 0
-    # the winner's report, the coordinator's command, the loser's next turn
-    world.turn(winner)
-    world.turn_coordinator()
+    # the driver has said so, and the loser hears it in its next turn
     world.turn(loser)
     world.turn(loser)
     assert steps() <= 2 and world.members[loser].is_idle
@@ -126,6 +124,9 @@ def test_an_idle_workers_drafter_drafts_for_a_straggler_and_goes_home_when_it_is
             while not straggler.links():
                 world.turn_all()
             assert straggler.links() == [Link("w1", ("long",))]
+            # told again, with another request: it is the same drafter, for these two
+            straggler.attach("w1", address, ["long", "other"])
+            assert state(straggler)["w1"]["request_ids"] == ["long", "other"]
             # the drafter is the target itself: once it has answered, what it drafts is met
             while not state(straggler)["w1"]["matched"]:
                 assert not world.dealer.is_done

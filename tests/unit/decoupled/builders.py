@@ -18,6 +18,7 @@ from vllm_specrollout.decoupled.messages import (
     Message,
     Noise,
     Open,
+    Pace,
     Role,
     Verdict,
 )
@@ -36,8 +37,8 @@ def floats(*values: float) -> np.ndarray:
 
 
 HELLO = Hello(Role.DRAFTER, 32_000, Noise.TAPE, 64, 4096, {"model": "tiny", "sizes": [1, 2.5, None]})
-OPEN = Open(7, 1, ints(5, 6, 7), seeds(-(2**63), 2**63 - 1), 0.7, 50, 0.9, 0.05, 512, 4, 2)
-VERDICT = Verdict(7, 2, 9, ints(8, 9), seeds(11), 9, 4, 2)
+OPEN = Open(7, 1, ints(5, 6, 7), seeds(-(2**63), 2**63 - 1), 0.7, 50, 0.9, 0.05, 512, 4, 2, Pace.COUPLED)
+VERDICT = Verdict(7, 2, 9, ints(8, 9), seeds(11), 9, 4, 2, Pace.COUPLED)
 CLOSE = Close(7)
 DRAFTS = Drafts(7, 2, 9, ints(1, 2, 3, 4), ints(-1, 0, 0, 2), floats(-0.1, -0.2, -3.0, 0.0))
 BEAT = Beat(1.5, 2**40, 3, 5, 7)
@@ -47,6 +48,7 @@ ONE_OF_EACH: tuple[Message, ...] = (HELLO, OPEN, VERDICT, CLOSE, DRAFTS, BEAT, B
 U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
 TOKENS = hnp.arrays(np.int32, st.integers(0, 40), elements=st.integers(0, 2**31 - 1))
 SEEDS = hnp.arrays(np.int64, st.integers(0, 10))
+PACES = st.sampled_from(Pace)
 SHARES = st.floats(0.0, 1.0)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -69,7 +71,7 @@ def drafts(draw: st.DrawFn) -> Drafts:
 def verdicts(draw: st.DrawFn) -> Verdict:
     tokens = draw(TOKENS)
     count = draw(st.integers(len(tokens), 2**32 - 1))
-    return Verdict(draw(U64), draw(U32), count, tokens, draw(SEEDS), draw(U32), draw(U16), draw(U16))
+    return Verdict(draw(U64), draw(U32), count, tokens, draw(SEEDS), draw(U32), draw(U16), draw(U16), draw(PACES))
 
 
 any_message = st.one_of(
@@ -95,6 +97,7 @@ any_message = st.one_of(
         U32,
         U16,
         U16,
+        PACES,
     ),
     verdicts(),
     st.builds(Close, U64),

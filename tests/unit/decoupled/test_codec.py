@@ -124,10 +124,11 @@ def assert_harmless(data: bytes) -> None:
         assert is_same(decode(encode(found.message, 1, 0)).message, found.message)
 
 
-def test_another_version_is_refused_and_both_are_named() -> None:
-    error = refusal(sealed(KIND["Close"], payload(CLOSE), version=VERSION + 1))
+@pytest.mark.parametrize("version", [1, VERSION + 1])
+def test_another_version_is_refused_and_both_are_named(version: int) -> None:
+    error = refusal(sealed(KIND["Close"], payload(CLOSE), version=version))
     assert error.fault is Fault.VERSION
-    assert error.cause == f"a message of protocol version {VERSION + 1}; this end speaks {VERSION}"
+    assert error.cause == f"a message of protocol version {version}; this end speaks {VERSION}"
     assert "same version" in error.hint
 
 
@@ -148,7 +149,7 @@ def test_more_bytes_than_any_message_has_are_refused_unread() -> None:
 @pytest.mark.parametrize("count", [2**32 - 1, 2**31, 2**20, 4096])
 def test_a_claimed_count_takes_no_memory(message: Message, count: int) -> None:
     whole, kind = payload(message), KIND[type(message).__name__]
-    numbers = {"Open": 48, "Verdict": 24, "Drafts": 16, "Hello": 14, "Bye": 0}[type(message).__name__]
+    numbers = {"Open": 49, "Verdict": 25, "Drafts": 16, "Hello": 14, "Bye": 0}[type(message).__name__]
     data = sealed(kind, whole[:numbers] + struct.pack("<I", count) + whole[numbers + 4 :])
     tracemalloc.start()
     assert refusal(data).fault in (Fault.COUNT, Fault.SIZE)

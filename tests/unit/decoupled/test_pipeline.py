@@ -11,6 +11,8 @@ from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, Line, t
 from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.loop import Loop
 from vllm_specrollout.decoupled.messages import Hello, Noise, Role
+from vllm_specrollout.decoupled.rates import Mode
+from vllm_specrollout.decoupled.reconfigure import OwnPlan
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
 
@@ -141,8 +143,15 @@ class Rollout:
             assert 0 <= score.matched <= score.covered <= score.tried
             assert link.waited_s == 0.0
         for other in self.others:
-            for wasted, window in other.engine.wasted:
-                assert wasted <= 2 * window - 1
+            for wasted, levels in other.engine.wasted:
+                assert wasted <= levels - 1
+
+    def replan(self) -> None:
+        """Some requests get a window and a mode of their own, others lose theirs."""
+        for link in self.drafter.links.values():
+            chosen = [name for name in self.lengths if self.rng.random() < 0.7]
+            modes = (Mode.COUPLED, Mode.DECOUPLED)
+            link.requests.plans = {name: OwnPlan(self.rng.randint(1, 16), self.rng.choice(modes)) for name in chosen}
 
     def check_end(self) -> None:
         """Whoever hears that its verifier leaves has nothing left of it, nor of one that left without being heard."""
@@ -181,11 +190,13 @@ def test_drafters_ahead_change_no_token(
     windows=st.lists(st.integers(1, 16), min_size=1, max_size=3),
     chance=st.floats(0.0, 0.5),
     mischief=st.floats(0.0, 0.2),
+    changes=st.floats(0.0, 0.5),
 )
 def test_faults_of_drafters_and_of_their_lines_change_no_token(
-    seed: int, lengths: list[int], windows: list[int], chance: float, mischief: float
+    seed: int, lengths: list[int], windows: list[int], chance: float, mischief: float, changes: float
 ) -> None:
-    """Messages are late, lost, doubled and shuffled; drafters die, hang, are detached, and come back."""
+    """Messages are late, lost, doubled and shuffled; drafters die, hang, are detached, and come back; and requests
+    change their windows and modes at any step."""
     rollout = Rollout(seed, lengths, windows, 2, chance)
     rng = rollout.rng
     while not rollout.is_over:
@@ -200,6 +211,8 @@ def test_faults_of_drafters_and_of_their_lines_change_no_token(
                     rollout.drafter.detach(str(i))
                 else:
                     rollout.attach(i)
+        if rng.random() < changes:
+            rollout.replan()
         for _ in range(rng.randrange(5)):
             rollout.turn()
         rollout.step()
@@ -247,6 +260,61 @@ def test_a_drafter_is_at_most_two_windows_ahead_of_a_verifier_that_stands_still(
     (stream,) = rollout.engine.streams.values()
     assert stream.depth == 12
     assert not rollout.engine.may_draft
+
+
+@pytest.mark.parametrize(("mode", "levels"), [(Mode.COUPLED, 6), (Mode.DECOUPLED, 12)])
+def test_a_miss_costs_at_most_what_may_be_drafted_behind_a_token(mode: Mode, levels: int) -> None:
+    """Coupled, the w - 1 tokens behind the first one of a window; decoupled, those of the next one as well."""
+    rollout = Rollout(5, [600], [4], 1)
+    rollout.link.requests.plans = {"0": OwnPlan(6, mode)}
+    while not rollout.is_over:
+        for _ in range(rollout.rng.randrange(20)):
+            rollout.turn()
+        rollout.step()
+    rollout.check()
+    costs = [wasted for wasted, _ in rollout.engine.wasted]
+    assert max(costs) == levels - 1, "and it costs that much where the drafter is fast"
+
+
+def test_a_coupled_stream_waits_for_the_verdict_on_its_window() -> None:
+    rollout = Rollout(5, [500], [4], 1)
+    rollout.engine.accuracy = (1.0, 1.0)
+    rollout.link.requests.plans = {"0": OwnPlan(6, Mode.COUPLED)}
+    rollout.loop.turn()
+    rollout.step()
+    found = []
+    for _ in range(6):
+        for _ in range(100):
+            rollout.loop.turn()
+        (stream,) = rollout.engine.streams.values()
+        assert not rollout.engine.may_draft
+        before = len(rollout.tokens["0"])
+        rollout.step()
+        found.append((stream.depth, len(rollout.tokens["0"]) - before))
+    # six levels are drafted beside a plain step, which yields the first one; the next step verifies the other five, and
+    # nothing is drafted beside it
+    assert found == 3 * [(6, 6), (5, 1)]
+
+
+def test_a_stream_that_is_coupled_pauses_and_keeps_what_it_has() -> None:
+    rollout = Rollout(5, [500], [6], 1)
+    rollout.engine.accuracy = (1.0, 1.0)
+    rollout.loop.turn()
+    rollout.step()
+    for _ in range(100):
+        rollout.loop.turn()
+    (stream,) = rollout.engine.streams.values()
+    assert stream.depth == 12
+    rollout.link.requests.plans = {"0": OwnPlan(2, Mode.COUPLED)}
+    rollout.step()
+    rollout.loop.turn()
+    assert stream.depth == 11 and not rollout.engine.may_draft
+    rollout.step()
+    for _ in range(100):
+        rollout.loop.turn()
+    assert stream.depth == 2 and stream.wasted == 0
+    rollout.run()
+    rollout.check()
 
 
 def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:

@@ -74,9 +74,9 @@ def test_own_plans_make_a_large_batch_faster_and_printed_ones_less_so() -> None:
 
 
 def test_a_plan_is_due_every_so_many_tokens() -> None:
-    reconfigurer = Reconfigurer(GROUP, every=1000)
+    reconfigurer = Reconfigurer(every=1000)
     assert [reconfigurer.is_due(400) for _ in range(6)] == [False, False, True, False, False, True]
-    assert reconfigurer.plan(counts(0.8, 0.8, 0.3)) == reconfigure(GROUP, counts(0.8, 0.8, 0.3))
+    assert reconfigurer.plan(GROUP, counts(0.8, 0.8, 0.3)) == reconfigure(GROUP, counts(0.8, 0.8, 0.3))
 
 
 def test_alone_a_request_is_its_own_batch() -> None:
@@ -93,4 +93,4 @@ def test_counts_that_make_no_sense_are_refused(tried: list[int], matched: list[i
 
 def test_intervals_and_windows_of_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="`every` is 0"):
-        Reconfigurer(GROUP, every=0)
+        Reconfigurer(every=0)

@@ -34,6 +34,8 @@ class FakeEngine:
 
     def __init__(self, name: str, seed: int) -> None:
         self.drafter = f"ipc:///tmp/{name}"
+        # every other worker has another model
+        self.drafter_model = ("small", "tiny")[int(name[1:]) % 2]
         self.method = ""
         self.steps = 0
         # request -> tokens so far; what it holds of memory

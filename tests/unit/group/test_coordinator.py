@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.coordinator import Coordinator, Rules
-from vllm_specrollout.group.messages import Attach, Cancel, Command, Detach, Link, Race, Report, Running
+from vllm_specrollout.group.messages import Attach, Command, Detach, Link, Race, Report, Running
 
 METHODS = ("history", "ngram")
 RACE = Rules(methods=METHODS)
@@ -40,7 +40,8 @@ def _reports(draw: st.DrawFn) -> dict[str, Report]:
         links = tuple(Link(one, tuple(r.request for r in running[:1])) for one in lenders)
         done = tuple(draw(st.lists(st.sampled_from(sorted(originals)), max_size=1))) if originals else ()
         method = draw(st.sampled_from(["", *METHODS]))
-        reports[name] = Report(method, tuple(running), done, f"ipc:///{name}", links)
+        model = draw(st.sampled_from(["small", "tiny"]))
+        reports[name] = Report(method, tuple(running), done, f"ipc:///{name}", model, links)
     return reports
 
 
@@ -63,8 +64,6 @@ def test_whatever_is_reported_the_promises_hold(reports: dict[str, Report], most
                 assert request not in complete
                 assert all(one.is_copy for one in reports[worker].running), "who has requests of its own helps nobody"
                 races.setdefault(worker, []).append(command)
-            case Cancel(request):
-                assert request in at[worker] & complete
             case Attach(drafter, address, requests):
                 assert drafter != worker and not reports[drafter].running and address == f"ipc:///{drafter}"
                 assert set(requests) <= at[worker] - complete and 0 < len(requests) <= most
@@ -103,11 +102,6 @@ def test_no_worker_helps_with_more_than_it_may() -> None:
     assert len(commands) == 2
 
 
-def test_what_ended_somewhere_is_cancelled_everywhere_else() -> None:
-    reports = {"a": own("r"), "b": Report(running=(Running("r", True),), method="ngram"), "c": Report(finished=("r",))}
-    assert decided(reports) == [("a", Cancel("r")), ("b", Cancel("r"))]
-
-
 def test_a_worker_that_is_silent_is_forgotten_and_what_it_lent_is_let_go() -> None:
     coordinator = Coordinator(Rules(mode="attach", silence_s=5.0))
     coordinator.hear("b", Report(drafter="ipc:///b"), 0.0)
@@ -119,6 +113,60 @@ def test_a_worker_that_is_silent_is_forgotten_and_what_it_lent_is_let_go() -> No
     coordinator.hear("a", linked, 6.0)
     assert coordinator.decide(6.0) == [("a", Detach("b"))]
     assert coordinator.workers == ["a"]
+
+
+def lending(model: str, name: str, **more: object) -> Report:
+    return Report(drafter=f"ipc:///{name}", drafter_model=model, **more)  # type: ignore[arg-type]
+
+
+def test_a_straggler_gets_a_drafter_of_each_model_before_the_next_request_does() -> None:
+    reports = {
+        "a": own("good", rate=0.9),
+        "b": own("bad", rate=0.2),
+        "c": lending("small", "c"),
+        "d": lending("tiny", "d"),
+        "e": lending("small", "e"),
+    }
+    assert sorted(decided(reports, Rules(mode="attach")), key=str) == sorted(
+        [
+            ("b", Attach("c", "ipc:///c", ("bad",))),
+            ("b", Attach("d", "ipc:///d", ("bad",))),
+            ("a", Attach("e", "ipc:///e", ("good",))),
+        ],
+        key=str,
+    )
+
+
+def test_a_drafter_that_is_lent_takes_what_else_its_worker_has_until_it_is_full() -> None:
+    """Nobody else is idle: it keeps what it has, and gets what it lacks, the worst first."""
+    rules = Rules(mode="attach", most=2)
+    busy = Report(
+        running=(
+            Running("r", tried=10, matched=9),
+            Running("s", tried=10, matched=5),
+            Running("t", tried=10, matched=1),
+        ),
+        links=(Link("b", ("r",)),),
+    )
+    assert decided({"a": busy, "b": lending("small", "b")}, rules) == [("a", Attach("b", "ipc:///b", ("r", "t")))]
+
+
+def test_two_drafters_of_one_model_share_a_workers_requests() -> None:
+    reports = {"a": own("r", "s"), "b": lending("small", "b"), "c": lending("small", "c")}
+    commands = decided(reports, Rules(mode="attach"))
+    assert commands == [("a", Attach("b", "ipc:///b", ("r",))), ("a", Attach("c", "ipc:///c", ("s",)))]
+    # and where another worker has stragglers, too, one of them is left for it
+    commands = decided({**reports, "d": own("u", rate=0.9)}, Rules(mode="attach"))
+    assert commands == [("a", Attach("b", "ipc:///b", ("r", "s"))), ("d", Attach("c", "ipc:///c", ("u",)))]
+
+
+def test_what_is_on_its_way_is_not_lent_twice() -> None:
+    coordinator = Coordinator(Rules(mode="attach", most=1))
+    for name, report in {"a": own("r"), "b": lending("small", "b"), "c": lending("tiny", "c")}.items():
+        coordinator.hear(name, report, 0.0)
+    assert len(coordinator.decide(0.0)) == 2
+    coordinator.hear("a", own("r", "s", rate=0.1), 1.0)
+    assert coordinator.decide(1.0) == [], "both are full by now"
 
 
 def test_a_drafter_goes_home_when_its_worker_has_requests_again() -> None:

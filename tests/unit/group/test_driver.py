@@ -30,6 +30,7 @@ def test_every_refusal_reads_as_recorded(snapshot: Any, render_refusals: Any) ->
         "a ladder that does not exist": lambda: RolloutGroup("m", ladder="climb"),
         "no drafter to attach": lambda: RolloutGroup("m", ladder="attach"),
         "a drafter that nobody attaches": lambda: RolloutGroup("m", drafter="d"),
+        "drafters without a name": lambda: RolloutGroup("m", ladder="attach", drafter=["d", ""]),
         "plain": lambda: RolloutGroup("m", spec_rollout=False),
         "no cores": lambda: RolloutGroup("m", cores=[[0], []]),
         "no method": lambda: RolloutGroup("m", ladder="race", methods=()),

@@ -34,7 +34,7 @@ MESSAGES: list[Message] = [
     Cancel("1-0"),
     Want("1-0"),
     Progress((Piece("1-0", 2, (3, 4), (-0.5, -1.25)), Piece("1-1", 0, (), (), "error", "x" * 900))),
-    Report("ngram", (Running("1-0", True, 10, 4),), ("1-1",), "ipc:///tmp/d", (Link("w1", ("1-0",)),)),
+    Report("ngram", (Running("1-0", True, 10, 4),), ("1-1",), "ipc:///tmp/d", "small", (Link("w1", ("1-0",)),)),
     Race("1-0", "history"),
     Attach("w1", "ipc:///tmp/d", ("1-0", "1-2")),
     Detach("w1"),
@@ -47,7 +47,7 @@ def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
 
 
 def body(**changes: Any) -> bytes:
-    return json.dumps({"v": 1, "kind": "race", "request": "r", "method": "m", **changes}).encode()
+    return json.dumps({"v": 2, "kind": "race", "request": "r", "method": "m", **changes}).encode()
 
 
 @pytest.mark.parametrize(
@@ -56,19 +56,19 @@ def body(**changes: Any) -> bytes:
         (b"\xff", "text"),
         (b"[]", "text"),
         (b"[" * 100_000, "text"),
-        (body(v=2), "version"),
+        (body(v=1), "version"),
         (body(kind="fly"), "kind"),
         (body(kind=["race"]), "kind"),
         (body(more=1), "field"),
         (body(kind="cancel"), "field"),
-        (json.dumps({"v": 1, "kind": "race", "request": "r"}).encode(), "field"),
+        (json.dumps({"v": 2, "kind": "race", "request": "r"}).encode(), "field"),
         (body(method=3), "value"),
         (body(method="m" * 300), "value"),
-        (json.dumps({"v": 1, "kind": "here", "places": True}).encode(), "value"),
-        (json.dumps({"v": 1, "kind": "here", "places": -1}).encode(), "value"),
-        (json.dumps({"v": 1, "kind": "run", "request": "r", "prompt": [1, "2"], "params": {}}).encode(), "value"),
-        (json.dumps({"v": 1, "kind": "run", "request": "r", "prompt": [1], "params": []}).encode(), "value"),
-        (json.dumps({"v": 1, "kind": "progress", "pieces": [3]}).encode(), "field"),
+        (json.dumps({"v": 2, "kind": "here", "places": True}).encode(), "value"),
+        (json.dumps({"v": 2, "kind": "here", "places": -1}).encode(), "value"),
+        (json.dumps({"v": 2, "kind": "run", "request": "r", "prompt": [1, "2"], "params": {}}).encode(), "value"),
+        (json.dumps({"v": 2, "kind": "run", "request": "r", "prompt": [1], "params": []}).encode(), "value"),
+        (json.dumps({"v": 2, "kind": "progress", "pieces": [3]}).encode(), "field"),
     ],
 )
 def test_what_is_no_message_is_refused_by_its_kind_of_mistake(data: bytes, fault: str) -> None:

@@ -23,16 +23,9 @@ from vllm_specrollout.cluster.simulate.copies import Copies
 from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import Ints
+from vllm_specrollout.decoupled.rates import Mode
 
 _ROUNDING = 1e-9  # tokens: a wait that ends with a window must find it complete
-
-
-class Mode(Enum):
-    """When drafts are made."""
-
-    PLAIN = "plain"
-    COUPLED = "coupled"
-    DECOUPLED = "decoupled"
 
 
 class Waiting(Enum):

@@ -47,10 +47,3 @@ def _runs(is_right: NDArray[np.bool_]) -> NDArray[np.int16]:
     misses = np.where(is_right, len(is_right), places)
     nearest = np.minimum.accumulate(misses[::-1])[::-1]
     return np.minimum(nearest - places, _LONGEST_RUN).astype(np.int16)
-
-
-def coupled_tokens(acceptance: float, window: int) -> float:
-    """Tokens that one step yields on average: those accepted, and the target's own one after them."""
-    if acceptance >= 1.0:
-        return window + 1.0
-    return float((1.0 - acceptance ** (window + 1)) / (1.0 - acceptance))

@@ -1,12 +1,17 @@
-"""Which freed groups race for which requests, with which drafting method.
+"""Which freed groups race for which requests.
 
-Source: SpecActor, section 4.2, Algorithm 3 (greedy Best-of-N). The printed loop is kept; a request gets each method at
-most once, since a second copy with the same drafter would end at the same time.
+Source: SpecActor, section 4.2, Algorithm 3 (greedy Best-of-N). A request gets each method at most once, since a second
+copy with the same drafter would end at the same time. Which method a freed group gets is `assignment.rarest`. The rest
+differs from `decoupled/assignment.py`, which engines use, and why:
+
+- The printed loop is kept here, as the study is of what the paper prints: by methods, and all requests of one method
+  come before any of the next. Engines go depth first, as its text says.
+- Groups of a method are filled one behind another, as printed. Engines spread requests, least loaded first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -17,11 +22,6 @@ class Race:
     request: int
     method: int
     group: int
-
-
-def choose_method(groups_of: Mapping[int, int], methods: Sequence[int]) -> int:
-    """For a freed group: the method with fewest groups, the first of several (lines 1 to 3)."""
-    return min(methods, key=lambda method: groups_of.get(method, 0))
 
 
 def assign(

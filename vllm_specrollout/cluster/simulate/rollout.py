@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout.cluster.simulate import racing
-from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Mode, Waiting
+from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Waiting
 from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.outcome import Outcome
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import Floats, Ints, Workload
+from vllm_specrollout.decoupled.assignment import rarest
+from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.errors import ConfigError
 
 # hits [R], trials [R] of a group's requests -> windows [R], whether decoupled [R]
@@ -220,7 +222,7 @@ class _Rollout:
             self._racing.pop(number, None)
         for number in self._free:
             groups_of = {method: self._groups_with(method) for method in range(len(self._setup.methods))}
-            self._racing[number] = racing.choose_method(groups_of, range(len(self._setup.methods)))
+            self._racing[number] = rarest(range(len(self._setup.methods)), groups_of)
         self._race(self._setup.racing)
 
     def _groups_with(self, method: int) -> int:

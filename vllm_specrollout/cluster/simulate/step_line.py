@@ -32,6 +32,10 @@ class StepLine:
             if not value >= 0.0:
                 raise ConfigError(f"`{name}` of a step's line is {value}, below 0", "give terms of at least 0")
 
+    def ms(self, batch: float, drafts: float = 0.0) -> float:
+        """Of so many requests with so many drafts each: what the formulas of `decoupled/` ask for."""
+        return self.step_ms(batch, batch * drafts)
+
     def step_ms(self, requests: float, drafts: float = 0.0) -> float:
         """Of `requests` running requests with `drafts` draft tokens between them."""
         rows = requests + drafts

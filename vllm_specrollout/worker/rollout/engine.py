@@ -45,14 +45,15 @@ class RolloutEngine:
     Args:
         arguments: of `vllm.LLM`, `spec_rollout` among them.
         drafter: where a warm drafter on this worker's cores listens; empty: there is none.
+        drafter_model: what drafts there.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], drafter: str = "") -> None:
+    def __init__(self, arguments: Mapping[str, Any], drafter: str = "", drafter_model: str = "") -> None:
         self.llm = LLM(**{"max_num_seqs": 32, **arguments})
         self._engine = self.llm.llm_engine
         self.core: Any = self._engine.engine_core.engine_core
         self.places = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
-        self.drafter = drafter
+        self.drafter, self.drafter_model = drafter, drafter_model
         runner = self.core.model_executor.driver_worker.worker.model_runner
         self._speculator = runner.spec_rollout
         self._all_drafters = list(self._speculator.drafters)
@@ -105,7 +106,10 @@ class RolloutEngine:
         self._speculator.drafters = chosen
 
     def attach(self, drafter: str, address: str, requests: Sequence[str]) -> None:
-        self._ask("attach_drafter", drafter, address, request_ids=list(requests))
+        if drafter in self._links:
+            self._ask("assign_drafter", drafter, list(requests))
+        else:
+            self._ask("attach_drafter", drafter, address, request_ids=list(requests))
         self._links[drafter] = tuple(requests)
 
     def detach(self, drafter: str) -> None:

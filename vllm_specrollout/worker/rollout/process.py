@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--driver", required=True)
     parser.add_argument("--coordinator", default="")
     parser.add_argument("--drafter", default="")
+    parser.add_argument("--drafter-model", default="")
     parser.add_argument("--cores", default="")
     parser.add_argument("--engine", type=json.loads, required=True)
     given = parser.parse_args()
@@ -31,7 +32,7 @@ def main() -> None:
     os.sched_setaffinity(0, cores)
     from vllm_specrollout.worker.rollout.engine import RolloutEngine
 
-    engine = RolloutEngine(given.engine, given.drafter)
+    engine = RolloutEngine(given.engine, given.drafter, given.drafter_model)
     lines = [ZmqLine(given.driver, given.name, may_lose=False)]
     if given.coordinator:
         lines.append(ZmqLine(given.coordinator, given.name, may_lose=True))

@@ -1,10 +1,11 @@
 import numpy as np
 
-from vllm_specrollout.cluster.simulate.group import Group, Method, Mode, Waiting
+from vllm_specrollout.cluster.simulate.group import Group, Method, Waiting
 from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.rollout import Setup
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import constant_workload
+from vllm_specrollout.decoupled.rates import Mode
 
 VERIFIER = StepLine(base=13.0, request=0.06, steep=0.044, knee=256.0)
 DRAFTER = Method(name="small", line=StepLine(base=2.03, request=0.014))

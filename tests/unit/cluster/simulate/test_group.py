@@ -4,17 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.simulate.builders import DRAFTER, VERIFIER, long_group, speed
-from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Mode, Waiting, drafting_ms
+from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Waiting, drafting_ms
 from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.step_line import StepLine
-from vllm_specrollout.cluster.simulate.windows import coupled_tgs, decoupled_tgs
 from vllm_specrollout.cluster.simulate.workload import constant_workload
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate
+from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 
 @pytest.mark.parametrize(("p", "window", "batch"), [(0.5, 2, 32), (0.8, 4, 32), (0.9, 8, 321)])
 def test_coupled_decoding_has_the_speed_of_its_formula(p, window, batch):
     found = speed(long_group(Mode.COUPLED, p, window, batch), 400)
-    assert found == pytest.approx(coupled_tgs(p, window, batch, VERIFIER, DRAFTER.line), rel=0.02)
+    assert found == pytest.approx(coupled_rate(DRAFTER.line, VERIFIER, batch, window, p), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,14 @@ def test_coupled_decoding_has_the_speed_of_its_formula(p, window, batch):
 )
 def test_decoupled_decoding_has_the_speed_of_its_formula(p, window, batch):
     found = speed(long_group(Mode.DECOUPLED, p, window, batch), 400)
-    assert found == pytest.approx(decoupled_tgs(p, window, batch, VERIFIER, DRAFTER.line), rel=0.02)
+    assert found == pytest.approx(decoupled_rate(DRAFTER.line, VERIFIER, batch, window, p), rel=0.02)
+
+
+@pytest.mark.parametrize(("p", "window", "draft_ms"), [(0.95, 8, 2.0), (0.8, 4, 8.0), (0.95, 6, 13.0)])
+def test_a_window_that_takes_several_steps_has_the_speed_of_its_timetable(p, window, draft_ms):
+    slow = StepLine(base=draft_ms)
+    found = speed(long_group(Mode.DECOUPLED, p, window, 8), 400, Method(name="slow", line=slow))
+    assert found == pytest.approx(decoupled_rate(slow, VERIFIER, 8, window, p), rel=0.04)
 
 
 def test_sure_drafts_without_cost_yield_whole_windows():

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.cluster.simulate.guesses import Guesses, coupled_tokens
+from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.workload import Workload, constant_workload
 
 
@@ -19,7 +19,6 @@ def test_runs_have_the_lengths_of_independent_guesses(p, window):
     for length in range(window + 1):
         expected = p**length * (1 - p if length < window else 1.0)
         assert (runs == length).mean() == pytest.approx(expected, abs=0.02)
-    assert runs.mean() + 1 == pytest.approx(coupled_tokens(p, window), rel=0.03)
 
 
 @given(st.floats(0.0, 1.0), st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
@@ -39,8 +38,3 @@ def test_one_more_method_changes_no_other():
     alone, both = guesses_of(work, 1), guesses_of(work, 2)
     first = [one.run(0, np.zeros(500, dtype=np.int64), positions).tolist() for one in (alone, both)]
     assert first[0] == first[1]
-
-
-def test_expected_tokens_of_sure_and_hopeless_drafts():
-    assert coupled_tokens(1.0, 5) == 6.0
-    assert coupled_tokens(0.0, 5) == 1.0

@@ -1,13 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.cluster.simulate.racing import Race, assign, choose_method
+from vllm_specrollout.cluster.simulate.racing import Race, assign
+from vllm_specrollout.decoupled.assignment import rarest
 
 
 def test_a_freed_group_takes_the_method_with_fewest_groups():
-    assert choose_method({0: 5, 1: 1, 2: 0}, range(3)) == 2
-    assert choose_method({0: 1}, range(3)) == 1
-    assert choose_method({}, range(3)) == 0
+    assert rarest(range(3), {0: 5, 1: 1, 2: 0}) == 2
+    assert rarest(range(3), {0: 1}) == 1
+    assert rarest(range(3), {}) == 0
 
 
 def test_the_lowest_acceptance_is_raced_for_first():

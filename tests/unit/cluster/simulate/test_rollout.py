@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.cluster.simulate.builders import DRAFTER, OTHER, VERIFIER, setup
-from vllm_specrollout.cluster.simulate.group import Mode, Waiting
+from vllm_specrollout.cluster.simulate.group import Waiting
 from vllm_specrollout.cluster.simulate.rollout import Racing, simulate
-from vllm_specrollout.cluster.simulate.windows import Reconfiguration, coupled_tgs
+from vllm_specrollout.cluster.simulate.windows import Reconfiguration
 from vllm_specrollout.cluster.simulate.workload import Workload, constant_workload
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate
 from vllm_specrollout.errors import ConfigError
 
 RACING = Racing(most=2, windows=(4, 4), attach_ms=100.0)
@@ -33,7 +34,7 @@ def test_a_plain_batch_gets_faster_as_requests_end():
 
 def test_a_long_coupled_request_has_the_speed_of_its_formula():
     done = simulate(constant_workload([20_000], 0.7), setup(Mode.COUPLED))
-    assert 20_000 / done.makespan_ms == pytest.approx(coupled_tgs(0.7, 3, 1, VERIFIER, DRAFTER.line), rel=0.02)
+    assert 20_000 / done.makespan_ms == pytest.approx(coupled_rate(DRAFTER.line, VERIFIER, 1, 3, 0.7), rel=0.02)
 
 
 def test_the_same_seed_gives_the_same_rollout_and_another_seed_another():

@@ -10,7 +10,8 @@ from vllm_specrollout.cluster.simulate.inputs import StudyInputs
 from vllm_specrollout.cluster.simulate.one_request import Scene, ahead_speed, coupled_speed
 from vllm_specrollout.cluster.simulate.report import Cell, ResultTable, StudyReport
 from vllm_specrollout.cluster.simulate.step_line import StepLine
-from vllm_specrollout.cluster.simulate.windows import coupled_tgs, decoupled_tgs
+from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _SCENES = {"large_target": "13 ms target", "small_target": "4 ms target", "cpu_target": "CPU, 16 ms target"}
@@ -51,9 +52,9 @@ def closed_speed(way: str, scene: Scene, window: int) -> float | None:
     verifier = StepLine(base=scene.verify_ms, row=scene.row_ms, steep=scene.row_ms)
     drafter = StepLine(base=scene.draft_ms)
     if way == "coupled chain":
-        return coupled_tgs(p, window, 1, verifier, drafter)
+        return coupled_rate(drafter, verifier, 1, window, p)
     if way == "ahead":
-        return decoupled_tgs(p, window, 1, verifier, drafter)
+        return decoupled_rate(drafter, verifier, 1, window, p)
     return None
 
 
@@ -100,5 +101,5 @@ def _findings(inputs: StudyInputs, figures: dict[str, float]) -> tuple[str, ...]
         f"A stream alone loses to a coupled comb in {len(loses)} of {len(names)} scenes; with exits it wins in"
         f" {len(wins)} of {len(names)}.",
         "Coupled chains and streams are at most"
-        f" {figures['worst gap to a formula']:.1%} off their closed formulas (windows.py).",
+        f" {figures['worst gap to a formula']:.1%} off their closed formulas (decoupled/rates.py, timetable.py).",
     )

@@ -11,20 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_specrollout.cluster.simulate.group import Method, Mode, Waiting
+from vllm_specrollout.cluster.simulate.group import Method, Waiting
 from vllm_specrollout.cluster.simulate.inputs import StudyInputs
 from vllm_specrollout.cluster.simulate.outcome import Outcome
 from vllm_specrollout.cluster.simulate.report import Cell, Curve, ResultTable, StudyReport
 from vllm_specrollout.cluster.simulate.rollout import Racing, Setup, simulate
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.studies.specactor_scan import scan
-from vllm_specrollout.cluster.simulate.windows import (
-    Reconfiguration,
-    best_window,
-    coupled_tgs,
-    decoupled_tgs,
-)
+from vllm_specrollout.cluster.simulate.windows import Reconfiguration, best_window
 from vllm_specrollout.cluster.simulate.workload import AcceptancePlan, LengthPlan, Workload, draw_workload
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate
+from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 ARMS = ("plain", "vanilla", "disaggregated", "decoupled, waiting", "decoupled", "reconfigured", "ladder")
 """In the order of the table; the fourth is the paper's stall rule."""
@@ -102,7 +99,7 @@ def setups(inputs: StudyInputs, work: Workload) -> dict[str, Setup]:
         verifier=verifier,
         mode=Mode.COUPLED,
         methods=cluster.methods,
-        window=best_window(coupled_tgs, mean, batch, verifier, drafter),
+        window=best_window(coupled_rate, mean, batch, verifier, drafter),
         prefill_ms=inputs.number("prefill_ms"),
         reconfigure_every=inputs.number("reconfigure_every") / shortened,
     )
@@ -110,12 +107,12 @@ def setups(inputs: StudyInputs, work: Workload) -> dict[str, Setup]:
         common,
         groups=cluster.apart,
         mode=Mode.DECOUPLED,
-        window=best_window(decoupled_tgs, mean, apart, verifier, drafter),
+        window=best_window(decoupled_rate, mean, apart, verifier, drafter),
     )
     reconfigured = replace(decoupled, reconfigure=Reconfiguration(verifier, drafter))
     most = int(inputs.number("racing_requests"))
     windows = tuple(
-        best_window(decoupled_tgs, float(rates.mean()), most, verifier, method.line)
+        best_window(decoupled_rate, float(rates.mean()), most, verifier, method.line)
         for rates, method in zip(work.acceptance, cluster.methods, strict=True)
     )
     racing = Racing(most=most, windows=windows, attach_ms=inputs.number("attach_ms") / shortened)
@@ -123,7 +120,7 @@ def setups(inputs: StudyInputs, work: Workload) -> dict[str, Setup]:
         "plain": replace(common, mode=Mode.PLAIN),
         "vanilla": common,
         "disaggregated": replace(
-            common, groups=cluster.apart, window=best_window(coupled_tgs, mean, apart, verifier, drafter)
+            common, groups=cluster.apart, window=best_window(coupled_rate, mean, apart, verifier, drafter)
         ),
         "decoupled, waiting": replace(decoupled, waiting=Waiting.ALWAYS),
         "decoupled": decoupled,

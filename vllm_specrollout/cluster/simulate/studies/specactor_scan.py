@@ -11,17 +11,15 @@ against groups of 4, so 1.25 times the batch):
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 from vllm_specrollout.cluster.simulate.inputs import StudyInputs
 from vllm_specrollout.cluster.simulate.report import Cell, ResultTable
 from vllm_specrollout.cluster.simulate.step_line import StepLine
-from vllm_specrollout.cluster.simulate.windows import (
-    MAX_WINDOW,
-    coupled_tgs,
-    decoupled_tgs,
-    plain_tgs,
-)
+from vllm_specrollout.cluster.simulate.windows import Rate
+from vllm_specrollout.decoupled.rates import coupled_rate, plain_rate, printed_rate, tokens_per_window
+from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
+from vllm_specrollout.decoupled.times import Time
+from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 _BATCH = 256
 # per row beyond the knee, over the base divided by 256: 1 doubles the step at 256 further rows
@@ -32,39 +30,22 @@ _ACCEPTANCES = (0.6, 0.7, 0.8, 0.9)
 _WANTED = 1.3
 
 
-def printed_tau(p: float, window: int) -> float:
-    """Tokens per period as the paper prints them."""
-    partial = sum(p**a * (1.0 - p) * (a + 1) / 2.0 for a in range(window))
-    return partial + window * p**window
+def exact_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
+    """The paper's periods, each with its own length: a window with a miss lasts two."""
+    period = max(window * draft.ms(batch), verify.ms(batch, window - 1))
+    return tokens_per_window(match_rate, window) / period
 
 
-def printed_tgs(p: float, window: int, batch: int, verifier: StepLine, drafter: StepLine) -> float:
-    """Tokens per ms and request by the paper's formula; w rows per window."""
-    return printed_tau(p, window) / _period_ms(window, batch, verifier, drafter)
+READINGS: dict[str, Rate] = {"paper": printed_rate, "exact": exact_rate, "plain meanwhile": decoupled_rate}
 
 
-def exact_tgs(p: float, window: int, batch: int, verifier: StepLine, drafter: StepLine) -> float:
-    """The same events, each with its own length."""
-    tokens = sum(p**a * (1.0 - p) * (a + 1) for a in range(window)) + window * p**window
-    return tokens / (2.0 - p**window) / _period_ms(window, batch, verifier, drafter)
-
-
-def _period_ms(window: int, batch: int, verifier: StepLine, drafter: StepLine) -> float:
-    return max(window * drafter.step_ms(batch), verifier.step_ms(batch, batch * (window - 1)))
-
-
-READINGS = {"paper": printed_tgs, "exact": exact_tgs, "plain meanwhile": decoupled_tgs}
-
-
-def gain(
-    reading: Callable[[float, int, int, StepLine, StepLine], float], p: float, verifier: StepLine, drafter: StepLine
-) -> float:
+def gain(reading: Rate, p: float, verifier: StepLine, drafter: StepLine) -> float:
     """Decoupled over the better of coupled and plain, each with its best window."""
     windows = range(1, MAX_WINDOW + 1)
     apart = _BATCH * 5 // 4
-    ahead = max(reading(p, window, apart, verifier, drafter) for window in windows)
-    coupled = max(coupled_tgs(p, window, _BATCH, verifier, drafter) for window in windows)
-    return ahead / max(coupled, plain_tgs(_BATCH, verifier))
+    ahead = max(reading(drafter, verifier, apart, window, p) for window in windows)
+    coupled = max(coupled_rate(drafter, verifier, _BATCH, window, p) for window in windows)
+    return ahead / max(coupled, plain_rate(verifier, _BATCH))
 
 
 def scan(inputs: StudyInputs) -> tuple[ResultTable, tuple[str, ...], dict[str, float]]:

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_specrollout.cluster.simulate.inputs import load
 from vllm_specrollout.cluster.simulate.studies.specactor import ARMS, run, run_arms, setups, workload_of
-from vllm_specrollout.cluster.simulate.studies.specactor_scan import exact_tgs, printed_tau, scan
+from vllm_specrollout.cluster.simulate.studies.specactor_scan import exact_rate, scan
 
 INPUTS = load("specactor")
 
@@ -68,12 +68,6 @@ def test_windows_are_planned_for_the_batch_at_the_beginning():
     assert planned["vanilla"].window <= planned["decoupled"].window
 
 
-def test_the_printed_tau_is_too_high_by_what_renewal_says():
-    # at p 0.5 and w 2: printed 0.5 * 0.5 + 0.25 * 1 + 2 * 0.25, exact (0.5 + 0.25 * 2 + 2 * 0.25) / 1.75
-    assert printed_tau(0.5, 2) == pytest.approx(1.0)
-    assert printed_tau(0.5, 2) / (1.5 / 1.75) == pytest.approx(1.17, abs=0.005)
-
-
 def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_rows():
     _, findings, figures = scan(INPUTS)
     assert figures["best gain, exact"] < 1.3 < figures["best gain, paper"]
@@ -83,4 +77,4 @@ def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_ro
 def test_exact_speed_of_a_window_that_is_always_right():
     from vllm_specrollout.cluster.simulate.step_line import StepLine
 
-    assert exact_tgs(1.0, 4, 1, StepLine(base=10.0), StepLine(base=1.0)) == pytest.approx(0.4)
+    assert exact_rate(StepLine(base=1.0), StepLine(base=10.0), 1, 4, 1.0) == pytest.approx(0.4)
