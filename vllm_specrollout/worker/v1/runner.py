@@ -140,7 +140,7 @@ class SpecRolloutV1(_Base):
                 self._timing = replace(self._timing, step_ms=period_ms)
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
-        self.weights_version.is_open = False
+        self.weights_version.close()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def settle(self) -> None:
