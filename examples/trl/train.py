@@ -42,7 +42,6 @@ def make_trainer(given: argparse.Namespace) -> Any:
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
-
     from vllm_specrollout.bench.policy.reward import problems, reward
 
     chosen = {problem.problem_id: problem for problem in problems(given.problems, seed=0, split="train")}
