@@ -95,7 +95,7 @@ def other_weights(model: Path, folder: Path) -> Path:
 
     weights = load_file(model / "model.safetensors")
     path = folder / "other.safetensors"
-    save_file({name: one * 1.1 if "down_proj" in name else one for name, one in weights.items()}, path)
+    save_file({name: one * 1.5 if "down_proj" in name else one for name, one in weights.items()}, path)
     return path
 
 

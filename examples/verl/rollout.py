@@ -4,7 +4,8 @@
 
 `stock` has no spec rollout. `variable` is switched on by `VLLM_SPEC_ROLLOUT`, and `config` by verl's configuration
 alone. verl's client asks for all answers; for the last two, the server aborts what runs several times, as it does
-before new weights, and the client goes on with each answer. All must end up with the tokens of `stock`.
+before new weights, and the client goes on with each answer. All must end up with the tokens of `stock`. At last one
+server gets other weights by verl's own transfer, and then the first ones again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
-    "PYTHONPATH": os.pathsep.join(sys.path),
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
+    # cpu_platform.py is beside this file
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
 }
+os.environ.update(ENVIRONMENT)
 LENGTH = 160
 
 Answers = list[list[int]]
@@ -117,6 +122,37 @@ async def roll_out(config: Any, server: Any, prompts: list[list[int]], samples: 
     return [list((await task).token_ids) for task in tasks], aborted
 
 
+async def push(server: Any, weights: dict[str, Any]) -> None:
+    """As verl's trainer does it, in buckets smaller than a layer."""
+    import ray
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    address = f"ipc:///tmp/rl-colocate-zmq-{ray.get_runtime_context().get_job_id()}-replica-0-rank-0.sock"
+    await server.abort_all_requests.remote()
+    received = server.collective_rpc.remote("update_weights_from_ipc", kwargs={"use_shm": True})
+    await BucketedWeightSender(address, bucket_size_mb=1, use_shm=True).async_send_weights(iter(weights.items()))
+    await received
+    await server.clear_kv_cache.remote()
+    await server.resume_generation.remote()
+
+
+def check_weights(config: Any, server: Any, model: Path, prompts: list[list[int]], wanted: Answers) -> bool:
+    """Whether answers follow the weights, there and back."""
+    from safetensors.torch import load_file
+
+    first = load_file(model / "model.safetensors")
+    other = {name: one * 1.5 if "down_proj" in name else one for name, one in first.items()}
+    samples = len(wanted) // len(prompts)
+    asyncio.run(push(server, other))
+    pushed, _ = asyncio.run(roll_out(config, server, prompts, samples, 0))
+    changed = sum(one != two for one, two in zip(pushed, wanted, strict=True))
+    asyncio.run(push(server, first))
+    again, _ = asyncio.run(roll_out(config, server, prompts, samples, 0))
+    back = sum(one == two for one, two in zip(again, wanted, strict=True))
+    print(f"other weights: {changed} of {len(wanted)} answers change; the first weights again: {back} are as before")
+    return bool(changed) and back == len(wanted)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="verl's vLLM server on CPU")
     parser.add_argument("--model", type=Path, default=POLICY)
@@ -157,6 +193,8 @@ def main() -> int:
             print(
                 f"{name}, {aborted} requests aborted: {equal} of {len(first)} answers are those of {given.servers[0]}"
             )
+        if name != "stock" and name == given.servers[-1]:
+            failed |= not check_weights(config, server, given.model, prompts, first)
         ray.kill(server)
     ray.shutdown()
     return int(failed)

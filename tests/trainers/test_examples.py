@@ -33,13 +33,14 @@ def run(example: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_verls_server_answers_as_stock_and_goes_on_with_what_it_aborted() -> None:
-    lines = [line for line in run("verl/rollout.py") if " requests aborted: " in line]
+def test_verls_server_answers_as_stock_goes_on_with_what_it_aborted_and_takes_weights() -> None:
+    *lines, weights = [line for line in run("verl/rollout.py") if "answers" in line]
     assert [line.partition(",")[0] for line in lines] == ["stock", "variable", "variable", "config", "config"]
     for line, is_cut in zip(lines, (False, True, False, True, False), strict=True):
         aborted = int(line.partition(", ")[2].split()[0])
         assert (aborted > 0) is is_cut
         assert line.endswith("200 of 200 answers are those of stock")
+    assert weights.startswith("other weights: ") and weights.endswith("the first weights again: 200 are as before")
 
 
 def test_openrlhfs_actor_answers_as_stock_through_pauses_and_new_weights() -> None:
