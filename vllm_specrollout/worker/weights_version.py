@@ -20,6 +20,10 @@ class WeightsVersion:
         """The version that the next forward pass computes with."""
         self.is_open = False
         """Whether weights were written since the last step began."""
+        self.computed = 0
+        """The version that the last step computed with, or the one that now begins."""
+        self.of_endings = 0
+        """The version of the step before: what was reported to have ended with this step was computed with it."""
         self._packed: PackedWeights | None = None
 
     def touch(self) -> None:
@@ -36,6 +40,7 @@ class WeightsVersion:
         if self.is_open and self._packed is not None:
             self._packed.end()
         self.is_open = False
+        self.of_endings, self.computed = self.computed, self.number
 
     def watch(self, model: Any, packed: PackedWeights | None = None) -> None:
         """Notice calls of `model.load_weights`, which trainers make directly, one per parameter.

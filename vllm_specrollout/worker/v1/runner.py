@@ -153,7 +153,7 @@ class SpecRolloutV1(_Base):
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:
                 entry = self.book.get(self.requests[req_id])
-                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.number))
+                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.of_endings))
         result = super()._update_states(scheduler_output)
         fill_in(self, scheduler_output)  # requests that were begun elsewhere
         # The tapes own the generators; vLLM 0.32 would rewind them after a prefill chunk, which on CPU is an error.
@@ -162,7 +162,7 @@ class SpecRolloutV1(_Base):
 
     def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""
-        version = self.weights_version.number
+        version = self.weights_version.computed
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
         return [entry.ended(len(entry.state.output_token_ids), FinishReason.ABORTED, version) for entry in running]
 
