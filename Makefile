@@ -7,6 +7,7 @@
 # make bench   decoding speed against stock vLLM
 # make identity  the long token-by-token comparison with stock vLLM
 # make docs    the generated reference pages
+# make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -29,7 +30,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity docs
+.PHONY: setup demo test unit lint serve bench identity docs trainers
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -52,8 +53,8 @@ demo: setup
 	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
 test: setup
-	$(PYTEST) -m "not identity and not gpu" --dist worksteal tests/kernels tests/v2
-	$(PYTEST) -m "not identity and not gpu" --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not identity and not gpu and not trainers" --dist worksteal tests/kernels tests/v2
+	$(PYTEST) -m "not identity and not gpu and not trainers" --dist loadfile --no-loadscope-reorder
 
 unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
@@ -77,3 +78,11 @@ identity: setup
 docs: setup
 	$(BIN)/python docs/reference/generate.py
 	$(BIN)/python docs/benchmarks.py
+
+.trainers/.installed: $(VENV)/.requirements requirements/trainers.txt
+	@rm -rf .trainers
+	$(INSTALL) --target .trainers -r requirements/trainers.txt
+	@touch $@
+
+trainers: setup .trainers/.installed
+	$(BIN)/python -m pytest tests/trainers -m trainers

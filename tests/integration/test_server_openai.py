@@ -81,6 +81,30 @@ def test_four_choices_of_a_chat_are_the_same_with_drafts_and_without(client: Ope
     assert a.usage.completion_tokens == b.usage.completion_tokens
 
 
+def test_requests_as_trl_posts_them_are_the_same_with_drafts_and_without(address: str) -> None:
+    """TRL 1.16.0, `vllm_mode="server"`: `VLLMClient.generate`, with `generation_kwargs` of a seed."""
+    prompts = [[3, 87, 261, 308, 18, 4], [3, 90, 120, 7, 4]]
+    payload = {
+        "model": "tiny", "prompt": prompts, "return_token_ids": True, "return_tokens_as_token_ids": True, "n": 3,
+        "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 60,
+        "logprobs": 0, "seed": 5,
+    }  # fmt: skip
+
+    def post(extra: dict[str, Any]) -> list[dict[str, Any]]:
+        body = json.dumps({**payload, **extra}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(request, timeout=60))["choices"]
+
+    before = _drafted(address)
+    a, b = post({}), post(OFF)
+    assert _drafted(address) > before
+    assert [choice["prompt_token_ids"] for choice in a[::3]] == prompts
+    assert [choice["token_ids"] for choice in a] == [choice["token_ids"] for choice in b]
+    assert len({tuple(choice["token_ids"]) for choice in a[:3]}) > 1
+    for choice in a:
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
 def test_a_streamed_chat_adds_up_to_the_whole_one(client: OpenAI) -> None:
     whole = _chat(client, ON).choices[0].message.content
     chunks = [c.choices[0].delta.content or "" for c in _chat(client, ON, stream=True) if c.choices]

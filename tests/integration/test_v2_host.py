@@ -13,7 +13,7 @@ from tests.trees import batch_of, chain
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
-from vllm_specrollout.types import EMPTY_TREE, DraftMode, StepPlan
+from vllm_specrollout.types import EMPTY_TREE, DraftMode, FinishReason, StepPlan
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
@@ -132,6 +132,21 @@ def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_har
     host.forget("a")
     host.forget("never seen")
     assert host.settle().tokens == 2 and recorder.forgotten == ["a"] and host.get("a") is None
+
+
+def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(ticking):
+    recorder = Recorder()
+    recorder.finish = lambda ending: recorder.observed.append(ending.weights_version)
+    host = host_of(recorder, ticking)
+    for name in ("aborted", "goes on"):
+        host.add(request(name))
+    host.weights_version.close()
+    host.weights_version.touch()
+    # the scheduler says so with the next step, which is the first one with the new weights
+    host.end("aborted", 0, FinishReason.ABORTED)
+    host.weights_version.close()
+    host.end("goes on", 0, FinishReason.ABORTED)
+    assert recorder.observed == [0, 1]
 
 
 def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone():

@@ -50,7 +50,13 @@ BINDINGS = (
         "wrap",
         "model.load_weights",
         "worker/weights_version.py",
-        "trainers call it directly, and drafts must know that the weights changed",
+        "trainers call it directly: drafts must know that weights changed, and on CPU it fails once they are packed",
+    ),
+    Binding(
+        "swap",
+        "info.load_numel",
+        "worker/packed_weights.py",
+        "a layer that got a part of its weights: reloading then gives it back the old ones",
     ),
     Binding(
         "wrap",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from vllm_specrollout.worker.packed_weights import PackedWeights
+
 _Base: Any = object
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
@@ -17,23 +19,45 @@ class WeightsVersion:
         self.number = 0
         """The version that the next forward pass computes with."""
         self.is_open = False
-        """Whether weights were written since the last step began, which ends a change: the runner says so."""
+        """Whether weights were written since the last step began."""
+        self.computed = 0
+        """The version that the last step computed with, or the one that now begins."""
+        self.of_endings = 0
+        """The version of the step before: what was reported to have ended with this step was computed with it."""
+        self._packed: PackedWeights | None = None
 
     def touch(self) -> None:
         """Weights were written."""
         self.number += not self.is_open
         self.is_open = True
 
-    def watch(self, model: Any) -> None:
-        """Notice calls of `model.load_weights`, which trainers make directly, one per parameter."""
+    def close(self) -> None:
+        """A step begins, which ends a change. The runner says so before it computes.
+
+        Raises:
+            UnsupportedError: the new weights cannot be used.
+        """
+        if self.is_open and self._packed is not None:
+            self._packed.end()
+        self.is_open = False
+        self.of_endings, self.computed = self.computed, self.number
+
+    def watch(self, model: Any, packed: PackedWeights | None = None) -> None:
+        """Notice calls of `model.load_weights`, which trainers make directly, one per parameter.
+
+        Args:
+            packed: how weights get into this model, where its own `load_weights` cannot bring them in.
+        """
         load_weights = getattr(model, "load_weights", None)
         if load_weights is None:
             return
+        self._packed = packed
+        load = load_weights if packed is None else functools.partial(packed.load, load_weights)
 
         @functools.wraps(load_weights)
         def load_and_tell(*args: Any, **kwargs: Any) -> Any:
             self.touch()
-            return load_weights(*args, **kwargs)
+            return load(*args, **kwargs)
 
         model.load_weights = load_and_tell
 
@@ -43,7 +67,8 @@ class WeightsMixin(_Base):
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_model(*args, **kwargs)
-        self.model_runner.weights_version.watch(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        self.model_runner.weights_version.watch(model, PackedWeights.of(model, self.vllm_config))
         return result
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> Any:

@@ -140,7 +140,7 @@ class SpecRolloutV1(_Base):
                 self._timing = replace(self._timing, step_ms=period_ms)
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
-        self.weights_version.is_open = False
+        self.weights_version.close()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def settle(self) -> None:
@@ -153,7 +153,7 @@ class SpecRolloutV1(_Base):
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             if req_id in self.requests:
                 entry = self.book.get(self.requests[req_id])
-                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.number))
+                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.of_endings))
         result = super()._update_states(scheduler_output)
         if scheduler_output.scheduled_new_reqs:
             fill_in(self, scheduler_output)  # those that were begun elsewhere
@@ -163,7 +163,7 @@ class SpecRolloutV1(_Base):
 
     def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""
-        version = self.weights_version.number
+        version = self.weights_version.computed
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
         return [entry.ended(len(entry.state.output_token_ids), FinishReason.ABORTED, version) for entry in running]
 

@@ -105,6 +105,7 @@ class _Over:
     request: HostRequest
     num_tokens: int
     status: FinishReason
+    weights_version: int
 
 
 @dataclass(slots=True, eq=False)
@@ -176,13 +177,13 @@ class Host:
         """The request is over after so many tokens; drafters are told when the last of them has come home."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._over[request_id] = _Over(request, num_tokens, status)
+            self._over[request_id] = _Over(request, num_tokens, status, self.weights_version.computed)
             self._tell_endings()
 
     def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""
-        version = self.weights_version.number
-        over = [over.request.ended(over.num_tokens, over.status, version) for over in self._over.values()]
+        version = self.weights_version.computed
+        over = [over.request.ended(over.num_tokens, over.status, over.weights_version) for over in self._over.values()]
         running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
         return over + [r.ended(r.length - r.num_prompt, FinishReason.ABORTED, version) for r in running]
 
@@ -191,7 +192,7 @@ class Host:
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
                 continue
             del self._over[request_id]
-            self.speculator.finish(over.request.ended(over.num_tokens, over.status, self.weights_version.number))
+            self.speculator.finish(over.request.ended(over.num_tokens, over.status, over.weights_version))
             self.speculator.forget(request_id)
 
     def sent(self, step: InFlight) -> None:

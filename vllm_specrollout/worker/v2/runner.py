@@ -148,7 +148,7 @@ class SpecRolloutV2(_Base):
         self.inputs.clear()
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
-        self.weights_version.is_open = False
+        self.weights_version.close()
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
             is_paused = self.host.drafting.is_paused(step.number, num_running)
             if scheduler_output.scheduled_spec_decode_tokens:
