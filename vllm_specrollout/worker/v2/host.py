@@ -31,7 +31,6 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import RequestState
-from vllm_specrollout.worker.weights_version import WeightsVersion
 
 
 class HostRequest(RequestState):
@@ -105,6 +104,7 @@ class _Over:
     request: HostRequest
     num_tokens: int
     status: FinishReason
+    weights_version: int
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +152,7 @@ class Host:
         self._requests: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
         self._over: dict[str, _Over] = {}
-        self.weights_version = WeightsVersion()
+        self.weights_version = drafting.weights_version
         self._last_home: float | None = None
         self.came_home: Callable[[InFlight, IntArray, VerifyResult], None] = lambda step, counts, result: None
         """Told of each step that was taken in: [R] tokens sampled for each request, and what became of its drafts."""
@@ -170,19 +170,19 @@ class Host:
     def forget(self, request_id: str) -> None:
         is_known = self._requests.pop(request_id, None) is not None
         if is_known and request_id not in self._over:
-            self.speculator.forget(request_id)
+            self.drafting.forget(request_id)
 
     def end(self, request_id: str, num_tokens: int, status: FinishReason) -> None:
         """The request is over after so many tokens; drafters are told when the last of them has come home."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._over[request_id] = _Over(request, num_tokens, status)
+            self._over[request_id] = _Over(request, num_tokens, status, self.weights_version.computed)
             self._tell_endings()
 
     def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""
-        version = self.weights_version.number
-        over = [over.request.ended(over.num_tokens, over.status, version) for over in self._over.values()]
+        version = self.weights_version.computed
+        over = [over.request.ended(over.num_tokens, over.status, over.weights_version) for over in self._over.values()]
         running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
         return over + [r.ended(r.length - r.num_prompt, FinishReason.ABORTED, version) for r in running]
 
@@ -191,8 +191,8 @@ class Host:
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
                 continue
             del self._over[request_id]
-            self.speculator.finish(over.request.ended(over.num_tokens, over.status, self.weights_version.number))
-            self.speculator.forget(request_id)
+            self.speculator.finish(over.request.ended(over.num_tokens, over.status, over.weights_version))
+            self.drafting.forget(request_id)
 
     def sent(self, step: InFlight) -> None:
         """A step was launched; nobody waits for it yet."""
