@@ -93,7 +93,7 @@ class Trainer:
         self._all += self._wanted
         acts = [self._abort, self._ask_again, self._pause, self._reset, self._push, self._empty_sign]
         while self._wanted:
-            if chance.random() < 0.8:
+            if chance.random() < 0.7:
                 self._step()
             else:
                 chance.choices(acts, (6, 8, 2, 2, 2, 1))[0](chance)

@@ -147,7 +147,7 @@ def test_random_schedules_of_what_trainers_do_change_no_token_and_no_attribution
     trainer.check()
     # what was meant to happen has happened, and often
     assert all(trainer.did[what] >= SCHEDULES // 8 for what in ("abort", "push", "pause", "reset", "empty sign"))
-    assert trainer.did["went on"] > SCHEDULES and trainer.did["whole"] > SCHEDULES
+    assert trainer.did["went on"] > SCHEDULES // 2 and trainer.did["whole"] > SCHEDULES
 
 
 def test_a_kv_connector_that_moves_prompts_changes_no_token(path: str, tmp_path: Path) -> None:
