@@ -155,7 +155,8 @@ class RequestOptions:
     """What one request may set, in `extra_args["spec_rollout"]` or as JSON in `vllm_xargs`."""
 
     problem_id: str = ""
-    """Requests that share it are samples of one problem; unset: a hash of the prompt's tokens."""
+    """Requests that share it are samples of one problem; unset: those with equal prompts are, and whatever goes on from
+    their answers."""
     enabled: bool = True
     """False: this request decodes plainly."""
     max_draft_tokens: int | None = None

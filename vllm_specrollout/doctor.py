@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specrollout import __version__, envs, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.patches import supported
+from vllm_specrollout.patches import edited, supported
 from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
@@ -62,7 +62,7 @@ def examine(model: Path | None = None) -> Report:
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model is not None:
         drafted.append(_model_finding(model))
-    findings = [*_versions(), _core(), *_vllm_findings(), *_command()]
+    findings = [*_versions(), _core(), *_vllm_findings(), *_edited(), *_command()]
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     return Report(tuple(findings), tuple(variables), tuple(drafted))
 
@@ -115,6 +115,16 @@ def _vllm_findings() -> list[Finding]:
         _runner(facts),
         Finding("attention", facts.attention),
     ]
+
+
+def _edited() -> list[Finding]:
+    """Edited files are no problem by themselves: what our code leans on is compared piece by piece."""
+    files = edited.edited_files() if supported.installed_vllm() is not None else []
+    if not files:
+        return []
+    editor = edited.editor_of(files)
+    by = f" ({editor} edits {'it' if len(files) == 1 else 'them'})" if editor else ""
+    return [Finding("vllm files", f"edited after installation: {', '.join(files)}{by}")]
 
 
 def _runner(facts: Any) -> Finding:

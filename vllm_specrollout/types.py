@@ -55,6 +55,7 @@ class RequestView:
     problem_id: str = ""
     weights_version: int = 0
     name: str = ""  # that its client knows it by
+    continues: bool = False  # from an earlier request's answer: its problem has not come back with it
 
 
 @dataclass(frozen=True, slots=True)

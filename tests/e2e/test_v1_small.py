@@ -20,7 +20,7 @@ from vllm import SamplingParams
 
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.pausing import GAPS, STEPS, Always, NeverPays
-from tests.e2e.randomness import check_unseeded_requests_leave_randomness_alone
+from tests.e2e.randomness import check_rollouts_leave_randomness_alone
 from vllm_specrollout import drafters
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
@@ -38,8 +38,8 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield one
 
 
-def test_unseeded_requests_draw_nothing_from_the_processs_random_states(ours: Engine) -> None:
-    check_unseeded_requests_leave_randomness_alone(ours)
+def test_a_rollout_draws_nothing_from_the_processs_random_states(ours: Engine) -> None:
+    check_rollouts_leave_randomness_alone(ours)
 
 
 def test_after_drafts_did_not_pay_drafters_are_asked_again_after_so_many_steps(ours: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm import SamplingParams
 
 from vllm_specrollout.worker.seeds import RequestSeeds
 
@@ -31,17 +29,3 @@ def test_drawing_leaves_the_processs_own_states_alone() -> None:
     assert random.getstate() == random_state
     assert (np.random.get_state()[1] == numpy_state).all()
     assert torch.equal(torch.get_rng_state(), torch_state)
-
-
-def test_only_who_has_no_seed_is_given_one_and_the_clients_parameters_stay_as_they_are() -> None:
-    shared, seeded = SamplingParams(temperature=0.7), SamplingParams(seed=3)
-    requests = [
-        SimpleNamespace(req_id="a", sampling_params=shared),
-        SimpleNamespace(req_id="b", sampling_params=seeded),
-        SimpleNamespace(req_id="c", sampling_params=shared),
-        SimpleNamespace(req_id="pooling", sampling_params=None),
-    ]
-    assert RequestSeeds(0).give(requests) == ["a", "c"]  # type: ignore[arg-type]
-    first, second = requests[0].sampling_params, requests[2].sampling_params
-    assert shared.seed is None and first.seed != second.seed and first.temperature == 0.7
-    assert requests[1].sampling_params is seeded and seeded.seed == 3

@@ -181,7 +181,7 @@ def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, snapshot, 
     def create(**kwargs):
         make(**{"spec_rollout": True, **kwargs}).create_engine_config()
 
-    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    connector = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
     cases = {title: lambda v=v: create(**v) for title, v in REFUSED.items()}
     cases["KV connector"] = lambda: create(kv_transfer_config=connector)
     text = render_refusals(cases)

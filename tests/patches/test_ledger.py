@@ -41,7 +41,7 @@ COPIES = {
     ("worker/v1/kv.py", "tensor"),
     ("worker/v2/inputs.py", "step"),
     ("worker/v2/grammar.py", "step"),
-    ("worker/seeds.py", "new.sampling_params"),
+    ("worker/arriving.py", "own"),
     ("worker/resuming.py", "params"),
 }
 # names that stand for ours in one file, and for vLLM's in others

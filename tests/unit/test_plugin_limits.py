@@ -42,7 +42,11 @@ REFUSED_ARGS = {
     "decode context parallel": dict(decode_context_parallel_size=4),
     "dual-batch overlap": dict(enable_dbo=True),
     "micro-batches": dict(ubatch_size=2),
-    "a KV connector": dict(kv_transfer_config=object()),
+    "a KV connector that was not tried": dict(kv_transfer_config=SimpleNamespace(kv_connector="NixlConnector")),
+    "a KV connector that stores drafts": dict(kv_transfer_config={"kv_connector": "OffloadingConnector"}),
+    "a KV connector of the user's": dict(
+        kv_transfer_config={"kv_connector": "ExampleConnector", "kv_connector_module_path": "mine"}
+    ),
     "KV offloading": dict(kv_offloading_size=4.0),
     "KV sharing fast prefill": dict(kv_sharing_fast_prefill=True),
     "async scheduling asked for": dict(async_scheduling=True),
@@ -51,7 +55,7 @@ REFUSED_ARGS = {
     "fp64 gumbel noise": dict(use_fp64_gumbel=True),
     "watermarking": dict(watermark_config={"x": 1}),
     "diffusion": dict(diffusion_config={"x": 1}),
-    "a worker of the user's": dict(worker_cls="mine.Worker"),
+    "no name of a worker": dict(worker_cls="mine"),
     "a pickled worker": dict(worker_cls=b"\x80"),
     "a scheduler of the user's": dict(scheduler_cls="mine.Scheduler"),
     "a scheduler class of the user's": dict(scheduler_cls=Path),
@@ -65,7 +69,7 @@ REFUSED_CONFIGS = {
     "a pooling model": dict(model_config=SimpleNamespace(runner_type="pooling", is_diffusion=False)),
     "a diffusion model": dict(model_config=SimpleNamespace(runner_type="generate", is_diffusion=True)),
     "a speculators checkpoint": dict(speculative_config=object()),
-    "a connector found late": dict(kv_transfer_config=object()),
+    "a connector found late": dict(kv_transfer_config=SimpleNamespace(kv_connector="LMCacheConnectorV1")),
 }
 
 
@@ -99,6 +103,9 @@ def test_stock_arguments_are_accepted():
         dict(async_scheduling=False),
         dict(data_parallel_size=4),
         dict(worker_cls=WORKER, scheduler_cls=SCHEDULER),
+        dict(worker_cls="mine.Worker"),
+        dict(kv_transfer_config={"kv_connector": "ExampleConnector"}),
+        dict(kv_transfer_config=SimpleNamespace(kv_connector=None)),
     ],
     ids=str,
 )

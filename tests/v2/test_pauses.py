@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.pausing import GAPS, STEPS, Always, NeverPays
-from tests.e2e.randomness import check_unseeded_requests_leave_randomness_alone
+from tests.e2e.randomness import check_rollouts_leave_randomness_alone
 from tests.v2.models import small_model
 from vllm_specrollout.budgets.base import LONGEST_PAUSE, Backoff, Budget
 from vllm_specrollout.budgets.fixed import FixedBudget
@@ -40,7 +40,7 @@ def _start(speculator: Speculator, budget: Budget, drafter: Drafter) -> None:
 
 def test_pauses_are_those_of_the_v1_runner_and_end_with_the_run(ours: Engine) -> None:
     runner = ours.runner
-    check_unseeded_requests_leave_randomness_alone(ours)
+    check_rollouts_leave_randomness_alone(ours)
     # what does not pay: asked again after as many engine steps as on the V1 runner
     budget = NeverPays(lambda: runner.step.number)
     _start(runner.spec_rollout, budget, Always())

@@ -90,7 +90,8 @@ class HistoryDrafter(BaseDrafter):
 
     def admit(self, view: RequestView) -> None:
         """Note the arrival, and have its problem's index ready when drafts are wanted."""
-        epoch = self.store.arrived(view.problem_id, view.name or view.request_id, view.weights_version)
+        name = view.name or view.request_id
+        epoch = self.store.arrived(view.problem_id, name, view.weights_version, view.continues)
         self.cache.want(view.problem_id)
         self._live[view.request_id] = _Live(view.problem_id, epoch)
         self._steps_left = 0

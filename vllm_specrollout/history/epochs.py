@@ -7,6 +7,9 @@ An epoch is one pass over the problems. A problem that comes back starts a new o
 - the policy has changed since, if the caller gives its version: trainers that send a group's samples far apart (all
   first samples, then all second ones) draw them from one policy, and an epoch without an update would be none.
 
+A request that goes on from an earlier one's answer (it was interrupted for an update, or is the next turn of a
+conversation) is no problem that comes back.
+
 Wrong guesses cost speed only, never tokens. A boundary too many makes siblings count as a past epoch's; one too few
 (the first problem back still has a request running) is made good by the next problem that comes back.
 """
@@ -43,14 +46,16 @@ class EpochGuess:
     def is_running(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def arrived(self, problem_id: str, request_id: str, weights_version: int | None = None) -> bool:
+    def arrived(
+        self, problem_id: str, request_id: str, weights_version: int | None = None, continues: bool = False
+    ) -> bool:
         """Whether this request begins a new epoch. One that is known to run (it was preempted) never does."""
         if request_id in self._running:
             return False
         if problem_id != self._last:
             self._changes += 1
             self._last = problem_id
-        is_new = self._begins(problem_id, weights_version)
+        is_new = not continues and self._begins(problem_id, weights_version)
         if is_new:
             self.begin()
         self._running[request_id] = problem_id

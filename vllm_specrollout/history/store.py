@@ -75,10 +75,12 @@ class HistoryStore:
     def epoch(self) -> int:
         return self._epoch
 
-    def arrived(self, problem_id: str, request_id: str, weights_version: int | None = None) -> int:
+    def arrived(
+        self, problem_id: str, request_id: str, weights_version: int | None = None, continues: bool = False
+    ) -> int:
         """A request was admitted; returns its epoch, which it may have begun (see epochs.py)."""
         with self._lock:
-            begins = self._guess.arrived(problem_id, request_id, weights_version) and self._is_guessing
+            begins = self._guess.arrived(problem_id, request_id, weights_version, continues) and self._is_guessing
             if begins:
                 latest = self._folder.latest_epoch if self._folder else 0
                 self._begin(max(self._epoch + 1, latest))

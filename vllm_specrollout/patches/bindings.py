@@ -60,6 +60,12 @@ BINDINGS = (
     ),
     Binding(
         "wrap",
+        "setattr(self, ...)",
+        "worker/weights_version.py",
+        "a worker's methods that may bring weights, by their names: weights are looked at after each call",
+    ),
+    Binding(
+        "wrap",
         "self.structured_outputs_worker",
         "worker/v2/runner.py",
         "grammar masks have a row per draft, where vLLM counts on its own speculation's rows",
@@ -174,9 +180,9 @@ BINDINGS = (
     ),
     Binding(
         "swap",
-        "new.sampling_params",
-        "worker/seeds.py",
-        "an unseeded request gets a seed of ours, in a copy of its parameters",
+        "request.sampling_params",
+        "worker/arriving.py",
+        "an unseeded request gets a seed of ours, and workers learn whose answer it is, in a copy of its parameters",
     ),
     Binding(
         "swap",
@@ -234,7 +240,8 @@ BINDINGS = (
         "piggyback",
         "setattr(output, ...)",
         "worker/scheduler.py",
-        "how requests ended, how many wait and the step's number, on `SchedulerOutput`: only the scheduler knows",
+        "on `SchedulerOutput`, what only the scheduler knows: how requests ended, how many wait, the step's number, and"
+        " that weights may have been written",
     ),
     Binding(
         "piggyback",

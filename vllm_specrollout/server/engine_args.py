@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_specrollout import envs, speculative_methods
+from vllm_specrollout import envs, mixed_workers, speculative_methods
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import supported
@@ -183,7 +183,7 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     # a number of blocks is meant in vLLM's blocks: of smaller ones it would be a smaller cache
     own_size = engine.block_size if engine_args.num_gpu_blocks_override is None else None
     changes = {
-        "worker_cls": engine.worker,
+        "worker_cls": _worker(engine, engine_args.worker_cls),
         "block_size": engine_args.block_size or config.block_size or own_size,
         # the scheduler and the front end go on as without a model: only the worker knows of it
         "speculative_config": None,
@@ -195,6 +195,13 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     _set_row_invariant_attention()
     with _replaced(engine_args, changes):
         yield
+
+
+def _worker(engine: engines.Engine, given: str) -> str:
+    """The name of our worker class; with the user's own behind it, if there is one."""
+    if given in ("auto", engine.worker) or given.startswith(f"{mixed_workers.__name__}."):
+        return engine.worker if given == "auto" else given
+    return mixed_workers.name_of(engine.worker, given)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Nothing here imports vLLM: the rules look at attributes, so they are tested with
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,8 @@ ENGINE_ARGS_LIMITS = (
         f"drop both flags, {LEAVE_OUT}",
     ),
     Limit(
-        lambda args: args.kv_transfer_config is not None,
-        "`--kv-transfer-config` moves KV cache blocks between engines, and drafts live in blocks of their own",
-        f"drop `--kv-transfer-config`, {LEAVE_OUT}",
-    ),
-    Limit(
         lambda args: bool(args.kv_offloading_size),
-        "`--kv-offloading-size` is {0.kv_offloading_size}; it moves KV cache blocks, drafts have their own",
+        "`--kv-offloading-size` is {0.kv_offloading_size}; it stores blocks while drafts in them are not verified yet",
         f"drop `--kv-offloading-size`, {LEAVE_OUT}",
     ),
     Limit(
@@ -137,11 +132,6 @@ VLLM_CONFIG_LIMITS = (
         "the model's own configuration switches on vLLM's speculative decoding (a speculators checkpoint)",
         f"serve the target model itself, {LEAVE_OUT}",
     ),
-    Limit(
-        lambda config: config.kv_transfer_config is not None,
-        "a KV connector is configured; it moves KV cache blocks, and drafts live in blocks of their own",
-        f"drop the connector, {LEAVE_OUT}",
-    ),
 )
 
 
@@ -154,7 +144,9 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     of_runner = V2_LIMITS if engine.uses_v2 else V1_LIMITS
     for limit in (*ENGINE_ARGS_LIMITS, *of_runner, *(BLOCK_LIMITS if engine.block_size else ())):
         limit.check(args)
-    _check_class("--worker-cls", args.worker_cls, ("auto", engine.worker), " (`--worker-extension-cls` stays free)")
+    check_connector(args.kv_transfer_config)
+    if not (isinstance(args.worker_cls, str) and "." in args.worker_cls):  # a qualified name: ours is mixed in
+        _check_class("--worker-cls", args.worker_cls, ("auto",), " (`--worker-extension-cls` stays free)")
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
     if not config.sources:
         raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")
@@ -175,6 +167,37 @@ def check_vllm_config(vllm_config: Any) -> None:
     """
     for limit in VLLM_CONFIG_LIMITS:
         limit.check(vllm_config)
+    check_connector(vllm_config.kv_transfer_config)
+
+
+CONNECTORS = ("ExampleConnector",)
+"""Those of vLLM's that read and write slots of confirmed tokens only, and were run with drafts."""
+_STORES_DRAFTS = {"OffloadingConnector"}
+
+
+def check_connector(given: Any) -> None:
+    """Refuse connectors that may move keys and values of drafts.
+
+    Args:
+        given: vLLM's `KVTransferConfig`, or a mapping like it; None: no connector.
+
+    Raises:
+        UnsupportedError: it is none of `CONNECTORS`.
+    """
+    get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+    name = get("kv_connector")
+    if given is None or name is None:
+        return
+    if module := get("kv_connector_module_path"):
+        name = f"{module}.{name}"
+    if name in CONNECTORS:
+        return
+    why = "stores blocks while drafts in them are not verified yet" if name in _STORES_DRAFTS else "is not among them"
+    raise UnsupportedError(
+        f"the KV connector is `{name}`; spec rollout runs with connectors that touch confirmed tokens only"
+        f" ({', '.join(CONNECTORS)}), and this one {why}",
+        f"drop the connector, {LEAVE_OUT}",
+    )
 
 
 def _check_class(flag: str, value: Any, allowed: tuple[Any, ...], more: str = "") -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 
 from vllm_specrollout.config import RequestOptions, parse_request
+from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.support import RequestTraits, request_shape
 from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.arriving import attribution_of
 
 logger = init_logger(__name__)
 
@@ -27,6 +27,8 @@ class Admission:
     problem_id: str
     shape: DraftMode
     max_tokens: int
+    continues: bool = False
+    """Whether it goes on from an earlier request's answer."""
 
     @property
     def max_draft_tokens(self) -> int:
@@ -74,16 +76,11 @@ class Desk:
             logger.info_once("Drafts for some requests are %s: %s", _EFFECT[shape], reason)
         if self.model_shape is not DraftMode.TREE and shape is DraftMode.TREE:
             shape = self.model_shape
+        found = attribution_of(params) or Attribution(options.problem_id or prompt_hash(prompt_token_ids))
         return Admission(
             options,
-            options.problem_id or prompt_hash(prompt_token_ids),
+            found.problem_id,
             shape,
             params.max_tokens if params.max_tokens is not None else 1 << 30,
+            found.continues,
         )
-
-
-def prompt_hash(prompt_token_ids: Sequence[int] | None) -> str:
-    """The default problem id: requests with the same prompt have the same one."""
-    if not prompt_token_ids:
-        return ""
-    return hashlib.blake2b(np.asarray(prompt_token_ids, dtype=np.int64).tobytes(), digest_size=12).hexdigest()

@@ -1,12 +1,15 @@
 """The drafts of one engine, between the step that plans them and the step that verifies them. Both runners use it.
 
-What belongs here: who drafts where there are several ranks, and that nothing of it stops a step.
+What belongs here: who drafts where there are several ranks, what a request is called between them, and that nothing of
+it stops a step.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import chains, cut, joined, take, token_lists
 from vllm_specrollout.types import IntArray, RequestBatch, RequestView, StepTiming, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.worker.weights_version import WeightsVersion
 
 NO_DRAFTS = empty_trees([])
 
@@ -25,10 +29,19 @@ class Drafting:
     Args:
         num_ranks: tensor-parallel ranks. The first one drafts: clocks differ between ranks, and a tree must not. It
             tells the others whatever happens, since they wait for it.
+        is_apart: each rank has a scheduler of its own, in a process of its own (vLLM's external launchers). They do the
+            same with the same requests, but vLLM ends a request's name in random characters: so between ranks it is
+            called by its number, counted in the order of admission.
     """
 
-    def __init__(self, speculator: Speculator, num_ranks: int = 1) -> None:
+    def __init__(self, speculator: Speculator, num_ranks: int = 1, *, is_apart: bool = False) -> None:
         self.speculator = speculator
+        self.weights_version = WeightsVersion()
+        self.is_apart = is_apart and num_ranks > 1
+        self._count = itertools.count()
+        # of the requests that run; empty where all ranks know them by one name
+        self._numbers: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         self.group: Any = get_tp_group() if num_ranks > 1 else None
         self.is_drafting = self.group is None or self.group.rank_in_group == 0
         # what was planned last; None: nothing, or another rank plans
@@ -40,11 +53,27 @@ class Drafting:
         self.last_order: Callable[[], Any] = lambda: None
         """On the first rank: what else is told before the trees; None: nothing."""
 
+    @classmethod
+    def of(cls, speculator: Speculator, parallel_config: Any) -> Drafting:
+        """That of an engine with this vLLM configuration."""
+        backend = parallel_config.distributed_executor_backend
+        return cls(speculator, parallel_config.tensor_parallel_size, is_apart=backend == "external_launcher")
+
     def admit(self, view: RequestView) -> None:
         """A request that may be drafted for has come."""
+        if self.is_apart and view.request_id not in self._numbers:
+            number = self._numbers[view.request_id] = str(next(self._count))
+            self._names[number] = view.request_id
+        view.weights_version = self.weights_version.number
         if self.is_drafting:
             with self.speculator.guard.over("admitting", "a request may go without drafts"):
                 self.speculator.admit(view)
+
+    def forget(self, request_id: str) -> None:
+        """It is over, or it was preempted."""
+        if (number := self._numbers.pop(request_id, None)) is not None:
+            del self._names[number]
+        self.speculator.forget(request_id)
 
     def begin(self, view: RequestView) -> None:
         """Its first token is known."""
@@ -54,6 +83,13 @@ class Drafting:
     def is_paused(self, step: int, num_requests: int) -> bool:
         """Whether this engine step goes without drafts, as far as this rank knows."""
         return not self.is_drafting or self.speculator.is_paused(step, num_requests)
+
+    def steps_off(self, step: int, num_requests: int) -> int:
+        """For how many steps from this one on a scheduler may count on no drafts.
+
+        Pauses go by the first rank's clock: where each rank schedules for itself, none is counted on.
+        """
+        return 0 if self.is_apart else self.speculator.steps_off(step, num_requests)
 
     def plan(
         self,
@@ -93,10 +129,22 @@ class Drafting:
         if self.is_drafting:
             if (order := self.last_order()) is not None:
                 self.order(order)
-            return self.group.broadcast_object(trees, src=0)
+            self.group.broadcast_object(self._called(trees, self.numbered), src=0)
+            return trees
         while not isinstance(told := self.group.broadcast_object(None, src=0), TreeBatch):
             self.follow(told)
-        return told
+        return self._called(told, self.named)
+
+    def _called(self, trees: TreeBatch, by: Callable[[Sequence[str]], list[str]]) -> TreeBatch:
+        return replace(trees, request_ids=by(trees.request_ids)) if self.is_apart else trees
+
+    def numbered(self, request_ids: Sequence[str]) -> list[str]:
+        """What requests are called between ranks."""
+        return [self._numbers[name] for name in request_ids] if self.is_apart else list(request_ids)
+
+    def named(self, called: Sequence[str]) -> list[str]:
+        """Their names on this rank."""
+        return [self._names[number] for number in called] if self.is_apart else list(called)
 
     def observe(
         self, planned: PlannedStep | None, trees: TreeBatch, num_accepted: IntArray, accepted: IntArray

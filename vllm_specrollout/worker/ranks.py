@@ -34,7 +34,7 @@ class Ranks:
 
     def order(self, names: Sequence[str], depth: int) -> None:
         """The first rank is about to draft so many levels for these requests."""
-        self._drafting.order((list(names), depth))
+        self._drafting.order((self._drafting.numbered(names), depth))
 
     def follow(self, run: Callable[[Sequence[str], int], Any]) -> None:
         """How another rank takes part in a pass."""
@@ -43,7 +43,7 @@ class Ranks:
             if order == _DROPPED:
                 self._runner.model_drafter = None
             else:
-                run(*order)
+                run(self._drafting.named(order[0]), order[1])
 
         self._drafting.follow = do
 

@@ -38,6 +38,7 @@ class RequestState:
             admission.max_draft_tokens,
             admission.problem_id,
             name=external_name(request_id),
+            continues=admission.continues,
         )
 
     def seen(

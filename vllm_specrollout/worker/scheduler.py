@@ -22,14 +22,13 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specrollout.config import parse_request
 from vllm_specrollout.observe.metrics import encode
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.scheduling.lookahead import Ask, granted
 from vllm_specrollout.types import FinishReason
-from vllm_specrollout.worker.admission import prompt_hash
+from vllm_specrollout.worker.arriving import Arrivals
 from vllm_specrollout.worker.common import config_of, with_speculation
-from vllm_specrollout.worker.resuming import mark, take_up
+from vllm_specrollout.worker.resuming import mark
 
 logger = init_logger(__name__)
 
@@ -39,6 +38,7 @@ _STATUS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.TRUNCATED,
 }
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
+_SIGNALLED = "spec_rollout_signalled"
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,16 @@ def step_of(scheduler_output: SchedulerOutput) -> int:
     return getattr(scheduler_output, _STEP, 0)
 
 
+def is_signalled(scheduler_output: SchedulerOutput) -> bool:
+    """Whether weights may have been written since the last step.
+
+    Trainers that write them in place call nothing of vLLM's that brings weights. But they let the old keys and values
+    be forgotten, or stop the engine, or wait until no request runs.
+    """
+    num_new = len(scheduler_output.scheduled_new_reqs)
+    return getattr(scheduler_output, _SIGNALLED, False) or 0 < num_new == len(scheduler_output.num_scheduled_tokens)
+
+
 class SchedulerMixin(_Base):
     """What both runners' schedulers share.
 
@@ -106,6 +116,7 @@ class SchedulerMixin(_Base):
         self.max_draft_tokens = config.max_draft_tokens
         # The grammar bitmasks need a row per draft token.
         self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
+        self._arrivals = Arrivals(vllm_config)
         is_wanted = config.queue_order == "longest_first"
         self._queue = Queue() if is_wanted and self.policy is SchedulingPolicy.FCFS else None
         # False: lengths are remembered all the same
@@ -117,6 +128,7 @@ class SchedulerMixin(_Base):
         self._step = 0
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
+        self._is_signalled = False
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +149,9 @@ class SchedulerMixin(_Base):
             mark(output, self.requests)
         setattr(output, _WAITING, len(self.waiting))
         setattr(output, _STEP, self._step)
+        if self._is_signalled and output.total_num_scheduled_tokens:
+            self._is_signalled = False
+            setattr(output, _SIGNALLED, True)
         return output
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -165,15 +180,12 @@ class SchedulerMixin(_Base):
     # --- requests that come and go -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        take_up(request)
+        problem_id = self._arrivals.add(request).problem_id
         super().add_request(request)
         if self._queue is None:
             return
         if len(self.waiting) <= 1:
             self._arrived = 0
-        params = request.sampling_params
-        options = parse_request(((params and params.extra_args) or {}).get("spec_rollout"))
-        problem_id = options.problem_id or prompt_hash(request.prompt_token_ids)
         self._known[request.request_id] = Waiting(
             problem_id, request.max_tokens, self._arrived, num_prompt=request.num_prompt_tokens
         )
@@ -181,6 +193,7 @@ class SchedulerMixin(_Base):
         self._queue.arrive()
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._arrivals.end(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is not None and self._queue is not None and request.status in _STATUS:
             self._queue.observe(known.problem_id, request.num_output_tokens)
@@ -188,6 +201,16 @@ class SchedulerMixin(_Base):
             status = _STATUS.get(request.status, FinishReason.ABORTED)
             self._endings[request.request_id] = (request.num_output_tokens, status)
         return super()._free_request(request, *args, **kwargs)
+
+    # --- what trainers do to the engine ------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._is_signalled = True
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        self._is_signalled = True
+        super().set_pause_state(*args, **kwargs)
 
     # --- the order of the queue --------------------------------------------------------------------------------------
 

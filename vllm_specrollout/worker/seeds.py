@@ -5,21 +5,17 @@ With the engine in a trainer's process those are the trainer's: its shuffles mus
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-
 import numpy as np
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import NewRequestData
 
 _SEEDS = 1 << 62
 
 
 class RequestSeeds:
-    """One engine's source of seeds. Requests get theirs in the order of their admission.
+    """One engine's source of seeds. Requests get theirs in the order of their arrival (arriving.py).
 
-    All tensor-parallel ranks admit the same requests in the same order, so they agree on every seed. Engines of a
-    data-parallel group draw different ones: samples of one problem may be spread over them.
+    Tensor-parallel ranks that schedule for themselves are given the same requests in the same order, so they agree on
+    every seed. Engines of a data-parallel group draw different ones: samples of one problem may be spread over them.
     """
 
     def __init__(self, engine_seed: int, data_parallel_rank: int = 0) -> None:
@@ -34,17 +30,3 @@ class RequestSeeds:
     def draw(self) -> int:
         """The next request's seed, at least 0 and below 2**62."""
         return int(self._rng.integers(0, _SEEDS))
-
-    def give(self, requests: Sequence[NewRequestData]) -> list[str]:
-        """Seeds for those of the requests that have none; returns their ids.
-
-        vLLM's V2 runner would draw them from numpy's own state.
-        """
-        unseeded = []
-        for new in requests:
-            if new.sampling_params is not None and new.sampling_params.seed is None:
-                # a copy: other requests may have the same parameters
-                new.sampling_params = copy.copy(new.sampling_params)
-                new.sampling_params.seed = self.draw()
-                unseeded.append(new.req_id)
-        return unseeded

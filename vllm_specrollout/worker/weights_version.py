@@ -1,15 +1,27 @@
-"""How often the policy has changed: every way in which trainers bring new weights into a running engine."""
+"""How often the policy has changed: every way in which trainers bring new weights into a running engine.
+
+Where vLLM is given weights, that is a change. What may only mean one (a sign from the scheduler, a call by name, waking
+up) has a few weights looked at before the next step: an empty sign changes nothing, and a silent change is noticed.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_specrollout.worker.fingerprint import Fingerprint
 from vllm_specrollout.worker.packed_weights import PackedWeights
+from vllm_specrollout.worker.scheduler import is_signalled
 
 _Base: Any = object
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Base
+
+_NAMES = re.compile("update|refit|load|weight", re.IGNORECASE)
+"""In the names of methods by which trainers bring weights."""
 
 
 class WeightsVersion:
@@ -18,29 +30,45 @@ class WeightsVersion:
     def __init__(self) -> None:
         self.number = 0
         """The version that the next forward pass computes with."""
+        self.computed = 0
+        """The version that the last one computed with."""
         self.is_open = False
         """Whether weights were written since the last step began."""
-        self.computed = 0
-        """The version that the last step computed with, or the one that now begins."""
-        self.of_endings = 0
-        """The version of the step before: what was reported to have ended with this step was computed with it."""
+        self.may_differ = True
+        """Whether weights were, or may have been, written since the last step began."""
+        self._look: Callable[[], bytes] | None = None
+        # of the weights that the last step computed with; None: none did
+        self._seen: bytes | None = None
         self._packed: PackedWeights | None = None
 
     def touch(self) -> None:
         """Weights were written."""
         self.number += not self.is_open
-        self.is_open = True
+        self.is_open = self.may_differ = True
+
+    def suspect(self) -> None:
+        """Weights may have been written: they are looked at when the next step begins."""
+        self.may_differ = True
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """A step begins. The runner says so before it computes."""
+        if self.may_differ or is_signalled(step):
+            self.close()
 
     def close(self) -> None:
-        """A step begins, which ends a change. The runner says so before it computes.
+        """A change ends; what may be one is looked into.
 
         Raises:
             UnsupportedError: the new weights cannot be used.
         """
         if self.is_open and self._packed is not None:
             self._packed.end()
-        self.is_open = False
-        self.of_endings, self.computed = self.computed, self.number
+        if self._look is not None:
+            seen = self._look()
+            self.number += not self.is_open and self._seen not in (None, seen)
+            self._seen = seen
+        self.is_open = self.may_differ = False
+        self.computed = self.number
 
     def watch(self, model: Any, packed: PackedWeights | None = None) -> None:
         """Notice calls of `model.load_weights`, which trainers make directly, one per parameter.
@@ -48,6 +76,7 @@ class WeightsVersion:
         Args:
             packed: how weights get into this model, where its own `load_weights` cannot bring them in.
         """
+        self._look = Fingerprint(model).take
         load_weights = getattr(model, "load_weights", None)
         if load_weights is None:
             return
@@ -69,7 +98,16 @@ class WeightsMixin(_Base):
         result = super().load_model(*args, **kwargs)
         model = self.model_runner.get_model()
         self.model_runner.weights_version.watch(model, PackedWeights.of(model, self.vllm_config))
+        self._watch_calls()
         return result
+
+    def _watch_calls(self) -> None:
+        """Methods that trainers call by name, a worker extension's above all, may write weights in place."""
+        for name in dir(type(self)):
+            if name.startswith(("_", "spec_rollout_")) or name == "load_model" or not _NAMES.search(name):
+                continue
+            if callable(getattr(type(self), name)):
+                setattr(self, name, _then(getattr(self, name), self.model_runner.weights_version.suspect))
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
         self.model_runner.weights_version.touch()
@@ -84,7 +122,19 @@ class WeightsMixin(_Base):
         return super().finish_weight_update(*args, **kwargs)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        # after sleep level 2 the weights come anew; "kv_cache" and "scheduling" alone bring none
-        if tags is None or "weights" in tags:
-            self.model_runner.weights_version.touch()
+        # after sleep level 2 the weights come anew, after level 1 they are the old ones
+        self.model_runner.weights_version.suspect()
         super().wake_up(tags)
+
+
+def _then(method: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    """The method, and whatever comes of it, then the other."""
+
+    @functools.wraps(method)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            after()
+
+    return both

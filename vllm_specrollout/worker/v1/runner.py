@@ -1,8 +1,7 @@
 """The V1 model runner with exact verification of drafts, as far as it is the same on CPU and CUDA.
 
-What belongs here: the places where vLLM's step is entered, in the order of the step. Branches are laid out in
-cpu_runner.py, rows sampled in sampler.py, noise kept in requests.py, drafts made by drafting.py and feeding.py. In a
-step vLLM's runner never learns that it speculates, so none of its own drafting code runs.
+What belongs here: the places where vLLM's step is entered, in its order. Branches are laid out in cpu_runner.py, rows
+sampled in sampler.py, noise kept in requests.py, drafts made by drafting.py and feeding.py. vLLM knows of no drafts.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
 from vllm_specrollout.worker.resuming import fill_in
-from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
+from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, is_signalled, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v1.feeding import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.processors import are_builtin
 from vllm_specrollout.worker.v1.requests import Noise, RequestBook
 from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
-from vllm_specrollout.worker.weights_version import WeightsVersion
 
 logger = init_logger(__name__)
 
@@ -75,11 +73,11 @@ class SpecRolloutV1(_Base):
         if vllm_config.speculative_config is not None:
             self.input_batch.logitsprocs = plain_processors(self)
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
-        self.weights_version = WeightsVersion()
         self.stats = Stats()
         self.book = RequestBook(DraftMode.OFF, self.noise.tape)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
-        self.drafting = Drafting(self.spec_rollout, self.parallel_config.tensor_parallel_size)
+        self.drafting = Drafting.of(self.spec_rollout, self.parallel_config)
+        self.weights_version = self.drafting.weights_version
         self.step = StepState(0, 0.0, 0)
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
@@ -127,7 +125,7 @@ class SpecRolloutV1(_Base):
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
         self.book.forget(req_id)
-        self.spec_rollout.forget(req_id)
+        self.drafting.forget(req_id)
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -140,7 +138,12 @@ class SpecRolloutV1(_Base):
                 self._timing = replace(self._timing, step_ms=period_ms)
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
-        self.weights_version.close()
+        for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
+            if req_id in self.requests:  # it ended in the last step, with that one's weights
+                entry = self.book.get(self.requests[req_id])
+                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.computed))
+        if self.weights_version.may_differ or is_signalled(scheduler_output):
+            self.weights_version.close()
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def settle(self) -> None:
@@ -150,10 +153,6 @@ class SpecRolloutV1(_Base):
             self._timing = None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
-            if req_id in self.requests:
-                entry = self.book.get(self.requests[req_id])
-                self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.of_endings))
         result = super()._update_states(scheduler_output)
         if scheduler_output.scheduled_new_reqs:
             fill_in(self, scheduler_output)  # those that were begun elsewhere

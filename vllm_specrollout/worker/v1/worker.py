@@ -7,9 +7,11 @@ from typing import Any
 import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.decoupling import keep_off
@@ -42,6 +44,7 @@ class SpecRolloutCPUWorker(
                 "unset `VLLM_USE_V2_MODEL_RUNNER`, or set it to 0",
             )
         # vLLM names its runner's class in the body of init_device; what it made holds no weights yet.
+        check_runner(self, CPUModelRunner)
         runner = runner_for(config_of(self.vllm_config).collect, SpecRolloutCPURunner)
         self.model_runner = runner(self.vllm_config, torch.device("cpu"))
 

@@ -31,7 +31,6 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import RequestState
-from vllm_specrollout.worker.weights_version import WeightsVersion
 
 
 class HostRequest(RequestState):
@@ -153,7 +152,7 @@ class Host:
         self._requests: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
         self._over: dict[str, _Over] = {}
-        self.weights_version = WeightsVersion()
+        self.weights_version = drafting.weights_version
         self._last_home: float | None = None
         self.came_home: Callable[[InFlight, IntArray, VerifyResult], None] = lambda step, counts, result: None
         """Told of each step that was taken in: [R] tokens sampled for each request, and what became of its drafts."""
@@ -171,7 +170,7 @@ class Host:
     def forget(self, request_id: str) -> None:
         is_known = self._requests.pop(request_id, None) is not None
         if is_known and request_id not in self._over:
-            self.speculator.forget(request_id)
+            self.drafting.forget(request_id)
 
     def end(self, request_id: str, num_tokens: int, status: FinishReason) -> None:
         """The request is over after so many tokens; drafters are told when the last of them has come home."""
@@ -193,7 +192,7 @@ class Host:
                 continue
             del self._over[request_id]
             self.speculator.finish(over.request.ended(over.num_tokens, over.status, over.weights_version))
-            self.speculator.forget(request_id)
+            self.drafting.forget(request_id)
 
     def sent(self, step: InFlight) -> None:
         """A step was launched; nobody waits for it yet."""

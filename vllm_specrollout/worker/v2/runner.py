@@ -27,12 +27,12 @@ from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import DraftMode, FinishedRequest, IntArray
 from vllm_specrollout.worker.admission import Desk
+from vllm_specrollout.worker.arriving import is_unseeded
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens
 from vllm_specrollout.worker.model_drafter import ModelDrafter
 from vllm_specrollout.worker.resuming import resumed_of
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
-from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
@@ -67,7 +67,7 @@ class SpecRolloutV2(_Base):
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v2")
-        drafting = Drafting(self.spec_rollout, self.parallel_config.tensor_parallel_size)
+        drafting = Drafting.of(self.spec_rollout, self.parallel_config)
         self.host = Host(drafting, self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
@@ -77,7 +77,6 @@ class SpecRolloutV2(_Base):
         self.mover: SlotMover | None = None
         self.step = StepState()
         self.draft_graphs = DraftGraphs(self.inputs)
-        self.seeds = RequestSeeds.of(vllm_config)
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -118,8 +117,8 @@ class SpecRolloutV2(_Base):
         return super().capture_model(profile_only=profile_only)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        unseeded = self.seeds.give(scheduler_output.scheduled_new_reqs)
         super().add_requests(scheduler_output)
+        unseeded = [new.req_id for new in scheduler_output.scheduled_new_reqs if is_unseeded(new.sampling_params)]
         if unseeded:
             # vLLM may sample them as it samples whoever has no seed, where nothing is drafted
             self.sampler.sampling_states.seeds_set[[self.req_states.req_id_to_index[name] for name in unseeded]] = False
@@ -148,8 +147,8 @@ class SpecRolloutV2(_Base):
         self.inputs.clear()
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
-        self.weights_version.close()
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
+            self.weights_version.begin(scheduler_output)
             is_paused = self.host.drafting.is_paused(step.number, num_running)
             if scheduler_output.scheduled_spec_decode_tokens:
                 scheduler_output = self._with_drafts(scheduler_output, is_paused)
@@ -287,7 +286,7 @@ class SpecRolloutV2(_Base):
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
         trees, after = self.step.trees, self.step.number + 1
-        asks_at = after + self.spec_rollout.steps_off(after, self.step.num_running)
+        asks_at = after + self.host.drafting.steps_off(after, self.step.num_running)
         return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
 
 

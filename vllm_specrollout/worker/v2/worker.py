@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.mixed_workers import check_runner
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.explaining import ExplainsMixin
@@ -27,7 +28,7 @@ else:
 
 
 @contextmanager
-def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> Iterator[None]:
+def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> Iterator[type]:
     """While a worker sets its device up, it finds our runner under the name of vLLM's.
 
     vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
@@ -38,9 +39,10 @@ def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> I
     ours = ModelledV2 if has_model else SpecRolloutV2
     module = importlib.import_module(module_name)
     stock = getattr(module, class_name)
-    setattr(module, class_name, type("SpecRolloutRunner", (ours, stock), {}))
+    found = type("SpecRolloutRunner", (ours, stock), {})
+    setattr(module, class_name, found)
     try:
-        yield
+        yield found
     finally:
         setattr(module, class_name, stock)
 
@@ -58,8 +60,9 @@ class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin,
                 "unset `VLLM_USE_V2_MODEL_RUNNER`",
             )
         has_model = config_of(self.vllm_config).coupled_model is not None
-        with _runner_replaced(*self.runner_class, has_model=has_model):
+        with _runner_replaced(*self.runner_class, has_model=has_model) as ours:
             super().init_device()
+        check_runner(self, ours)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         from vllm_specrollout.worker.v2.warm_up import warm_up

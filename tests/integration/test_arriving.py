@@ -1,0 +1,80 @@
+"""What is settled of a request in the order of arrival, and what the workers read of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from vllm_specrollout.history.problems import Attribution, prompt_hash
+from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.admission import Desk
+from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded
+
+PROMPT = [5, 6, 7, 8]
+
+
+def arrivals(seed: int = 7) -> Arrivals:
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(seed=seed), parallel_config=SimpleNamespace(data_parallel_rank=0)
+    )
+    return Arrivals(config)
+
+
+def request(name: str, params: SamplingParams, prompt: list[int] | None = None, **options: Any) -> Request:
+    return Request(name, list(prompt or PROMPT), params, None, **options)
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=20, **options)
+
+
+def test_only_who_samples_without_a_seed_is_given_one_and_the_clients_parameters_stay_as_they_are() -> None:
+    shared, seeded, greedy = params(temperature=0.7), params(seed=3), params(temperature=0.0)
+    requests = [request(f"{i}", one) for i, one in enumerate((shared, seeded, greedy, shared))]
+    door = arrivals()
+    for one in requests:
+        door.add(one)
+    seeds = [one.sampling_params.seed for one in requests]
+    assert seeds[1:3] == [3, None] and seeds[0] != seeds[3] and None not in (seeds[0], seeds[3])
+    assert [is_unseeded(one.sampling_params) for one in requests] == [True, False, False, True]
+    assert shared.seed is None and shared.extra_args is None and requests[0].sampling_params.temperature == 0.7
+    # another rank, which greets the same requests in the same order, under other names
+    other = arrivals()
+    again = [request(f"{i}-x", one) for i, one in enumerate((shared, seeded, greedy, shared))]
+    for one in again:
+        other.add(one)
+    assert [one.sampling_params.seed for one in again] == seeds
+
+
+def test_the_workers_read_the_problem_that_the_scheduler_found() -> None:
+    door, desk = arrivals(), Desk(DraftMode.TREE)
+    first = request("a", params(seed=1, extra_args={"mine": 1}))
+    assert door.add(first) == Attribution(prompt_hash(PROMPT))
+    first.append_output_token_ids([11, 12, 13])
+    door.end("a")
+    again = request("b", params(seed=1), [*PROMPT, 11, 12])
+    assert door.add(again) == attribution_of(again.sampling_params) == Attribution(prompt_hash(PROMPT), True)
+    assert first.sampling_params.extra_args["mine"] == 1
+    admission = desk.admit(again.sampling_params, again.prompt_token_ids, has_prompt_embeds=False)
+    assert (admission.problem_id, admission.continues) == (prompt_hash(PROMPT), True)
+    # what came past our scheduler is judged by its prompt
+    admission = desk.admit(params(), [*PROMPT, 11, 12], has_prompt_embeds=False)
+    assert (admission.problem_id, admission.continues) == (prompt_hash([*PROMPT, 11, 12]), False)
+
+
+def test_a_resumed_request_is_its_own_prompts_and_a_session_counts() -> None:
+    door = arrivals()
+    resumed = params(seed=1, extra_args={"spec_rollout": {"resume": {"prompt_tokens": 4}}})
+    assert door.add(request("a", resumed, [*PROMPT, 1, 2])) == Attribution(prompt_hash(PROMPT), True)
+    found = door.add(request("b", params(), [9, 9], session_id="s")).problem_id
+    assert door.add(request("c", params(), [3, 3], session_id="s")) == Attribution(found, True)
+    # neither of these says anything of the problem
+    salted = request("d", params(), cache_salt="tenant", priority=3)
+    assert door.add(salted) == Attribution(prompt_hash(PROMPT))

@@ -1,0 +1,181 @@
+"""How a worker learns that its policy has changed, and what it takes for nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from vllm_specrollout.worker.fingerprint import MOST_ELEMENTS, MOST_PARAMETERS, Fingerprint
+from vllm_specrollout.worker.weights_version import WeightsMixin, WeightsVersion
+
+
+class Model(torch.nn.Module):
+    """With a parameter of each kind that there is: transposed, packed, in another type."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 96) for _ in range(layers))
+        self.transposed = torch.nn.Parameter(torch.randn(32, 48).t())
+        self.packed = torch.nn.Parameter(torch.empty(0))
+        self.narrow = torch.nn.Parameter(torch.randn(40, 16).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        with torch.no_grad():
+            for name, weight in weights:
+                self.get_parameter(name).copy_(weight)
+
+
+def step(num_new: int = 0, num_running: int = 2, **more: Any) -> Any:
+    scheduled = dict.fromkeys(map(str, range(num_new + num_running)), 1)
+    return SimpleNamespace(scheduled_new_reqs=[None] * num_new, num_scheduled_tokens=scheduled, **more)
+
+
+def signalled() -> Any:
+    return step(spec_rollout_signalled=True)
+
+
+def watched(model: Model) -> WeightsVersion:
+    version = WeightsVersion()
+    version.watch(model)
+    version.begin(step())
+    assert version.number == 0
+    return version
+
+
+@torch.no_grad()
+def test_a_fingerprint_sees_any_parameter_that_was_written_and_one_replaced() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    look = Fingerprint(model).take
+    seen = [look()]
+    assert look() == seen[0] and len(seen[0]) == 16
+    for write in (
+        lambda: model.layers[1].weight.mul_(1.5),
+        lambda: model.transposed.add_(1.0),
+        lambda: model.narrow.copy_(torch.randn(40, 16).to(torch.float8_e4m3fn)),
+        lambda: setattr(model.layers[0], "bias", torch.nn.Parameter(torch.ones(96))),
+    ):
+        write()
+        seen.append(look())
+    assert len(set(seen)) == len(seen)
+
+
+@torch.no_grad()
+def test_of_large_models_little_is_looked_at_and_a_small_update_in_bfloat16_is_seen_all_the_same() -> None:
+    torch.manual_seed(0)
+    model = Model(layers=40).to(torch.bfloat16)
+    look = Fingerprint(model)
+    before = look.take()
+    assert len(look._chosen) == MOST_PARAMETERS
+    written = [parameter for parameter in model.parameters() if parameter.numel()]
+    for parameter in written:
+        # about one element in a hundred comes out as another number
+        noise = torch.rand(parameter.shape) < 0.01
+        parameter.copy_(torch.where(noise, parameter.float() * 1.02 + 0.01, parameter.float()))
+    assert look.take() != before
+    assert MOST_PARAMETERS * MOST_ELEMENTS == 4096
+
+
+@torch.no_grad()
+def test_weights_written_in_place_are_noticed_at_the_next_sign_and_an_empty_sign_changes_nothing() -> None:
+    model = Model()
+    version = watched(model)
+    for sign in (signalled, lambda: step(num_new=3, num_running=0)):
+        version.begin(sign())
+        before = version.number
+        model.layers[0].weight.add_(1.0)
+        version.begin(step())
+        assert version.number == before, "without a sign nobody looks"
+        version.begin(sign())
+        version.begin(sign())
+        assert version.number == before + 1
+    # requests that come to others are no sign
+    model.layers[0].weight.add_(1.0)
+    version.begin(step(num_new=3))
+    assert version.number == 2
+
+
+def test_a_push_of_many_pieces_and_the_sign_behind_it_are_one_change() -> None:
+    model = Model()
+    version = watched(model)
+    for name in ("layers.0.weight", "layers.1.weight"):
+        model.load_weights([(name, torch.randn(96, 64))])
+    version.begin(signalled())
+    version.begin(signalled())
+    assert version.number == 1
+    # vLLM was given weights: that they are the old ones is the trainer's affair
+    model.load_weights([("layers.0.bias", model.layers[0].bias.clone())])
+    version.begin(step())
+    assert version.number == 2
+
+
+class Base:
+    """vLLM's worker, as far as it matters here."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.model_runner = SimpleNamespace(weights_version=WeightsVersion(), get_model=lambda: model)
+        self.vllm_config = None
+
+    def load_model(self) -> None:
+        pass
+
+    def reload_weights(self) -> None:
+        pass
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
+
+    weights_hint = "no method"
+
+
+class Extension:
+    """A trainer's."""
+
+    @torch.no_grad()
+    def update_from_shared_memory(self, amount: float) -> str:
+        self.model.layers[0].weight.add_(amount)
+        return "done"
+
+    @torch.no_grad()
+    def refit(self) -> None:
+        self.model.layers[0].weight.add_(1.0)
+        raise RuntimeError("half way")
+
+    def report_device_id(self) -> int:
+        return 0
+
+
+class Worker(WeightsMixin, Base, Extension):
+    pass
+
+
+def test_methods_that_a_trainer_calls_by_name_are_followed_by_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_specrollout.worker.weights_version.PackedWeights.of", lambda model, config: None)
+    worker = Worker(Model())
+    worker.load_model()
+    version = worker.model_runner.weights_version
+    version.begin(step())
+    assert worker.update_from_shared_memory(0.0) == "done"
+    version.begin(step())
+    assert version.number == 0, "nothing was written"
+    worker.update_from_shared_memory(1.0)
+    version.begin(step())
+    assert version.number == 1
+    with pytest.raises(RuntimeError, match="half way"):
+        worker.refit()
+    version.begin(step())
+    assert version.number == 2
+    # back with the weights that it went to sleep with
+    worker.wake_up()
+    version.begin(step())
+    assert version.number == 2
+    worker.reload_weights()
+    version.begin(step())
+    assert version.number == 3 and worker.weights_hint == "no method" and "report_device_id" not in vars(worker)

@@ -1,0 +1,135 @@
+"""Whose answer a request's is, by what its tokens show."""
+
+import random
+
+import pytest
+
+from vllm_specrollout.history import problems
+from vllm_specrollout.history.problems import Attribution, Problems, prompt_hash
+
+PROMPT = [5, 6, 7, 8]
+ANSWER = [11, 12, 13, 14, 15]
+
+
+def answered(known: Problems, prompt: list[int] = PROMPT, answer: list[int] = ANSWER, **options: str) -> str:
+    """A request that came and is over; returns its problem."""
+    found = known.arrive("first", prompt, list(answer[:0]), **options)
+    known._running["first"].live["first"] = answer
+    known.end("first")
+    return found.problem_id
+
+
+def test_equal_prompts_are_one_problem_and_a_clients_id_goes_first():
+    known = Problems()
+    assert known.arrive("a", PROMPT) == known.arrive("b", list(PROMPT)) == Attribution(prompt_hash(PROMPT))
+    assert known.arrive("c", [5, 6, 7]).problem_id == prompt_hash([5, 6, 7])
+    assert known.arrive("d", PROMPT, given="aime-7") == Attribution("aime-7")
+    # whoever sends the prompt alone means the same problem
+    assert known.arrive("e", PROMPT) == Attribution("aime-7")
+    assert known.arrive("f", None) == known.arrive("g", []) == Attribution("")
+    assert known.arrive("h", None, given="mine") == Attribution("mine")
+
+
+@pytest.mark.parametrize("count", range(1, len(ANSWER) + 1))
+def test_a_prompt_that_ends_with_part_of_an_interrupted_answer_is_the_old_problem(count):
+    known = Problems()
+    problem = answered(known)
+    assert known.arrive("again", PROMPT + ANSWER[:count]) == Attribution(problem, continues=True)
+    # and so are its siblings, of which all have the longer prompt
+    assert known.arrive("sibling", PROMPT + ANSWER[:count]) == Attribution(problem, continues=True)
+
+
+def test_a_running_answer_counts_as_it_stands():
+    known, answer = Problems(), []
+    problem = known.arrive("live", PROMPT, answer).problem_id
+    assert not known.arrive("early", PROMPT + ANSWER[:2]).continues, "it has no token yet"
+    answer += ANSWER
+    assert known.arrive("again", PROMPT + ANSWER[:4]) == Attribution(problem, continues=True)
+
+
+def test_interrupted_again_and_again_it_stays_the_same_problem():
+    known = Problems()
+    problem, prompt = answered(known), list(PROMPT)
+    rng = random.Random(1)
+    for number in range(40):
+        answer = [rng.randrange(100) for _ in range(rng.randrange(1, 6))]
+        found = known.arrive(f"{number}", prompt, answer[:0])
+        assert found.problem_id == problem and found.continues == (number > 0)
+        known._running[f"{number}"].live[f"{number}"] = answer
+        known.end(f"{number}")
+        prompt += answer[: rng.randrange(1, len(answer) + 1)]
+
+
+@pytest.mark.parametrize("end", [ANSWER, ANSWER[:-1]], ids=["whole", "its last token replaced by the template"])
+def test_the_next_turn_of_a_conversation_is_the_old_problem(end):
+    known = Problems()
+    problem = answered(known)
+    turn = [*PROMPT, *end, 90, 91, 92]
+    assert known.arrive("second", turn) == Attribution(problem, continues=True)
+    known._running["second"].live["second"] = [21, 22, 23]
+    known.end("second")
+    assert known.arrive("third", [*turn, 21, 22, 23, 80]) == Attribution(problem, continues=True)
+
+
+@pytest.mark.parametrize("rest", [[12, 13], [11, 13], [90], [*ANSWER[:3], 90, 91]])
+def test_a_longer_prompt_that_goes_on_otherwise_is_a_problem_of_its_own(rest):
+    known = Problems()
+    answered(known)
+    assert known.arrive("other", PROMPT + rest) == Attribution(prompt_hash(PROMPT + rest))
+
+
+def test_the_longest_known_prompt_is_the_one_that_is_gone_on_from():
+    known = Problems()
+    short = answered(known, PROMPT, [11, 12, 13, 50, 51])
+    long = answered(known, [*PROMPT, 11, 12], [13, 50, 52], given="long")
+    assert short != long
+    assert known.arrive("a", [*PROMPT, 11, 12, 13, 50]).problem_id == long
+    assert known.arrive("b", [*PROMPT, 11, 12, 13, 50, 51]).problem_id == short
+
+
+def test_a_session_says_what_tokens_do_not():
+    known = Problems()
+    problem = known.arrive("a", PROMPT, session_id="s").problem_id
+    # its first turn, told in other words
+    assert known.arrive("b", [7, 7, 7, 7, 7], session_id="s") == Attribution(problem, continues=True)
+    assert not known.arrive("c", [7, 7, 7, 7, 7, 7], session_id="t").continues
+    assert known.arrive("d", [8, 8], given="mine", session_id="s") == Attribution("mine")
+
+
+def test_what_was_begun_elsewhere_goes_on_and_ids_may_come_again():
+    known = Problems()
+    assert known.arrive("a", PROMPT, [1, 2]) == Attribution(prompt_hash(PROMPT), continues=True)
+    assert known.arrive("a", [9, 9], []) == Attribution(prompt_hash([9, 9]))
+    known.end("a")
+    known.end("a")
+    assert known.arrive("b", [*PROMPT, 1]) == Attribution(prompt_hash(PROMPT), continues=True)
+
+
+def test_a_request_that_ended_without_a_token_is_asked_for_again_as_often():
+    known = Problems()
+    for name in ("a", "b", "c"):
+        assert not known.arrive(name, PROMPT, []).continues
+    known.end("a")
+    known.end("b")
+    assert [known.arrive(f"again {i}", PROMPT, []).continues for i in range(3)] == [True, True, False]
+
+
+def test_memory_stays_bounded_and_the_oldest_goes_first():
+    known = Problems(most_prompts=8, most_tokens=4 * (problems._EACH + 5))
+    known.arrive("stays", [1, 1, 1])
+    for number in range(30):
+        answered(known, [*PROMPT, number], ANSWER, session_id=f"{number}")
+    assert len(known) == 8 and len(known._by_key) == 8 and len(known._sessions) == 8
+    assert known.num_tokens == 4 * (problems._EACH + 5) and sum(known._lengths.values()) == 8
+    assert known._sorted_lengths == [3, 5]
+    assert known.arrive("a", [*PROMPT, 29, *ANSWER]).continues
+    assert not known.arrive("b", [*PROMPT, 25, *ANSWER]).continues, "its answer is forgotten"
+    assert known.arrive("c", [1, 1, 1]) == Attribution(prompt_hash([1, 1, 1]))
+
+
+def test_equal_words_are_looked_at_again(monkeypatch):
+    monkeypatch.setattr(problems, "_words_of", lambda tokens: tokens.astype("uint64") * 0)
+    known = Problems()
+    answered(known)
+    assert not known.arrive("other", [4, 3, 2, 1, *ANSWER]).continues
+    assert known.arrive("again", [*PROMPT, *ANSWER]).continues

@@ -1,0 +1,73 @@
+"""What is settled of a request when it arrives in the scheduler, and how the workers learn of it.
+
+What belongs here: seeds for those without one, and whose answer a request's is. Both go by the order of arrival, which
+neither drafts nor the order of the queue change, and which is the same on all ranks that schedule for themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from vllm_specrollout.config import parse_request
+from vllm_specrollout.history.problems import Attribution, Problems
+from vllm_specrollout.worker.resuming import take_up
+from vllm_specrollout.worker.seeds import RequestSeeds
+
+_KEY = "spec_rollout_arrival"  # in `extra_args`: they travel with the request to every worker, whichever runs it
+_GREEDY = 1e-5  # below this temperature vLLM samples greedily
+
+
+class Arrivals:
+    """One scheduler's."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._seeds = RequestSeeds.of(vllm_config)
+        self._problems = Problems()
+
+    def add(self, request: Request) -> Attribution:
+        """Called once per request, before anything else is done with it."""
+        take_up(request)
+        params = request.sampling_params
+        if params is None:
+            return Attribution("")
+        options = parse_request((params.extra_args or {}).get("spec_rollout"))
+        found = self._problems.arrive(
+            request.request_id,
+            request.prompt_token_ids,
+            request._output_token_ids,  # the list itself: it grows
+            given=options.problem_id,
+            session_id=request.session_id,
+        )
+        # a copy: the front end has this one, and other requests may have it too
+        request.sampling_params = own = copy.copy(params)
+        is_unseeded = params.seed is None and params.temperature >= _GREEDY
+        if is_unseeded:
+            own.seed = self._seeds.draw()
+        told = {"problem_id": found.problem_id, "continues": found.continues, "is_unseeded": is_unseeded}
+        own.extra_args = {**(params.extra_args or {}), _KEY: told}
+        return found
+
+    def end(self, request_id: str) -> None:
+        """The request is over, however it ended."""
+        self._problems.end(request_id)
+
+
+def attribution_of(params: SamplingParams) -> Attribution | None:
+    """Whose answer the request's is; None: it came past our scheduler."""
+    told = _told(params)
+    return Attribution(told["problem_id"], told["continues"]) if told else None
+
+
+def is_unseeded(params: SamplingParams) -> bool:
+    """Whether the request came without a seed, and was given one here."""
+    return bool(_told(params).get("is_unseeded"))
+
+
+def _told(params: SamplingParams) -> Mapping[str, Any]:
+    return (params.extra_args or {}).get(_KEY) or {}
