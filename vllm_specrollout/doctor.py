@@ -101,9 +101,8 @@ def _vllm_findings() -> list[Finding]:
     found = [Finding("vllm source", drift.cause, True, drift.hint) if drift else Finding("vllm source", "as released")]
     try:
         facts = importlib.import_module("vllm_specrollout.server.engines").host_facts()
-        for process in patches.PROCESSES:
-            for patch in patches.load(process):
-                importlib.import_module(patch.module)
+        for patch in patches.load_all(version):
+            importlib.import_module(patch.module)
     except ImportError as error:
         return [*found, Finding("vllm import", str(error), True, "install requirements/cpu.txt with `pip --no-deps`")]
     rows = patches.report()

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_specrollout import envs, speculative_methods
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.patches import supported
+from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
@@ -85,7 +85,8 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
             if config.is_decoupled:
-                speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=engine is engines.CPU_V1)
+                has_seeds = engine is engines.CPU_V1 and features.installed().cpu_noise == "integer"
+                speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=has_seeds)
             if config.placement == "auto":
                 speculative_methods.check_auto(config)
             if config.coupled_model is not None:

@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.config import parse_request
 from vllm_specrollout.observe.metrics import encode
+from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.scheduling.lookahead import Ask, granted
 from vllm_specrollout.types import FinishReason
@@ -152,13 +153,13 @@ class SchedulerMixin(_Base):
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's, with our counts on board.
 
-        `num_kv_fetch_reqs_by_stage` is the one open table of numbers in `SchedulerStats` that vLLM reads by known names
-        only. Ours lie there under names of our own, so nothing of the message between the processes has to change.
+        A table of numbers that vLLM leaves open carries them under names of our own, so nothing of the message between
+        the processes has to change; the front end takes them out before vLLM's own loggers look.
         """
         stats = super().make_stats(*args, **kwargs)
         counts, self._counts = self._counts, None
         if stats is not None and counts:
-            stats.num_kv_fetch_reqs_by_stage.update(encode(counts))
+            getattr(stats, features.installed().counts_field).update(encode(counts))
         return stats
 
     # --- requests that come and go -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import num_branches, with_branches
 from vllm_specrollout.types import (
     DraftMode,
@@ -170,7 +171,8 @@ class SpecRolloutV1(_Base):
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduled:
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.speculative_config = True  # only asked whether it is None: makes logits rows for the draft tokens
+        if features.installed().speculates_by == "config":
+            self.speculative_config = True  # only asked whether it is None: makes logits rows for the draft tokens
         try:
             result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
