@@ -27,6 +27,8 @@ class Features:
     """What makes the V1 runner give draft tokens rows of logits: `speculative_config`, or that some are scheduled."""
     counts_field: str
     """The table of numbers in `SchedulerStats` on which a worker's counts travel: the engine core leaves it open."""
+    places_field: str
+    """The scheduler's number of requests that may run at once."""
     mask_stride: Literal["drafted", "fixed"]
     """Rows of a grammar's mask per request: one more than it drafted, or as many as any request may have."""
     has_validate_tokens: bool
@@ -45,6 +47,7 @@ _NEWEST = Features(
     v2_noise="murmur",
     speculates_by="config",
     counts_field="num_kv_fetch_reqs_by_stage",
+    places_field="max_num_active_reqs",
     mask_stride="fixed",
     has_validate_tokens=True,
     trims_at_stop_strings=True,
@@ -61,7 +64,7 @@ _0_31 = replace(
     watermarking="of all",
     pause_keyword="wait_for_inflight_requests",
 )
-_0_30 = replace(_0_31, v2_noise="philox")
+_0_30 = replace(_0_31, v2_noise="philox", places_field="max_num_running_reqs")
 _0_29 = replace(_0_30, watermarking="none", has_validate_tokens=False)
 
 TABLE: Mapping[str, Features] = {

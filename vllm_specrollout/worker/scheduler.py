@@ -105,6 +105,8 @@ class SchedulerMixin(_Base):
         super().__init__(vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
         self.max_draft_tokens = config.max_draft_tokens
+        # requests that may run at once
+        self.places: int = getattr(self, features.installed().places_field)
         # The grammar bitmasks need a row per draft token.
         self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
         is_wanted = config.queue_order == "longest_first"
@@ -123,7 +125,7 @@ class SchedulerMixin(_Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._queue is not None and self.is_reordering and self.waiting:
-            places = self.max_num_active_reqs - len(self.running)
+            places = self.places - len(self.running)
             if self._queue.is_due(len(self.waiting), places):
                 self._put_in_order(self._queue)
         if any(request.spec_token_ids for request in self.running):
@@ -200,7 +202,7 @@ class SchedulerMixin(_Base):
         # one block is vLLM's, to point at where there is none
         kinds = len(self.kv_cache_manager.coordinator.single_type_managers)
         capacity = (self.kv_cache_manager.block_pool.num_gpu_blocks - 1) // kinds * self.block_size
-        is_longest_first = queue.can_be_longest_first(everybody, self.max_num_active_reqs, capacity, self.block_size)
+        is_longest_first = queue.can_be_longest_first(everybody, self.places, capacity, self.block_size)
         order = queue.order(known, is_longest_first)
         if order == list(range(len(requests))):
             return
@@ -243,7 +245,7 @@ class SchedulerMixin(_Base):
                 requests.append(request)
                 asks.append(Ask(len(request.spec_token_ids), max(slack, 0)))
         # who waits would take what is free; and each running request may need another block soon
-        is_short = bool(self.waiting) and len(self.running) < self.max_num_active_reqs
+        is_short = bool(self.waiting) and len(self.running) < self.places
         spare = 0 if is_short else free - len(self.running) * len(managers)
         if spare >= len(managers) * sum(-(-ask.wanted // block_size) for ask in asks):
             return  # there is room for all of them, whatever slack they have
