@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specrollout import __version__, envs, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.patches import supported
+from vllm_specrollout.patches import features, supported
 from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
@@ -121,6 +121,7 @@ def _runner(facts: Any) -> Finding:
     engines = importlib.import_module("vllm_specrollout.server.engines")
     try:
         engine = engines.choose(is_cpu=facts.is_cpu, is_cuda=facts.is_cuda, platform=facts.platform)
+        engines.check_version(engine, features.installed(), str(supported.installed_vllm()))
         engines.check_runner(engine, facts.model_runner == "V2")
     except UnsupportedError as problem:
         return Finding("model runner", facts.model_runner, True, problem.hint)

@@ -18,11 +18,16 @@ from vllm_specrollout.patches import supported
 class Features:
     """What one vLLM version does, where versions differ."""
 
+    runners: tuple[Literal["V1", "V2"], ...]
+    """The model runners that spec rollout supports: the identity suite has passed on them."""
+    models_draft: bool
+    """Whether a model of `--speculative-config` may draft: where all tests of models that draft have passed."""
     cpu_noise: Literal["integer", "vector"]
     """What a token's noise is drawn as on CPU's V1 runner: an integer that seeds Gumbel noise, or an exponential
     variate per entry of the vocabulary, as on CUDA."""
     v2_noise: Literal["murmur", "philox"]
-    """Where the V2 runner's Gumbel noise comes from: a hash of seed, position and token, or Philox streams."""
+    """Where the V2 runner's Gumbel noise comes from: a hash of seed, position and token, or Philox streams, which we
+    do not replay."""
     speculates_by: Literal["config", "tokens"]
     """What makes the V1 runner give draft tokens rows of logits: `speculative_config`, or that some are scheduled."""
     counts_field: str
@@ -31,8 +36,6 @@ class Features:
     """The scheduler's number of requests that may run at once."""
     mask_stride: Literal["drafted", "fixed"]
     """Rows of a grammar's mask per request: one more than it drafted, or as many as any request may have."""
-    has_validate_tokens: bool
-    """Whether `StructuredOutputManager.validate_tokens` says which drafts a grammar allows; else the grammar does."""
     trims_at_stop_strings: bool
     """Whether the front end drops the tokens that a step brings behind the one that completes a stop string."""
     watermarking: Literal["none", "of all", "of some"]
@@ -43,20 +46,22 @@ class Features:
 
 
 _NEWEST = Features(
+    runners=("V1", "V2"),
+    models_draft=False,
     cpu_noise="integer",
     v2_noise="murmur",
     speculates_by="config",
     counts_field="num_kv_fetch_reqs_by_stage",
     places_field="max_num_active_reqs",
     mask_stride="fixed",
-    has_validate_tokens=True,
     trims_at_stop_strings=True,
     watermarking="of some",
     pause_keyword=None,
 )
-_0_32 = replace(_NEWEST, mask_stride="drafted")
+_0_32 = replace(_NEWEST, models_draft=True, mask_stride="drafted")
 _0_31 = replace(
     _0_32,
+    models_draft=False,
     cpu_noise="vector",
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
@@ -64,8 +69,8 @@ _0_31 = replace(
     watermarking="of all",
     pause_keyword="wait_for_inflight_requests",
 )
-_0_30 = replace(_0_31, v2_noise="philox", places_field="max_num_running_reqs")
-_0_29 = replace(_0_30, watermarking="none", has_validate_tokens=False)
+_0_30 = replace(_0_31, runners=("V1",), v2_noise="philox", places_field="max_num_running_reqs")
+_0_29 = replace(_0_30, watermarking="none")
 
 TABLE: Mapping[str, Features] = {
     "0.29.0": _0_29,

