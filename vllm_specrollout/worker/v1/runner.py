@@ -20,7 +20,6 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import num_branches, with_branches
 from vllm_specrollout.types import (
     DraftMode,
@@ -32,7 +31,7 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 from vllm_specrollout.worker import decoupling
-from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.common import config_of, with_rows_for_drafts
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
 from vllm_specrollout.worker.resuming import fill_in
@@ -171,8 +170,7 @@ class SpecRolloutV1(_Base):
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduled:
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        if features.installed().speculates_by == "config":
-            self.speculative_config = True  # only asked whether it is None: makes logits rows for the draft tokens
+        self.speculative_config = with_rows_for_drafts()  # only asked whether it is None
         try:
             result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
