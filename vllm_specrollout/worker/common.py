@@ -13,6 +13,8 @@ from vllm_specrollout.config import SpecRolloutConfig, parse
 from vllm_specrollout.patches import features
 
 CONFIG_KEY = "spec_rollout"
+ROWS_FOR_DRAFTS = True if features.installed().speculates_by == "config" else None
+"""The V1 runner's `speculative_config` for a step in which draft tokens are to get rows of logits."""
 
 
 def config_of(vllm_config: VllmConfig) -> SpecRolloutConfig:
@@ -68,8 +70,3 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
         target_parallel_config=vllm_config.parallel_config,
     )
     return clone
-
-
-def with_rows_for_drafts() -> bool | None:
-    """The V1 runner's `speculative_config` for a step in which draft tokens get rows of logits."""
-    return True if features.installed().speculates_by == "config" else None
