@@ -5,6 +5,7 @@ What belongs here: what clients and the server need. How an engine takes such a 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,7 +128,22 @@ def _not_resumable(params: Any, *, has_token_ids: bool, is_session: bool) -> lis
         "`prompt_logprobs`": params.prompt_logprobs is not None,
         "`n` above 1": params.n > 1,
         "`thinking_token_budget`": params.thinking_token_budget is not None,
-        "watermarking": bool(params.watermarking),
+        "watermarking": asks_for_watermark(params),
         "trace replay": bool(params.trace_decode_token_ids),
     }
     return [name for name, is_used in uses.items() if is_used]
+
+
+def asks_for_watermark(params: Any) -> bool:
+    """Whether a request asks for the engine's watermark.
+
+    Older versions of vLLM set this on every request, and some have no such field. An engine with a watermark is
+    refused, so what a request has without asking means nothing.
+    """
+    value = getattr(params, "watermarking", None)
+    return bool(value) and value != _unasked(type(params))
+
+
+@functools.cache
+def _unasked(cls: type) -> Any:
+    return cls().watermarking

@@ -76,9 +76,6 @@ def test_the_tables_columns_name_what_that_version_has(version: str, tree: Path 
         row.mask_stride == "fixed"
     )
     assert ("_trim_surplus_tokens" in source("v1.engine.output_processor")) == row.trims_at_stop_strings
-    params = source("sampling_params")
-    stated = {"none": False, "of all": "watermarking: bool = True", "of some": "watermarking: bool | None = None"}
-    assert "watermarking" not in params if row.watermarking == "none" else stated[row.watermarking] in params
     pausing = source("v1.engine.async_llm").partition("def pause_generation")[2].partition('"""')[0]
     assert ("wait_for_inflight_requests" in pausing) == (row.pause_keyword == "wait_for_inflight_requests")
 

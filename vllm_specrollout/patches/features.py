@@ -38,9 +38,6 @@ class Features:
     """Rows of a grammar's mask per request: one more than it drafted, or as many as any request may have."""
     trims_at_stop_strings: bool
     """Whether the front end drops the tokens that a step brings behind the one that completes a stop string."""
-    watermarking: Literal["none", "of all", "of some"]
-    """What `SamplingParams.watermarking` says: there is no such field; it is set unless a request says otherwise, so it
-    means nothing without an engine's watermark, which we refuse; or it is set where a request asks for it."""
     pause_keyword: str | None
     """The keyword of `pause_generation` that older trainers give, where this version still takes it."""
 
@@ -55,7 +52,6 @@ _NEWEST = Features(
     places_field="max_num_active_reqs",
     mask_stride="fixed",
     trims_at_stop_strings=True,
-    watermarking="of some",
     pause_keyword=None,
 )
 _0_32 = replace(_NEWEST, models_draft=True, mask_stride="drafted")
@@ -66,14 +62,12 @@ _0_31 = replace(
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
     trims_at_stop_strings=False,
-    watermarking="of all",
     pause_keyword="wait_for_inflight_requests",
 )
 _0_30 = replace(_0_31, runners=("V1",), v2_noise="philox", places_field="max_num_running_reqs")
-_0_29 = replace(_0_30, watermarking="none")
 
 TABLE: Mapping[str, Features] = {
-    "0.29.0": _0_29,
+    "0.29.0": _0_30,
     "0.30.0": _0_30,
     "0.31.0": _0_31,
     "0.32.0": _0_32,

@@ -12,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_specrollout.config import RequestOptions, parse_request
 from vllm_specrollout.patches import features
+from vllm_specrollout.resuming import asks_for_watermark
 from vllm_specrollout.support import RequestTraits, request_shape
 from vllm_specrollout.types import DraftMode
 
@@ -57,7 +58,6 @@ class Desk:
         """Args:
         follows_one_line: why this runner can only draft chains for the request; empty if it can draft trees.
         """
-        known = features.installed()
         options = parse_request((params.extra_args or {}).get("spec_rollout"))
         shape, reason = request_shape(
             RequestTraits(
@@ -65,9 +65,9 @@ class Desk:
                 has_grammar=params.structured_outputs is not None,
                 has_thinking_budget=params.thinking_token_budget is not None,
                 has_prompt_embeds=has_prompt_embeds,
-                is_watermarked=known.watermarking == "of some" and bool(params.watermarking),
+                is_watermarked=asks_for_watermark(params),
                 is_trace_replay=bool(params.trace_decode_token_ids),
-                has_untrimmed_stop=bool(params.stop) and not known.trims_at_stop_strings,
+                has_untrimmed_stop=bool(params.stop) and not features.installed().trims_at_stop_strings,
             )
         )
         if follows_one_line and shape is DraftMode.TREE:
