@@ -5,7 +5,6 @@ What belongs here: what clients and the server need. How an engine takes such a 
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,9 +140,5 @@ def asks_for_watermark(params: Any) -> bool:
     refused, so what a request has without asking means nothing.
     """
     value = getattr(params, "watermarking", None)
-    return bool(value) and value != _unasked(type(params))
-
-
-@functools.cache
-def _unasked(cls: type) -> Any:
-    return cls().watermarking
+    # only built where there is a value to compare: that costs microseconds, once per request
+    return bool(value) and value != type(params)().watermarking
