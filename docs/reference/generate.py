@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import typer.main
 from vllm_specrollout import config, envs, patches
 from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.cli import BENCHES, app
+from vllm_specrollout.patches import features
 from vllm_specrollout.patches.bindings import BINDINGS, KINDS
 from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE
@@ -31,6 +33,7 @@ def pages() -> dict[str, str]:
         "cli.md": NOTICE + cli_page(),
         "drafted.md": NOTICE + drafted_page(),
         "patches.md": NOTICE + patches_page(),
+        "versions.md": NOTICE + versions_page(),
     }
 
 
@@ -181,6 +184,58 @@ def patches_page() -> str:
         own = [(f"`{one.target}`", f"`{one.where}`", one.why) for one in BINDINGS if one.kind == kind]
         parts.append(_table(("What", "Where", "Why"), own))
     return "\n".join(parts)
+
+
+def versions_page() -> str:
+    """The supported versions of vLLM, what was tested on each, and in what they differ."""
+    versions = reversed(features.TABLE)
+    tested = json.loads((HERE.parents[1] / "tests" / "versions" / "tested.json").read_text(encoding="utf-8"))
+    runs = {(version, runner): run for version, own in tested.items() for runner, run in own.items()}
+    compared = ", ".join(next(iter(runs.values()))["features"])
+    rows = [
+        (v, *(_tested(runs.get((v, r))) for r in ("V1", "V2")), _yes(features.TABLE[v].models_draft)) for v in versions
+    ]
+    fields = dataclasses.fields(features.Features)
+    meanings = _field_docs(features.Features)
+    differences = [
+        (f"`{f.name}`", " ".join(meanings[f.name].split()), *(_value(row, f.name) for row in features.TABLE.values()))
+        for f in fields
+    ]
+    return "\n".join(
+        [
+            "# vLLM versions\n",
+            "Any other version stays stock; asking for speculation there is an error that names the nearest ones.\n",
+            _table(("vLLM", "V1 runner", "V2 runner", "A model drafts"), rows),
+            "A cell says what the short identity suite compared with stock vLLM of the same version. Each request ran"
+            " twice with drafts: trees, then chains. No token differed, and drafts and branches were accepted."
+            f" Its features: {compared}. `make versions-test` runs it.\n",
+            "- All of it ran on CPU: V1 as it is, V2 under Triton's interpreter. Nothing has run on a GPU.",
+            "- 0.33.0 has no build for CPU. Its Python ran over the compiled files of 0.32.0, for these tests alone.",
+            "- All other tests run on 0.32.0 only. On the others, what the suite does not cover is untested.",
+            "- On CPU before 0.32.0, noise is a vector per token. It takes memory, so a step's drafts are limited.\n",
+            "## In what they differ\n",
+            "As far as the code has to know. It asks this table, and compares versions nowhere else.\n",
+            _table(("Field", "Meaning", *features.TABLE), differences),
+        ]
+    )
+
+
+def _tested(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return "not supported"
+    ties = f", {run['ties']} of them proven ties" if run["ties"] else ""
+    return f"{run['requests']} answers, {run['tokens']} tokens{ties}"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _value(row: features.Features, name: str) -> str:
+    value = getattr(row, name)
+    if isinstance(value, bool) or value is None:
+        return _yes(bool(value))
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

@@ -1,17 +1,28 @@
 """The V2 scheduler meets the workers, to ask them for drafts before it makes grammar masks."""
 
-from vllm_specrollout.patches import Patch
+from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.engine_core import introduce_workers
 
-PATCHES = (
+UPSTREAM = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/core.py"
+WHY = (
+    "once executor and scheduler both exist; on the V2 runner the scheduler must learn what was drafted before it masks"
+    " the rows of requests with a grammar, and vLLM hands it no way to ask"
+)
+REMOVE_WHEN = "vLLM asks the workers for drafts whenever the scheduler says that there may be some"
+
+PATCHES = tuple(
     Patch(
-        target="vllm.v1.engine.core:EngineCore._initialize_effective_attention_block_size",
+        target=f"vllm.v1.engine.core:EngineCore.{name}",
         wrap=introduce_workers,
-        why="the first call once executor and scheduler both exist; on the V2 runner the scheduler must learn what was"
-        " drafted before it masks the rows of requests with a grammar, and vLLM hands it no way to ask",
-        upstream="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/core.py",
-        versions=("0.32.0",),
-        remove_when="vLLM asks the workers for drafts whenever the scheduler says that there may be some",
+        why=WHY,
+        upstream=UPSTREAM,
+        versions=versions,
+        remove_when=REMOVE_WHEN,
         process="engine_core",
-    ),
+    )
+    for name, versions in (
+        ("_initialize_effective_attention_block_size", features.since("0.31.0")),
+        # older ones have no method of their own at that point
+        ("__init__", features.until("0.30.0")),
+    )
 )

@@ -1,6 +1,6 @@
 """Trainers that pause an engine with a keyword of earlier vLLMs."""
 
-from vllm_specrollout.patches import Patch
+from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.pausing import accept_dropped_keyword
 
 PATCHES = (
@@ -10,7 +10,7 @@ PATCHES = (
         why="vLLM 0.32 dropped `wait_for_inflight_requests`, with which verl 0.9 and AReaL 1.0 abort what runs before"
         " they bring new weights",
         upstream="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/async_llm.py",
-        versions=("0.32.0",),
+        versions=features.since("0.32.0"),
         remove_when="those trainers ask for a pause mode",
         process="frontend",
     ),

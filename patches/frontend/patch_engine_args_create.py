@@ -1,6 +1,6 @@
 """Where engine arguments become the engine's configuration: the one place that knows them all."""
 
-from vllm_specrollout.patches import Patch
+from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.engine_args import create
 
 PATCHES = (
@@ -9,7 +9,7 @@ PATCHES = (
         wrap=create,
         why="names our worker and scheduler and refuses what does not go together, before any worker is started",
         upstream="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/engine/arg_utils.py",
-        versions=("0.32.0",),
+        versions=features.ALL,
         remove_when="vLLM calls a plugin with the engine arguments before it makes the configuration",
         process="frontend",
         guards_unsupported=True,

@@ -1,6 +1,6 @@
 """`LLM(MODEL, spec_rollout=...)`, `EngineArgs(spec_rollout=...)`."""
 
-from vllm_specrollout.patches import Patch
+from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.engine_args import accept_keyword
 
 PATCHES = tuple(
@@ -9,7 +9,7 @@ PATCHES = tuple(
         wrap=accept_keyword,
         why="one more keyword; both dataclasses have an `__init__` of their own, generated",
         upstream="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/engine/arg_utils.py",
-        versions=("0.32.0",),
+        versions=features.ALL,
         remove_when="vLLM lets a plugin declare engine arguments",
         process="frontend",
     )

@@ -1,6 +1,6 @@
 """vLLM's spec-decode counters in /metrics."""
 
-from vllm_specrollout.patches import Patch
+from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.metrics import count_drafts
 
 PATCHES = (
@@ -9,7 +9,7 @@ PATCHES = (
         wrap=count_drafts,
         why="the stock counters exist only with a `speculative_config`, which our engine does not have",
         upstream="https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/metrics/loggers.py",
-        versions=("0.32.0",),
+        versions=features.ALL,
         remove_when="vLLM makes the counters when the scheduler reports drafts",
         process="frontend",
     ),

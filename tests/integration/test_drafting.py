@@ -168,7 +168,7 @@ def test_the_first_rank_tells_the_others_whatever_happens(monkeypatch):
 
 
 def test_a_tree_without_scratch_blocks_left_drafts_its_best_path():
-    runner = SimpleNamespace(scratch=np.arange(2), block_size=16)
+    runner = SimpleNamespace(scratch=np.arange(2), block_size=16, noise=SimpleNamespace(most_nodes=None))
     batch = RequestBatch.of(views_of(2, num_tokens=20))
     trees = SpecRolloutCPURunner._fit(runner, batch_of([FORKED, FORKED]), batch)
     assert trees.sizes.tolist() == [3, 2]

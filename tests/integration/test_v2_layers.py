@@ -166,7 +166,7 @@ def test_where_a_rejected_token_leaves_a_trace_nothing_is_drafted(spec, reason):
     assert shape is DraftMode.OFF and reason in found
 
 
-def runner_of(specs=(FULL,), shape="tree", kernel_block_size=None, attn_type="decoder", **changes):
+def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="decoder", **changes):
     layers = {
         f"layer{i}": SimpleNamespace(impl=impl_of(head_size=getattr(spec, "head_size", 0)), attn_type=attn_type)
         for i, spec in enumerate(specs)
@@ -189,7 +189,9 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=None, attn_type="de
                         backend=FLASH,
                         kv_cache_spec=spec,
                         layer_names=[f"layer{i}"],
-                        kernel_block_size=kernel_block_size,
+                        metadata_builders=[
+                            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=kernel_block_size))
+                        ],
                     )
                 ]
                 for i, spec in enumerate(specs)

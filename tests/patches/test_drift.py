@@ -12,7 +12,8 @@ import pytest
 from vllm_specrollout import patches
 from vllm_specrollout.patches import supported
 
-PATCHES = [patch for process in patches.PROCESSES for patch in patches.load(process)]
+PATCHES = patches.load_all(supported.installed_vllm())
+EVERY = [patch for process in patches.PROCESSES for patch in patches.load(process)]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +46,14 @@ def test_every_known_definition_is_as_recorded_whatever_its_file_says():
 
 
 @pytest.mark.parametrize("version", supported.table())
-def test_every_patch_is_fingerprinted_for_every_supported_version_and_nothing_else_is(version):
-    assert set(supported.table()[version]["patched"]) == {patch.target for patch in PATCHES}
+def test_no_definition_that_is_assumed_lacks_its_fingerprint(version):
     assert "" not in supported.table()[version]["assumed"].values()
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+@pytest.mark.parametrize("patch", EVERY, ids=lambda patch: patch.target)
 def test_every_patch_says_why_where_and_until_when(patch):
     assert patch.why and patch.remove_when and patch.upstream.startswith("https://github.com/vllm-project/vllm/")
-    assert set(patch.versions) == set(supported.table())
+    assert patch.versions and set(patch.versions) <= set(supported.table())
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)

@@ -1,6 +1,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -149,7 +150,8 @@ def test_an_unsupported_vllm_raises_only_if_the_environment_asks_for_speculation
         plugin.register()
     assert applied == [True, True], "only the guard may be installed"
     assert [record.getMessage() for record in caplog.records] == [
-        "--spec-rollout is not available: vLLM 0.31.2 is installed, but spec rollout supports only: 0.32.0"
+        "--spec-rollout is not available: vLLM 0.31.2 is installed, but spec rollout supports only: 0.29.0, 0.30.0,"
+        " 0.31.0, 0.32.0, 0.33.0 (nearest: 0.31.0 and 0.32.0)"
     ]
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "0")
     plugin.register()
@@ -170,6 +172,35 @@ def test_local_builds_of_a_version_count_as_that_version(monkeypatch, version):
     monkeypatch.setattr(supported.importlib.metadata, "version", lambda name: version)
     assert supported.installed_vllm() == "0.32.0"
     assert supported.version_problem("0.32.0") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "near"),
+    [
+        ("0.28.1", ["0.29.0"]),
+        ("0.31.2", ["0.31.0", "0.32.0"]),
+        ("0.32.1.dev3", ["0.32.0", "0.33.0"]),
+        ("1.0", ["0.33.0"]),
+        ("unknown", ["0.33.0"]),
+    ],
+)
+def test_an_unsupported_version_is_told_its_nearest_supported_ones(version, near):
+    assert supported.nearest(version) == near
+    problem = supported.version_problem(version)
+    assert " and ".join(near) in problem.cause and near[-1] in problem.hint
+
+
+def test_a_patch_is_applied_on_the_versions_that_it_is_for_and_on_no_other(toy, monkeypatch):
+    older, newer = (declare(f"{toy}:Toy.{name}") for name in ("method", "static"))
+    older, newer = replace(older, versions=("1.0", "1.1")), replace(newer, versions=("1.1",))
+    guard = replace(declare(f"{toy}:function"), versions=("1.1",), guards_unsupported=True)
+    monkeypatch.setattr(patches, "load", lambda process: (older, newer, guard))
+    monkeypatch.setattr(supported, "installed_vllm", lambda: "1.0")
+    patches.apply_all("frontend")
+    assert [patches.state(patch) for patch in (older, newer, guard)] == ["waiting", "off", "off"]
+    assert {row["target"] for row in patches.report()} == {older.target}
+    patches.apply_all("frontend", guards_only=True)
+    assert patches.state(guard) == "waiting" and patches.state(newer) == "off"
 
 
 def test_a_fingerprint_ignores_comments_blank_lines_and_nothing_else():
@@ -208,10 +239,30 @@ def test_a_changed_source_is_named_and_the_way_out_too(recorded, tmp_path):
     assert f"{recorded}:Toy.method" in problem.cause and "specrollout patches" in problem.hint
 
 
+def test_a_definition_that_only_another_version_has_is_recorded_as_missing(recorded, tmp_path):
+    (tmp_path / f"{recorded}.py").write_text(TOY.replace("def method", "def other_method"))
+    supported.update("0.9", [f"{recorded}:function"])
+    assert list(supported.table()) == ["0.9", "1.0"]
+    assert supported.table()["0.9"]["assumed"] == {f"{recorded}:Toy.method": supported.NOT_FOUND}
+    assert supported.mismatches("0.9") == []
+    with pytest.raises(UnsupportedError, match="Toy.gone"):
+        supported.update("0.9", [f"{recorded}:Toy.gone"])
+
+
+def test_the_source_of_another_tree_is_read_where_it_lies(recorded, tmp_path):
+    tree = tmp_path / "tree"
+    (tree / recorded).mkdir(parents=True)
+    (tree / recorded / "__init__.py").write_text(TOY)
+    assert supported.mismatches("1.0", tree) == []
+    (tree / recorded / "__init__.py").write_text(TOY.replace('return "stock"', 'return "new"'))
+    assert set(supported.mismatches("1.0", tree)) == {f"{recorded}:Toy.method", f"{recorded}:function"}
+    assert supported.mismatches("1.0") == []
+
+
 def test_a_file_that_is_as_recorded_is_not_parsed_and_another_build_of_it_is(recorded, tmp_path, monkeypatch):
     parsed = []
     parse = supported._parse
-    monkeypatch.setattr(supported, "_parse", lambda module: parsed.append(module) or parse(module))
+    monkeypatch.setattr(supported, "_parse", lambda module, root: parsed.append(module) or parse(module, root))
     assert supported.mismatches("1.0") == [] and not parsed
     source = tmp_path / f"{recorded}.py"
     source.write_text("# of another build\n" + TOY)

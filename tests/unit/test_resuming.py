@@ -11,7 +11,7 @@ import pytest
 from vllm_specrollout import resumed
 from vllm_specrollout.config import parse_request
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.resuming import Resume, check_resume
+from vllm_specrollout.resuming import Resume, asks_for_watermark, check_resume
 
 HERE = Path(__file__).parent
 PROMPT = [5, 6, 7]
@@ -30,7 +30,7 @@ class Params:
     prompt_logprobs: int | None = None
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
-    watermarking: bool = False
+    watermarking: bool | None = None
     trace_decode_token_ids: Any = None
     extra_args: dict[str, Any] | None = None
 
@@ -103,3 +103,13 @@ def test_the_length_of_the_prompt_is_needed() -> None:
 def test_what_cannot_be_resumed_is_another_error_than_a_mistake() -> None:
     with pytest.raises(UnsupportedError):
         check_resume(Resume(prompt_tokens=2), Params(n=2), PROMPT, is_v2=False)
+
+
+def test_a_watermark_that_every_request_has_is_not_asked_for():
+    @dataclass
+    class Older:
+        watermarking: bool = True
+
+    assert not asks_for_watermark(Older()) and not asks_for_watermark(Older(watermarking=False))
+    assert asks_for_watermark(Params(watermarking=True)) and not asks_for_watermark(Params())
+    assert not asks_for_watermark(object()), "a version without watermarks"

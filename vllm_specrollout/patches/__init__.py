@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+from vllm_specrollout.patches import supported
+
 logger = logging.getLogger(__name__)
 
 PROCESSES = ("frontend", "engine_core")
@@ -32,6 +34,7 @@ class Patch:
     upstream: str
     """Link to the code that is rebound."""
     versions: tuple[str, ...]
+    """The vLLM versions that it is for; on others it is left out."""
     remove_when: str
     process: str
     guards_unsupported: bool = False
@@ -58,16 +61,25 @@ _waiting: dict[str, list[Patch]] = {}
 
 
 def load(process: str) -> tuple[Patch, ...]:
-    """The patches declared for one process."""
+    """The patches declared for one process, for any version of vLLM."""
     if process not in PROCESSES:
         raise ValueError(f"no process is called {process!r}; there are: {', '.join(PROCESSES)}")
     return importlib.import_module(f"{__name__}.{process}").PATCHES
 
 
+def load_all(version: str | None) -> tuple[Patch, ...]:
+    """The patches of all processes that are for this version."""
+    return tuple(patch for process in PROCESSES for patch in load(process) if version in patch.versions)
+
+
 def apply_all(process: str, *, guards_only: bool = False) -> None:
-    """Apply a process's patches, each now or as soon as its module is imported. Calling it again changes nothing."""
+    """Apply a process's patches for the installed vLLM, each now or as soon as its module is imported.
+
+    Calling it again changes nothing. `guards_only` is for versions that are not supported.
+    """
+    version = supported.installed_vllm()
     for patch in load(process):
-        if not guards_only or patch.guards_unsupported:
+        if patch.guards_unsupported if guards_only else version in patch.versions:
             apply(patch)
 
 
@@ -113,20 +125,19 @@ def state(patch: Patch) -> str:
     return "waiting" if patch in _waiting.get(patch.module, []) else "off"
 
 
-def report() -> list[dict[str, str]]:
-    """The ledger: every declared patch, with what was done about it in this process."""
+def report(version: str | None = None) -> list[dict[str, str]]:
+    """The ledger: every patch for a version (None: the installed one), with what was done about it in this process."""
     return [
         {
             "target": patch.target,
-            "process": process,
+            "process": patch.process,
             "state": state(patch),
             "why": patch.why,
             "upstream": patch.upstream,
             "versions": ", ".join(patch.versions),
             "remove_when": patch.remove_when,
         }
-        for process in PROCESSES
-        for patch in load(process)
+        for patch in load_all(version or supported.installed_vllm())
     ]
 
 

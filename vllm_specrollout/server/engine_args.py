@@ -13,7 +13,7 @@ from typing import Any
 from vllm_specrollout import envs, mixed_workers, speculative_methods
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.patches import supported
+from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
@@ -78,6 +78,8 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             engine = _choose_engine()
             if (given := _speculative_config(self)) is not None:
                 config = speculative_methods.moved(config, given)
+            if config.coupled_model is not None or config.is_decoupled:
+                _check_models_draft()
             limits.check_engine_args(self, config, engine)
         with _on(self, config, engine):
             vllm_config = original(self, *args, **kwargs)
@@ -85,7 +87,8 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
             if config.is_decoupled:
-                speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=engine is engines.CPU_V1)
+                has_seeds = engine is engines.CPU_V1 and features.installed().cpu_noise == "integer"
+                speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=has_seeds)
             if config.placement == "auto":
                 speculative_methods.check_auto(config)
             if config.coupled_model is not None:
@@ -113,6 +116,15 @@ def _speculative_config(engine_args: Any) -> dict[str, Any] | None:
                 "give one of the two",
             )
     return given or None
+
+
+def _check_models_draft() -> None:
+    if not features.installed().models_draft:
+        able = ", ".join(version for version, row in features.TABLE.items() if row.models_draft)
+        raise UnsupportedError(
+            f"a model is to draft, and vLLM {supported.installed_vllm()} is installed: models draft on {able} so far",
+            "drop `--speculative-config` and `decoupled`, or take that version",
+        )
 
 
 def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:
@@ -170,11 +182,13 @@ def _choose_engine() -> engines.Engine:
         raise problem
     from vllm.platforms import current_platform
 
-    return engines.choose(
+    engine = engines.choose(
         is_cpu=current_platform.is_cpu(),
         is_cuda=current_platform.is_cuda(),
         platform=current_platform.device_name,
     )
+    engines.check_version(engine, features.installed(), str(version))
+    return engine
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from vllm_specrollout import envs
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.patches.features import Features
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,20 @@ def check_runner(engine: Engine, uses_v2: bool) -> None:
         f"for this configuration vLLM chose its {chosen} model runner; spec rollout runs the {engine.runner} one here",
         hint,
     )
+
+
+def check_version(engine: Engine, known: Features, version: str) -> None:
+    """Refuse a model runner that spec rollout does not support on this version of vLLM.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if engine.runner not in known.runners:
+        raise UnsupportedError(
+            f"on vLLM {version}, spec rollout does not support the {engine.runner} model runner",
+            f"set `{envs.USE_V2_MODEL_RUNNER}=0` to run the V1 one (on CUDA: chains only), take another version"
+            " (docs/reference/versions.md), or leave spec rollout off",
+        )
 
 
 @dataclass(frozen=True, slots=True)

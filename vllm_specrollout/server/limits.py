@@ -76,7 +76,7 @@ ENGINE_ARGS_LIMITS = (
         f"drop `--use-fp64-gumbel`, {LEAVE_OUT}",
     ),
     Limit(
-        lambda args: args.watermark_config is not None,
+        lambda args: getattr(args, "watermark_config", None) is not None,
         "`--watermark-config` replaces sampling, which spec rollout must repeat exactly",
         f"drop `--watermark-config`, {LEAVE_OUT}",
     ),

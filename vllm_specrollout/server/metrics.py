@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_specrollout.config import MAX_NODES
+from vllm_specrollout.patches import features
 from vllm_specrollout.server import settings
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ def _recording(record: Callable[..., None], counts: Counts) -> Callable[..., Non
 
     @functools.wraps(record)
     def wrapper(scheduler_stats: Any, *args: Any, engine_idx: int = 0, **kwargs: Any) -> None:
-        record(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
         if scheduler_stats is not None:
-            counts.record(scheduler_stats.num_kv_fetch_reqs_by_stage, engine_idx)
+            # before vLLM's own, which may show the whole table
+            counts.record(getattr(scheduler_stats, features.installed().counts_field), engine_idx)
+        record(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
 
     return wrapper
 

@@ -10,8 +10,11 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_specrollout.config import SpecRolloutConfig, parse
+from vllm_specrollout.patches import features
 
 CONFIG_KEY = "spec_rollout"
+ROWS_FOR_DRAFTS = True if features.installed().speculates_by == "config" else None
+"""The V1 runner's `speculative_config` for a step in which draft tokens are to get rows of logits."""
 
 
 def config_of(vllm_config: VllmConfig) -> SpecRolloutConfig:

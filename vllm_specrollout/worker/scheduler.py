@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specrollout.observe.metrics import encode
+from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.scheduling.lookahead import Ask, granted
 from vllm_specrollout.types import FinishReason
@@ -114,6 +115,8 @@ class SchedulerMixin(_Base):
         super().__init__(vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
         self.max_draft_tokens = config.max_draft_tokens
+        # requests that may run at once
+        self.places: int = getattr(self, features.installed().places_field)
         # The grammar bitmasks need a row per draft token.
         self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
         self._arrivals = Arrivals(vllm_config)
@@ -134,7 +137,7 @@ class SchedulerMixin(_Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._queue is not None and self.is_reordering and self.waiting:
-            places = self.max_num_active_reqs - len(self.running)
+            places = self.places - len(self.running)
             if self._queue.is_due(len(self.waiting), places):
                 self._put_in_order(self._queue)
         if any(request.spec_token_ids for request in self.running):
@@ -168,13 +171,13 @@ class SchedulerMixin(_Base):
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's, with our counts on board.
 
-        `num_kv_fetch_reqs_by_stage` is the one open table of numbers in `SchedulerStats` that vLLM reads by known names
-        only. Ours lie there under names of our own, so nothing of the message between the processes has to change.
+        A table of numbers that vLLM leaves open carries them under names of our own, so nothing of the message between
+        the processes has to change; the front end takes them out before vLLM's own loggers look.
         """
         stats = super().make_stats(*args, **kwargs)
         counts, self._counts = self._counts, None
         if stats is not None and counts:
-            stats.num_kv_fetch_reqs_by_stage.update(encode(counts))
+            getattr(stats, features.installed().counts_field).update(encode(counts))
         return stats
 
     # --- requests that come and go -----------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ class SchedulerMixin(_Base):
         # one block is vLLM's, to point at where there is none
         kinds = len(self.kv_cache_manager.coordinator.single_type_managers)
         capacity = (self.kv_cache_manager.block_pool.num_gpu_blocks - 1) // kinds * self.block_size
-        is_longest_first = queue.can_be_longest_first(everybody, self.max_num_active_reqs, capacity, self.block_size)
+        is_longest_first = queue.can_be_longest_first(everybody, self.places, capacity, self.block_size)
         order = queue.order(known, is_longest_first)
         if order == list(range(len(requests))):
             return
@@ -266,7 +269,7 @@ class SchedulerMixin(_Base):
                 requests.append(request)
                 asks.append(Ask(len(request.spec_token_ids), max(slack, 0)))
         # who waits would take what is free; and each running request may need another block soon
-        is_short = bool(self.waiting) and len(self.running) < self.max_num_active_reqs
+        is_short = bool(self.waiting) and len(self.running) < self.places
         spare = 0 if is_short else free - len(self.running) * len(managers)
         if spare >= len(managers) * sum(-(-ask.wanted // block_size) for ask in asks):
             return  # there is room for all of them, whatever slack they have

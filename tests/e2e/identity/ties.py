@@ -16,6 +16,7 @@ import vllm.envs as envs
 from vllm_specrollout.kernels.tree_verify.naive import noise32
 
 from tests.e2e.identity.cases import Case
+from vllm_specrollout.patches import features
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
@@ -48,6 +49,11 @@ def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token
         noise = noise32(own["seed"], position, max(stock_token, our_token) + 1)
         return abs(stock + noise[stock_token] - ours - noise[our_token])
     generator = torch.Generator().manual_seed(own["seed"])
+    if features.installed().cpu_noise == "vector":
+        row = torch.empty(len(output.logprobs[len(prefix)]))
+        for _ in range(len(prefix) + 1):
+            row.exponential_(generator=generator)
+        return abs(stock - ours - float(row[stock_token].log() - row[our_token].log()))
     seed = torch.randint(0, 2**31, (len(prefix) + 1,), generator=generator, dtype=torch.long)[-1:]
     return _bisected(seed, stock_token, stock, our_token, ours)
 

@@ -16,13 +16,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_specrollout import _core
+from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import as_chains
 from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import BlockCopier, PathAttention, PathStep, path_metadata, plan_paths
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
-from vllm_specrollout.worker.v1.requests import SeedNoise
+from vllm_specrollout.worker.v1.requests import ExponentialNoise, Noise, SeedNoise, fewer
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 from vllm_specrollout.worker.v1.sampler import Sampled
 
@@ -36,8 +37,12 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self.paths = PathStep()
         self._path_inputs: dict[str, Any] | None = None
 
-    def _make_noise(self) -> SeedNoise:
-        return SeedNoise(self.sampler.logprobs_mode, RequestSeeds.of(self.vllm_config))
+    def _make_noise(self) -> Noise:
+        seeds = RequestSeeds.of(self.vllm_config)
+        if features.installed().cpu_noise == "vector":
+            vocab_size = self.model_config.get_vocab_size()
+            return ExponentialNoise(self.sampler.logprobs_mode, vocab_size, self.device, seeds)
+        return SeedNoise(self.sampler.logprobs_mode, seeds)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         larger, scratch = with_scratch(kv_cache_config, 0 if is_profiling else self.num_scratch)
@@ -57,7 +62,8 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         return kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
 
     def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
-        """Trees become chains where the scratch blocks would not suffice for their branches."""
+        """No more nodes than there may be noise for; chains where scratch would not suffice for the branches."""
+        trees = fewer(trees, self.noise.most_nodes)
         roots = np.fromiter((len(view.token_ids) - 1 for view in batch.views), np.int32, batch.size)
         # the first scratch block is never written: branches start from its zeros
         free = max(len(self.scratch) - 1, 0)

@@ -9,18 +9,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.seeds import RequestSeeds
-from vllm_specrollout.worker.v1.requests import ExponentialNoise
+from vllm_specrollout.worker.v1.requests import ExponentialNoise, fewer
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
-MOST_NOISE_BYTES = 256 << 20
-"""Of the noise of all drafts of one step, which holds one float per node and entry of the vocabulary."""
 BUFFERS_PER_ROW = 4
 """What sampling holds of that size at once: logits in float32, probabilities, noise, and noise kept for later."""
 
@@ -37,7 +33,8 @@ class ChainMixin(_Base):
     @property
     def most_nodes(self) -> int:
         """Drafts of one step, all requests together."""
-        return MOST_NOISE_BYTES // (4 * self.model_config.get_vocab_size())
+        assert self.noise.most_nodes is not None
+        return self.noise.most_nodes
 
     @property
     def sampling_bytes(self) -> int:
@@ -50,11 +47,7 @@ class ChainMixin(_Base):
             self._set_up_drafting()
 
     def _fit(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
-        """Chains are cut to equal shares where they are too many nodes together."""
-        if trees.num_nodes <= self.most_nodes:
-            return trees
-        share = self.most_nodes // np.count_nonzero(trees.sizes)
-        return cut(trees, np.full(batch.size, share, dtype=np.int32))
+        return fewer(trees, self.most_nodes)
 
     def _kv_shape(self) -> tuple[DraftMode, str]:
         groups = self.kv_cache_config.kv_cache_groups

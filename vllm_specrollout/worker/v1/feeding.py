@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import build_logitsprocs
-from vllm.v1.spec_decode.medusa import MedusaProposer
 
 from vllm_specrollout.types import DraftMode, VerifyResult
 from vllm_specrollout.worker.common import config_of
@@ -33,7 +32,9 @@ def model_drafter_of(runner: Any) -> ModelDrafter:
     config = config_of(runner.vllm_config)
     own, scratch = runner.drafter, getattr(runner, "scratch", None)
     check_layers(runner, getattr(own, "_draft_attn_layer_names", ()))
-    proposer = HeadsProposer(own) if isinstance(own, MedusaProposer) else ProposerV1(own, own.block_size, scratch)
+    # Medusa's proposer, where a version has one, is the only one that runs heads and no layers
+    is_heads = type(own).__name__ == "MedusaProposer"
+    proposer = HeadsProposer(own) if is_heads else ProposerV1(own, own.block_size, scratch)
     drafter = ModelDrafter(proposer, runner.noise, len(config.drafters), Ranks(runner, runner.drafting))
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     return drafter

@@ -1,8 +1,8 @@
 """What the worker knows of each running request: its options, what may be drafted for it, and its noise.
 
-Which noise it is depends on the platform, and it is stock vLLM's own: on CPU an integer per token seeds Gumbel noise,
-on CUDA every token draws one exponential variate per entry of the vocabulary. Each request has a tape of it, read at
-the rows of a step.
+Which noise it is depends on platform and version, and it is stock vLLM's own: on CPU an integer per token seeds Gumbel
+noise, on CUDA, and on CPU before vLLM 0.32, every token draws one exponential variate per entry of the vocabulary. Each
+request has a tape of it, read at the rows of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, sample_with_ex
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_specrollout import _core
-from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
+from vllm_specrollout.trees.batch import cut
+from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView, TreeBatch
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.admission import Admission, Desk
 from vllm_specrollout.worker.request import RequestState
@@ -25,6 +26,8 @@ from vllm_specrollout.worker.v1.sampler import ExponentialTapeSampler, TapeTopKT
 
 Tape = SeedTape | VectorTape[torch.Tensor]
 
+MOST_NOISE_BYTES = 256 << 20
+"""Of the noise of all drafts of one step, where it holds one float per node and entry of the vocabulary."""
 _SEEDS = 2**31  # the range stock vLLM draws from, in TopKTopPSampler.forward_cpu
 
 
@@ -113,6 +116,8 @@ class Noise(Protocol):
     """One engine's noise. `sampler` takes the place of vLLM's, and reads what was set for the step in progress."""
 
     sampler: TopKTopPSampler
+    # drafts of one step, all requests together, at most; None: as many as there are
+    most_nodes: int | None
 
     def tape(self, generator: torch.Generator | None) -> Tape:
         """A request's tape; a request without a seed gets one here, once."""
@@ -137,7 +142,9 @@ class Noise(Protocol):
 
 
 class SeedNoise:
-    """CPU: the seeds of `fused_gumbel_argmax`."""
+    """CPU from vLLM 0.32 on: the seeds of `fused_gumbel_argmax`."""
+
+    most_nodes = None
 
     def __init__(self, logprobs_mode: Any, seeds: RequestSeeds) -> None:
         self.sampler = TapeTopKTopPSampler(logprobs_mode)
@@ -169,12 +176,14 @@ class SeedNoise:
 
 
 class ExponentialNoise:
-    """CUDA: vectors of exponential variates, drawn on the device one position after another, kept until used up."""
+    """CUDA, and CPU before vLLM 0.32: vectors of exponential variates, drawn on the device one position after another,
+    kept until used up."""
 
     def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device, seeds: RequestSeeds) -> None:
         self.sampler = ExponentialTapeSampler(logprobs_mode)
         self._seeds = seeds
         self.vocab_size = vocab_size
+        self.most_nodes = MOST_NOISE_BYTES // (4 * vocab_size)
         self.device = device
         # greedy rows do not look at it, but it must not be 0
         self._ones = torch.ones(vocab_size, dtype=torch.float32, device=device)
@@ -208,6 +217,14 @@ class ExponentialNoise:
         noise = torch.stack([self._ones if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries])
         chosen = sample_with_exponential_noise(logits.softmax(dim=-1), noise).view(-1).to(torch.int64)
         return _greedy_where_asked(chosen, logits, entries)
+
+
+def fewer(trees: TreeBatch, most_nodes: int | None) -> TreeBatch:
+    """The trees, cut to equal shares where they are too many nodes together."""
+    if most_nodes is None or trees.num_nodes <= most_nodes:
+        return trees
+    share = most_nodes // np.count_nonzero(trees.sizes)
+    return cut(trees, np.full(trees.num_requests, share, dtype=np.int32))
 
 
 def _greedy_where_asked(chosen: torch.Tensor, logits: torch.Tensor, entries: Sequence[RequestEntry]) -> torch.Tensor:

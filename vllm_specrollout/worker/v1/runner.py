@@ -30,7 +30,7 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 from vllm_specrollout.worker import decoupling
-from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.common import ROWS_FOR_DRAFTS, config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
 from vllm_specrollout.worker.resuming import fill_in
@@ -170,7 +170,7 @@ class SpecRolloutV1(_Base):
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduled:
             return super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
-        self.speculative_config = True  # only asked whether it is None: makes logits rows for the draft tokens
+        self.speculative_config = ROWS_FOR_DRAFTS  # only asked whether it is None
         try:
             result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:

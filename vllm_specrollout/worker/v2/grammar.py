@@ -15,6 +15,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+from vllm_specrollout.patches import features
+
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
@@ -28,9 +30,14 @@ def with_masks_for_drafts(runner: SpecRolloutV2) -> StructuredOutputsWorker | No
     if stock is None:
         return None
     width = 1 + runner.max_draft_tokens
+    most = runner.max_num_reqs * width
+    if features.installed().mask_stride == "fixed":
+        return StructuredOutputsWorker(
+            max_num_logits=most, vocab_size=runner.vocab_size, device=runner.device, mask_stride=width
+        )
     return StructuredOutputsWorker(
         # no step has more rows than its budget of tokens
-        max_num_logits=min(runner.max_num_reqs * width, max(runner.max_num_tokens, runner.max_num_reqs)),
+        max_num_logits=min(most, max(runner.max_num_tokens, runner.max_num_reqs)),
         vocab_size=runner.vocab_size,
         device=runner.device,
         mask_stride=width,

@@ -46,7 +46,8 @@ def model_shape(runner: SpecRolloutV2) -> tuple[DraftMode, str]:
 
 def _group_shapes(runner: SpecRolloutV2, group: AttentionGroup) -> Iterator[tuple[DraftMode, str]]:
     """What may be drafted beside each layer of those that share an attention backend."""
-    if group.kernel_block_size is not None:
+    sizes = {builder.kv_cache_spec.block_size for builder in group.metadata_builders}
+    if sizes - {group.kv_cache_spec.block_size}:
         yield DraftMode.CHAIN, f"{group.backend.__qualname__} reads smaller blocks than the KV cache has"
     layers = runner.compilation_config.static_forward_context
     for name in group.layer_names:

@@ -33,10 +33,12 @@ def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> I
 
     vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
     """
-    from vllm_specrollout.worker.v2.modelled import ModelledV2
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
-    ours = ModelledV2 if has_model else SpecRolloutV2
+    ours = SpecRolloutV2
+    if has_model:
+        # what it imports of vLLM's has other names in other versions, where no model drafts
+        from vllm_specrollout.worker.v2.modelled import ModelledV2 as ours
     module = importlib.import_module(module_name)
     stock = getattr(module, class_name)
     found = type("SpecRolloutRunner", (ours, stock), {})

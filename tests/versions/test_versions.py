@@ -1,0 +1,114 @@
+"""The supported vLLM versions: their source is the known one, and ours yields stock's tokens on each.
+
+The source of a version is compared wherever its tree is. Engines run only where the marker `versions` is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.versions import trees
+from tests.versions.suite import FEATURES, SHAPES
+from vllm_specrollout import envs, patches
+from vllm_specrollout.patches import features, supported
+
+TESTED = Path(__file__).with_name("tested.json")
+RUNS = [(version, runner) for version, row in features.TABLE.items() for runner in row.runners]
+
+
+@pytest.fixture
+def tree(request: pytest.FixtureRequest) -> Path | None:
+    """Where that version's source is; None: it is the installed one."""
+    version: str = request.getfixturevalue("version")
+    if reason := trees.missing(version):
+        pytest.skip(reason)
+    return None if version == supported.installed_vllm() else trees.FOLDER / version
+
+
+def test_every_version_but_the_installed_one_has_a_pinned_tree() -> None:
+    pytest.importorskip("vllm")
+    assert {*trees.pins(), supported.installed_vllm()} == set(features.TABLE)
+
+
+def test_the_tables_of_versions_agree() -> None:
+    assert list(supported.table()) == list(features.TABLE)
+    assumed = [set(entry["assumed"]) for entry in supported.table().values()]
+    assert all(own == assumed[0] for own in assumed)
+
+
+@pytest.mark.parametrize("version", features.TABLE)
+def test_what_a_version_rebinds_is_recorded_and_nothing_else_is(version: str) -> None:
+    targets = [patch.target for patch in patches.load_all(version)]
+    assert sorted(supported.table()[version]["patched"]) == sorted(targets)
+    assert len(set(targets)) == len(targets)
+
+
+@pytest.mark.parametrize("version", features.TABLE)
+def test_every_definition_of_a_version_is_as_recorded(version: str, tree: Path | None) -> None:
+    assert supported.mismatches(version, tree) == []
+    entry = supported.table()[version]
+    recorded = {**entry["patched"], **entry["assumed"]}
+    assert supported.fingerprints(recorded, tree) == recorded
+
+
+@pytest.mark.parametrize("version", features.TABLE)
+def test_the_tables_columns_name_what_that_version_has(version: str, tree: Path | None) -> None:
+    root = tree or Path(str(supported._module_file("vllm"))).parents[1]
+    row = features.TABLE[version]
+
+    def source(module: str) -> str:
+        return root.joinpath("vllm", *module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+
+    assert ("fused_gumbel_argmax" in source("v1.sample.ops.topk_topp_sampler")) == (row.cpu_noise == "integer")
+    assert ("murmur3_uniform32" in source("v1.worker.gpu.sample.gumbel")) == (row.v2_noise == "murmur")
+    asks_config = "use_spec_decode = self.speculative_config is not None" in source("v1.worker.gpu_model_runner")
+    assert asks_config == (row.speculates_by == "config")
+    stats = source("v1.metrics.stats")
+    assert f"    {row.counts_field}: dict[str, int]" in stats[stats.index("class SchedulerStats:") :]
+    assert f"self.{row.places_field} = " in source("v1.core.sched.scheduler")
+    assert ("mask_stride = max_num_spec_tokens" in source("v1.structured_output.__init__")) == (
+        row.mask_stride == "fixed"
+    )
+    assert ("_trim_surplus_tokens" in source("v1.engine.output_processor")) == row.trims_at_stop_strings
+    pausing = source("v1.engine.async_llm").partition("def pause_generation")[2].partition('"""')[0]
+    assert ("wait_for_inflight_requests" in pausing) == (row.pause_keyword == "wait_for_inflight_requests")
+
+
+def _run(version: str, runner: str) -> dict[str, Any]:
+    chosen = {"VLLM_PLUGINS": "spec_rollout", envs.STRICT: "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "tests.versions.suite", runner]
+    run = subprocess.run(
+        command, env=trees.environment(version, **chosen), cwd=trees.ROOT, capture_output=True, text=True, timeout=1500
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.versions
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("version", "runner"), RUNS)
+def test_drafts_yield_the_tokens_of_that_versions_stock(
+    version: str, runner: str, tree: Path | None, request: pytest.FixtureRequest
+) -> None:
+    result = _run(version, runner)
+    assert (result["vllm"], result["runner"]) == (version, runner)
+    assert result["failures"] == []
+    assert all(result["accepted"][shape] > 0 for shape in SHAPES) and result["branches"] > 0
+    if request.config.getoption("--update-snapshots"):
+        known = json.loads(TESTED.read_text(encoding="utf-8")) if TESTED.exists() else {}
+        row = {key: result[key] for key in ("features", "requests", "tokens")} | {"ties": len(result["ties"])}
+        known.setdefault(version, {})[runner] = row
+        ordered = {one: dict(sorted(known[one].items())) for one in sorted(known)}
+        TESTED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def test_a_runner_is_called_supported_where_the_suite_has_passed_and_nowhere_else() -> None:
+    known = json.loads(TESTED.read_text(encoding="utf-8"))
+    assert {(version, runner) for version, rows in known.items() for runner in rows} == set(RUNS)
+    assert all(row["features"] == list(FEATURES) for rows in known.values() for row in rows.values())

@@ -1,0 +1,106 @@
+"""In what the supported vLLM versions differ, as far as our code has to know: one row per version, read here alone.
+
+What belongs here: facts about a version that some part of ours asks for. Nothing else compares versions. How the source
+of each version is known again is in `supported.py`, which patches a version needs is said by each patch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vllm_specrollout.patches import supported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What one vLLM version does, where versions differ."""
+
+    runners: tuple[Literal["V1", "V2"], ...]
+    """The model runners that spec rollout supports: the identity suite has passed on them."""
+    models_draft: bool
+    """Whether a model of `--speculative-config` may draft: where all tests of models that draft have passed."""
+    cpu_noise: Literal["integer", "vector"]
+    """What a token's noise is drawn as on CPU's V1 runner: an integer that seeds Gumbel noise, or an exponential
+    variate per entry of the vocabulary, as on CUDA."""
+    v2_noise: Literal["murmur", "philox"]
+    """Where the V2 runner's Gumbel noise comes from: a hash of seed, position and token, or Philox streams, which we
+    do not replay."""
+    speculates_by: Literal["config", "tokens"]
+    """What makes the V1 runner give draft tokens rows of logits: `speculative_config`, or that some are scheduled."""
+    counts_field: str
+    """The table of numbers in `SchedulerStats` on which a worker's counts travel: the engine core leaves it open."""
+    places_field: str
+    """The scheduler's number of requests that may run at once."""
+    mask_stride: Literal["drafted", "fixed"]
+    """Rows of a grammar's mask per request: one more than it drafted, or as many as any request may have."""
+    trims_at_stop_strings: bool
+    """Whether the front end drops the tokens that a step brings behind the one that completes a stop string."""
+    pause_keyword: str | None
+    """The keyword of `pause_generation` that older trainers give, where this version still takes it."""
+
+
+_NEWEST = Features(
+    runners=("V1", "V2"),
+    models_draft=False,
+    cpu_noise="integer",
+    v2_noise="murmur",
+    speculates_by="config",
+    counts_field="num_kv_fetch_reqs_by_stage",
+    places_field="max_num_active_reqs",
+    mask_stride="fixed",
+    trims_at_stop_strings=True,
+    pause_keyword=None,
+)
+_0_32 = replace(_NEWEST, models_draft=True, mask_stride="drafted")
+_0_31 = replace(
+    _0_32,
+    models_draft=False,
+    cpu_noise="vector",
+    speculates_by="tokens",
+    counts_field="waiting_lora_adapters",
+    trims_at_stop_strings=False,
+    pause_keyword="wait_for_inflight_requests",
+)
+_0_30 = replace(_0_31, runners=("V1",), v2_noise="philox", places_field="max_num_running_reqs")
+
+TABLE: Mapping[str, Features] = {
+    "0.29.0": _0_30,
+    "0.30.0": _0_30,
+    "0.31.0": _0_31,
+    "0.32.0": _0_32,
+    "0.33.0": _NEWEST,
+}
+"""Version -> its row, newest last. These are the versions that patches are declared for."""
+
+
+def since(first: str) -> tuple[str, ...]:
+    """The versions from this one on; for patches that older ones have no place for."""
+    versions = tuple(TABLE)
+    return versions[versions.index(first) :]
+
+
+def until(last: str) -> tuple[str, ...]:
+    """The versions up to this one."""
+    versions = tuple(TABLE)
+    return versions[: versions.index(last) + 1]
+
+
+ALL = tuple(TABLE)
+
+
+@functools.cache
+def installed() -> Features:
+    """The row of the installed vLLM.
+
+    Raises:
+        UnsupportedError: its version has none.
+    """
+    version = supported.installed_vllm()
+    problem = supported.version_problem(version)
+    if problem is not None:
+        raise problem
+    assert version is not None
+    return TABLE[version]
