@@ -160,10 +160,11 @@ class Speculator:
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
         """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
-        Dear ones come last, and are asked where the answers so far leave something to bring."""
-        step_ms, self._asking.ms = limits.token_ms * batch.size, 0.0
+        Dear ones come last, and are asked where the answers so far leave something to bring. One that works ahead is
+        asked always: that tells it which tokens hold, and without it the drafter goes on behind old ones."""
+        step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
-        is_dear = {drafter: self._asking.prices[drafter.name].is_dear(batch.size, step_ms) for drafter in self.drafters}
+        is_dear = {d: not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms) for d in self.drafters}
         answers: dict[Drafter, TreeBatch | None] = {}
         for drafter in sorted(is_dear, key=is_dear.__getitem__):
             found = [trees for trees in answers.values() if trees is not None and trees.num_nodes]

@@ -129,3 +129,9 @@ def test_history_that_comes_to_know_all_requests_ends_the_asking_at_once() -> No
         engine.step()
     engine.history.num_known = SIZE
     assert sum(bool(engine.step()) for _ in range(20)) <= 2
+
+
+def test_one_that_works_ahead_hears_in_every_step_what_holds() -> None:
+    engine = Engine(num_known=SIZE, model_ms=2.0, met=0.8)
+    engine.model.works_ahead = True
+    assert all(engine.step() == list(range(SIZE)) for _ in range(100))
