@@ -74,7 +74,7 @@ class Hour:
         return found
 
     def wait_until_nobody_is_left(self) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while self.alive() and time.monotonic() < end:
             time.sleep(0.1)
         assert self.alive() == []

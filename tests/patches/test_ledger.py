@@ -23,6 +23,7 @@ OURS = {
         "runner.spec_rollout",
         "runner.model_drafter",
         "runner.placing",
+        "runner.replanning",
         "self.step",
         "self.paths",
         "self.inputs",

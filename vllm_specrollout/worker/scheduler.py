@@ -7,8 +7,7 @@ what workers counted goes on to the frontend. What only V2 needs is in v2/schedu
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -241,7 +240,7 @@ class SchedulerMixin(_Base):
         known = self._known.get(request.request_id, Waiting("", request.max_tokens, 0, True))
         generated = request.num_output_tokens
         if generated > 0 or request.status is RequestStatus.PREEMPTED or known.is_preempted:
-            return dataclasses.replace(known, is_preempted=True, generated=generated)
+            return replace(known, is_preempted=True, generated=generated)
         return known
 
     # --- room in the KV cache ----------------------------------------------------------------------------------------
