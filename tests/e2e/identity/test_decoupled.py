@@ -100,7 +100,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             until(lambda: not pool.watch() and all(map(pool.is_ready, WARM)))
             pids = [process.pid, *map(pool.pid, WARM)]
         assert not process.is_alive and not _exists(pids[0]), "the process ends with its engine"
-        assert all(map(pool.is_ready, WARM)) and pids[1:] == [*map(pool.pid, WARM)], "warm ones stay"
+        ended = {name: pool._processes[name]._process.poll() for name in WARM}
+        assert ended == dict.fromkeys(WARM) and pids[1:] == [*map(pool.pid, WARM)], "warm ones stay"
+        assert all(map(pool.is_ready, WARM))
     one_thread.undo()
     assert not any(map(_exists, pids))
 
