@@ -53,9 +53,9 @@ def test_whoever_samples_gets_a_seed_and_keeps_its_own() -> None:
 def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 4, 5, 6, 7})
     assert shares_of(2) == [[3, 4, 5], [6, 7]]
-    assert _shares([[0], [1, 2]]) == [[0], [1, 2]]
+    assert shares_of([[0], [1, 2]]) == [[0], [1, 2]]
     with pytest.raises(ConfigError, match="`cores` is 6"):
-        _shares(6)
+        shares_of(6)
 
 
 def test_the_command_refuses_an_address_off_the_host() -> None:
