@@ -1,11 +1,11 @@
-"""Writes requirements/*.txt: every pin of the *.in files beside them, with the hashes of its files on the package index.
+"""Writes requirements/*.txt: every pin of the *.in files beside them, with the hashes of its files on the index.
 
     python requirements/lock.py [NAME.in ...]
 
-It asks `uv` (`pip install uv`) for what the index says of each pin, and resolves nothing: the *.in files name every
-package and version. Hashes are kept of the wheels for Linux (x86_64, aarch64) and Python 3.11 and 3.12, and of the source
-where a package has no such wheel. A pin that comes with hashes of its own in an *.in file is taken over as it is: that
-is for builds that lie on another index. `make lock` runs this; look at the difference before you commit it.
+It asks `uv` for what the index says of each pin, and resolves nothing: the *.in files name every package and version.
+Hashes are kept of the wheels for Linux (x86_64, aarch64) and Python 3.11 and 3.12, and of the source of a package with
+no such wheel. A pin that comes with hashes of its own in an *.in file is taken over as it is: that is for builds that
+lie on another index. `make lock` runs this; look at the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _ask(batch: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], list[s
         wanted, answer = Path(scratch, "wanted.in"), Path(scratch, "pylock.toml")
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in batch), encoding="utf-8")
         options = ["--quiet", "--no-deps", "--universal", "--python-version", f"3.{PYTHONS[0]}"]
-        command = ["uv", "pip", "compile", *options, "--format", "pylock.toml", "--output-file", str(answer), str(wanted)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        options += ["--format", "pylock.toml", "--output-file", str(answer)]
+        subprocess.run(["uv", "pip", "compile", *options, str(wanted)], check=True, stdout=subprocess.DEVNULL)
         packages = tomllib.loads(answer.read_text(encoding="utf-8"))["packages"]
     for package in packages:
         yield (canonicalize_name(package["name"]), package["version"]), _hashes(package)
