@@ -240,6 +240,7 @@ def of_one_mebibyte(start, entry, end, most=1 << 30):
 WRONG = ",".join(f'"{letter}":1' for letter in "abcdefghijklmnopq")
 WORST = {
     "unknown keys": of_one_mebibyte('{"rewards":[],', lambda i: f'"{i:x}":0', "}"),
+    "some unknown keys": of_one_mebibyte('{"rewards":[],', lambda i: f'"{i:x}":0', "}", most=16_000),
     "rewards of unknown keys": of_one_mebibyte('{"rewards":[', lambda i: "{" + WRONG + "}", "]}"),
     "empty rewards": of_one_mebibyte('{"rewards":[', lambda i: "{}", "]}", most=MAX_REWARDS),
     "too many objects": of_one_mebibyte('{"rewards":[', lambda i: '{"":0}', "]}"),
@@ -261,6 +262,18 @@ def test_of_a_body_full_of_mistakes_the_first_alone_is_looked_for(name, monkeypa
     with pytest.raises(BodyError) as refusal:
         parse(WORST[name], endpoints.SpecRolloutRewards)
     assert sum(made) <= 2 and len(refusal.value.cause) < 250
+
+
+def test_what_takes_long_to_parse_is_refused_unparsed(monkeypatch):
+    monkeypatch.setattr(endpoints_body.json, "loads", None)
+    for name, cause in (("unknown keys", "colons"), ("too many objects", "objects and lists")):
+        with pytest.raises(BodyError, match=cause):
+            parse(WORST[name], endpoints.SpecRolloutRewards)
+
+
+def test_a_full_report_is_read_whatever_its_ids_are(client):
+    body = of_one_mebibyte('{"rewards":[', lambda i: '{"request_id":"run:3:7:a:{%d}","reward":1}' % i, "]}")
+    assert client.post("/spec_rollout/rewards", content=body, headers=JSON).status_code == 200
 
 
 @pytest.mark.parametrize("content", [b'{"rewards": []}', b'{"rewards": [{}]}', b'{"rewards": [0', b'{"seed": 1}'])
