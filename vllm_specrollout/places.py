@@ -39,16 +39,24 @@ def _check_folder(name: str, path: str) -> None:
 
 def _check_file(name: str, path: str) -> None:
     """It is opened, and emptied, by the engine alone."""
-    folder = os.path.dirname(path) or "."
-    problem = ""
-    if not os.path.isdir(folder):
-        problem = f"there is no folder {shown(folder)}"
-    elif not os.path.lexists(path):
-        problem = "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {shown(folder)} cannot be written"
-    elif not stat.S_ISREG(os.stat(path).st_mode):
-        problem = "it is no regular file"
-    elif not os.access(path, os.W_OK):
-        problem = "it cannot be written"
+    problem = _problem_of_file(path)
     if problem:
         cause = f"`{name}` is {shown(path)}, which cannot be used: {problem}"
         raise ConfigError(cause, "name a file in an existing folder that can be written")
+
+
+def _problem_of_file(path: str) -> str:
+    """Why a file could not be written; empty: it could."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        # a link may lead elsewhere
+        folder = os.path.dirname(os.path.realpath(path))
+        if not os.path.isdir(folder):
+            return f"there is no folder {shown(folder)}"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {shown(folder)} cannot be written"
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISREG(mode):
+        return "it is no regular file"
+    return "" if os.access(path, os.W_OK) else "it cannot be written"

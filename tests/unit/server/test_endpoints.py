@@ -62,6 +62,19 @@ def test_epochs_begin_one_after_another_or_by_name(client):
     assert begin == [{"epoch": 1}, {"epoch": 2}, {"epoch": 9}]
 
 
+def test_an_epoch_named_twice_begins_once(client, engine):
+    engine.epoch = 5
+    answers = [client.post("/spec_rollout/epoch", json={"epoch": 6}) for _ in range(3)]
+    assert [answer.json() for answer in answers] == [{"epoch": 6}] * 3 and engine.epoch == 6
+
+
+@pytest.mark.parametrize("epoch, status", [(1_000_005, 200), (1_000_006, 409), (2**31 - 1, 409), (2**31, 422)])
+def test_an_epoch_far_ahead_is_refused_and_changes_nothing(client, engine, epoch, status):
+    engine.epoch = 5
+    assert client.post("/spec_rollout/epoch", json={"epoch": epoch}).status_code == status
+    assert engine.epoch == (epoch if status == 200 else 5)
+
+
 def test_an_epoch_that_falls_is_a_conflict_and_changes_nothing(client, engine):
     engine.epoch = 5
     answer = client.post("/spec_rollout/epoch", json={"epoch": 4})
@@ -272,7 +285,7 @@ def test_what_takes_long_to_parse_is_refused_unparsed(monkeypatch):
 
 
 def test_a_full_report_is_read_whatever_its_ids_are(client):
-    body = of_one_mebibyte('{"rewards":[', lambda i: '{"request_id":"run:3:7:a:{%d}","reward":1}' % i, "]}")
+    body = of_one_mebibyte('{"rewards":[', lambda i: f'{{"request_id":"run:3:7:{{{i}}}","reward":1}}', "]}")
     assert client.post("/spec_rollout/rewards", content=body, headers=JSON).status_code == 200
 
 
