@@ -7,6 +7,8 @@ from typing import Any
 
 MAX_SHOWN = 80
 """Characters of a wrong value that its error repeats, at most."""
+MAX_PATH_SHOWN = 300
+"""Of a path."""
 
 
 class SpecRolloutError(ValueError):
@@ -46,10 +48,15 @@ class _Short(reprlib.Repr):
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 
-def shown(value: Any) -> str:
-    """A wrong value as its error repeats it: as Python writes it, on one line, at most `MAX_SHOWN` characters of it."""
-    text = _SHORT.repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+def shown(value: Any, most: int = MAX_SHOWN) -> str:
+    """A wrong value as its error repeats it: as Python writes it, on one line, at most so many characters of it."""
+    text = repr(value[: most + 1]) if isinstance(value, str) else _SHORT.repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def shown_path(path: str) -> str:
+    """A path, likewise: its end says more than its beginning."""
+    return shown(path, MAX_PATH_SHOWN)
 
 
 def named(key: Any) -> str:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.errors import ConfigError, shown
+from vllm_specrollout.errors import ConfigError, shown_path
 from vllm_specrollout.private import make_folder
 
 
@@ -32,7 +32,7 @@ def _check_folder(name: str, path: str) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ConfigError(
-            f"`{name}` is {shown(path)}, which cannot be used: {error.strerror or error}",
+            f"`{name}` is {shown_path(path)}, which cannot be used: {error.strerror or error}",
             "name a folder that can be made and written, or see to its permissions",
         ) from None
 
@@ -41,7 +41,7 @@ def _check_file(name: str, path: str) -> None:
     """It is opened, and emptied, by the engine alone."""
     problem = _problem_of_file(path)
     if problem:
-        cause = f"`{name}` is {shown(path)}, which cannot be used: {problem}"
+        cause = f"`{name}` is {shown_path(path)}, which cannot be used: {problem}"
         raise ConfigError(cause, "name a file in an existing folder that can be written")
 
 
@@ -53,8 +53,8 @@ def _problem_of_file(path: str) -> str:
         # a link may lead elsewhere
         folder = os.path.dirname(os.path.realpath(path))
         if not os.path.isdir(folder):
-            return f"there is no folder {shown(folder)}"
-        return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {shown(folder)} cannot be written"
+            return f"there is no folder {shown_path(folder)}"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {shown_path(folder)} cannot be written"
     except OSError as error:
         return error.strerror or str(error)
     if not stat.S_ISREG(mode):

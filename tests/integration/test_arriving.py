@@ -98,4 +98,4 @@ def test_a_salt_and_an_adapter_make_problems_of_their_own() -> None:
             ]
         )
     ]
-    assert found[0] == prompt_hash(PROMPT) and found[4] == found[6] == "mine" and len(set(found)) == 6
+    assert found[0] == prompt_hash(PROMPT) and len(set(found[:4])) == 4 and found[4:] == ["mine"] * 3

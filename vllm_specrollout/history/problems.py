@@ -3,8 +3,8 @@
 In this order: the id that the client gives; the id of an equal prompt, which samples of one group have; that of the
 prompt which a longer one goes on from, behind an answer to it (an interrupted answer that is asked for again, the next
 turn of a conversation); that of the session. Else the prompt is a problem of its own. A wrong guess costs speed only,
-never tokens. But what is drafted tells how others' answers went on, to whoever measures time: so requests of different
-`cache_salt`s never share a problem, as they share no prefix cache.
+never tokens. But drafts tell how others' answers went on, to whoever measures time. So requests of different
+`cache_salt`s or adapters share a problem only where their clients give it one id, as they share no prefix cache.
 """
 
 from __future__ import annotations
@@ -101,10 +101,9 @@ class Problems:
             answer: what it generates; grows in place while the request runs. What is there already was begun elsewhere.
             given: the id that the client gives.
             session_id: of the session that the client names.
-            salt: keeps requests of another salt away, whatever else they give.
-            adapter: the LoRA adapter's name; those of other adapters are away unless the client gives an id.
+            salt: the request's `cache_salt`.
+            adapter: the LoRA adapter's name.
         """
-        given = salted(given, salt)
         if not prompt:
             return Attribution(given)
         self.end(request_id)
@@ -208,22 +207,14 @@ def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None, apart: str = 
     """
     if prompt_token_ids is None or not len(prompt_token_ids):
         return ""
-    return _digest(np.asarray(prompt_token_ids, dtype=np.int64).tobytes(), apart)
-
-
-def salted(given: str, salt: str) -> str:
-    """The problem id for one that a client gives; who has another salt cannot name it."""
-    return _digest(given.encode("utf-8", "surrogatepass"), "id:" + salt) if given and salt else given
+    content = np.asarray(prompt_token_ids, dtype=np.int64).tobytes()
+    # a parameter of the hash's own, so that the two cannot run together
+    key = hashlib.blake2b(apart.encode("utf-8", "surrogatepass"), digest_size=16).digest() if apart else b""
+    return hashlib.blake2b(content, digest_size=12, salt=key).hexdigest()
 
 
 def _apart(salt: str, adapter: str) -> str:
     return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
-
-
-def _digest(content: bytes, apart: str) -> str:
-    # blake2b's own parameter keeps the two from running together
-    key = hashlib.blake2b(apart.encode("utf-8", "surrogatepass"), digest_size=16).digest() if apart else b""
-    return hashlib.blake2b(content, digest_size=12, salt=key).hexdigest()
 
 
 def _goes_on(rest: IntArray, answer: IntArray) -> bool:
