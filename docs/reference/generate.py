@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ def pages() -> dict[str, str]:
         "config.md": NOTICE + config_page(),
         "cli.md": NOTICE + cli_page(),
         "drafted.md": NOTICE + drafted_page(),
+        "licences.md": NOTICE + licences_page(),
         "patches.md": NOTICE + patches_page(),
         "versions.md": NOTICE + versions_page(),
     }
@@ -162,6 +164,11 @@ def drafted_page() -> str:
         _table(("Method", "Drafts", "What it is, or why not"), methods),
     ]
     return "\n".join(parts)
+
+
+def licences_page() -> str:
+    """What is installed beside the project, and under which licences."""
+    return str(runpy.run_path(str(HERE.parents[1] / "requirements" / "licences.py"))["page"]())
 
 
 def patches_page() -> str:

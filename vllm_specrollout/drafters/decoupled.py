@@ -19,7 +19,7 @@ from vllm_specrollout.decoupled.mailbox import Mailbox
 from vllm_specrollout.decoupled.received import Fitting, together
 from vllm_specrollout.decoupled.united import united
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, shown
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, empty_trees
 
 MOST_LINKS = 16
@@ -237,6 +237,6 @@ def _names(request_ids: Iterable[str] | None) -> frozenset[str] | None:
     names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
     if isinstance(request_ids, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"`request_ids` is {request_ids!r}, no list of names", "give a list, or None for all requests"
+            f"`request_ids` is {shown(request_ids)}, no list of names", "give a list, or None for all requests"
         )
     return frozenset(names)

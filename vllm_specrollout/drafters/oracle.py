@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, named, shown_path
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.trees.build import depths, order
@@ -160,21 +160,22 @@ def load_continuations(path: str, vocab_size: int = ANY_TOKEN) -> dict[str, list
         ConfigError: the file is missing or unreadable, holds something else, or a token that the model does not have.
     """
     hint = 'set `oracle.path` to a JSON file such as {"problem-1": [15, 7, 2]}'
+    file = f"`oracle.path` {shown_path(path)}"
     try:
         with open(path, encoding="utf-8") as handle:
             recorded = json.load(handle)
     except OSError as error:
-        raise ConfigError(f"`oracle.path` {path!r} cannot be read: {error.strerror}", hint) from None
-    except ValueError as error:
-        raise ConfigError(f"`oracle.path` {path!r} is not valid JSON: {error}", hint) from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}", hint) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}", hint) from None
     if not isinstance(recorded, dict):
-        raise ConfigError(f"`oracle.path` {path!r} holds a JSON {type(recorded).__name__}, not an object", hint)
+        raise ConfigError(f"{file} holds a JSON {type(recorded).__name__}, not an object", hint)
     for key, token_ids in recorded.items():
         if not isinstance(token_ids, list) or not all(_is_token(token) for token in token_ids):
-            raise ConfigError(f"`oracle.path` {path!r}: {key!r} is not a list of token ids (0 to {_INT32_MAX})", hint)
+            raise ConfigError(f"{file}: '{named(key)}' is not a list of token ids (0 to {_INT32_MAX})", hint)
         if token_ids and max(token_ids) >= vocab_size:
             raise ConfigError(
-                f"`oracle.path` {path!r}: {key!r} holds token {max(token_ids)}, the model has {vocab_size}",
+                f"{file}: '{named(key)}' holds token {max(token_ids)}, the model has {vocab_size}",
                 "record the answers with this model",
             )
     return recorded

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_specrollout import envs, mixed_workers, speculative_methods
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
@@ -112,7 +112,8 @@ def _speculative_config(engine_args: Any) -> dict[str, Any] | None:
         value = getattr(engine_args, name)
         if value is not None and given.setdefault(key, value) != value:
             raise ConfigError(
-                f"`--{name.replace('_', '-')}` is {value!r}, and `{key}` in `--speculative-config` is {given[key]!r}",
+                f"`--{name.replace('_', '-')}` is {shown(value)}, and `{key}` in `--speculative-config` is"
+                f" {shown(given[key])}",
                 "give one of the two",
             )
     return given or None

@@ -151,13 +151,14 @@ def test_a_request_that_was_not_recorded_goes_without_drafts_and_is_reported_onc
     [
         (None, "cannot be read"),
         ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1]", "JSON list, not an object"),
         ('{"p": 3}', "'p' is not a list"),
         ('{"p": [1, true]}', "'p' is not a list"),
         ('{"p": [-1]}', "'p' is not a list"),
         ('{"p": [2147483647]}', "'p' is not a list"),
     ],
-    ids=["missing", "broken", "no object", "no list", "bool", "negative", "too large"],
+    ids=["missing", "broken", "deep", "no object", "no list", "bool", "negative", "too large"],
 )
 def test_an_unusable_recording_is_a_config_error_that_names_it(tmp_path: Path, content, reason) -> None:
     path = tmp_path / "recorded.json"
