@@ -18,7 +18,7 @@ COMPARE = Path(__file__).parents[2] / "examples" / "trl" / "compare.py"
 def test_three_steps_of_grpo_are_those_without_drafts_and_those_of_stock(tmp_path: Path) -> None:
     # compiling takes longer than these steps, and changes no token that any of the four runs would not change
     environment = {**os.environ, "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
-    flags = ["--steps", "3", "--problems", "4", "--problems-per-step", "2", "--max-tokens", "64"]
+    flags = ["--one-process", "--steps", "3", "--problems", "4", "--problems-per-step", "2", "--max-tokens", "64"]
     done = warm.run([str(COMPARE), *flags, "--record", str(tmp_path / "steps")], environment, tmp_path, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
