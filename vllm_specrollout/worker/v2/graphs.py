@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
-from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
+from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -49,6 +48,11 @@ def plans_for(runner: SpecRolloutV2) -> tuple[GraphPlan | None, GraphPlan | None
     Trees get the larger half of `max_graphs`: without a bucket their attention costs most. A chain is no longer than a
     tree is deep, so its buckets promise less.
     """
+    if not features.installed().captures_drafts:
+        return None, None
+    # here and below: versions that capture no drafts lack what is imported
+    from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+
     most = runner.spec_config.max_graphs
     longest = min(runner.max_draft_tokens, runner.spec_config.max_depth)
     for_trees = most if runner.shape[0] is DraftMode.TREE else 0
@@ -123,6 +127,10 @@ class DraftGraphs:
     def capture(self, runner: SpecRolloutV2) -> None:
         """Capture every bucket."""
         chains, trees = plans_for(runner)
+        if chains is None and trees is None:
+            return
+        from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+
         with freeze_gc_for_cudagraph_capture(), runner.maybe_setup_dummy_loras(runner.lora_config):
             self.trees = _captured(runner, trees, "trees")
             self.chains = _captured(runner, chains, "chains")

@@ -174,9 +174,9 @@ class SpecRolloutV2(_Base):
         return filled(scheduler_output, step.trees)
 
     def prepare_inputs(
-        self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, num_active_loras: int
+        self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, *more: Any
     ) -> InputBatch:
-        arguments = (scheduler_output, batch_req_state, batch_desc, num_active_loras)
+        arguments = (scheduler_output, batch_req_state, batch_desc, *more)
         if not self.step.trees.num_nodes:
             self.inputs.set_plain()
             return super().prepare_inputs(*arguments)
