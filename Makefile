@@ -10,6 +10,7 @@
 # make versions-test  a short comparison with stock vLLM on each of them; tests/versions/tested.json remembers it
 # make docs    the generated reference pages
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
+# make trainers-fresh  the built wheel beside each trainer's own requirements, each in an environment made for it
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity trainers versions versions-test docs
+.PHONY: setup demo test unit lint serve bench identity trainers trainers-fresh versions versions-test docs
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -96,3 +97,6 @@ docs: setup
 
 trainers: setup .trainers/.installed
 	$(BIN)/python -m pytest tests/trainers -m trainers
+
+trainers-fresh: setup
+	$(BIN)/python -m tests.trainers.fresh

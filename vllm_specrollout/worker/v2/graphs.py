@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -173,12 +174,9 @@ def _uncaptured(
     desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
 ) -> BatchExecutionDescriptor:
     """The descriptor of a step that no graph holds."""
-    return BatchExecutionDescriptor(
-        cg_mode=CUDAGraphMode.NONE,
-        num_tokens=num_tokens,
-        num_reqs=num_reqs,
-        num_active_loras=desc.num_active_loras,
-        num_ubatches=desc.num_ubatches,
+    none = CUDAGraphMode.NONE
+    return replace(
+        desc, cg_mode=none, num_tokens=num_tokens, num_reqs=num_reqs, uniform_token_count=None, max_query_len=None
     )
 
 
