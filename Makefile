@@ -12,6 +12,7 @@
 # make lock    the hashes of all pins, from requirements/*.in into requirements/*.txt
 # make sbom    what is installed, with licences and dependencies, as CycloneDX (out/sbom.cdx.json)
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
+# make trainers-fresh  the built wheel beside each trainer's own requirements, each in an environment made for it
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity trainers versions versions-test docs lock sbom
+.PHONY: setup demo test unit lint serve bench identity trainers trainers-fresh versions versions-test docs lock sbom
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -114,3 +115,6 @@ sbom: setup .tools/.installed
 
 trainers: setup .trainers/.installed
 	$(BIN)/python -m pytest tests/trainers -m trainers
+
+trainers-fresh: setup
+	$(BIN)/python -m tests.trainers.fresh

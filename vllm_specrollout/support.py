@@ -60,7 +60,6 @@ TABLE: tuple[Rule, ...] = (
     Rule("thinking_token_budget", OFF, "its state follows one line of tokens and cannot be taken back"),
     Rule("prompt_embeds", OFF, "the prompt has no token ids"),
     Rule("custom logits processors", OFF, "they may keep state per request that a draft would disturb"),
-    Rule("stop strings, before vLLM 0.32", OFF, "its front end keeps what a step brings behind the stop string"),
     Rule("watermarking, token trace replay", OFF, "they replace sampling"),
     Rule("models with recurrent state (Mamba, linear attention)", OFF, "a rejected token cannot be taken back"),
     Rule(
@@ -83,8 +82,6 @@ class RequestTraits:
     has_prompt_embeds: bool = False
     is_watermarked: bool = False
     is_trace_replay: bool = False
-    # vLLM's front end finds a stop string, and keeps the tokens of the same step behind it
-    has_untrimmed_stop: bool = False
 
 
 def request_shape(traits: RequestTraits) -> tuple[DraftMode, str]:
@@ -97,8 +94,6 @@ def request_shape(traits: RequestTraits) -> tuple[DraftMode, str]:
         return DraftMode.OFF, "the prompt is given as embeddings"
     if traits.is_watermarked or traits.is_trace_replay:
         return DraftMode.OFF, "watermarking or trace replay takes the place of sampling"
-    if traits.has_untrimmed_stop:
-        return DraftMode.OFF, "this vLLM keeps what a step brings behind a stop string"
     if traits.has_grammar:
         return DraftMode.CHAIN, "structured outputs follow one line of tokens"
     return DraftMode.TREE, ""

@@ -44,7 +44,6 @@ def inflate(
     `target_params` is a size name or a Shape. `on_layer(done, total)` is told of progress. The dtype,
     the tokenizer and the generation config are those of `src`. Equal arguments give equal weights.
     """
-    import torch
     from safetensors.torch import load_file, save_file
 
     src, dst = Path(src), Path(dst)
@@ -53,15 +52,7 @@ def inflate(
     new = shape_of_size(target_params) if isinstance(target_params, str) else target_params
     _check(old, new)
     weights = load_file(src / "model.safetensors")
-    generator = torch.Generator().manual_seed(_SEED)
-    inflated = _outer(weights, old, new, generator)
-    for layer in range(new.num_layers):
-        prefix = f"model.layers.{layer}."
-        block = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-        grown = _block(block, old, new, generator, weights["model.norm.weight"].dtype)
-        inflated |= {prefix + name: weight for name, weight in grown.items()}
-        if on_layer is not None:
-            on_layer(layer + 1, new.num_layers)
+    inflated = grown(weights, old, new, new.num_layers, on_layer)
     dst.mkdir(parents=True, exist_ok=True)
     save_file(inflated, dst / "model.safetensors", metadata={"format": "pt"})
     config |= new.as_config()
@@ -73,6 +64,42 @@ def inflate(
         if path.suffix in (".json", ".jinja") and path.name not in ("config.json", "training.json"):
             shutil.copyfile(path, dst / path.name)
     return dst
+
+
+def read_shape(folder: str | Path) -> Shape:
+    """The shape of a Qwen3 checkpoint.
+
+    Raises:
+        ConfigError: there is none, or of another kind.
+    """
+    return Shape.of_config(_read_config(Path(folder)))
+
+
+def grown(
+    weights: dict[str, "torch.Tensor"],
+    old: Shape,
+    new: Shape,
+    num_layers: int,
+    on_layer: Callable[[int, int], None] | None = None,
+) -> dict[str, "torch.Tensor"]:
+    """The inflated model's weights outside of its blocks, and those of its first `num_layers` blocks.
+
+    Args:
+        weights: the small model's, by name. Blocks that it lacks add nothing, whatever it learns: who brings new
+            weights to an inflated model need bring `old.num_layers` blocks.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(_SEED)
+    inflated = _outer(weights, old, new, generator)
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        block = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        one = _block(block, old, new, generator, weights["model.norm.weight"].dtype)
+        inflated |= {prefix + name: weight for name, weight in one.items()}
+        if on_layer is not None:
+            on_layer(layer + 1, num_layers)
+    return inflated
 
 
 def inflate_head(src: str | Path, target: str | Path, dst: str | Path) -> Path:

@@ -37,8 +37,12 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def make_trainer(given: argparse.Namespace) -> Any:
-    """TRL's trainer as it is; its engine runs once this returns."""
+def make_trainer(given: argparse.Namespace, model: Any = None) -> Any:
+    """TRL's trainer as it is; its engine runs once this returns.
+
+    Args:
+        model: what it trains; None: TRL loads the policy itself.
+    """
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -69,7 +73,7 @@ def make_trainer(given: argparse.Namespace) -> Any:
         max_completion_length=given.max_tokens,
         learning_rate=given.learning_rate,
         generation_kwargs=given.generation_kwargs,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": "float32"} if model is None else None,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -81,7 +85,7 @@ def make_trainer(given: argparse.Namespace) -> Any:
         {"prompt": [{"role": "user", "content": problem.prompt}], "problem": name} for name, problem in chosen.items()
     ]
     return GRPOTrainer(
-        model=str(given.model),
+        model=model or str(given.model),
         processing_class=AutoTokenizer.from_pretrained(given.model),
         reward_funcs=is_right,
         args=config,

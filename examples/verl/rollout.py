@@ -23,7 +23,7 @@ POLICY = Path(vllm_specrollout.__file__).parents[1] / "bench" / "policy" / "chec
 SERVERS: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": ({}, []),
     "variable": ({"VLLM_SPEC_ROLLOUT": "1"}, []),
-    "config": ({}, ["+actor_rollout_ref.rollout.engine_kwargs.vllm.spec_rollout=true"]),
+    "config": ({}, ["+actor_rollout_ref.rollout.engine_kwargs.vllm.spec_rollout={max_draft_tokens: 16}"]),
 }
 """For each server, variables and overrides of verl's configuration."""
 ENVIRONMENT = {

@@ -4,8 +4,9 @@ The first launch samples: one program per (row, 1024 tokens of the vocabulary) a
 and keeps its best token. The second walks: one program per request settles the blocks of the rows it visits, and of no
 others. `naive.py` is the specification and cites the algorithms.
 
-The order of all floating-point operations, the block size included where it could matter, is that of vLLM 0.32's
-`vllm/v1/worker/gpu/sample/gumbel.py`: compiled by the same compiler, the noise has the same bits.
+The order of all floating-point operations, the block size included where it could matter, is that of vLLM's own
+`vllm/v1/worker/gpu/sample/gumbel.py`: compiled by the same compiler, the noise has the same bits. That file drew from
+Philox streams before vLLM 0.31, and hashes since.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 from vllm_specrollout.kernels.tree_verify.naive import TreeVerdict
 
 __all__ = ["TreeVerdict", "gumbel_noise", "tree_verify"]
@@ -73,12 +75,24 @@ def _noise64(seed, pos, tokens):
 
 
 @triton.jit
-def gumbel_noise(seed, pos, tokens, USE_FP64: tl.constexpr):
+def _philox32(seed, pos, tokens):
+    """A stream of the position's own, begun by the position's place in the request's stream."""
+    uniform = tl.maximum(tl.rand(tl.randint(seed, pos), tokens), 4.6566127342e-10)
+    return -tl.log(-libdevice.log1p(-uniform))
+
+
+@triton.jit
+def gumbel_noise(seed, pos, tokens, USE_FP64: tl.constexpr, IS_PHILOX: tl.constexpr = False):
     """The noise of `tokens` (any integers below 2**32) at one seed and position (int64 scalars).
 
-    Returns float32, or float64 if USE_FP64, in the shape of `tokens`.
+    Returns float32, or float64 if USE_FP64, in the shape of `tokens`. IS_PHILOX: that of vLLM before 0.31, in float32.
     """
-    return _noise64(seed, pos, tokens) if USE_FP64 else _noise32(seed, pos, tokens)
+    if IS_PHILOX:
+        tl.static_assert(not USE_FP64)
+        noise = _philox32(seed, pos, tokens)
+    else:
+        noise = _noise64(seed, pos, tokens) if USE_FP64 else _noise32(seed, pos, tokens)
+    return noise
 
 
 @triton.jit
@@ -94,6 +108,7 @@ def _sample_blocks(
     vocab_size,
     BLOCK: tl.constexpr,
     USE_FP64: tl.constexpr,
+    IS_PHILOX: tl.constexpr,
 ):
     """Best token and score of one row's block; grid (rows, blocks), which is also the shape of what is written."""
     row = tl.program_id(0).to(tl.int64)
@@ -110,7 +125,7 @@ def _sample_blocks(
     if temperature != 0.0:
         seed = tl.load(seeds_ptr + request, mask=is_real, other=0).to(tl.int64)
         pos = tl.load(pos_ptr + row).to(tl.int64)
-        scores = scores + gumbel_noise(seed, pos, tokens, USE_FP64)
+        scores = scores + gumbel_noise(seed, pos, tokens, USE_FP64, IS_PHILOX)
     # a NaN compares with nothing, so a reduction could end up anywhere: it never wins here
     scores = tl.where(is_token & (scores == scores), scores, float("-inf"))
     score, index = tl.max(scores, axis=0, return_indices=True)
@@ -179,6 +194,7 @@ def tree_verify(
     *,
     width: int,
     use_fp64: bool = False,
+    is_philox: bool = False,
 ) -> TreeVerdict:
     """Sample the target's own token at every row, and walk each request's tree down to the first that nobody drafted.
 
@@ -197,12 +213,13 @@ def tree_verify(
         cu_rows: [R + 1] int32, the first row of each request, then L.
         width: most tokens a request may yield; its rows beyond the first `width` are not looked at.
         use_fp64: noise and sums in float64, as vLLM's sampler with the same flag.
+        is_philox: the noise of vLLM before 0.31, which is replayed in float32 alone.
 
     Returns:
         the verdict on the R requests.
 
     Raises:
-        ValueError: shapes do not fit each other.
+        ValueError: shapes do not fit each other, or there is no such noise.
     """
     num_rows, vocab_size = logits.shape
     num_reqs = cu_rows.shape[0] - 1
@@ -216,6 +233,8 @@ def tree_verify(
             raise ValueError(f"{name} has {tensor.shape[0]} entries for {num_rows} rows of logits")
     if width < 1 or vocab_size < 1 or num_reqs < 0:
         raise ValueError(f"nothing to walk: width {width}, {vocab_size} tokens, {num_reqs} requests")
+    if use_fp64 and is_philox:
+        raise ValueError("Philox noise is replayed in float32 alone")
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -241,6 +260,7 @@ def tree_verify(
             vocab_size,
             BLOCK=_BLOCK,
             USE_FP64=use_fp64,
+            IS_PHILOX=is_philox,
         )
     if num_reqs:
         _walk_trees[(num_reqs,)](

@@ -3,8 +3,9 @@
 The noise is a hash of (seed, position, token) turned into a Gumbel variable; adding it to the logits and taking the
 argmax draws from their softmax (E. J. Gumbel, 1954; Maddison, Tarlow and Minka, "A* Sampling", 2014). The hash is
 MurmurHash3_x86_32 (A. Appleby, public domain) of four words: the seed's low and high half, the position's low half and
-the token. Which noise it is does not matter for the distribution; that it is the noise of vLLM 0.32's sampler, bit for
-bit, is what makes the tokens those of plain decoding. So every rounding step below is in vLLM's order.
+the token. Which noise it is does not matter for the distribution; that it is the noise of vLLM's sampler, bit for bit,
+is what makes the tokens those of plain decoding. So every rounding step below is in vLLM's order. Before vLLM 0.31 that
+noise came from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
 
 In the interpreter numpy is also what computes the kernel's floats, and the two agree to the bit. On a GPU the logarithm
 and fused multiply-adds round differently, and noises agree to about 1e-6.
@@ -88,6 +89,34 @@ def noise64(seed: int, pos: int, vocab: int) -> npt.NDArray[np.float64]:
     return -np.log(-np.log(uniform))
 
 
+def philox(counter: Any, key: int) -> Any:
+    """The first word of Philox4x32-10.
+
+    Args:
+        counter: its low 64 bits, an integer or a uint64 array; the high ones are 0.
+        key: 64 bits.
+    """
+    first, second = counter & _WORD, (counter >> 32) & _WORD
+    third = fourth = first * 0
+    low, high = key & _WORD, (key >> 32) & _WORD
+    for _ in range(10):
+        one, two = 0xD2511F53 * first, 0xCD9E8D57 * third
+        first, third = (two >> 32) ^ second ^ low, (one >> 32) ^ fourth ^ high
+        second, fourth = two & _WORD, one & _WORD
+        low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
+    return first
+
+
+def philox_noise32(seed: int, pos: int, vocab: int) -> npt.NDArray[np.float32]:
+    """[vocab] as `noise32`, of vLLM before 0.31."""
+    f32 = np.float32
+    # the position's own stream begins with a word of the request's
+    random = philox(np.arange(vocab, dtype=np.uint64), philox(pos & ((1 << 64) - 1), seed & ((1 << 64) - 1)))
+    signed = random.astype(np.uint32).view(np.int32)
+    uniform = np.where(signed < 0, ~signed, signed).astype(f32) * f32(4.6566127342e-10)
+    return -np.log(-np.log1p(-np.maximum(uniform, f32(4.6566127342e-10))))
+
+
 def sample_rows(
     logits: torch.Tensor,
     request_index: Sequence[int],
@@ -95,15 +124,17 @@ def sample_rows(
     seeds: Sequence[int],
     pos: Sequence[int],
     use_fp64: bool = False,
+    is_philox: bool = False,
 ) -> list[int]:
     """The target's own token at each of L rows; arguments as those of `tree_verify`. NaN never wins."""
+    noise = philox_noise32 if is_philox else noise64 if use_fp64 else noise32
     tokens = []
     for row, request, position in zip(logits, request_index, pos, strict=True):
         scores: Any = row.float().cpu().numpy()
         if use_fp64:
             scores = scores.astype(np.float64)
         if request >= 0 and temperature[request] != 0:
-            scores = scores + (noise64 if use_fp64 else noise32)(seeds[request], position, len(scores))
+            scores = scores + noise(seeds[request], position, len(scores))
         tokens.append(int(np.argmax(np.where(np.isnan(scores), -np.inf, scores))))
     return tokens
 
@@ -157,10 +188,11 @@ def tree_verify(
     *,
     width: int,
     use_fp64: bool = False,
+    is_philox: bool = False,
 ) -> TreeVerdict:
     """Arguments and result as those of `kernel.tree_verify`."""
     sampled = sample_rows(
-        logits, request_index.tolist(), temperature.tolist(), seeds.tolist(), pos.tolist(), use_fp64=use_fp64
+        logits, request_index.tolist(), temperature.tolist(), seeds.tolist(), pos.tolist(), use_fp64, is_philox
     )
     token_ids, num_sampled, path = judge(sampled, draft_ids.tolist(), parents.tolist(), cu_rows.tolist(), width)
     return TreeVerdict(

@@ -7,6 +7,7 @@ from vllm_specrollout.patches.frontend import (
     patch_engine_args_init,
     patch_input_processor,
     patch_prometheus,
+    patch_stop_strings,
 )
 
 PATCHES = (
@@ -16,4 +17,5 @@ PATCHES = (
     *patch_input_processor.PATCHES,
     *patch_async_llm.PATCHES,
     *patch_prometheus.PATCHES,
+    *patch_stop_strings.PATCHES,
 )

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from bench.policy.inflate import inflate, inflate_head  # noqa: E402
+from bench.policy.inflate import grown, inflate, inflate_head, read_shape  # noqa: E402
 from bench.policy.random_model import Shape, make_random_model  # noqa: E402
 from vllm_specrollout.errors import ConfigError  # noqa: E402
 
@@ -50,6 +50,19 @@ def test_inflated_model_has_the_target_shape_and_dtype(pair):
     assert Shape.of_config(config) == GROWN
     assert config["rms_norm_eps"] == json.loads((small / "config.json").read_text())["rms_norm_eps"] / 4
     assert _load(grown).dtype == _load(small).dtype
+
+
+def test_new_weights_of_the_small_model_reach_the_inflated_one_through_the_blocks_it_has(tmp_path):
+    small = make_random_model(tmp_path / "small", seed=1, dtype="float32", **SMALL)
+    large = _load(inflate(small, tmp_path / "grown", GROWN))
+    learned = _load(make_random_model(tmp_path / "learned", seed=2, dtype="float32", **SMALL))
+    old = read_shape(small)
+    pushed = grown(dict(learned.named_parameters()), old, GROWN, old.num_layers)
+    ids = torch.randint(0, 400, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert not large.load_state_dict(pushed, strict=False).unexpected_keys
+        want, got = learned(ids).logits, large(ids).logits
+    assert (want - got).abs().max() <= 1e-4 * want.abs().max()
 
 
 def test_greedy_tokens_of_the_inflated_model_are_the_small_models(tmp_path):

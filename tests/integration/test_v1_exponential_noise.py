@@ -20,7 +20,6 @@ from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
 from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import chains as make_chains
-from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.requests import ExponentialNoise
 from vllm_specrollout.worker.v1.sampler import row_layout
 
@@ -47,7 +46,7 @@ def _one_by_one(seeds: list[int]) -> list[list[int]]:
 
 def _drafted(seeds: list[int], truth: list[list[int]], rng: np.random.Generator) -> tuple[list[list[int]], int]:
     """Ours: chains that are right for a while, or wrong; returns the tokens and the steps it took."""
-    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"), RequestSeeds(0))
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
     entries: Any = [SimpleNamespace(tape=noise.tape(torch.Generator().manual_seed(seed))) for seed in seeds]
     out: list[list[int]] = [[] for _ in seeds]
     steps = 0
@@ -87,7 +86,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_sampling_one_at_a_time(seed
 
 def test_the_noise_of_another_position_would_be_noticed() -> None:
     truth = _one_by_one([1, 2, 3])
-    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"), RequestSeeds(0))
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
     tapes = [noise.tape(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
     for tape in tapes:
         tape.peek(1)
@@ -98,26 +97,16 @@ def test_the_noise_of_another_position_would_be_noticed() -> None:
 
 
 def test_greedy_rows_get_noise_that_no_division_minds() -> None:
-    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"), RequestSeeds(0))
-    entries: Any = [SimpleNamespace(tape=None), SimpleNamespace(tape=noise.tape(None))]
+    noise = ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"))
+    entries: Any = [SimpleNamespace(tape=None), SimpleNamespace(tape=noise.tape(torch.Generator()))]
     noise.set_nodes(entries, np.array([0, 2, 3], np.int32), np.array([0, 1, 2, 0, 1], np.int32))
     assert noise.sampler.noise is not None and noise.sampler.noise.shape == (5, VOCAB)
     assert (noise.sampler.noise > 0).all()
 
 
-def test_requests_without_a_seed_draw_from_one_that_the_engine_gives_them() -> None:
-    first, again = (ExponentialNoise("raw_logprobs", VOCAB, torch.device("cpu"), RequestSeeds(5)) for _ in range(2))
-    before = torch.get_rng_state()
-    drawn = first.tape(None).peek(2)
-    torch.manual_seed(99)
-    assert all(map(torch.equal, drawn, again.tape(None).peek(2)))
-    assert not torch.equal(drawn[0], again.tape(None).peek(1)[0])
-    torch.set_rng_state(before)
-
-
 @pytest.mark.parametrize("vocab_size", [1, 401, 40_003], ids=lambda n: f"V{n}")
 def test_the_tapes_vectors_are_bit_for_bit_what_stock_draws_into_its_rows(vocab_size: int) -> None:
-    noise = ExponentialNoise("raw_logprobs", vocab_size, torch.device("cpu"), RequestSeeds(0))
+    noise = ExponentialNoise("raw_logprobs", vocab_size, torch.device("cpu"))
     ours = noise.tape(torch.Generator().manual_seed(9)).peek(3)
     generator = torch.Generator().manual_seed(9)
     for vector in ours:

@@ -272,3 +272,13 @@ def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch)
         made.capture(runner)
         assert Noted.captured == expected and not runner.inputs.by_ancestors
         assert (made.trees is None) == (shape is DraftMode.CHAIN)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.0"])
+def test_no_drafts_are_captured_where_vllm_cannot_say_what_replays_them(monkeypatch, version):
+    monkeypatch.setattr(module.features, "installed", lambda: module.features.TABLE[version])
+    assert counts() == (0, 0)
+    graphs = DraftGraphs(TreeInputs(4, 64, 8, "cpu"))
+    # nothing else of a runner is asked for
+    graphs.capture(SimpleNamespace())
+    assert graphs.chains is None and graphs.trees is None

@@ -3,12 +3,15 @@
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from bench.runner.interpreter import give_log1p
 from tests.interpreted import fix_products, leave_out_what_nobody_reads, patch_language_once
+from tests.versions import trees
 
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -20,6 +23,7 @@ if HAS_TRITON and not HAS_GPU:
     fix_products()
     patch_language_once()
     leave_out_what_nobody_reads()
+    give_log1p()
 
 
 @pytest.fixture(scope="session")
@@ -36,15 +40,30 @@ def stock_gumbel() -> ModuleType:
     switched-off one, which the rest of vLLM in this process keeps.
     """
     pytest.importorskip("vllm", reason="compares with vLLM, which is not installed")
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
-    path = os.path.join(spec.submodule_search_locations[0], "v1", "worker", "gpu", "sample", "gumbel.py")
+    return load_gumbel(Path(spec.submodule_search_locations[0]))
+
+
+@pytest.fixture(scope="session")
+def stock_philox() -> ModuleType:
+    """The same of the last version that drew from Philox streams, if its tree is here."""
+    if reason := trees.missing("0.30.0"):
+        pytest.skip(reason)
+    return load_gumbel(trees.FOLDER / "0.30.0" / "vllm")
+
+
+def load_gumbel(package: Path) -> ModuleType:
+    """The sampling kernels of the vLLM that is in this folder."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    path = package.joinpath("v1", "worker", "gpu", "sample", "gumbel.py")
     gumbel_spec = importlib.util.spec_from_file_location("stock_gumbel", path)
     assert gumbel_spec is not None and gumbel_spec.loader is not None
     module = importlib.util.module_from_spec(gumbel_spec)
     importlib.import_module("triton.language")
+    device = importlib.import_module("triton.language.extra.libdevice")
+    shown = SimpleNamespace(triton=triton, tl=triton.language, tldevice=device, HAS_TRITON=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(triton=triton, tl=triton.language))
+        patch.setitem(sys.modules, "vllm.triton_utils", shown)
         gumbel_spec.loader.exec_module(module)
     return module

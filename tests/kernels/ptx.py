@@ -1,5 +1,5 @@
-"""Compiles kernels for a GPU that need not be there: `python ptx.py VLLM_GUMBEL_FILE` prints, as JSON, the
-floating-point arithmetic of our sampling kernel and of vLLM's. Not to be run under TRITON_INTERPRET."""
+"""Compiles kernels for a GPU that need not be there: `python ptx.py VLLM_GUMBEL_FILE murmur|philox` prints, as JSON,
+the floating-point arithmetic of our sampling kernel and of vLLM's. Not to be run under TRITON_INTERPRET."""
 
 import importlib.util
 import json
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language.extra import libdevice
 from vllm_specrollout.kernels.tree_verify import kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -30,7 +31,7 @@ def arithmetic(ptx: str) -> list[str]:
     return sorted(re.sub(r"%\w+", "_", line) for line in ARITHMETIC.findall(ptx))
 
 
-def ours(logits: str, use_fp64: bool) -> str:
+def ours(logits: str, use_fp64: bool, is_philox: bool) -> str:
     signature = {
         "logits_ptr": logits,
         "logits_stride": "i64",
@@ -42,7 +43,8 @@ def ours(logits: str, use_fp64: bool) -> str:
         "best_score_ptr": "*fp64" if use_fp64 else "*fp32",
         "vocab_size": "i32",
     }
-    return compiled(kernel._sample_blocks, signature, {"BLOCK": 1024, "USE_FP64": use_fp64})
+    constants = {"BLOCK": 1024, "USE_FP64": use_fp64, "IS_PHILOX": is_philox}
+    return compiled(kernel._sample_blocks, signature, constants)
 
 
 def stocks(gumbel: Any, logits: str, use_fp64: bool) -> str:
@@ -64,26 +66,30 @@ def stocks(gumbel: Any, logits: str, use_fp64: bool) -> str:
     }
     constants = dict.fromkeys(("logits_cache_ptr", "logits_cache_col_ptr", "logits_cache_source_ptr"))
     flags = dict.fromkeys(("IS_DRAFTING", "APPLY_TEMPERATURE", "PER_TOKEN_COL"), False)
-    return compiled(
-        gumbel._gumbel_sample_kernel, signature, {**constants, **flags, "BLOCK_SIZE": 1024, "USE_FP64": use_fp64}
-    )
+    given = {**constants, **flags, "BLOCK_SIZE": 1024, "USE_FP64": use_fp64}
+    stock = gumbel._gumbel_sample_kernel
+    # some versions have fewer arguments
+    return compiled(stock, signature, {name: one for name, one in given.items() if name in stock.arg_names})
 
 
-def main(path: str) -> None:
+def main(path: str, noise: str) -> None:
     spec = importlib.util.spec_from_file_location("stock_gumbel", path)
     assert spec is not None and spec.loader is not None
     gumbel = importlib.util.module_from_spec(spec)
-    sys.modules["vllm.triton_utils"] = SimpleNamespace(triton=triton, tl=tl)  # type: ignore[assignment]
+    sys.modules["vllm.triton_utils"] = SimpleNamespace(  # type: ignore[assignment]
+        triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True
+    )
     spec.loader.exec_module(gumbel)
     found = {
         f"{logits} {'float64' if use_fp64 else 'float32'}": (
-            arithmetic(ours(logits, use_fp64)),
+            arithmetic(ours(logits, use_fp64, noise == "philox")),
             arithmetic(stocks(gumbel, logits, use_fp64)),
         )
         for logits, use_fp64 in (("*fp32", False), ("*bf16", False), ("*fp32", True))
+        if not (use_fp64 and noise == "philox")
     }
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -33,6 +33,15 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("use_fp64", [False, True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sampled_tokens_are_those_of_vllms_sampler(device, stock_gumbel, dtype: torch.dtype, use_fp64: bool) -> None:
+    check_tokens(device, stock_gumbel, dtype, use_fp64=use_fp64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_before_vllm_0_31_sampled_tokens_are_those_of_its_streams(device, stock_philox, dtype: torch.dtype) -> None:
+    check_tokens(device, stock_philox, dtype, is_philox=True)
+
+
+def check_tokens(device, stock_gumbel, dtype: torch.dtype, *, use_fp64: bool = False, is_philox: bool = False) -> None:
     cases = [(seed, pos) for seed in SEEDS for pos in POSITIONS]
     rows, temperatures = len(cases), [0.0, 0.5, 1.0, 1.3]
     for vocab in (37, 1500):
@@ -50,6 +59,7 @@ def test_sampled_tokens_are_those_of_vllms_sampler(device, stock_gumbel, dtype: 
             torch.arange(rows + 1, dtype=torch.int32, device=device),
             width=1,
             use_fp64=use_fp64,
+            is_philox=is_philox,
         )
         stock = stock_gumbel.gumbel_sample(*shared, apply_temperature=False, is_drafting=False, use_fp64=use_fp64)
         assert verdict.token_ids[:, 0].tolist() == stock.tolist()
@@ -105,16 +115,18 @@ def test_the_noise_is_vllms_to_the_bit(device, stock_gumbel, use_fp64: bool) -> 
         np.testing.assert_allclose(ours.cpu().numpy(), specified, atol=1e-5 if device.type == "cuda" else 0, rtol=0)
 
 
-def test_compiled_for_a_gpu_the_arithmetic_is_vllms(stock_gumbel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("noise", ["murmur", "philox"])
+def test_compiled_for_a_gpu_the_arithmetic_is_vllms(request, noise: str, tmp_path: Path) -> None:
     """Fused multiply-adds and approximate logarithms are the compiler's choice: here it chose the same for both."""
+    stock = request.getfixturevalue("stock_philox" if noise == "philox" else "stock_gumbel")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("ptx.py")), stock_gumbel.__file__]
+    command = [sys.executable, str(Path(__file__).with_name("ptx.py")), stock.__file__, noise]
     run = subprocess.run(
         command, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     for case, (ours, stocks) in json.loads(run.stdout).items():
-        assert len(ours) > 300, case
+        assert len(ours) > 100, case
         assert ours == stocks, case
 
 
@@ -125,8 +137,35 @@ def test_the_hash_gives_its_published_values() -> None:
     assert naive.murmur3([np.array([0x61616161], dtype=np.uint64)], 0x9747B28C)[0] == 0x5A97808A
 
 
+def test_the_generator_gives_its_published_values() -> None:
+    # vectors of philox4x32-10 in Random123's kat_vectors: counter and key of zeros
+    assert naive.philox(0, 0) == 0x6627E8D5
+    assert naive.philox(np.zeros(1, dtype=np.uint64), 0)[0] == 0x6627E8D5
+
+
+def test_the_kernels_philox_noise_is_the_specified_one(device) -> None:
+    rows, vocab = 3, 3000
+    shared = (
+        torch.zeros(rows, vocab, device=device),
+        torch.arange(rows, device=device),
+        torch.ones(rows, device=device),
+        torch.tensor([7, -(2**40) - 17, 2**63 - 1], device=device),
+        torch.tensor([0, 2**31 + 1, 5], device=device),
+    )
+    rest = (
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.full((rows,), -1, dtype=torch.int32, device=device),
+        torch.arange(rows + 1, dtype=torch.int32, device=device),
+    )
+    tokens = [one.tree_verify(*shared, *rest, width=1, is_philox=True).token_ids.tolist() for one in (kernel, naive)]
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != kernel.tree_verify(*shared, *rest, width=1).token_ids.tolist()
+    with pytest.raises(ValueError, match="float32 alone"):
+        kernel.tree_verify(*shared, *rest, width=1, use_fp64=True, is_philox=True)
+
+
 def test_the_noise_is_gumbel_distributed() -> None:
-    for noise in (naive.noise32(7, 3, 2**18), naive.noise64(7, 3, 2**18)):
+    for noise in (naive.noise32(7, 3, 2**18), naive.noise64(7, 3, 2**18), naive.philox_noise32(7, 3, 2**18)):
         # mean: Euler's constant; variance: pi**2 / 6; P(noise < x) = exp(-exp(-x))
         assert abs(noise.mean() - 0.5772) < 0.01
         assert abs(noise.var() - np.pi**2 / 6) < 0.03

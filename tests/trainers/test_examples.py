@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".trainers"
 pytestmark = [
     pytest.mark.trainers,
+    # several servers one after the other, each a minute to start where nothing else runs
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not (FOLDER / "ray").is_dir(), reason="verl, OpenRLHF and Ray are not here: `make trainers`"),
 ]
 
@@ -26,7 +28,7 @@ def run(example: str) -> list[str]:
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=800,
+        timeout=1700,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]

@@ -286,6 +286,12 @@ BINDINGS = (
         "the workers learn which trees a pass computes, and whose noise chooses",
     ),
     Binding(
+        "swap",
+        "output.new_logprobs",
+        "server/stop_strings.py",
+        "before vLLM 0.32: tokens behind a stop string are dropped, and their logprobs with them",
+    ),
+    Binding(
         "piggyback",
         "setattr(state, ...)",
         "server/endpoints.py",

@@ -26,8 +26,11 @@ class Features:
     """What a token's noise is drawn as on CPU's V1 runner: an integer that seeds Gumbel noise, or an exponential
     variate per entry of the vocabulary, as on CUDA."""
     v2_noise: Literal["murmur", "philox"]
-    """Where the V2 runner's Gumbel noise comes from: a hash of seed, position and token, or Philox streams, which we
-    do not replay."""
+    """Where the V2 runner's Gumbel noise comes from: a hash of seed, position and token, or Philox streams."""
+    processors_know_lengths: bool
+    """Whether the V2 runner tells its processors of logits how long sequences may be."""
+    captures_drafts: bool
+    """Whether steps with drafts get CUDA graphs on the V2 runner: vLLM says which attention could replay them."""
     speculates_by: Literal["config", "tokens"]
     """What makes the V1 runner give draft tokens rows of logits: `speculative_config`, or that some are scheduled."""
     counts_field: str
@@ -36,8 +39,6 @@ class Features:
     """The scheduler's number of requests that may run at once."""
     mask_stride: Literal["drafted", "fixed"]
     """Rows of a grammar's mask per request: one more than it drafted, or as many as any request may have."""
-    trims_at_stop_strings: bool
-    """Whether the front end drops the tokens that a step brings behind the one that completes a stop string."""
     pause_keyword: str | None
     """The keyword of `pause_generation` that older trainers give, where this version still takes it."""
 
@@ -47,11 +48,12 @@ _NEWEST = Features(
     models_draft=False,
     cpu_noise="integer",
     v2_noise="murmur",
+    processors_know_lengths=True,
+    captures_drafts=True,
     speculates_by="config",
     counts_field="num_kv_fetch_reqs_by_stage",
     places_field="max_num_active_reqs",
     mask_stride="fixed",
-    trims_at_stop_strings=True,
     pause_keyword=None,
 )
 _0_32 = replace(_NEWEST, models_draft=True, mask_stride="drafted")
@@ -61,10 +63,15 @@ _0_31 = replace(
     cpu_noise="vector",
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
-    trims_at_stop_strings=False,
     pause_keyword="wait_for_inflight_requests",
 )
-_0_30 = replace(_0_31, runners=("V1",), v2_noise="philox", places_field="max_num_running_reqs")
+_0_30 = replace(
+    _0_31,
+    v2_noise="philox",
+    processors_know_lengths=False,
+    captures_drafts=False,
+    places_field="max_num_running_reqs",
+)
 
 TABLE: Mapping[str, Features] = {
     "0.29.0": _0_30,

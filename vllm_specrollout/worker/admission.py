@@ -10,7 +10,6 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_specrollout.config import RequestOptions, parse_request
 from vllm_specrollout.history.problems import Attribution, prompt_hash
-from vllm_specrollout.patches import features
 from vllm_specrollout.resuming import asks_for_watermark
 from vllm_specrollout.support import RequestTraits, request_shape
 from vllm_specrollout.types import DraftMode
@@ -69,7 +68,6 @@ class Desk:
                 has_prompt_embeds=has_prompt_embeds,
                 is_watermarked=asks_for_watermark(params),
                 is_trace_replay=bool(params.trace_decode_token_ids),
-                has_untrimmed_stop=bool(params.stop) and not features.installed().trims_at_stop_strings,
             )
         )
         if follows_one_line and shape is DraftMode.TREE:

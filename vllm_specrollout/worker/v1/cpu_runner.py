@@ -20,7 +20,6 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import as_chains
 from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
-from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.attention import BlockCopier, PathAttention, PathStep, path_metadata, plan_paths
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
 from vllm_specrollout.worker.v1.requests import ExponentialNoise, Noise, SeedNoise, fewer
@@ -38,11 +37,10 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self._path_inputs: dict[str, Any] | None = None
 
     def _make_noise(self) -> Noise:
-        seeds = RequestSeeds.of(self.vllm_config)
         if features.installed().cpu_noise == "vector":
             vocab_size = self.model_config.get_vocab_size()
-            return ExponentialNoise(self.sampler.logprobs_mode, vocab_size, self.device, seeds)
-        return SeedNoise(self.sampler.logprobs_mode, seeds)
+            return ExponentialNoise(self.sampler.logprobs_mode, vocab_size, self.device)
+        return SeedNoise(self.sampler.logprobs_mode)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         larger, scratch = with_scratch(kv_cache_config, 0 if is_profiling else self.num_scratch)

@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
-from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.requests import ExponentialNoise, fewer
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 
@@ -27,8 +26,7 @@ class ChainMixin(_Base):
     """What the runner adds to the shared part; apart from the runner, so that it is tested where there is no GPU."""
 
     def _make_noise(self) -> ExponentialNoise:
-        seeds = RequestSeeds.of(self.vllm_config)
-        return ExponentialNoise(self.sampler.logprobs_mode, self.model_config.get_vocab_size(), self.device, seeds)
+        return ExponentialNoise(self.sampler.logprobs_mode, self.model_config.get_vocab_size(), self.device)
 
     @property
     def most_nodes(self) -> int:

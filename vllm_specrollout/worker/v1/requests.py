@@ -21,7 +21,6 @@ from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, Int
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.admission import Admission, Desk
 from vllm_specrollout.worker.request import RequestState
-from vllm_specrollout.worker.seeds import RequestSeeds
 from vllm_specrollout.worker.v1.sampler import ExponentialTapeSampler, TapeTopKTopPSampler
 
 Tape = SeedTape | VectorTape[torch.Tensor]
@@ -67,7 +66,7 @@ class RequestBook:
     def __init__(
         self,
         model_shape: DraftMode,
-        make_tape: Callable[[torch.Generator | None], Tape],
+        make_tape: Callable[[torch.Generator], Tape],
         admitted: Callable[[RequestView], None] = lambda view: None,
     ) -> None:
         """Args:
@@ -102,7 +101,10 @@ class RequestBook:
         params = state.sampling_params
         assert params is not None, "pooling requests never reach a generating engine"
         admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
-        tape = None if params.temperature < 1e-5 else self._make_tape(state.generator)
+        tape = None
+        if params.temperature >= 1e-5:
+            assert state.generator is not None, "whoever arrives without a seed is given one (arriving.py)"
+            tape = self._make_tape(state.generator)
         if tape is not None and (resume := admission.options.resume) is not None:
             tape.skip(len(state.output_token_ids) if resume.drawn is None else resume.drawn)
         entry = RequestEntry(state, admission, tape)
@@ -119,8 +121,8 @@ class Noise(Protocol):
     # drafts of one step, all requests together, at most; None: as many as there are
     most_nodes: int | None
 
-    def tape(self, generator: torch.Generator | None) -> Tape:
-        """A request's tape; a request without a seed gets one here, once."""
+    def tape(self, generator: torch.Generator) -> Tape:
+        """A request's tape, drawn from its own generator."""
         ...
 
     def set_roots(self, entries: Sequence[RequestEntry]) -> None:
@@ -146,16 +148,13 @@ class SeedNoise:
 
     most_nodes = None
 
-    def __init__(self, logprobs_mode: Any, seeds: RequestSeeds) -> None:
+    def __init__(self, logprobs_mode: Any) -> None:
         self.sampler = TapeTopKTopPSampler(logprobs_mode)
-        self._seeds = seeds
 
-    def tape(self, generator: torch.Generator | None) -> SeedTape:
-        own = generator if generator is not None else _seeded_generator(self._seeds, "cpu")
-
+    def tape(self, generator: torch.Generator) -> SeedTape:
         def draw(count: int) -> SeedArray:
             """The integers that stock vLLM would draw one by one."""
-            return torch.randint(0, _SEEDS, (count,), generator=own, dtype=torch.long).numpy()
+            return torch.randint(0, _SEEDS, (count,), generator=generator, dtype=torch.long).numpy()
 
         return SeedTape(draw)
 
@@ -179,21 +178,20 @@ class ExponentialNoise:
     """CUDA, and CPU before vLLM 0.32: vectors of exponential variates, drawn on the device one position after another,
     kept until used up."""
 
-    def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device, seeds: RequestSeeds) -> None:
+    def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device) -> None:
         self.sampler = ExponentialTapeSampler(logprobs_mode)
-        self._seeds = seeds
         self.vocab_size = vocab_size
         self.most_nodes = MOST_NOISE_BYTES // (4 * vocab_size)
         self.device = device
         # greedy rows do not look at it, but it must not be 0
         self._ones = torch.ones(vocab_size, dtype=torch.float32, device=device)
 
-    def tape(self, generator: torch.Generator | None) -> VectorTape[torch.Tensor]:
-        own = generator if generator is not None else _seeded_generator(self._seeds, self.device)
-
+    def tape(self, generator: torch.Generator) -> VectorTape[torch.Tensor]:
         def draw() -> torch.Tensor:
             """[vocab] what stock vLLM draws for one token."""
-            return torch.empty(self.vocab_size, dtype=torch.float32, device=self.device).exponential_(generator=own)
+            return torch.empty(self.vocab_size, dtype=torch.float32, device=self.device).exponential_(
+                generator=generator
+            )
 
         return VectorTape(draw)
 
@@ -238,10 +236,6 @@ def _depths_by_request(node_start: IntArray, row_depth: IntArray) -> Iterator[In
     """[own rows] depths of each request's rows: its root's, then its nodes'."""
     for i in range(len(node_start) - 1):
         yield row_depth[int(node_start[i]) + i : int(node_start[i + 1]) + i + 1]
-
-
-def _seeded_generator(seeds: RequestSeeds, device: torch.device | str) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seeds.draw())
 
 
 def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> SeedArray:

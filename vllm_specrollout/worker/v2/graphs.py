@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
-from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
+from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.inputs import TreeInputs
@@ -49,6 +49,11 @@ def plans_for(runner: SpecRolloutV2) -> tuple[GraphPlan | None, GraphPlan | None
     Trees get the larger half of `max_graphs`: without a bucket their attention costs most. A chain is no longer than a
     tree is deep, so its buckets promise less.
     """
+    if not features.installed().captures_drafts:
+        return None, None
+    # here and below: versions that capture no drafts lack what is imported
+    from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+
     most = runner.spec_config.max_graphs
     longest = min(runner.max_draft_tokens, runner.spec_config.max_depth)
     for_trees = most if runner.shape[0] is DraftMode.TREE else 0
@@ -123,6 +128,10 @@ class DraftGraphs:
     def capture(self, runner: SpecRolloutV2) -> None:
         """Capture every bucket."""
         chains, trees = plans_for(runner)
+        if chains is None and trees is None:
+            return
+        from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+
         with freeze_gc_for_cudagraph_capture(), runner.maybe_setup_dummy_loras(runner.lora_config):
             self.trees = _captured(runner, trees, "trees")
             self.chains = _captured(runner, chains, "chains")
@@ -165,12 +174,9 @@ def _uncaptured(
     desc: BatchExecutionDescriptor, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
 ) -> BatchExecutionDescriptor:
     """The descriptor of a step that no graph holds."""
-    return BatchExecutionDescriptor(
-        cg_mode=CUDAGraphMode.NONE,
-        num_tokens=num_tokens,
-        num_reqs=num_reqs,
-        num_active_loras=desc.num_active_loras,
-        num_ubatches=desc.num_ubatches,
+    none = CUDAGraphMode.NONE
+    return replace(
+        desc, cg_mode=none, num_tokens=num_tokens, num_reqs=num_reqs, uniform_token_count=None, max_query_len=None
     )
 
 

@@ -110,11 +110,12 @@ class SpecRolloutV2(_Base):
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
 
-    def capture_model(self, *, profile_only: bool = False) -> int:
-        if not profile_only and self.shape[0] is not DraftMode.OFF:
+    def capture_model(self, **kwargs: Any) -> int:
+        # vLLM 0.29 knows no `profile_only`
+        if not kwargs.get("profile_only") and self.shape[0] is not DraftMode.OFF:
             # before vLLM's own, which locks the workspaces when it is done
             self.draft_graphs.capture(self)
-        return super().capture_model(profile_only=profile_only)
+        return super().capture_model(**kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
@@ -174,9 +175,9 @@ class SpecRolloutV2(_Base):
         return filled(scheduler_output, step.trees)
 
     def prepare_inputs(
-        self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, num_active_loras: int
+        self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, *more: Any
     ) -> InputBatch:
-        arguments = (scheduler_output, batch_req_state, batch_desc, num_active_loras)
+        arguments = (scheduler_output, batch_req_state, batch_desc, *more)
         if not self.step.trees.num_nodes:
             self.inputs.set_plain()
             return super().prepare_inputs(*arguments)

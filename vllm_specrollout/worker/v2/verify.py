@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from vllm_specrollout.kernels.tree_verify.kernel import TreeVerdict, tree_verify
+from vllm_specrollout.patches import features
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
 # of the output layer's rows: vLLM's DEFAULT_VOCAB_PADDING_SIZE
@@ -25,6 +26,7 @@ class TreeVerifier:
     def __init__(self, sampler: Sampler, max_draft_tokens: int) -> None:
         self.sampler = sampler
         self.width = max_draft_tokens + 1
+        self.is_philox = features.installed().v2_noise == "philox"
 
     def __call__(
         self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs
@@ -83,6 +85,7 @@ class TreeVerifier:
                     cu_rows,
                     width=self.width,
                     use_fp64=self.sampler.use_fp64_gumbel,
+                    is_philox=self.is_philox,
                 )
 
     def _judge(self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs) -> tuple[TreeVerdict, torch.Tensor]:
@@ -91,6 +94,7 @@ class TreeVerifier:
         sampler, states = self.sampler, self.sampler.sampling_states
         pos = batch.positions[batch.logits_indices]
         draft_ids = batch.input_ids[batch.logits_indices]
+        more = (batch.seq_lens_cpu_upper_bound.numpy(),) if features.installed().processors_know_lengths else ()
         processed = sampler.apply_sampling_params(
             logits,
             batch.expanded_idx_mapping,
@@ -99,7 +103,7 @@ class TreeVerifier:
             pos,
             draft_ids,
             batch.expanded_local_pos,
-            batch.seq_lens_cpu_upper_bound.numpy(),
+            *more,
         )
         verdict = tree_verify(
             processed,
@@ -112,6 +116,7 @@ class TreeVerifier:
             batch.cu_num_logits,
             width=self.width,
             use_fp64=sampler.use_fp64_gumbel,
+            is_philox=self.is_philox,
         )
         return verdict, processed
 
