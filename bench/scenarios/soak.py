@@ -1,4 +1,4 @@
-"""`specrollout bench soak`: a server under load and faults for hours; what it holds, and whether it answers as stock."""
+"""`specrollout bench soak`: a server under load and faults for hours: what it holds; whether it answers as stock."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ class SoakScenario(EngineScenario):
         rows = self._checks(outcome, verdict, is_alive)
         told = [*outcome.told, *verdict.differences, *verdict.ties]
         extra = {
+            "compared": {"answers": verdict.answers, "tokens": verdict.tokens, "ties": len(verdict.ties)},
             "told": told[: 2 * MOST_TOLD],
             "faults": [asdict(fault) for fault in load.faults],
             "samples": [asdict(sample) for sample in outcome.samples],

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..runner.leash import Leash
 
 NAME = "policy"
 """Under which the model is served."""
+VLLM = Path(sys.executable).with_name("vllm")
 _START_S, _END_S = 600.0, 60.0
 _LOG_LINES = 40
 _PLUGIN = "spec_rollout"
@@ -62,21 +63,16 @@ def serve(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     own = [] if spec_rollout is None else ["--spec-rollout", json.dumps(spec_rollout)]
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if name != envs.SPEC_ROLLOUT}
     environment |= {"VLLM_PLUGINS": "none" if spec_rollout is None else _PLUGIN, "VLLM_NO_USAGE_STATS": "1"}
     environment |= {envs.CPU_ATTN_SPLIT_KV: "0"}
-    process = subprocess.Popen(
-        [sys.executable, *command, "--served-model-name", NAME, *flags, *own],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    told, output = os.pipe()
+    process = start([*command, "--served-model-name", NAME, *flags, *own], environment, output)
+    os.close(output)
     leash = Leash(process.pid)
     server = Server(f"http://127.0.0.1:{port}", process.pid, process)
-    reader = threading.Thread(target=_read, args=(server, is_verbose), daemon=True)
+    reader = threading.Thread(target=_read, args=(server, told, is_verbose), daemon=True)
     reader.start()
     try:
         _wait_until_healthy(server)
@@ -92,13 +88,24 @@ def serve(
         reader.join(5.0)
 
 
-def _read(server: Server, is_verbose: bool) -> None:
-    assert server.process.stdout is not None
-    for line in server.process.stdout:
-        text = line.decode(errors="replace").rstrip()
-        server.log.append(text)
-        if is_verbose:
-            print(text, file=sys.stderr)
+def start(program: Sequence[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    """Python with these arguments, in a session of its own; both its outputs go to a descriptor."""
+    return subprocess.Popen(
+        [sys.executable, *program],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+
+
+def _read(server: Server, told: int, is_verbose: bool) -> None:
+    with open(told, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            server.log.append(line.rstrip())
+            if is_verbose:
+                print(line.rstrip(), file=sys.stderr)
 
 
 def _wait_until_healthy(server: Server) -> None:
