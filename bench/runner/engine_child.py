@@ -94,6 +94,24 @@ class Engine:
         steps = len(self._run(prompts, params)["step_s"])
         return {"steps": steps, **self.llm.collective_rpc(self._calls.end_profile)[0]}
 
+    def look(self, prompt: list[int], params: dict[str, Any], at: int, candidates: list[int]) -> dict[str, Any]:
+        """What one request is answered up to position `at`, and what its candidates there are sampled from.
+
+        Needs `max_logprobs=-1` and `logprobs_mode="processed_logprobs"`.
+
+        Returns:
+            token_ids; logprobs, of each candidate; width, of the row that noise is added to.
+        """
+        self._add("look", prompt, {**params, "max_tokens": at + 1, "logprobs": -1})
+        output = None
+        while self.core.has_unfinished_requests():
+            output = next((one for one in self.core.step() if one.finished), output)
+        assert output is not None
+        answer = output.outputs[0]
+        row = answer.logprobs[at] if len(answer.logprobs) > at else {}
+        known = [row[token].logprob if token in row else float("-inf") for token in candidates]
+        return {"token_ids": list(answer.token_ids), "logprobs": known, "width": len(row)}
+
     def extend(
         self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int
     ) -> dict[int, list[float]]:
@@ -224,8 +242,10 @@ class Engine:
 
     def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        if "structured_outputs" in values:
+            values = {**values, "structured_outputs": StructuredOutputsParams(**values["structured_outputs"])}
         sampling = SamplingParams(**values, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         self.core.add_request(name, {"prompt_token_ids": prompt}, sampling)
 

@@ -41,6 +41,11 @@ class Found:
     def is_identical(self) -> bool:
         return all(getattr(row, "identical", None) is not False for row in self.rows)
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether all outputs are stock's, and every check of those that have a field `passed` held."""
+        return self.is_identical and all(getattr(row, "passed", None) is not False for row in self.rows)
+
 
 def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:
     """The report of this process on this host."""

@@ -169,11 +169,11 @@ class EngineScenario(Scenario):
 
 
 def run(scenario: Scenario) -> None:
-    """Check, measure, print, draw, write; ends with status 1 if one output was not stock's.
+    """Check, measure, print, draw, write; ends with status 1 if one output was not stock's, or a check failed.
 
     Raises:
         SpecRolloutError: a flag that makes no sense, or an engine that failed.
-        typer.Exit: outputs differ.
+        typer.Exit: outputs differ, or a check failed.
     """
     scenario = scenario.resolved()
     scenario.check()
@@ -187,7 +187,7 @@ def run(scenario: Scenario) -> None:
     if scenario.json is not None:
         scenario.json.write_text(as_json(scenario.bench, scenario.settings(), found), encoding="utf-8")
         display.out.print(f"wrote {scenario.json}", markup=False)
-    if not found.is_identical:
+    if not found.is_passed:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,195 @@
+"""`specrollout bench soak`: a server under load and faults for hours: what it holds; whether it answers as stock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_specrollout.config import parse
+
+from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK
+from ..runner.models import check_length, find_model
+from ..runner.plots import plot_soak
+from ..runner.report import Found
+from ..runner.scenario import EngineScenario, Session, command, flag
+from ..soak import checks
+from ..soak.answers import JUDGE, Verdict, compare
+from ..soak.arrivals import Mix
+from ..soak.checks import Check
+from ..soak.drive import MOST_TOLD, Load, Outcome, Soak
+from ..soak.faults import AWAY, FULL, KILL, STALL, plan
+from ..soak.server import serve
+
+OURS = "ours"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakScenario(EngineScenario):
+    """Drive a server for hours: arrivals, clients that leave, epochs, rewards, mistakes and faults."""
+
+    bench: ClassVar[str] = "soak"
+    draws_what_is_left: ClassVar[bool] = True
+
+    hours: float = flag(0.5, "How long requests arrive.", within=(0.001, 1000))
+    server: str = flag(OURS, "`stock` drives vLLM without this project, to tell its own growth.", choices=(OURS, STOCK))
+    model: Path | None = flag(None, "A model's folder; without it, the project's policy.", is_setting=False)
+    spec_rollout: dict[str, Any] = flag({}, "Keys of the server's configuration beside `history.dir`.")
+    faults: bool = flag(False, "Also inflict faults from outside: full disk, folder gone, stalls, drafters killed.")
+    rate: float = flag(2.0, "Requests that arrive per second, at random (Poisson).", within=(0.001, 10000))
+    recurring: float = flag(0.5, "Share of requests whose problem comes back.", within=(0, 1))
+    pool: int = flag(32, "Problems that come back.", within=(1, 100000))
+    grammar: float = flag(0.1, "Share of requests with a grammar.", within=(0, 1))
+    choices: float = flag(0.1, "Share of requests for several answers.", within=(0, 1))
+    leaving: float = flag(0.1, "Share of clients that leave before the end.", within=(0, 1))
+    checked: int = flag(500, "Requests, about, whose answers are compared with stock's.", within=(0, 1000000))
+    max_tokens: int = flag(256, "Tokens after which an answer is cut.", within=(2, 1 << 16))
+    seqs: int = flag(16, "Requests that the server runs at once.", within=(1, 1024))
+    most_open: int = flag(48, "Requests that are open at once; later ones wait outside.", within=(1, 100000))
+    kv_mib: int = flag(
+        64, "MiB of the server's KV cache; small, so that all of it is in use soon.", within=(1, 1 << 20)
+    )
+    epoch_s: float = flag(60.0, "Seconds from one epoch to the next.", within=(1, 1000000))
+    mistake_s: float = flag(10.0, "Seconds, on average, between bodies that no route takes.", within=(0.1, 1000000))
+    settle_s: float = flag(300.0, "Seconds after which nothing may grow.", within=(0, 1000000))
+    growth: float = flag(0.02, "Share by which memory may grow after that.", within=(0, 10))
+    disk_mib: float = flag(64.0, "Most MiB of the history's folder.", within=(0.1, 1 << 30))
+    plot: Path | None = flag(None, "Draw memory, handles, disk and drafts over time.", is_setting=False)
+
+    @property
+    def duration_s(self) -> float:
+        return self.hours * 3600.0
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.server == OURS
+
+    @property
+    def _title(self) -> str:
+        return "a server with drafts" if self._is_ours else "a stock server"
+
+    def measure(self, session: Session) -> Found:
+        folder, title = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
+        check_length(folder, self._length)
+        history = session.scratch / "kept" / "history"
+        history.parent.mkdir()
+        load = self._load(history)
+        own = self._configuration(history) if self._is_ours else None
+        with serve(folder, self._flags(), own, is_verbose=self.verbose) as server:
+            outcome = Soak(server, load, session.display.counter("seconds")).run()
+            is_alive = server.is_alive
+        verdict = self._verdict(folder, outcome, session)
+        rows = self._checks(outcome, verdict, is_alive)
+        told = [*outcome.told, *verdict.differences, *verdict.ties]
+        extra = {
+            "compared": {"answers": verdict.answers, "tokens": verdict.tokens, "ties": len(verdict.ties)},
+            "told": told[: 2 * MOST_TOLD],
+            "faults": [asdict(fault) for fault in load.faults],
+            "samples": [asdict(sample) for sample in outcome.samples],
+        }
+        return Found(model=title, rows=rows, extra=extra, more=(outcome, load))
+
+    @property
+    def _length(self) -> int:
+        return PROMPT_LEN + self.max_tokens
+
+    def _flags(self) -> list[str]:
+        flags: dict[str, Any] = {
+            "--dtype": self.dtype,
+            "--max-model-len": self._length,
+            "--max-num-seqs": self.seqs,
+            # no prompt in two pieces, one that was preempted included
+            "--max-num-batched-tokens": max(2048, self.seqs * self._length),
+            "--kv-cache-memory-bytes": self.kv_mib << 20,
+            "--generation-config": "vllm",
+        }
+        return ["--enforce-eager", *(str(part) for pair in flags.items() for part in pair)]
+
+    def _configuration(self, history: Path) -> dict[str, Any]:
+        own = {**self.spec_rollout}
+        own["history"] = {"max_mib": 64, **own.get("history", {}), "dir": str(history)}
+        # a mistake is told before a server is begun
+        parse(own)
+        return own
+
+    def _load(self, history: Path) -> Load:
+        expected = max(1.0, self.duration_s * self.rate * (1.0 - self.leaving))
+        mix = Mix(
+            recurring=self.recurring,
+            pool=self.pool,
+            grammar=self.grammar,
+            choices=self.choices,
+            leaving=self.leaving,
+            checked=min(1.0, self.checked / expected),
+        )
+        kinds = [FULL, AWAY, STALL, *([KILL] if self._has_drafter else [])]
+        return Load(
+            duration_s=self.duration_s,
+            seed=self.seed,
+            per_second=self.rate,
+            mix=mix,
+            max_tokens=self.max_tokens,
+            most_open=self.most_open,
+            sample_s=max(5.0, self.duration_s / 720.0),
+            epoch_s=self.epoch_s,
+            mistake_s=self.mistake_s,
+            faults=plan(self.seed, self.duration_s, kinds) if self.faults and self._is_ours else (),
+            history=history,
+            is_ours=self._is_ours,
+        )
+
+    @property
+    def _has_drafter(self) -> bool:
+        return self.spec_rollout.get("placement", "coupled") != "coupled"
+
+    def _verdict(self, model: Path, outcome: Outcome, session: Session) -> Verdict:
+        report = session.display.steps(1)
+        shape = {"seqs": self.seqs, "length": self._length, "width": 2 * self._length}
+        with self.make_engines(model, report, environment=IN_ONE_PROCESS, **shape) as engines:
+            engines.start(STOCK, generation_config="vllm", **JUDGE)
+            counter = session.display.counter("answers compared")
+            return compare(engines, outcome.kept, self.max_tokens, self.dtype, counter)
+
+    def _checks(self, outcome: Outcome, verdict: Verdict, is_alive: bool) -> list[Check]:
+        found = checks.memory(outcome.samples, self.settle_s, self.growth)
+        found += checks.handles(outcome, self.settle_s)
+        found += [checks.disk(outcome.samples, self.disk_mib)] if self._is_ours else []
+        found += checks.requests(outcome, is_alive)
+        found += checks.drafting(outcome) if self._is_ours else []
+        found.append(checks.answers(verdict))
+        return found
+
+    def show(self, found: Found, out: Console) -> None:
+        out.print(f"{found.model}, {self.dtype}, {self._title}, {self.hours:g} hours", markup=False)
+        table = Table("what", "first", "last", "value", "limit", "per hour", "holds", pad_edge=False)
+        for row in found.rows:
+            table.add_row(*_shown(row))
+        out.print(table)
+        for text in found.extra["told"]:
+            out.print(text, markup=False)
+
+    def draw(self, found: Found, path: Path) -> None:
+        outcome, load = found.more
+        title = f"{found.model}, {self._title}, {self.hours:g} hours, {self.rate:g} requests per second"
+        plot_soak(outcome.samples, load.faults, self.settle_s, self.growth, title, path)
+
+
+def _shown(row: Check) -> Sequence[str]:
+    is_share = row.name.startswith("memory")
+    unit = f" {row.unit}" if row.unit else ""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:+.2%}" if is_share else f"{value:g}{unit}"
+
+    def plain(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f}{unit}"
+
+    holds = {True: "yes", False: "NO", None: "-"}[row.passed]
+    return row.name, plain(row.first), plain(row.last), number(row.value), number(row.limit), plain(row.slope), holds
+
+
+bench_soak = command(SoakScenario)
