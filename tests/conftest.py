@@ -54,7 +54,7 @@ def _warnings_reach_caplog(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 
 # where tests start engines and servers, or drive parts of vLLM's
-WITH_ENGINES = [Path(__file__).parent / folder for folder in ("e2e", "integration", "trainers", "v2")]
+WITH_ENGINES = [Path(__file__).parent / folder for folder in ("e2e", "faults", "integration", "trainers", "v2")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

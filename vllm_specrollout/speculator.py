@@ -82,8 +82,7 @@ class Speculator:
         self.listeners = list(listeners)
         self.backoff = Backoff()
         self._clock = clock
-        self._late = LateAnswers()
-        self._asking, self.worth = Asking(), Worth()
+        self._late, self._asking, self.worth = LateAnswers(), Asking(), Worth()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
 
@@ -248,11 +247,12 @@ class Speculator:
         self._tell(lambda listener: listener.stepped(record))
 
     def finish(self, ending: FinishedRequest) -> None:
-        """A request is over; `forget` follows."""
-        self._budget_does(lambda budget: budget.finish(ending))
+        """A request is over; `forget` follows. Without a token it never began: drafters alone have heard of it."""
         for drafter in list(self.drafters):
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
-        self._tell(lambda listener: listener.finished(ending))
+        if len(ending.token_ids):
+            self._budget_does(lambda budget: budget.finish(ending))
+            self._tell(lambda listener: listener.finished(ending))
 
     def forget(self, request_id: str) -> None:
         for drafter in list(self.drafters):

@@ -129,9 +129,29 @@ def test_a_request_that_is_gone_is_forgotten_but_its_tokens_on_the_way_do_no_har
     host, a = host_of(recorder, ticking), request()
     host.add(a)
     host.sent(step([a, None], [[7], [8]], [1, 1]))
-    host.forget("a")
-    host.forget("never seen")
+    host.leave("a")
+    host.leave("never seen")
     assert host.settle().tokens == 2 and recorder.forgotten == ["a"] and host.get("a") is None
+
+
+def test_a_request_that_ends_while_it_is_preempted_is_told_with_what_it_had(ticking):
+    recorder, told = Recorder(), []
+    recorder.finish = lambda ending: told.append((ending.request_id, ending.token_ids.tolist(), ending.status))
+    host = host_of(recorder, ticking)
+    for name in ("aborted", "comes back"):
+        host.add(request(name))
+    host.sent(step([host.get("aborted"), host.get("comes back")], [[7], [8]], [1, 1]))
+    for name in ("aborted", "comes back"):
+        host.leave(name, is_preempted=True)
+        host.leave(name, is_preempted=True)
+    assert recorder.forgotten == ["aborted", "comes back"] and host.get("aborted") is None
+    host.settle()
+    assert [ending.request_id for ending in host.unfinished()] == ["aborted", "comes back"]
+    host.end("aborted", 1, FinishReason.ABORTED)
+    host.leave("aborted")
+    host.add(request("comes back", tokens=(1, 2, 3, 8)))
+    assert told == [("aborted", [7], FinishReason.ABORTED)]
+    assert host.unfinished() == [], "the one is over, the other one begins"
 
 
 def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(ticking):

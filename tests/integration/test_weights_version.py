@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from tests.faults.devices import Device, RunnerV1
+from tests.faults.target import Cache
+from vllm_specrollout.budgets.fixed import OffBudget
+from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.worker.fingerprint import MOST_ELEMENTS, MOST_PARAMETERS, Fingerprint
 from vllm_specrollout.worker.weights_version import WeightsMixin, WeightsVersion
 
@@ -115,6 +123,100 @@ def test_a_push_of_many_pieces_and_the_sign_behind_it_are_one_change() -> None:
     assert version.number == 2
 
 
+def test_a_step_that_computes_nothing_ends_no_change() -> None:
+    """Such a step says which requests are over; a trainer may be half way through its weights then."""
+    runner = RunnerV1(Device(Cache(8)), Speculator([], OffBudget()), Metrics(()), most_requests=2)
+    version = runner.weights_version
+    version.begin(step())
+    version.touch()
+    runner.execute_model(SchedulerOutput.make_empty())
+    assert version.computed == 0, "nothing was computed with the new weights"
+    version.touch()
+    version.begin(step())
+    assert version.computed == version.number == 1, "and both pieces are one change"
+
+
+def test_what_may_be_a_change_is_looked_into_once_however_often_it_was_signalled() -> None:
+    looks: list[bytes] = []
+    weights, version = [b"first"], WeightsVersion()
+    version._look = lambda: (looks.append(weights[0]), weights[0])[1]
+    version.begin(step())
+    for _ in range(3):
+        version.suspect()
+        version.begin(signalled())
+    assert version.number == 0 and len(looks) == 4
+    # asleep and back, other weights written meanwhile: one change, which holds from the next step on
+    weights[0] = b"second"
+    version.suspect()
+    version.suspect()
+    assert version.number == 0
+    version.begin(step())
+    assert version.number == version.computed == 1
+    # written and taken back between two steps
+    weights[0] = b"third"
+    version.suspect()
+    weights[0] = b"second"
+    version.begin(step())
+    assert version.number == 1
+
+
+def test_told_and_noticed_at_once_is_one_change_and_what_was_told_is_not_noticed_again() -> None:
+    weights, version = [0], WeightsVersion()
+    version._look = lambda: str(weights[0]).encode()
+    version.begin(step())
+    for number in (1, 2, 3):
+        weights[0] = number
+        version.touch()
+        version.suspect()
+        assert version.number == number and version.computed == number - 1, "the next step's, and the last one's"
+        version.begin(signalled())
+        version.begin(signalled())
+        assert version.number == version.computed == number
+
+
+def test_weights_that_cannot_be_used_are_refused_where_the_change_ends() -> None:
+    class Packed:
+        def end(self) -> None:
+            raise UnsupportedError("half of a head", "send it whole")
+
+        def load(self, load_weights: Any, weights: Any) -> None:
+            load_weights(weights)
+
+    model, version = Model(), WeightsVersion()
+    version.watch(model, Packed())  # type: ignore[arg-type]
+    version.begin(step())
+    model.load_weights([("layers.0.bias", model.layers[0].bias.clone())])
+    with pytest.raises(UnsupportedError, match="half of a head"):
+        version.begin(step())
+
+
+@torch.no_grad()
+def test_any_order_of_what_trainers_do_counts_every_change_that_a_step_computes_with_and_no_other() -> None:
+    """Against a model in a line: between two steps, a change was told, or weights differ and something signalled it."""
+    chance = random.Random(7)
+    weights, version = [0], WeightsVersion()
+    version._look = lambda: str(weights[0]).encode()
+    number, seen = 0, None
+    for _ in range(2000):
+        is_told = is_signalled = False
+        for _ in range(chance.randrange(4)):
+            act = chance.choice(("touch", "write", "suspect", "nothing"))
+            if act == "touch":
+                version.touch()
+                is_told = True
+            elif act == "suspect":
+                version.suspect()
+                is_signalled = True
+            elif act == "write":
+                weights[0] += chance.randrange(2)
+        is_sign = chance.random() < 0.3
+        is_looked_at = is_told or is_signalled or is_sign or seen is None
+        number += is_told or (is_looked_at and seen not in (None, weights[0]))
+        seen = weights[0] if is_looked_at else seen
+        version.begin(signalled() if is_sign else step())
+        assert (version.number, version.computed, version.is_open) == (number, number, False)
+
+
 class Base:
     """vLLM's worker, as far as it matters here."""
 
@@ -127,6 +229,12 @@ class Base:
         pass
 
     def reload_weights(self) -> None:
+        pass
+
+    def update_weights(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
         pass
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -179,3 +287,10 @@ def test_methods_that_a_trainer_calls_by_name_are_followed_by_a_look(monkeypatch
     worker.reload_weights()
     version.begin(step())
     assert version.number == 3 and worker.weights_hint == "no method" and "report_device_id" not in vars(worker)
+    # a transfer in pieces: some before a step, the last one behind it
+    worker.update_weights()
+    worker.update_weights()
+    version.begin(step())
+    worker.finish_weight_update()
+    version.begin(step())
+    assert version.number == 5, "what a step computed with between two pieces was a version of its own"

@@ -111,6 +111,22 @@ def test_a_drafter_that_dies_of_an_ending_is_dropped():
     assert planned_tokens(speculator, requests_of(1)) == [[2]]
 
 
+def test_of_a_request_that_ended_without_a_token_only_drafters_are_told():
+    class Listens(Listener):
+        def finished(self, ending):
+            raise AssertionError("it never began")
+
+    class Counts(FixedBudget):
+        def finish(self, ending):
+            raise AssertionError("nothing was drafted for it")
+
+    drafter = Says("a", [1])
+    speculator = Speculator([drafter], Counts(8, 8), guard=Guard(is_strict=True), listeners=[Listens()])
+    nothing = replace(ENDING, token_ids=ENDING.token_ids[:0])
+    speculator.finish(nothing)
+    assert drafter.finished == [nothing]
+
+
 class Remembers(FixedBudget):
     def __init__(self) -> None:
         super().__init__(8, 8)

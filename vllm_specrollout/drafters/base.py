@@ -56,7 +56,8 @@ class Drafter(Protocol):
         ...
 
     def finish(self, ending: FinishedRequest) -> None:
-        """The request is over (finished, cut off, aborted); also called for requests it was never asked about."""
+        """The request is over (finished, cut off, aborted, perhaps without a token); also called for requests it was
+        never asked about."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -139,6 +139,11 @@ class HistoryDrafter(BaseDrafter):
     # --- learning ----------------------------------------------------------------------------------------------------
 
     def finish(self, ending: FinishedRequest) -> None:
+        if not len(ending.token_ids):
+            # no answer to keep, but its problem is to know that it runs no longer
+            self.store.ended(ending.name or ending.request_id)
+            self.forget(ending.request_id)
+            return
         live = self._live.pop(ending.request_id, None)
         answer = Answer(
             ending.problem_id,

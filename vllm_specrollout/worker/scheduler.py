@@ -199,9 +199,8 @@ class SchedulerMixin(_Base):
         known = self._known.pop(request.request_id, None)
         if known is not None and self._queue is not None and request.status in _STATUS:
             self._queue.observe(known.problem_id, request.num_output_tokens)
-        if request.num_output_tokens:
-            status = _STATUS.get(request.status, FinishReason.ABORTED)
-            self._endings[request.request_id] = (request.num_output_tokens, status)
+        status = _STATUS.get(request.status, FinishReason.ABORTED)
+        self._endings[request.request_id] = (request.num_output_tokens, status)
         return super()._free_request(request, *args, **kwargs)
 
     # --- what trainers do to the engine ------------------------------------------------------------------------------

@@ -155,6 +155,16 @@ def test_an_answer_that_was_never_drafted_for_is_kept_all_the_same(drafter: _Dra
     assert _drafts(drafter, _view("b", ANSWER[:10]))[0] == ANSWER[10:18]
 
 
+def test_a_request_that_ended_without_a_token_runs_no_longer_and_leaves_no_answer(drafter: _Drafter) -> None:
+    view = RequestView("gone", np.asarray(PROMPT, np.int32), len(PROMPT), 100, problem_id="p", name="gone")
+    drafter.admit(view)
+    assert drafter.report_reward(["gone"], 1.0) is Outcome.EARLY
+    nothing = np.zeros(0, np.int32)
+    drafter.finish(FinishedRequest("gone", "p", nothing, nothing, FinishReason.ABORTED, name="gone"))
+    assert drafter.report_reward(["gone"], 1.0) is Outcome.UNKNOWN
+    assert not answers_in(drafter.store, "p")
+
+
 def test_while_an_index_is_built_its_requests_go_without_drafts() -> None:
     drafter = _drafter()
     _finish(drafter, "a", ANSWER)

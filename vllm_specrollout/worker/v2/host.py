@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,13 +24,13 @@ from vllm_specrollout.types import (
     IntArray,
     RequestBatch,
     RequestView,
-    StepTiming,
     TreeBatch,
     VerifyResult,
 )
 from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import RequestState
+from vllm_specrollout.worker.v2.in_flight import InFlight, Settled, timing_of
 
 
 class HostRequest(RequestState):
@@ -84,8 +84,9 @@ class StepState:
 
     number: int = 0
     num_running: int = 0
-    # requests without a place in the batch
+    # requests without a place in the batch, and those that have just lost theirs
     waiting: int = 0
+    preempted: AbstractSet[str] = frozenset()
     # drafts over the requests that have some, what they were chosen from, and the milliseconds that took
     trees: TreeBatch = NO_DRAFTS
     planned: PlannedStep | None = None
@@ -107,38 +108,6 @@ class _Over:
     weights_version: int
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """A step whose tokens are on their way to the host."""
-
-    requests: list[HostRequest | None]
-    # over the requests, in batch order
-    trees: TreeBatch
-    # what they were planned from; None: nothing was
-    planned: PlannedStep | None
-    # waits for the step's tokens; returns [R, width] sampled tokens and [R] how many of them count
-    wait: Callable[[], tuple[IntArray, IntArray]]
-    rows: int
-    is_decode_only: bool
-    # requests that had no place in the batch when the step was scheduled
-    waiting: int = 0
-    # milliseconds that its drafts took to be made
-    ask_ms: float = 0.0
-    # what the target computed, for a model that drafts
-    computed: Any = None
-
-
-@dataclass(slots=True)
-class Settled:
-    """Totals of the steps that came home in one wait."""
-
-    steps: int = 0
-    tokens: int = 0
-    accepted: int = 0
-    wait_ms: float = 0.0
-    timings: list[StepTiming] = field(default_factory=list)
-
-
 class Host:
     """Mirrors the running requests and drafts for them."""
 
@@ -150,6 +119,8 @@ class Host:
         self.max_model_len = max_model_len
         self._clock = clock
         self._requests: dict[str, HostRequest] = {}
+        # preempted: they come back as new ones, or end
+        self._away: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
         self._over: dict[str, _Over] = {}
         self.weights_version = drafting.weights_version
@@ -160,6 +131,7 @@ class Host:
         self._begun: list[HostRequest] = []
 
     def add(self, request: HostRequest) -> None:
+        self._away.pop(request.request_id, None)
         self._requests[request.request_id] = request
         if request.admission.shape is not DraftMode.OFF:
             self.drafting.admit(request.view)
@@ -167,14 +139,19 @@ class Host:
     def get(self, request_id: str) -> HostRequest | None:
         return self._requests.get(request_id)
 
-    def forget(self, request_id: str) -> None:
-        is_known = self._requests.pop(request_id, None) is not None
-        if is_known and request_id not in self._over:
+    def leave(self, request_id: str, is_preempted: bool = False) -> None:
+        """It loses its place: it is over, or it was preempted."""
+        request = self._requests.pop(request_id, None)
+        if request is not None and request_id not in self._over:
             self.drafting.forget(request_id)
+        if not is_preempted:
+            self._away.pop(request_id, None)
+        elif request is not None:
+            self._away[request_id] = request
 
     def end(self, request_id: str, num_tokens: int, status: FinishReason) -> None:
         """The request is over after so many tokens; drafters are told when the last of them has come home."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) or self._away.get(request_id)
         if request is not None:
             self._over[request_id] = _Over(request, num_tokens, status, self.weights_version.computed)
             self._tell_endings()
@@ -183,7 +160,8 @@ class Host:
         """What the engine leaves behind when it is shut down."""
         version = self.weights_version.computed
         over = [over.request.ended(over.num_tokens, over.status, over.weights_version) for over in self._over.values()]
-        running = [r for r in self._requests.values() if r.length > r.num_prompt and r.request_id not in self._over]
+        known = [*self._requests.values(), *self._away.values()]
+        running = [r for r in known if r.length > r.num_prompt and r.request_id not in self._over]
         return over + [r.ended(r.length - r.num_prompt, FinishReason.ABORTED, version) for r in running]
 
     def _tell_endings(self) -> None:
@@ -231,7 +209,7 @@ class Host:
         for step, (sampled, counts) in zip(steps, homes, strict=True):
             num_accepted, accepted = self._take_in(step, sampled, counts)
             tokens = int(counts.sum())
-            timing = _timing(step, period_ms, tokens) if period_ms is not None and is_uniform else None
+            timing = timing_of(step, period_ms, tokens) if period_ms is not None and is_uniform else None
             if timing is not None:
                 total.timings.append(timing)
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
@@ -280,20 +258,3 @@ class Host:
             np.ascontiguousarray(sampled, dtype=np.int32),
             drafted,
         )
-
-
-def _timing(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
-    return StepTiming(
-        batch=len(step.requests),
-        rows=step.rows,
-        nodes=step.trees.num_nodes,
-        # a masked kernel reads the context once however many branches there are
-        branches=0,
-        tokens=tokens,
-        step_ms=step_ms,
-        is_decode_only=step.is_decode_only,
-        trees=int(np.count_nonzero(step.trees.sizes)),
-        context=sum(request.length for request in step.requests if request is not None),
-        waiting=step.waiting,
-        ask_ms=step.ask_ms,
-    )

@@ -136,7 +136,7 @@ class SpecRolloutV2(_Base):
             self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens, params.temperature, is_resumed))
 
     def _remove_request(self, req_id: str) -> bool:
-        self.host.forget(req_id)
+        self.host.leave(req_id, req_id in self.step.preempted)
         return super()._remove_request(req_id)
 
     # --- before the forward pass -------------------------------------------------------------------------------------
@@ -145,6 +145,7 @@ class SpecRolloutV2(_Base):
         dummy_run = kwargs.get("dummy_run", False) or (len(args) > 1 and args[1])
         num_running = len(scheduler_output.num_scheduled_tokens)
         step = self.step = StepState(step_of(scheduler_output), num_running, waiting_of(scheduler_output))
+        step.preempted = (scheduler_output.preempted_req_ids or set()) - scheduler_output.finished_req_ids
         self.inputs.clear()
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
@@ -163,8 +164,8 @@ class SpecRolloutV2(_Base):
 
     def _with_drafts(self, scheduler_output: SchedulerOutput, is_paused: bool) -> SchedulerOutput:
         """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
-        for request_id in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
-            self.host.forget(request_id)
+        for request_id in scheduler_output.finished_req_ids | self.step.preempted:
+            self.host.leave(request_id, request_id in self.step.preempted)
         if not is_paused:  # the only wait there is
             self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
