@@ -178,7 +178,7 @@ class DecoupledConfig:
 
     window: int = 4
     """Tokens of a draft window: the drafter is two of them ahead at most."""
-    fan_out: int = 2
+    fan_out: int = 4
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
     reconfigure: str = "off"
     """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens

@@ -113,23 +113,25 @@ def plot_epochs(steps: Sequence[Any], rows: Sequence[Any], title: str, path: Pat
 
 
 def plot_workers(runs: Any, title: str, path: Path) -> None:
-    """A line per worker, a bar per request that it had; the darker, the more tokens per second it got.
+    """A line per worker, a bar per request that it had, coloured by what drafted for it, as in SpecActor's Figure 14.
 
     Args:
-        runs: title of a panel -> bars, with `worker`, `request`, `begin_s`, `end_s` and `tokens`.
+        runs: title of a panel -> bars, with `worker`, `request`, `drafter`, `begin_s` and `end_s`.
     """
     with _panels(path, title, len(runs), 6 * len(runs), sharex=True, sharey=True) as grid:
-        from matplotlib import colormaps
-
-        shades = colormaps["viridis_r"]
         all_bars = [bar for bars in runs.values() for bar in bars]
-        most = max((bar.tokens / max(bar.end_s - bar.begin_s, 1e-3) for bar in all_bars), default=1.0)
         workers = sorted({bar.worker for bar in all_bars})
+        drafters = list(dict.fromkeys(bar.drafter for bar in all_bars))
+        colours = dict(zip(drafters, [_GREY, _BLUE, *_COLOURS] * len(drafters), strict=False))
         for axes, (name, bars) in zip(grid, runs.items(), strict=True):
-            places = dict.fromkeys(workers, 0)
+            # worker -> its requests, in the order in which they began
+            own: dict[str, list[str]] = {worker: [] for worker in workers}
             for bar in sorted(bars, key=lambda bar: bar.begin_s):
-                rate = bar.tokens / max(bar.end_s - bar.begin_s, 1e-3)
-                height = workers.index(bar.worker) + 0.2 * (places[bar.worker] % 4)
-                places[bar.worker] += 1
-                axes.barh(height, bar.end_s - bar.begin_s, 0.18, bar.begin_s, color=shades(rate / most))
+                if bar.request not in own[bar.worker]:
+                    own[bar.worker].append(bar.request)
+                height = workers.index(bar.worker) + 0.2 * (own[bar.worker].index(bar.request) % 4)
+                axes.barh(height, bar.end_s - bar.begin_s, 0.18, bar.begin_s, color=colours[bar.drafter])
             axes.set(xlabel="seconds", title=name, yticks=range(len(workers)), yticklabels=workers)
+        for drafter, colour in colours.items():
+            grid[0].barh(0, 0, color=colour, label=drafter)
+        grid[0].legend(loc="best", fontsize="small", title="drafter", frameon=False)

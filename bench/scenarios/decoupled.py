@@ -25,7 +25,7 @@ from ..runner.report import Found, number
 from ..runner.rows import Pair, quartiles
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
-from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated
+from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated, most_drafts
 
 AUTO = "auto"
 QUARTER, SMALL = "quarter", "small"
@@ -85,7 +85,7 @@ class Decoupled(EngineScenario):
     device: str = flag("cpu:1", "Cores that the drafter has to itself, as in `devices`.")
     batches: tuple[int, ...] = flag((1, 2), "Requests at once.", "--batch", within=(1, 64))
     windows: tuple[int, ...] = flag((2, 4, 8), "Tokens of a draft window.", "--window", within=(1, 16))
-    fan_out: int = flag(2, "Choices that are drafted at each position.", within=(1, 8))
+    fan_out: int = flag(4, "Choices that a decoupled drafter sends for each position.", within=(1, 8))
     requests: int = flag(6, "Requests of each run, at least one batch.", within=(1, 1000))
     max_tokens: int = flag(160, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
@@ -145,7 +145,7 @@ class _Bench:
         own = {
             "drafters": [],
             "budget": "fixed",
-            "max_draft_tokens": min(deepest * scenario.fan_out, 64),
+            "max_draft_tokens": most_drafts(deepest),
             "max_depth": deepest,
             "queue_order": "arrival",
             "speculative_config": given,
@@ -168,11 +168,11 @@ class _Bench:
 
     def _run(self, arm: str | None, batch: int, window: int, seed: int) -> Run:
         """All requests, so many at once; None: stock."""
-        scenario, engines = self._scenario, self._engines
+        engines = self._engines
         prompts = self._prompts()
         name = STOCK if arm is None else self._name(arm)
         if arm is not None:
-            limits = {"max_draft_tokens": min(window * scenario.fan_out, 64), "max_depth": window}
+            limits = {"max_draft_tokens": most_drafts(window), "max_depth": window}
             engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
         if arm in (DECOUPLED, AUTO):
             engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import MOST_NODES
 
 from ..runner.rows import Pair
 
@@ -38,7 +39,7 @@ class Facts:
 
     def as_dict(self) -> dict[str, Any]:
         """For a report."""
-        shares = [self.match.among(count) for count in (1, 2)]
+        shares = [self.match.among(count) for count in (1, 2, 4, 8)]
         return {**asdict(self), "match": {"positions": len(self.match.ranks), "among": shares}}
 
 
@@ -99,13 +100,17 @@ def estimated(facts: Facts, batch: int, window: int, fan_out: int, seed: int) ->
         batch=batch,
         window=window,
         fan_out=fan_out,
-        most_drafts=min(window * fan_out, 64),
+        most_drafts=most_drafts(window),
         most_depth=window,
     )
     beside = rehearse(setting, np.random.default_rng(seed), _STEPS)
-    # a model's comb has two choices at each level
-    steps = window * facts.draft + _at(facts.verify, 2 * window)
+    steps = window * facts.draft + _at(facts.verify, most_drafts(window))
     return {PLAIN: 1.0, COUPLED: coupled_tokens(facts.match, window, 2) / steps, DECOUPLED: beside.rate}
+
+
+def most_drafts(window: int) -> int:
+    """Nodes of a request that are verified, either way: a model's comb has two choices at each level."""
+    return min(2 * window, MOST_NODES)
 
 
 def _at(line: tuple[float, float], nodes: float) -> float:

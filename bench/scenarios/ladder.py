@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,10 +38,12 @@ _MANY = 240  # problems of a whole batch, as a trainer has them; those that run 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a worker gave to one request, in one run."""
+    """What a worker gave to one request with the same drafters, in one run."""
 
     worker: str
     request: str
+    # what drafted: the worker's own, a method, or whose drafter was lent
+    drafter: str
     # seconds since the batch was given
     begin_s: float
     end_s: float
@@ -69,11 +71,15 @@ class TimedGroup(RolloutGroup):
     """Notes who told of what, and when."""
 
     begin_s = 0.0
-    bars: dict[tuple[str, str], Bar]
+    # what workers draft with by themselves
+    own = ""
+    bars: list[Bar]
+    # (worker, request) -> its newest of them
+    _newest: dict[tuple[str, str], int]
 
     def timed(self, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> tuple[list[Answer], float]:
         """The answers, and the makespan in seconds."""
-        self.bars, self.begin_s = {}, time.perf_counter()
+        self.bars, self._newest, self.begin_s = [], {}, time.perf_counter()
         answers = self.generate(prompts, params)
         return answers, time.perf_counter() - self.begin_s
 
@@ -83,17 +89,29 @@ class TimedGroup(RolloutGroup):
         now = time.perf_counter() - self.begin_s
         for worker, message in told:
             for piece in message.pieces if isinstance(message, Progress) else ():
-                old = self.bars.get((worker, piece.request))
-                begin, tokens = (now, 0) if old is None else (old.begin_s, old.tokens)
-                self.bars[worker, piece.request] = Bar(
-                    worker=worker, request=piece.request, begin_s=begin, end_s=now, tokens=tokens + len(piece.tokens)
-                )
+                lent = [f"lent by {link.drafter}" for link in message.links if piece.request in link.requests]
+                drafters = [one for one in (message.method or self.own, *lent) if one]
+                drafter = " and ".join(drafters) or "none"
+                self._extend((worker, piece.request), drafter, now, len(piece.tokens))
         # given on as if it came now
         self._hub.receive = lambda: told  # type: ignore[method-assign]
         try:
             super()._listen(dealer)
         finally:
             self._hub.receive = receive  # type: ignore[method-assign]
+
+    def _extend(self, own: tuple[str, str], drafter: str, now: float, tokens: int) -> None:
+        """The request's newest bar at this worker grows, or one of another colour begins where it ends."""
+        number = self._newest.get(own)
+        old = None if number is None else self.bars[number]
+        if old is None or number is None or old.drafter != drafter:
+            begin = now if old is None else old.end_s
+            number, before = len(self.bars), 0
+            self.bars.append(Bar(worker=own[0], request=own[1], drafter=drafter, begin_s=begin, end_s=now, tokens=0))
+        else:
+            begin, before = old.begin_s, old.tokens
+        self._newest[own] = number
+        self.bars[number] = replace(self.bars[number], begin_s=begin, end_s=now, tokens=before + tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +133,8 @@ class Ladder(EngineScenario):
     requests: int = flag(8, "Requests: the longest of 240, and some others.", within=(2, _MANY))
     max_tokens: int = flag(512, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
+    fan_out: int = flag(4, "Choices that a lent drafter sends for each position.", within=(1, 8))
+    most_nodes: int = flag(16, "Nodes of a tree that a lent drafter looks behind, at most.", within=(1, 64))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
 
@@ -152,7 +172,7 @@ class Ladder(EngineScenario):
                     # the first one warms up
                     if round_:
                         seconds[ladder].append(took)
-                    bars[ladder] = list(group.bars.values())
+                    bars[ladder] = group.bars
                     report("", 1)
         rows = [self._row(ladder, seconds, last[ladder], differences.get(ladder)) for ladder in self.ladders]
         return Found(model=title, rows=rows, more=bars)
@@ -176,13 +196,14 @@ class Ladder(EngineScenario):
             spec_rollout={
                 "drafters": list(self._methods),
                 "placement": "decoupled",
-                "decoupled": {"window": self.window},
+                "decoupled": {"window": self.window, "fan_out": self.fan_out, "most_nodes": self.most_nodes},
             },
             ladder=ladder,
             methods=self._methods or ("ngram",),
             drafter=str(small) if ladder == "attach" else "",
             drafter_engine={**engine, "max_num_seqs": self.seqs},
         )
+        group.own = " and ".join(self._methods)
         report("", 1)
         return group
 

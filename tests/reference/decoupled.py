@@ -198,7 +198,7 @@ class FakeEngine:
         place = 0 if drawn < self.accuracy[0] else 1 if drawn < self.accuracy[1] else len(others)
         tokens = [*others[:place], token, *others[place:]][: stream.fan_out]
         first, second = self.accuracy[0], self.accuracy[1] - self.accuracy[0]
-        return Choices(tokens, [math.log(max(q, 1e-3)) for q in (first, second, 0.01)[: len(tokens)]])
+        return Choices(tokens, [math.log(max(q, 1e-3)) for q in (first, second, *(0.01,) * 6)[: len(tokens)]])
 
 
 def allowed(message: Open | Verdict) -> int:

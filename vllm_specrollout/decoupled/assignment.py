@@ -110,7 +110,6 @@ def lend(
     lenders: Mapping[str, Lender],
     *,
     most: int,
-    may_lend: Callable[[str, str], bool] = lambda lender, to: True,
 ) -> Mapping[str, Lender]:
     """Algorithm 3 for drafters that are lent: several methods for one request, united in its worker's one tree.
 
@@ -122,7 +121,6 @@ def lend(
         running: worker -> its active requests, with the share of their drafted tokens that was accepted.
         lenders: idle worker -> what its drafter does now.
         most: b_max, requests of a drafter.
-        may_lend: whether a worker may lend to another at all.
 
     Returns:
         The lenders that are to do something else, with all that they are to do.
@@ -133,8 +131,7 @@ def lend(
     for _, worker, request in sorted(active, key=lambda one: one[0]):
         having = {one.method for one in now.values() if one.to == worker and request in one.requests}
         for method in methods:
-            able = {name: one for name, one in now.items() if may_lend(name, worker)}
-            name = None if method in having else _lender(able, running, worker, method, most)
+            name = None if method in having else _lender(now, running, worker, method, most)
             if name is not None:
                 now[name] = Lender(method, worker, (*now[name].requests, request))
     return {name: one for name, one in now.items() if one != lenders[name]}

@@ -60,7 +60,7 @@ class Loop:
 
     Args:
         stays: whether it goes on once its verifier has said goodbye, with nothing of it left.
-        is_over: asked now and then: whether the process should end.
+        is_over: asked each time around: whether the process should end.
         clock: seconds, from any zero.
     """
 
@@ -110,7 +110,7 @@ class Loop:
                 self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted, *done))
             self._next_beat, self._busy_s, self._was_heard = now + BEAT_S, 0.0, False
             self._engine.work = Work()
-            self._is_ended = self._is_ended or self._is_over()
+        self._is_ended = self._is_ended or self._is_over()
 
     def _take(self, message: Message) -> None:
         match message:

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 import zmq.auth.thread
 
-from vllm_specrollout.decoupled import endpoint, keys
+from vllm_specrollout.decoupled import contexts, endpoint, keys
 from vllm_specrollout.decoupled.codec import MAX_MESSAGE
 from vllm_specrollout.decoupled.mailbox import MailboxError, MailboxStats, Tracker
 from vllm_specrollout.decoupled.messages import Fault, Message, MessageError
@@ -35,7 +35,6 @@ _DOMAIN = "specrollout"
 _LINGER_MS = 1000  # for the last words of a client: so long they may take to leave this host
 
 _Socket = zmq.Socket[bytes]
-_Context = zmq.Context[_Socket]
 
 
 class SocketMailbox:
@@ -68,7 +67,7 @@ class SocketMailbox:
         self._peer: bytes | None = None  # the connection to answer on
         self._is_closed = False
         self._file: tuple[Path, os.stat_result] | None = None  # of a socket that this end made
-        self._context = zmq.Context()
+        self._context = contexts.new()
         self._guard: _Guard | None = None
         try:
             self._socket = self._make_socket(where)
@@ -167,11 +166,11 @@ class SocketMailbox:
             if self._guard is not None:
                 self._guard.close()
             if self._serves or not self._tracker.stats.sent:
-                self._context.destroy(linger=0)
+                contexts.end(self._context)
             else:
                 # that it leaves is the last thing a client says, and it waits for nobody while that goes out
                 threading.Thread(
-                    target=self._context.destroy, args=(_LINGER_MS,), name="specrollout-last-words"
+                    target=contexts.end, args=(self._context, _LINGER_MS), name="specrollout-last-words"
                 ).start()
             if self._file is not None:
                 self._remove(*self._file)

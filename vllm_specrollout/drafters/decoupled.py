@@ -53,7 +53,7 @@ class DecoupledDrafter(BaseDrafter):
         *,
         vocab_size: int,
         window: int = 4,
-        fan_out: int = 2,
+        fan_out: int = 4,
         connect: Connect = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

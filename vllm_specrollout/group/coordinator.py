@@ -82,19 +82,20 @@ class Coordinator:
     # --- what is over -------------------------------------------------------------------------------------------------
 
     def _detaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
-        """Drafters whose worker is gone or has requests of its own again, and those that draft for nobody."""
+        """Drafters whose worker is gone or has requests on its devices again, and those that draft for nobody."""
         out: list[tuple[str, Command]] = []
         for name, report in reports.items():
             own = {one.request for one in report.running}
             for link in report.links:
-                lender = reports.get(link.drafter)
-                if lender is None or lender.running or not own.intersection(link.requests):
+                is_lent = link.drafter in reports and _is_free(link.drafter, reports)
+                if not is_lent or not own.intersection(link.requests):
                     out.append((name, Detach(link.drafter)))
         return out
 
     # --- who helps ----------------------------------------------------------------------------------------------------
 
-    # Nobody helps a worker with whom it shares a device: what it does there would take more time than it saves.
+    # Only a worker whose devices are idle helps: on one that another worker runs requests on, it would take more time
+    # than it saves.
 
     def _races(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
         racing = self._pending(Race)
@@ -112,10 +113,6 @@ class Coordinator:
             else:
                 # it counts for its method, and has no room for others' requests
                 workers[name] = Worker(report.method, self.rules.most)
-        devices: dict[str, set[str]] = {}
-        for report in reports.values():
-            for one in report.running:
-                devices.setdefault(one.request, set()).update(report.devices)
         found = assign(
             self._acceptance(reports),
             self.rules.methods,
@@ -123,7 +120,7 @@ class Coordinator:
             workers,
             most=self.rules.most,
             running=running,
-            may_serve=lambda worker, request: not devices[request] & set(reports[worker].devices),
+            may_serve=lambda worker, _: _shares_none(worker, reports),
         )
         return [(worker, Race(request, method)) for (request, method), worker in found.pairs.items()]
 
@@ -131,12 +128,7 @@ class Coordinator:
         """Idle workers lend their drafters, each to one worker; a straggler may get one of each model."""
         acceptance = self._acceptance(reports)
         running = {name: self._own(report, acceptance) for name, report in reports.items() if report.running}
-        found = lend(
-            running,
-            self._lenders(reports, running),
-            most=self.rules.most,
-            may_lend=lambda lender, to: not set(reports[lender].devices) & set(reports[to].devices),
-        )
+        found = lend(running, self._lenders(reports, running), most=self.rules.most)
         return [(one.to, Attach(name, reports[name].drafter, one.requests)) for name, one in found.items()]
 
     def _lenders(self, reports: dict[str, Report], running: dict[str, dict[str, float]]) -> dict[str, Lender]:
@@ -151,7 +143,7 @@ class Coordinator:
                 lent.setdefault(attach.drafter, {})[name] = attach.requests
         lenders = {}
         for name, report in reports.items():
-            if not report.drafter or report.running:
+            if not report.drafter or not _is_free(name, reports):
                 continue
             places = lent.get(name, {})
             if not places:
@@ -184,3 +176,14 @@ class Coordinator:
             if isinstance(command, kind):
                 out.setdefault(worker, []).append(command)
         return out
+
+
+def _is_free(worker: str, reports: dict[str, Report]) -> bool:
+    """Whether it runs nothing, and nobody does on its devices."""
+    return not reports[worker].running and _shares_none(worker, reports)
+
+
+def _shares_none(worker: str, reports: dict[str, Report]) -> bool:
+    """Whether nobody else runs requests on its devices."""
+    own = set(reports[worker].devices)
+    return not any(one.running and own.intersection(one.devices) for name, one in reports.items() if name != worker)

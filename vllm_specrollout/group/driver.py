@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import tempfile
@@ -14,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_specrollout.checks import check_choice, check_range, check_real
+from vllm_specrollout.checks import check_choice, check_real
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.channel import ZmqHub, wait
 from vllm_specrollout.group.coordinator import MODES, Rules
 from vllm_specrollout.group.dealing import Answer, Ask, Dealer, GroupError
 from vllm_specrollout.group.messages import Here
-from vllm_specrollout.group.processes import CoordinatorProcess, begin_worker, end
+from vllm_specrollout.group.processes import CoordinatorProcess, begin_worker, end, shares_of
 
 LADDERS = ("off", *MODES)
 _POLL_S = 0.05
@@ -69,7 +68,7 @@ class RolloutGroup:
         start_s: float = 600.0,
         seed: int = 0,
     ) -> None:
-        shares = _shares(cores)
+        shares = shares_of(cores)
         models = [drafter] if isinstance(drafter, str) else list(drafter)
         drafters = [models[i % len(models)] for i in range(len(shares))] if any(models) else []
         rules = _rules(ladder, methods, most, drafter)
@@ -92,7 +91,7 @@ class RolloutGroup:
         self._warm: Any = None
         try:
             if drafters:
-                self._begin_drafters(drafters, shares, drafter_engine or {})
+                self._begin_drafters(drafters, shares, drafter_engine or {}, _most_nodes(spec_rollout))
             if rules is not None:
                 self._coordinator = CoordinatorProcess(self._address("coordinator"), rules)
             arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
@@ -177,13 +176,17 @@ class RolloutGroup:
         return f"ipc://{Path(self._folder.name) / name}"
 
     def _begin_drafters(
-        self, models: Sequence[str], shares: Sequence[Sequence[int]], engine: Mapping[str, Any]
+        self,
+        models: Sequence[str],
+        shares: Sequence[Sequence[int]],
+        engine: Mapping[str, Any],
+        most_nodes: int | None,
     ) -> None:
         from vllm_specrollout.decoupled.child import Command
         from vllm_specrollout.decoupled.warm import WarmPool
 
         commands = {
-            f"worker-{i}": Command(model, self._address(f"drafter-{i}"), engine, tuple(share))
+            f"worker-{i}": Command(model, self._address(f"drafter-{i}"), engine, tuple(share), most_nodes)
             for i, (model, share) in enumerate(zip(models, shares, strict=True))
         }
         self._warm = WarmPool(commands)
@@ -272,18 +275,11 @@ class RolloutGroup:
         return params
 
 
-def _shares(cores: int | Sequence[Sequence[int]]) -> list[list[int]]:
-    """The cores of each worker."""
-    if not isinstance(cores, int):
-        shares = [list(share) for share in cores]
-        if not shares or not all(shares):
-            raise ConfigError(f"`cores` is {shares}", "name one core or more for each worker, as [[0, 1], [2, 3]]")
-        return shares
-    own = sorted(os.sched_getaffinity(0))
-    check_range("cores", cores, 1, len(own))
-    size, more = divmod(len(own), cores)
-    ends = [i * size + min(i, more) for i in range(cores + 1)]
-    return [own[begin:stop] for begin, stop in zip(ends, ends[1:], strict=False)]
+def _most_nodes(spec_rollout: bool | Mapping[str, Any]) -> int | None:
+    """As the workers' own drafters would have it; None: the default. What is wrong with it, a worker says."""
+    own = spec_rollout.get("decoupled") if isinstance(spec_rollout, Mapping) else None
+    most = own.get("most_nodes") if isinstance(own, Mapping) else None
+    return most if isinstance(most, int) else None
 
 
 def _rules(ladder: str, methods: Sequence[str], most: int, drafter: str | Sequence[str]) -> Rules | None:

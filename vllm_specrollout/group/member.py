@@ -134,7 +134,7 @@ class Member:
                     if self._coordinator is not None:
                         self._finished.append(piece.request)
             if pieces:
-                self._driver.send(Progress(pieces))
+                self._driver.send(Progress(pieces, self._method, tuple(self._engine.links())))
         self._tell()
 
     def _take(self, message: Message) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 1 << 26
 """Of one message: a prompt of a million tokens, and some."""
 _MOST_NAME = 256  # characters
@@ -94,10 +94,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A worker's drafter that drafts for another one."""
+
+    # the name of the worker that it belongs to
+    drafter: str
+    requests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Worker to driver, after each step."""
 
     pieces: tuple[Piece, ...]
+    # its drafting method, and the drafters of others that draft for it, as in its reports
+    method: str = ""
+    links: tuple[Link, ...] = ()
 
 
 # --- workers and coordinator ------------------------------------------------------------------------------------------
@@ -112,15 +124,6 @@ class Running:
     # drafted tokens that the target got to, and those of them that it sampled itself
     tried: int = 0
     matched: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A worker's drafter that drafts for another one."""
-
-    # the name of the worker that it belongs to
-    drafter: str
-    requests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

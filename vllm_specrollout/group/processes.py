@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout import envs
+from vllm_specrollout.checks import check_range
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.coordinator import Rules
 
 _END_S = 10.0
@@ -74,6 +76,20 @@ class CoordinatorProcess:
         elif now >= self._again_at:
             self._again_at = None
             self.process = _begin(self._argv, dict(os.environ))
+
+
+def shares_of(cores: int | Sequence[Sequence[int]]) -> list[list[int]]:
+    """The cores of each worker."""
+    if not isinstance(cores, int):
+        shares = [list(share) for share in cores]
+        if not shares or not all(shares):
+            raise ConfigError(f"`cores` is {shares}", "name one core or more for each worker, as [[0, 1], [2, 3]]")
+        return shares
+    own = sorted(os.sched_getaffinity(0))
+    check_range("cores", cores, 1, len(own))
+    size, more = divmod(len(own), cores)
+    ends = [i * size + min(i, more) for i in range(cores + 1)]
+    return [own[begin:stop] for begin, stop in zip(ends, ends[1:], strict=False)]
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

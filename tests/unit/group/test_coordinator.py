@@ -176,14 +176,28 @@ def test_a_drafter_goes_home_when_its_worker_has_requests_again() -> None:
     assert decided({"a": linked, "b": own("s", drafter="ipc:///b")}, rules) == [("a", Detach("b"))]
 
 
+def test_a_drafter_goes_home_when_another_worker_of_its_device_has_requests() -> None:
+    linked = own("r", links=(Link("b", ("r",)),), devices=("cpu:0",))
+    reports = {"a": linked, "b": Report(drafter="ipc:///b", devices=("cpu:1",))}
+    reports["c"] = own("s", devices=("cpu:1",))
+    assert decided(reports, Rules(mode="attach")) == [("a", Detach("b"))]
+
+
 @pytest.mark.parametrize("mode", ["race", "attach"])
-def test_nobody_helps_a_worker_with_whom_it_shares_a_device(mode: str) -> None:
-    lenders = {
-        name: Report(drafter=f"ipc:///{name}", devices=(device,)) for name, device in (("b", "cpu:0"), ("c", "cpu:1"))
-    }
-    commands = decided({"a": own("r", devices=("cpu:0",)), **lenders}, Rules(mode=mode, methods=("ngram",)))
-    helper = Attach("c", "ipc:///c", ("r",)) if mode == "attach" else Race("r", "ngram")
-    assert commands == [("a" if mode == "attach" else "c", helper)]
+def test_only_a_worker_whose_device_is_idle_helps(mode: str) -> None:
+    places = (("b", "cpu:0"), ("c", "cpu:1"), ("d", "cpu:2"))
+    reports = {name: Report(drafter=f"ipc:///{name}", devices=(device,)) for name, device in places}
+    reports["a"] = own("r", devices=("cpu:0",))
+    neighbour = Report("ngram", (Running("s", False, 100, 50),), devices=("cpu:2",))
+    rules = Rules(mode=mode, methods=("ngram",))
+    assert _helpers({**reports, "e": neighbour}, rules) == {"c"}
+    found = _helpers(reports, rules)
+    assert found and found <= {"c", "d"}
+
+
+def _helpers(reports: dict[str, Report], rules: Rules) -> set[str]:
+    """Those who are to do something for another worker."""
+    return {one.drafter if isinstance(one, Attach) else name for name, one in decided(reports, rules)}
 
 
 def test_a_command_that_had_no_effect_is_given_again_later() -> None:

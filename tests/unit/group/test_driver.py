@@ -10,7 +10,7 @@ import pytest
 from vllm_specrollout.cli import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import RolloutGroup
-from vllm_specrollout.group.driver import _shares
+from vllm_specrollout.group.processes import shares_of
 
 HERE = Path(__file__).parents[1]
 
@@ -52,10 +52,10 @@ def test_whoever_samples_gets_a_seed_and_keeps_its_own() -> None:
 
 def test_cores_are_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 4, 5, 6, 7})
-    assert _shares(2) == [[3, 4, 5], [6, 7]]
-    assert _shares([[0], [1, 2]]) == [[0], [1, 2]]
+    assert shares_of(2) == [[3, 4, 5], [6, 7]]
+    assert shares_of([[0], [1, 2]]) == [[0], [1, 2]]
     with pytest.raises(ConfigError, match="`cores` is 6"):
-        _shares(6)
+        shares_of(6)
 
 
 def test_the_command_refuses_an_address_off_the_host() -> None:

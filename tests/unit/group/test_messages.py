@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.group.messages import (
+    VERSION,
     Attach,
     Cancel,
     Detach,
@@ -33,7 +34,11 @@ MESSAGES: list[Message] = [
     Run("1-0", (5, 6), {"seed": 2**61, "stop": ["a"], "logit_bias": {"7": 1.0}}, (9,), True),
     Cancel("1-0"),
     Want("1-0"),
-    Progress((Piece("1-0", 2, (3, 4), (-0.5, -1.25)), Piece("1-1", 0, (), (), "error", "x" * 900))),
+    Progress(
+        (Piece("1-0", 2, (3, 4), (-0.5, -1.25)), Piece("1-1", 0, (), (), "error", "x" * 900)),
+        "ngram",
+        (Link("w1", ("1-0",)),),
+    ),
     Report("ngram", (Running("1-0", True, 10, 4),), ("1-1",), "ipc:///tmp/d", "small", (Link("w1", ("1-0",)),)),
     Race("1-0", "history"),
     Attach("w1", "ipc:///tmp/d", ("1-0", "1-2")),
@@ -47,7 +52,7 @@ def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
 
 
 def body(**changes: Any) -> bytes:
-    return json.dumps({"v": 2, "kind": "race", "request": "r", "method": "m", **changes}).encode()
+    return json.dumps({"v": VERSION, "kind": "race", "request": "r", "method": "m", **changes}).encode()
 
 
 @pytest.mark.parametrize(
@@ -56,19 +61,19 @@ def body(**changes: Any) -> bytes:
         (b"\xff", "text"),
         (b"[]", "text"),
         (b"[" * 100_000, "text"),
-        (body(v=1), "version"),
+        (body(v=VERSION - 1), "version"),
         (body(kind="fly"), "kind"),
         (body(kind=["race"]), "kind"),
         (body(more=1), "field"),
         (body(kind="cancel"), "field"),
-        (json.dumps({"v": 2, "kind": "race", "request": "r"}).encode(), "field"),
+        (json.dumps({"v": VERSION, "kind": "race", "request": "r"}).encode(), "field"),
         (body(method=3), "value"),
         (body(method="m" * 300), "value"),
-        (json.dumps({"v": 2, "kind": "here", "places": True}).encode(), "value"),
-        (json.dumps({"v": 2, "kind": "here", "places": -1}).encode(), "value"),
-        (json.dumps({"v": 2, "kind": "run", "request": "r", "prompt": [1, "2"], "params": {}}).encode(), "value"),
-        (json.dumps({"v": 2, "kind": "run", "request": "r", "prompt": [1], "params": []}).encode(), "value"),
-        (json.dumps({"v": 2, "kind": "progress", "pieces": [3]}).encode(), "field"),
+        (json.dumps({"v": VERSION, "kind": "here", "places": True}).encode(), "value"),
+        (json.dumps({"v": VERSION, "kind": "here", "places": -1}).encode(), "value"),
+        (json.dumps({"v": VERSION, "kind": "run", "request": "r", "prompt": [1, "2"], "params": {}}).encode(), "value"),
+        (json.dumps({"v": VERSION, "kind": "run", "request": "r", "prompt": [1], "params": []}).encode(), "value"),
+        (json.dumps({"v": VERSION, "kind": "progress", "pieces": [3]}).encode(), "field"),
     ],
 )
 def test_what_is_no_message_is_refused_by_its_kind_of_mistake(data: bytes, fault: str) -> None:

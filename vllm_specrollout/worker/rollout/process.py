@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-from typing import NoReturn
 
 from vllm_specrollout.group.channel import ZmqLine, wait
 from vllm_specrollout.group.member import Member
+from vllm_specrollout.worker.ending import Ending
 
 _IDLE_S = 0.2
 
@@ -26,7 +25,7 @@ def main() -> None:
     parser.add_argument("--cores", default="")
     parser.add_argument("--engine", type=json.loads, required=True)
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave)
+    ending = Ending()
     # before torch counts them
     cores = [int(core) for core in given.cores.split(",") if core]
     os.sched_setaffinity(0, cores)
@@ -37,8 +36,9 @@ def main() -> None:
     if given.coordinator:
         lines.append(ZmqLine(given.coordinator, given.name, may_lose=True))
     member = Member(engine, *lines, devices=tuple(f"cpu:{core}" for core in cores))
+    ending.is_working = True
     try:
-        while os.getppid() == given.parent:
+        while os.getppid() == given.parent and not ending.is_asked:
             if member.is_idle:
                 wait(lines, _IDLE_S)
             member.turn()
@@ -46,10 +46,6 @@ def main() -> None:
         engine.close()
         for line in lines:
             line.close()
-
-
-def _leave(*_: object) -> NoReturn:
-    raise SystemExit(0)
 
 
 if __name__ == "__main__":

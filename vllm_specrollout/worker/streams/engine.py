@@ -39,10 +39,10 @@ class StreamEngine:
         }
         given = {"block_size": 32, **(engine_args or {})}
         config = EngineArgs(model=model, **{**given, **own}).create_engine_config()
-        # set here, not asked for: spec rollout itself is off in this engine
+        # set here, not asked for: nothing drafts for this engine, and nothing is kept of what it decodes
         config.parallel_config.worker_cls = _WORKER
         config.scheduler_config.scheduler_cls = _SCHEDULER
-        config.additional_config = {"spec_rollout": {"budget": "off", "max_draft_tokens": MOST_NODES}}
+        config.additional_config = {"spec_rollout": {"drafters": [], "budget": "off", "max_draft_tokens": MOST_NODES}}
         self.core = EngineCore(config, Executor.get_class(config), log_stats=False)
         scheduler = self.core.scheduler
         assert isinstance(scheduler, StreamScheduler)

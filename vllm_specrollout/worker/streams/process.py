@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm_specrollout.decoupled.address import open_mailbox
 from vllm_specrollout.decoupled.loop import Loop
+from vllm_specrollout.worker.ending import Ending
 
 MOST_NODES = 16
 """Nodes of a stream that are looked behind, unless something else is asked for."""
@@ -71,7 +71,7 @@ def serve(
     """
     # not those of the process that began this one, which vLLM has bound to its own
     os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
-    signal.signal(signal.SIGTERM, _leave)
+    ending = Ending()
     mailbox = open_mailbox(address, serve=parent is None or stays, keys=keys)
     try:
         # imported late: an address that cannot be used is said at once
@@ -81,15 +81,17 @@ def serve(
         try:
             if ready:
                 Path(ready).write_text(str(os.getpid()), encoding="ascii")
-            Loop(engine, mailbox, lambda: parent is not None and os.getppid() != parent, stays=stays).run()
+            ending.is_working = True
+            Loop(
+                engine,
+                mailbox,
+                lambda: ending.is_asked or (parent is not None and os.getppid() != parent),
+                stays=stays,
+            ).run()
         finally:
             engine.shutdown()
     finally:
         mailbox.close()
-
-
-def _leave(*_: object) -> NoReturn:
-    raise SystemExit(0)
 
 
 if __name__ == "__main__":

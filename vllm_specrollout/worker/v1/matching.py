@@ -14,6 +14,7 @@ import torch
 
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
+from vllm_specrollout.decoupled.received import NONE_OF_THEM
 from vllm_specrollout.drafters.sharpness import GREEDY
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
@@ -30,8 +31,8 @@ class Matches:
     best_two: dict[str, int] = field(default_factory=dict)
     # what rejection sampling would accept: sum of min(p, q)
     overlap: float = 0.0
-    # [positions] which choice the target's token is, as drafts are drawn now: 0, 1, or 2 for neither; by request,
-    # each in the order of its tokens
+    # [positions] which choice the target's token is, as drafts are drawn now: 0, 1, ..., or `NONE_OF_THEM`; by
+    # request, each in the order of its tokens
     ranks: list[int] = field(default_factory=list)
     sharpness: float = 0.0
     # milliseconds that asking took, all requests together
@@ -53,7 +54,7 @@ class MatchMeter:
         self._ranks: dict[str, list[int]] = {}
         # request -> its row in the tensors below
         self._rows: dict[str, int] = {}
-        # [R, vocab] the drafter's distribution, and way -> [R, 2] its choices
+        # [R, vocab] the drafter's distribution, and way -> [R, 2] its choices, of "learned" [R, NONE_OF_THEM]
         self._q = torch.empty(0, 0)
         self._choices: dict[str, torch.Tensor] = {}
         # asked in every step, for one level
@@ -92,10 +93,11 @@ class MatchMeter:
         learned = (drafter.sharpness.value, drafter.second_sharpness.value)
         ways = {"greedy": (GREEDY, GREEDY), "shared": (1.0, 1.0), "learned": learned}
         for way, (sharpness, second_sharpness) in ways.items():
-            first = drafter.noise.choose(scaled * sharpness, entries, 0)
-            others = scaled.scatter(1, first[:, None], float("-inf"))
-            second = drafter.noise.choose(others * second_sharpness, entries, 0)
-            self._choices[way] = torch.stack([first, second], dim=1)
+            chosen, others = [drafter.noise.choose(scaled * sharpness, entries, 0)], scaled
+            for _ in range(1, NONE_OF_THEM if way == "learned" else 2):
+                others = others.scatter(1, chosen[-1][:, None], float("-inf"))
+                chosen.append(drafter.noise.choose(others * second_sharpness, entries, 0))
+            self._choices[way] = torch.stack(chosen, dim=1)
         return self._old_draw(logits)
 
     def _sample(self, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,9 +113,9 @@ class MatchMeter:
             for way, choices in self._choices.items():
                 is_met = choices[own] == tokens[known][:, None]
                 matches.first[way] = matches.first.get(way, 0) + int(is_met[:, 0].sum())
-                matches.best_two[way] = matches.best_two.get(way, 0) + int(is_met.any(dim=1).sum())
+                matches.best_two[way] = matches.best_two.get(way, 0) + int(is_met[:, :2].any(dim=1).sum())
             is_met = self._choices["learned"][own] == tokens[known][:, None]
-            ranks = torch.where(is_met.any(dim=1), is_met.to(torch.int8).argmax(dim=1), 2).tolist()
+            ranks = torch.where(is_met.any(dim=1), is_met.to(torch.int8).argmax(dim=1), NONE_OF_THEM).tolist()
             for i, rank in zip(known, ranks, strict=True):
                 self._ranks.setdefault(names[i], []).append(rank)
         self._rows = {}
