@@ -37,7 +37,18 @@ def test_where_spec_rollout_is_off_no_answer_is_resumed_in_silence():
 
 
 @pytest.mark.parametrize(
-    "options", [{"problem": "x"}, "{", 3, {"max_draft_tokens": 1000}, {"resume": {"prompt_tokens": 2}}]
+    "options",
+    [
+        {"problem": "x"},
+        "{",
+        3,
+        {"max_draft_tokens": 1000},
+        {"resume": {"prompt_tokens": 2}},
+        {"problem_id": "x" * 257},
+        {"problem_id": "\ud800"},
+        pytest.param("[" * 100_000, id="deep"),
+        pytest.param('{"max_draft_tokens":' + "9" * 5000 + "}", id="many digits"),
+    ],
 )
 def test_a_mistake_in_a_request_is_answered_with_400_before_it_reaches_the_engine(options):
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response

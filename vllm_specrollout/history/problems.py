@@ -45,7 +45,7 @@ class _Prompt:
     name: str
     found: Attribution
     num_tokens: int
-    key: tuple[int, int, str]
+    key: tuple[int, int, bytes]
     # by request: grows while the request runs
     live: dict[str, Sequence[int]] = field(default_factory=dict)
     # oldest first, each [num_tokens] int32
@@ -68,13 +68,13 @@ class Problems:
         # by name; the one seen least recently first
         self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
         # by length, the word that stands for the tokens, and what keeps apart; equal words are looked at again
-        self._by_key: dict[tuple[int, int, str], str] = {}
+        self._by_key: dict[tuple[int, int, bytes], str] = {}
         self._lengths: Counter[int] = Counter()
         self._sorted_lengths: list[int] = []
         # running requests -> their prompt
         self._running: dict[str, _Prompt] = {}
-        # by the session's name, and what keeps apart
-        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
+        # by what stands for the session's name, and what keeps apart
+        self._sessions: OrderedDict[tuple[bytes, bytes], str] = OrderedDict()
         # of the answers that have ended: whose, oldest first
         self._ended: deque[_Prompt] = deque()
         self.num_tokens = 0
@@ -107,8 +107,9 @@ class Problems:
         if not prompt:
             return Attribution(given)
         self.end(request_id)
-        apart = _apart(salt, adapter)
-        session = (session_id, apart) if session_id else None
+        # clients may give names of any length: none is kept
+        apart = _word(f"{len(salt)}:{salt}{adapter}") if salt or adapter else b""
+        session = (_word(session_id), apart) if session_id else None
         name = prompt_hash(prompt, apart)
         known = self._prompts.get(name)
         if known is None or (given and known.found.problem_id != given):
@@ -144,7 +145,7 @@ class Problems:
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def _remember(
-        self, name: str, prompt: Sequence[int], given: str, session: tuple[str, str] | None, apart: str
+        self, name: str, prompt: Sequence[int], given: str, session: tuple[bytes, bytes] | None, apart: bytes
     ) -> _Prompt:
         tokens = np.asarray(prompt, dtype=np.int32)
         words = _words_of(tokens)
@@ -170,7 +171,7 @@ class Problems:
             self._forget_one()
         return known
 
-    def _continued(self, tokens: IntArray, words: Words, apart: str) -> _Prompt | None:
+    def _continued(self, tokens: IntArray, words: Words, apart: bytes) -> _Prompt | None:
         """The longest known prompt that these tokens begin with, and then go on as one of its answers does."""
         for length in reversed(self._sorted_lengths[: bisect.bisect_left(self._sorted_lengths, tokens.size)]):
             name = self._by_key.get((length, int(words[length - 1]), apart))
@@ -199,22 +200,22 @@ class Problems:
             self._sorted_lengths.remove(prompt.num_tokens)
 
 
-def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None, apart: str = "") -> str:
+def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None, apart: bytes = b"") -> str:
     """The default problem id: requests with the same prompt have the same one.
 
     Args:
-        apart: requests of another one have other ids.
+        apart: 16 bytes or none; requests of another one have other ids.
     """
     if prompt_token_ids is None or not len(prompt_token_ids):
         return ""
     content = np.asarray(prompt_token_ids, dtype=np.int64).tobytes()
     # a parameter of the hash's own, so that the two cannot run together
-    key = hashlib.blake2b(apart.encode("utf-8", "surrogatepass"), digest_size=16).digest() if apart else b""
-    return hashlib.blake2b(content, digest_size=12, salt=key).hexdigest()
+    return hashlib.blake2b(content, digest_size=12, salt=apart).hexdigest()
 
 
-def _apart(salt: str, adapter: str) -> str:
-    return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
+def _word(name: str) -> bytes:
+    """16 bytes for a name of any length."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _goes_on(rest: IntArray, answer: IntArray) -> bool:

@@ -1,5 +1,6 @@
 """Whose answer a request's is, by what its tokens show."""
 
+import pickle
 import random
 
 import pytest
@@ -128,6 +129,13 @@ def test_adapters_share_a_problem_only_where_the_client_names_one():
 def test_a_salt_and_an_adapter_do_not_run_together():
     names = [("ab", ""), ("a", "b"), ("", "ab"), ("1:a", ""), ("", "1:a")]
     assert len({answered(Problems(), PROMPT, ANSWER, salt=a, adapter=b) for a, b in names}) == len(names)
+
+
+def test_names_that_clients_choose_are_not_kept_whatever_their_length():
+    known, long = Problems(), "x\ud800" * 100_000
+    name = answered(known, PROMPT, ANSWER, salt=long, adapter=long, session_id=long)
+    assert answered(known, [7, 7], ANSWER, salt=long, adapter=long, session_id=long) == name != prompt_hash(PROMPT)
+    assert len(pickle.dumps((known._by_key, known._sessions, known._prompts))) < 10_000
 
 
 def test_what_was_begun_elsewhere_goes_on_and_ids_may_come_again():
