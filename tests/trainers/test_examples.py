@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".trainers"
+# engines of this size gain nothing from a second thread; where other processes want the cores, threads wait long
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 pytestmark = [
     pytest.mark.trainers,
     # several servers one after the other, each a minute to start where nothing else runs
@@ -19,11 +21,11 @@ pytestmark = [
 ]
 
 
-def run(example: str) -> list[str]:
-    """Lines that it wrote; it ended well."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
+def run(*command: str) -> list[str]:
+    """Lines that an example wrote; it ended well."""
+    environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / example)],
+        [sys.executable, *command],
         env=environment,
         cwd=ROOT,
         text=True,
@@ -35,20 +37,31 @@ def run(example: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_verls_server_answers_as_stock_goes_on_with_what_it_aborted_and_takes_weights() -> None:
-    *lines, weights = [line for line in run("verl/rollout.py") if "answers" in line]
+# by model runner: how an example is begun, and its answers; V2 is interpreted and slow, so there are few
+RUNNERS = [
+    pytest.param("examples/{}", 200, id="V1"),
+    pytest.param("-m tests.trainers.on_v2 {}", 8, id="V2"),
+]
+
+
+@pytest.mark.parametrize(("command", "count"), RUNNERS)
+def test_verls_server_answers_as_stock_goes_on_with_what_it_aborted_and_takes_weights(command: str, count: int) -> None:
+    lines = run(*command.format("verl/rollout.py").split())
+    *lines, weights = [line for line in lines if "answers" in line]
     assert [line.partition(",")[0] for line in lines] == ["stock", "variable", "variable", "config", "config"]
     for line, is_cut in zip(lines, (False, True, False, True, False), strict=True):
         aborted = int(line.partition(", ")[2].split()[0])
         assert (aborted > 0) is is_cut
-        assert line.endswith("200 of 200 answers are those of stock")
-    assert weights.startswith("other weights: ") and weights.endswith("the first weights again: 200 are as before")
+        assert line.endswith(f"{count} of {count} answers are those of stock")
+    assert weights.startswith("other weights: ")
+    assert weights.endswith(f"the first weights again: {count} are as before")
 
 
-def test_openrlhfs_actor_answers_as_stock_through_pauses_and_new_weights() -> None:
-    lines = run("openrlhf/rollout.py")
-    assert lines.count("ours: 200 of 200 answers are those of stock") == 2
+@pytest.mark.parametrize(("command", "count"), RUNNERS)
+def test_openrlhfs_actor_answers_as_stock_through_pauses_and_new_weights(command: str, count: int) -> None:
+    lines = run(*command.format("openrlhf/rollout.py").split())
+    assert lines.count(f"ours: {count} of {count} answers are those of stock") == 2
     (pause,) = [line for line in lines if line.startswith("paused with ")]
     assert int(pause.split()[2]) > 0
     assert lines[-1].startswith("ours, other weights: ")
-    assert lines[-1].endswith("the first weights again: 200 are as before")
+    assert lines[-1].endswith(f"the first weights again: {count} are as before")

@@ -49,6 +49,18 @@ def test_a_release_without_a_build_for_cpu_borrows_compiled_files_and_says_cpu(f
     assert [path.name for path in tree.glob("*.dist-info")] == ["vllm-1.1+cpu.dist-info"]
 
 
+def test_a_tree_whose_compiled_files_went_away_is_made_anew(folder: Path) -> None:
+    pytest.importorskip("vllm")
+    for version in trees.pins():
+        trees.build(version)
+    borrowed = folder / "1.1" / "vllm" / "_C.abi3.so"
+    borrowed.unlink()
+    borrowed.symlink_to(folder / "gone.so")
+    assert [version for version in trees.pins() if trees.is_adrift(version)] == ["1.1"]
+    trees.main([])
+    assert borrowed.exists() and not trees.is_adrift("1.1")
+
+
 def test_a_tree_comes_before_all_else_and_the_installed_version_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")

@@ -49,6 +49,11 @@ def missing(version: str) -> str:
     return f"no tree of vLLM {version} in {FOLDER.name}/: run `make versions`"
 
 
+def is_adrift(version: str) -> bool:
+    """Whether the tree borrowed compiled files of an installation that is gone: it can be read, and does not run."""
+    return any(not one.exists() for one in FOLDER.joinpath(version, "vllm").glob("*.so"))
+
+
 def environment(version: str, **more: str) -> dict[str, str]:
     """The environment of a process that runs this version: the installed one as it is, another from its tree."""
     first = [] if version == _installed() else [str(FOLDER / version)]
@@ -121,7 +126,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("versions", nargs="*", choices=[[], *pins()])
     FOLDER.mkdir(exist_ok=True)
     asked = parser.parse_args(arguments).versions
-    for version in asked or [one for one in pins() if missing(one)]:
+    for version in asked or [one for one in pins() if missing(one) or is_adrift(one)]:
         print(f"built: {build(version).relative_to(ROOT)}")
 
 
