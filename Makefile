@@ -11,6 +11,8 @@
 # make docs    the generated reference pages
 # make lock    the hashes of all pins, from requirements/*.in into requirements/*.txt
 # make sbom    what is installed, with licences and dependencies, as CycloneDX (out/sbom.cdx.json)
+# make sanitize  the C++ core under ASan and UBSan, with random operations for SECONDS (60)
+# make faults  random schedules of faults, ten times as many as in `make test`
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 # make trainers-fresh  the built wheel beside each trainer's own requirements, each in an environment made for it
 
@@ -37,7 +39,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity trainers trainers-fresh versions versions-test docs lock sbom
+.PHONY: setup demo test unit lint serve bench identity trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -69,7 +71,7 @@ unit: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(CORE)
+	$(BIN)/clang-format --dry-run --Werror $(CORE) csrc/tests/*.cc
 	$(BIN)/mypy $(PURE) tests/conformance.py
 	$(BIN)/lint-imports --no-cache
 
@@ -81,6 +83,14 @@ bench: setup
 
 identity: setup
 	$(PYTEST) --dist worksteal tests/e2e -m identity
+
+SECONDS ?= 60
+sanitize:
+	csrc/tests/sanitize.sh $(SECONDS)
+
+# schedules without an engine, and over one
+faults: setup
+	SPECROLLOUT_SCHEDULES=10 $(PYTEST) --dist worksteal tests/faults
 
 versions: setup
 	$(BIN)/python -m tests.versions.trees
