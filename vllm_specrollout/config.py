@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
-from vllm_specrollout.checks import check_choice, check_devices, check_field, check_range, check_type
+from vllm_specrollout.checks import check_choice, check_devices, check_field, check_range, check_real, check_type
 from vllm_specrollout.config_text import load_text
 from vllm_specrollout.drafter_config import (
     CollectConfig,
@@ -68,6 +68,9 @@ class SpecRolloutConfig:
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
     (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
     last five go into an object: `{"name": "tlt", "threshold": 48}`."""
+    time_share: float = 1.0
+    """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
+    steps; one that may block is waited for no longer. It does not hold for the model of `speculative_config`."""
     queue_order: str = "longest_first"
     """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
@@ -110,6 +113,7 @@ class SpecRolloutConfig:
             raise ConfigError(
                 "`decoupled.drafters` names drafters, and `placement` is `coupled`", 'set {"placement": "decoupled"}'
             )
+        check_real("time_share", self.time_share, 0.01, 1000.0)
         check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:

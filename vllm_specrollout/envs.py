@@ -31,7 +31,9 @@ TABLE = (
         False,
     ),
     Variable(
-        STRICT, "`1`: a drafter or budget that fails ends the engine, as tests want it, and is not switched off", True
+        STRICT,
+        "`1`: a drafter or budget that fails ends the engine, as tests want it, and none has a time limit",
+        True,
     ),
     Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
