@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask, check_has_model
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 MAX_REWARDS = 65_536
 """Most rewards of one report."""
@@ -145,7 +145,7 @@ def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
         )
     entries = [(candidates(entry.request_id, entry.index), entry.reward) for entry in rewards]
     answers = yield Call("spec_rollout_report_rewards", (entries,))
-    matched, repeated = (sum(counts[kind] for counts in _flat(answers)) for kind in ("matched", "repeated"))
+    matched, repeated = (sum(counts[kind] for counts in _living(answers)) for kind in ("matched", "repeated"))
     return {"matched": matched, "repeated": repeated, "unknown": max(0, len(entries) - matched - repeated)}
 
 
@@ -155,7 +155,7 @@ def beginning(epoch: int | None) -> Conversation[int]:
         _check_whole("epoch", epoch, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
         kept = yield Call("spec_rollout_history")
-        present = max((report["store"]["epoch"] for report in _flat(kept) if report), default=0)
+        present = max((report["store"]["epoch"] for report in _living(kept) if report), default=0)
         if epoch < present:
             raise EpochError(
                 f"`epoch` is {epoch}, below the present epoch {present}",
@@ -163,14 +163,14 @@ def beginning(epoch: int | None) -> Conversation[int]:
             )
     answers = yield Call("spec_rollout_begin_epoch", (epoch,))
     # ranks that keep no history echo the number they were given
-    return max(_flat(answers))
+    return max(_living(answers))
 
 
 def reading() -> Conversation[dict[str, Any]]:
     """Ask for what is kept."""
     answers = yield Call("spec_rollout_history")
     # of an engine's workers, those that do not draft say nothing
-    engines = [report for report in _flat(answers) if report]
+    engines = [report for report in _living(answers) if report]
     total = _sum(engines)
     total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
     return {"total": total, "engines": engines}
@@ -266,6 +266,18 @@ def _check_whole(name: str, value: Any, high: int) -> None:
 
 def _flat(answers: Answers) -> list[Any]:
     return [answer for workers in answers for answer in workers]
+
+
+def _living(answers: Answers) -> list[Any]:
+    """What the workers of those engines answered that keep a history.
+
+    Raises:
+        UnsupportedError: all have given it up.
+    """
+    refusals = [[a for a in workers if isinstance(a, Mapping) and "cause" in a] for workers in answers]
+    if answers and all(refusals):
+        raise UnsupportedError(refusals[0][0]["cause"], refusals[0][0]["hint"])
+    return _flat([workers for workers, refused in zip(answers, refusals, strict=True) if not refused])
 
 
 def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -28,11 +28,14 @@ class FakeEngine:
         self.rewards: dict[str, float] = {}
         self.epoch = 0
         self.drafters: list[str] = []
+        self.given_up = ""
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self, method)(*args)]
 
     def spec_rollout_report_rewards(self, rewards: list[tuple[list[str], float]]) -> dict[str, int]:
+        if self.given_up:
+            return {"cause": self.given_up, "hint": "start the engine anew"}
         counts = {"matched": 0, "repeated": 0, "unknown": 0}
         for candidates, reward in rewards:
             name = next((name for name in candidates if name in self.names), None)
@@ -43,7 +46,9 @@ class FakeEngine:
             self.rewards[name] = reward
         return counts
 
-    def spec_rollout_begin_epoch(self, epoch: int | None) -> int:
+    def spec_rollout_begin_epoch(self, epoch: int | None) -> Any:
+        if self.given_up:
+            return {"cause": self.given_up, "hint": "start the engine anew"}
         if epoch is not None and epoch < self.epoch:
             raise ValueError(f"the epoch is {epoch}")
         self.epoch = self.epoch + 1 if epoch is None else epoch
@@ -55,7 +60,14 @@ class FakeEngine:
         self.drafters.append(path)
         return {"tensors": 12, "version": len(self.drafters)}
 
+    def spec_rollout_health(self) -> dict[str, Any]:
+        alive = {"state": "alive", "failed": 0, "error": "", "steps": 0}
+        gone = {"state": "given up", "failed": 5, "error": self.given_up, "steps": 0}
+        return {"budget": alive, "drafters": {"history": gone if self.given_up else alive}}
+
     def spec_rollout_history(self) -> dict[str, Any]:
+        if self.given_up:
+            return {"cause": self.given_up, "hint": "start the engine anew"}
         store = {"epoch": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}
         return {"store": store, "hits": 1, "lookups": 4, "hit_rate": 0.25}
 
