@@ -15,8 +15,8 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.datastructures import Headers, State
 
-from vllm_specrollout import reports
-from vllm_specrollout.asking import Check, Conversation, aask, check_has_model
+from vllm_specrollout import health, reports
+from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server.endpoints_guard import (
     SpecRolloutErrorResponse,
@@ -96,11 +96,17 @@ class SpecRolloutHistory(BaseModel):
     engines: list[dict[str, Any]]
 
 
+class SpecRolloutDrafters(BaseModel):
+    """Of each engine, how its drafters and its budget are: state, failures, and when what failed is tried again."""
+
+    engines: list[dict[str, Any]]
+
+
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
     409: {
         "model": SpecRolloutErrorResponse,
-        "description": "No history is kept, the epoch is over, no model drafts, or the weights cannot be used.",
+        "description": "No history is kept, or the epoch is over, or no model drafts, or its weights do not fit.",
     },
     413: {"model": SpecRolloutErrorResponse, "description": "The body is larger than 8 MiB."},
     422: {"model": SpecRolloutErrorResponse, "description": "The body holds what cannot be used."},
@@ -131,6 +137,11 @@ async def read_history(request: Request) -> Any:
     return await _ask(request, reports.reading())
 
 
+async def read_drafters(request: Request) -> Any:
+    """Which drafters work, which are on probation and which are given up."""
+    return await _ask(request, health.reading(), check_is_on)
+
+
 async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:
     engine = getattr(request.app.state, _STATE, None)
     if engine is None:
@@ -155,6 +166,7 @@ def make_router(may_pass: Callable[[Headers], bool] | None) -> APIRouter:
     add("/epoch", begin_epoch, methods=["POST"], response_model=SpecRolloutEpoch, responses=with_body)
     add("/drafter", load_drafter, methods=["POST"], response_model=SpecRolloutDrafterVersion, responses=with_body)
     add("/history", read_history, methods=["GET"], response_model=SpecRolloutHistory, responses=without)
+    add("/drafters", read_drafters, methods=["GET"], response_model=SpecRolloutDrafters, responses=without)
     return router
 
 
