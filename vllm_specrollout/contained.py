@@ -89,7 +89,10 @@ class Contained:
 
     def draft_with(self, drafters: Iterable[Drafter]) -> None:
         """Draft with these alone, of those that were given; their sources stay."""
-        self.drafters = [drafter for drafter in drafters if id(drafter) not in self.probation.out]
+        chosen = list(drafters)
+        self.drafters = [drafter for drafter in chosen if id(drafter) not in self.probation.out]
+        others = [part for part in self.probation.waiting() if part not in [*chosen, self.budget]]
+        self.probation.forget(others)  # they do not come back by themselves
         self._tell_alive()
 
     def all_drafters(self) -> list[Drafter]:

@@ -235,6 +235,19 @@ def test_parts_that_nobody_asks_any_more_are_forgotten() -> None:
     assert [d.name for d in speculator.all_drafters()] == ["other"]
 
 
+def test_of_those_chosen_to_draft_one_on_probation_comes_back_and_others_do_not() -> None:
+    first, second, third = Faulty(), Faulty(source=1), Says("sound", [3], source=2)
+    speculator = contained(first, second, third)
+    run(speculator, range(1))
+    first.is_broken = second.is_broken = False
+    speculator.draft_with([second])
+    assert speculator.drafters == []
+    run(speculator, range(1, 100))
+    assert speculator.drafters == [second]
+    speculator.draft_with([first, third])
+    assert speculator.drafters == [first, third]
+
+
 def test_several_that_fail_at_different_times_come_back_at_their_own() -> None:
     probation, one, other = Probation(), Says("one", []), Says("other", [])
     error = RuntimeError("no")
