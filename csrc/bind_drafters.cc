@@ -22,11 +22,32 @@ namespace {
 using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
 using BoolArray = py::array_t<bool, py::array::c_style | py::array::forcecast>;
 
-// Tokens in Python, read without a copy where they are int32 already. Valid while the array lives.
+// Tokens in Python, read without a copy where they are int32 already. Valid while it and the array live.
 struct Tokens {
-  explicit Tokens(const IntArray& array) : data(array.data()), count(static_cast<size_t>(array.size())) {
-    if (array.ndim() != 1) throw std::invalid_argument("token_ids has more or fewer than one dimension");
+  explicit Tokens(const py::object& given)
+      : held(py::isinstance<py::array_t<int32_t, py::array::c_style>>(given) ? py::reinterpret_borrow<IntArray>(given)
+                                                                             : Narrowed(given)),
+        data(held.data()),
+        count(static_cast<size_t>(held.size())) {
+    if (held.ndim() != 1) throw std::invalid_argument("token_ids has more or fewer than one dimension");
   }
+
+  // A token that does not fit would become another one.
+  static IntArray Narrowed(const py::object& given) {
+    const py::array array = py::array::ensure(given);
+    if (!array) throw std::invalid_argument("token_ids is no array");
+    const char kind = array.dtype().kind();
+    if (array.size() && kind != 'i' && kind != 'u') throw std::invalid_argument("token_ids are not whole numbers");
+    const auto wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
+    for (py::ssize_t i = 0; i < wide.size(); ++i) {
+      if (wide.data()[i] != static_cast<int32_t>(wide.data()[i])) {
+        throw std::invalid_argument("token " + std::to_string(wide.data()[i]) + " does not fit into 32 bits");
+      }
+    }
+    return IntArray::ensure(array);
+  }
+
+  IntArray held;
   const int32_t* data;
   size_t count;
 };
@@ -150,7 +171,7 @@ void bind_drafters(py::module_& m) {
       .def("__len__", &NgramIndex::size)
       .def(
           "append",
-          [](NgramIndex& index, const IntArray& token_ids) {
+          [](NgramIndex& index, const py::object& token_ids) {
             const Tokens tokens(token_ids);
             py::gil_scoped_release release;
             index.Append(tokens.data, tokens.count);
@@ -158,7 +179,7 @@ void bind_drafters(py::module_& m) {
           py::arg("token_ids"))
       .def(
           "sync",
-          [](NgramIndex& index, const IntArray& token_ids) {
+          [](NgramIndex& index, const py::object& token_ids) {
             const Tokens tokens(token_ids);
             py::gil_scoped_release release;
             return index.Sync(tokens.data, tokens.count);
@@ -174,7 +195,7 @@ void bind_drafters(py::module_& m) {
       .def(py::init<int, int, int>(), py::kw_only(), py::arg("min_match"), py::arg("max_match"), py::arg("max_matches"))
       .def(
           "set_prompt",
-          [](HistoryIndex& index, const IntArray& token_ids) {
+          [](HistoryIndex& index, const py::object& token_ids) {
             const Tokens tokens(token_ids);
             py::gil_scoped_release release;
             index.SetPrompt(tokens.data, tokens.count);
@@ -183,7 +204,7 @@ void bind_drafters(py::module_& m) {
           "The prompt of the documents added from now on; one that the index has is not stored again.")
       .def(
           "add",
-          [](HistoryIndex& index, const IntArray& token_ids, int32_t weight, int32_t epoch) {
+          [](HistoryIndex& index, const py::object& token_ids, int32_t weight, int32_t epoch) {
             const Tokens tokens(token_ids);
             py::gil_scoped_release release;
             return index.Add(tokens.data, tokens.count, weight, epoch);
@@ -193,7 +214,7 @@ void bind_drafters(py::module_& m) {
            "An answer that grows; returns its document.")
       .def(
           "append",
-          [](HistoryIndex& index, int32_t doc, const IntArray& token_ids) {
+          [](HistoryIndex& index, int32_t doc, const py::object& token_ids) {
             const Tokens tokens(token_ids);
             py::gil_scoped_release release;
             index.Append(doc, tokens.data, tokens.count);
@@ -201,7 +222,7 @@ void bind_drafters(py::module_& m) {
           py::arg("doc"), py::arg("token_ids"))
       .def(
           "sync",
-          [](HistoryIndex& index, int32_t doc, const IntArray& token_ids) {
+          [](HistoryIndex& index, int32_t doc, const py::object& token_ids) {
             const Tokens tokens(token_ids);
             py::gil_scoped_release release;
             return index.Sync(doc, tokens.data, tokens.count);

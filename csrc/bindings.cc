@@ -32,7 +32,8 @@ void Expect(bool condition, const char* message) {
 }
 
 void ExpectTree(const Array<int32_t>& node_start, const Array<int32_t>& parents, int num_requests) {
-  Expect(node_start.size() == num_requests + 1, "node_start must have one entry per request and one more");
+  Expect(num_requests >= 0 && node_start.size() == num_requests + 1,
+         "node_start must have one entry per request and one more");
   const int32_t *start = node_start.data(), *parent = parents.data();
   Expect(start[0] == 0 && start[num_requests] == parents.size(), "node_start must cover parents");
   // before any node is looked at: only then does every start lie within `parents`
@@ -40,6 +41,26 @@ void ExpectTree(const Array<int32_t>& node_start, const Array<int32_t>& parents,
   for (int r = 0; r < num_requests; ++r)
     for (int i = start[r]; i < start[r + 1]; ++i)
       Expect(parent[i] >= -1 && parent[i] < i - start[r], "parents must come before their children");
+}
+
+// Every position that the layout looks up lies in a block of its request's row of the table.
+void ExpectRows(const Array<int32_t>& row_start, const Array<int32_t>& base, const Array<int32_t>& node_start,
+                const Array<int32_t>& parents, int64_t num_slots) {
+  const int n = static_cast<int>(base.size());
+  const int32_t *rows = row_start.data(), *start = node_start.data(), *parent = parents.data();
+  Expect(rows[0] == 0, "row_start must begin at 0");
+  std::vector<int32_t> depth(static_cast<size_t>(parents.size()));
+  for (int r = 0; r < n; ++r) {
+    const int64_t known = int64_t{rows[r + 1]} - rows[r] - (start[r + 1] - start[r]);
+    Expect(known >= 1, "row_start must give each request a row beside those of its nodes");
+    int32_t deepest = 0;
+    for (int i = start[r]; i < start[r + 1]; ++i) {
+      depth[i] = parent[i] < 0 ? 1 : depth[start[r] + parent[i]] + 1;
+      deepest = std::max(deepest, depth[i]);
+    }
+    Expect(base.data()[r] >= 0, "base must not be below 0");
+    Expect(base.data()[r] + known + deepest <= num_slots, "base must lie within the blocks of block_table");
+  }
 }
 
 py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32_t> node_start, Array<int32_t> parents,
@@ -50,6 +71,7 @@ py::dict expand_paths(Array<int32_t> row_start, Array<int32_t> base, Array<int32
   Expect(block_table.strides(1) == sizeof(int32_t), "block_table rows must be contiguous");
   Expect(block_size > 0, "block_size must be above 0");
   ExpectTree(node_start, parents, n);
+  ExpectRows(row_start, base, node_start, parents, int64_t{block_table.shape(1)} * block_size);
   Batch batch{n,
               row_start.data(),
               base.data(),
@@ -139,8 +161,8 @@ py::array_t<bool> without_scratch(Array<int32_t> node_start, Array<int32_t> pare
   ExpectTree(node_start, parents, n);
   py::array_t<bool> out(n);
   for (int r = 0; r < n; ++r) {
-    Expect(roots.at(r) >= 0, "roots must not be below 0");
     const int start = node_start.at(r), size = node_start.at(r + 1) - start;
+    Expect(roots.at(r) >= 0 && int64_t{roots.at(r)} + size < INT32_MAX, "roots must be positions from 0 on");
     const int needed = ScratchNeeded(parents.data() + start, size, roots.at(r), block_size);
     out.mutable_at(r) = needed > num_scratch;
     if (needed <= num_scratch) num_scratch -= needed;
@@ -176,6 +198,13 @@ py::tuple follow(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_
 void copy_blocks(Array<uint64_t> bases, Array<int64_t> strides, Array<int64_t> from, Array<int64_t> to) {
   Expect(bases.size() == strides.size(), "bases and strides must have the same length");
   Expect(from.size() == to.size(), "from and to must have the same length");
+  for (py::ssize_t i = 0; i < bases.size(); ++i) {
+    Expect(bases.data()[i] != 0 && strides.data()[i] > 0, "bases must be addresses, and strides above 0");
+  }
+  for (const auto& blocks : {from, to}) {
+    const int64_t* end = blocks.data() + blocks.size();
+    Expect(std::all_of(blocks.data(), end, [](int64_t block) { return block >= 0; }), "blocks must not be below 0");
+  }
   py::gil_scoped_release release;
   CopyBlocks(static_cast<int>(bases.size()), bases.data(), strides.data(), static_cast<int>(from.size()), from.data(),
              to.data());

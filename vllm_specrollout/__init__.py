@@ -6,6 +6,7 @@ running engine of rewards and epochs with `report_rewards` and `begin_epoch`, an
 request that goes on with an answer that was interrupted.
 """
 
+from vllm_specrollout.health import aread_drafters, read_drafters
 from vllm_specrollout.plugin import register
 from vllm_specrollout.reports import (
     abegin_epoch,
@@ -22,10 +23,12 @@ from vllm_specrollout.resuming import resumed
 __all__ = [
     "abegin_epoch",
     "aload_drafter",
+    "aread_drafters",
     "aread_history",
     "areport_rewards",
     "begin_epoch",
     "load_drafter",
+    "read_drafters",
     "read_history",
     "register",
     "report_rewards",

@@ -112,6 +112,17 @@ def check_keeps_history(engine: Any) -> None:
         )
 
 
+def check_is_on(engine: Any) -> None:
+    """Refuse an engine whose configuration says that spec rollout is off.
+
+    Raises:
+        UnsupportedError: it is.
+    """
+    settings = _settings(engine)
+    if settings is not None and not settings:
+        raise UnsupportedError(_OFF, "start it with --spec-rollout")
+
+
 def check_has_model(engine: Any) -> None:
     """Refuse an engine whose configuration names no model that drafts; one that hides its configuration passes.
 

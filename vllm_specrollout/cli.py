@@ -61,12 +61,15 @@ app = typer.Typer(
 @app.command()
 def doctor(
     model: Annotated[Path | None, typer.Option(help="A model's folder: say what may be drafted for it.")] = None,
+    server: Annotated[
+        str, typer.Option(help="A running server's address: say which of its drafters work.", show_default=False)
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
     from vllm_specrollout.doctor import examine
 
-    report = examine(model)
+    report = examine(model, server)
     typer.echo(report.as_json() if json else report.as_text())
     if not report.is_healthy:
         raise typer.Exit(1)

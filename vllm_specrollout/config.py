@@ -21,6 +21,7 @@ from vllm_specrollout.checks import (
     check_is_on,
     check_path,
     check_range,
+    check_real,
     check_type,
     nearest,
 )
@@ -77,6 +78,9 @@ class SpecRolloutConfig:
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
     (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
     last five go into an object: `{"name": "tlt", "threshold": 48}`."""
+    time_share: float = 1.0
+    """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
+    steps; one that may block is waited for no longer. It does not hold for the model of `speculative_config`."""
     queue_order: str = "longest_first"
     """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
@@ -116,6 +120,7 @@ class SpecRolloutConfig:
         check_choice("shape", self.shape, SHAPES)
         check_choice("placement", self.placement, PLACEMENTS)
         check_devices(self.devices, is_used=self.is_decoupled and not self.decoupled.address)
+        check_real("time_share", self.time_share, 0.01, 1000.0)
         check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:

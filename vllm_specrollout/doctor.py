@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout import __version__, envs, patches
+from vllm_specrollout import __version__, envs, health, patches
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import edited, features, supported
 from vllm_specrollout.speculative_methods import METHODS
@@ -36,10 +36,12 @@ class Report:
     findings: tuple[Finding, ...]
     variables: tuple[Finding, ...]
     drafted: tuple[Finding, ...]
+    # of the server that was asked
+    running: tuple[Finding, ...] = ()
 
     @property
     def is_healthy(self) -> bool:
-        return not any(finding.is_problem for finding in self.findings)
+        return not any(finding.is_problem for finding in (*self.findings, *self.running))
 
     def as_json(self) -> str:
         return json.dumps({"is_healthy": self.is_healthy, **asdict(self)}, indent=2)
@@ -47,24 +49,28 @@ class Report:
     def as_text(self) -> str:
         """Sections of aligned lines; problems carry a `!` and their hints follow."""
         sections = [_lines(self.findings), _lines(self.variables, "environment"), _lines(self.drafted, "drafted")]
+        if self.running:
+            sections.append(_lines(self.running, "running"))
         hints = [f"hint: {finding.name}: {finding.hint}" for finding in self.findings if finding.hint]
         verdict = "spec rollout works here" if self.is_healthy else "spec rollout does not work here (lines marked !)"
         return "\n\n".join(part for part in (*sections, "\n".join(hints), verdict) if part)
 
 
-def examine(model: Path | None = None) -> Report:
-    """Look at this host, and at a model's configuration if one is given.
+def examine(model: Path | None = None, server: str = "") -> Report:
+    """Look at this host, at a model's configuration if one is given, and at a running server if one is.
 
     Raises:
-        ConfigError: the model has no readable config.json.
+        ConfigError: the model has no readable config.json, or the server does not answer.
     """
+    key = os.environ.get("VLLM_API_KEY", "")
+    running = [Finding(*line) for line in health.lines(health.of_server(server, key))] if server else []
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model is not None:
         drafted.append(_model_finding(model))
     findings = [*_versions(), _core(), *_vllm_findings(), *_edited(), *_command()]
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
-    return Report(tuple(findings), tuple(variables), tuple(drafted))
+    return Report(tuple(findings), tuple(variables), tuple(drafted), tuple(running))
 
 
 def _versions() -> list[Finding]:

@@ -36,7 +36,9 @@ TABLE = (
         False,
     ),
     Variable(
-        STRICT, "`1`: a drafter or budget that fails ends the engine, as tests want it, and is not switched off", True
+        STRICT,
+        "`1`: a drafter or budget that fails ends the engine, as tests want it, and none has a time limit",
+        True,
     ),
     Variable(MAX_BODY_MIB, "most MiB of a request's body to the routes under `/spec_rollout`, 1 to 64; unset: 1", True),
     Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),

@@ -35,12 +35,13 @@ class Guard:
         """A block of code whose failure leaves it early, and nothing else; see `failed`."""
         return _Region(self, part, effect)
 
-    def failed(self, part: str, error: BaseException, effect: str) -> None:
+    def failed(self, part: str, error: BaseException, effect: str, *, is_last: bool = False) -> None:
         """Count a failure, and name it if it is the part's first.
 
         Args:
             part: what failed: a drafter's name, or a word of the code's own. There are few of them.
             effect: what comes of it, as the second half of a sentence.
+            is_last: it is named whatever was before: nothing more will be heard of the part.
 
         Raises:
             the error itself, where the guard is strict.
@@ -48,7 +49,7 @@ class Guard:
         count = self.failures[part] = self.failures.get(part, 0) + 1
         if self.is_strict:
             raise error
-        if count == 1:
+        if count == 1 or is_last:
             logger.error("Spec rollout: %s failed; %s", part, effect, exc_info=error)
         if self.listener is not None:
             self.listener(part)

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask, check_has_model
 from vllm_specrollout.checks import MOST_ID
-from vllm_specrollout.errors import ConfigError, shown
+from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
 from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
 from vllm_specrollout.history.epochs import EpochError as EpochError
 
@@ -148,8 +148,8 @@ def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
         some = rewards[start : start + REWARDS_AT_ONCE]
         entries = [(candidates(entry.request_id, entry.index), entry.reward) for entry in some]
         answers = yield Call("spec_rollout_report_rewards", (entries,))
-        matched += sum(counts["matched"] for counts in _flat(answers))
-        repeated += sum(counts["repeated"] for counts in _flat(answers))
+        matched += sum(counts["matched"] for counts in _living(answers))
+        repeated += sum(counts["repeated"] for counts in _living(answers))
     return {"matched": matched, "repeated": repeated, "unknown": max(0, len(rewards) - matched - repeated)}
 
 
@@ -159,11 +159,11 @@ def beginning(epoch: int | None) -> Conversation[int]:
         _check_whole("epoch", epoch, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
         kept = yield Call("spec_rollout_history")
-        present = max((report["store"]["epoch"] for report in _flat(kept) if report), default=0)
+        present = max((report["store"]["epoch"] for report in _living(kept) if report), default=0)
         check_epoch(present, epoch)
     answers = yield Call("spec_rollout_begin_epoch", (epoch,))
     # ranks that keep no history echo the number they were given
-    begun = max(_flat(answers))
+    begun = max(_living(answers))
     if epoch is not None and begun > epoch:
         # another client began a later one between the two calls
         check_epoch(begun, epoch)
@@ -174,7 +174,7 @@ def reading() -> Conversation[dict[str, Any]]:
     """Ask for what is kept."""
     answers = yield Call("spec_rollout_history")
     # of an engine's workers, those that do not draft say nothing
-    engines = [report for report in _flat(answers) if report]
+    engines = [report for report in _living(answers) if report]
     total = _sum(engines)
     total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
     return {"total": total, "engines": engines}
@@ -270,6 +270,18 @@ def _check_whole(name: str, value: Any, high: int) -> None:
 
 def _flat(answers: Answers) -> list[Any]:
     return [answer for workers in answers for answer in workers]
+
+
+def _living(answers: Answers) -> list[Any]:
+    """What the workers of those engines answered that keep a history.
+
+    Raises:
+        UnsupportedError: all have given it up.
+    """
+    refusals = [[a for a in workers if isinstance(a, Mapping) and "cause" in a] for workers in answers]
+    if answers and all(refusals):
+        raise UnsupportedError(refusals[0][0]["cause"], refusals[0][0]["hint"])
+    return _flat([workers for workers, refused in zip(answers, refusals, strict=True) if not refused])
 
 
 def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

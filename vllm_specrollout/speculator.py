@@ -1,15 +1,16 @@
 """The step in two halves: propose() before a forward pass, observe() after it. V1, V2 and replay use it alike. Pure.
 
-What belongs here: the order in which budget, drafters and listeners are asked, what they hand over being checked, and
-what happens when one of them fails. Nothing that fails here reaches the engine: the step goes on without drafts.
+What belongs here: the order in which budget, drafters and listeners are asked, and what they hand over being checked.
+Nothing that fails here reaches the engine (contained.py): the step goes on without drafts.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,13 +18,10 @@ import numpy as np
 
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, one_each
-from vllm_specrollout.budgets.fixed import OffBudget
-from vllm_specrollout.budgets.step_cost import Asking
-from vllm_specrollout.budgets.worth import Worth
+from vllm_specrollout.contained import RESTS, UNWATCHED, Contained
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
-from vllm_specrollout.late import LateAnswers
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.trees.batch import on_host
 from vllm_specrollout.types import (
@@ -51,13 +49,15 @@ class PlannedStep:
     proposals: Sequence[TreeBatch] = ()
 
 
-class Speculator:
+class Speculator(Contained):
     """Drafters and budget of one engine.
 
     Args:
         vocab_size: the model's; a drafter that proposes a token outside of it has failed.
         guard: contains failures; default: as strict as the environment says.
         listeners: told of every step; they never change one.
+        time_share: of what the rest of a step takes, so much may each drafter take; without a limit where the guard is
+            strict, since what then happens depends on the clock.
         clock: seconds, from any zero.
     """
 
@@ -69,32 +69,21 @@ class Speculator:
         vocab_size: int = ANY_TOKEN,
         guard: Guard | None = None,
         listeners: Sequence[Listener] = (),
+        time_share: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.guard = guard if guard is not None else Guard()
-        self.guard.listener = self._failed
-        self.drafters: list[Drafter] = []
-        # by their index in the list that they were given in: what `source` and `DraftLimits.drafters` count by
-        self._sources: dict[int, int] = {}
-        self.replace_drafters(drafters)
-        self.budget = budget
+        super().__init__(drafters, budget, guard, listeners, time_share, clock)
+        self.guard.listener = lambda part: self._tell(lambda listener: listener.failed(part))
         self.vocab_size = vocab_size
-        self.listeners = list(listeners)
         self.backoff = Backoff()
-        self._clock = clock
-        self._late, self._asking, self.worth = LateAnswers(), Asking(), Worth()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
-
-    def replace_drafters(self, drafters: Iterable[Drafter]) -> None:
-        """Draft with these from now on."""
-        self.drafters = list(drafters)
-        self._sources = {id(drafter): source for source, drafter in enumerate(self.drafters)}
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
     def admit(self, view: RequestView) -> None:
         """A request has come. Drafters may get ready for it, whatever the budget does."""
+        self._missed(lambda missed: missed.admit(view))
         for drafter in list(self.drafters):
             self._drafter_does(drafter, lambda drafter: drafter.admit(view))
 
@@ -107,10 +96,15 @@ class Speculator:
 
         Asked once per step, before its requests are looked at, which takes time at large batches.
         """
+        self._step = step
+        if self.probation.next_due <= step:
+            self._try_again(step)
         if self.backoff.is_paused(step):
             reason = "drafts do not pay"
         elif self._budget_does(lambda budget: budget.steps_off(num_requests)):
             reason = "off"
+        elif self.probation.out and self.probation.steps_left(self.budget, step):
+            reason = RESTS
         else:
             return False
         self._tell(lambda listener: listener.paused(num_requests, reason))
@@ -119,11 +113,12 @@ class Speculator:
     def steps_off(self, step: int, num_requests: int) -> int:
         """How many steps from this one on are known to go without drafts."""
         off = self._budget_does(lambda budget: budget.steps_off(num_requests))
-        return max(self.backoff.steps_left(step), off or 0)
+        off = self.probation.steps_left(self.budget, step) if off is None else off
+        return max(self.backoff.steps_left(step), off)
 
     def propose(self, batch: RequestBatch, step: int) -> PlannedStep:
         """Plan the engine step `step`: draft trees for the requests of the batch, in its order."""
-        begin = self._clock()
+        begin, self._step = self._clock(), step
         nothing = empty_trees(batch.request_ids)
         limits = self._budget_does(lambda budget: one_each(budget.limits(batch), batch.size))
         if limits is None or not limits.wants_any:
@@ -134,11 +129,12 @@ class Speculator:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
             if self.worth.asked:
                 self.worth.learn(plan, step)
-            if self.budget.backs_off and not self._late.owed and not any(d.works_ahead for d in self.drafters):
+            is_asked = not self._late.owed and not self._asking.debts and not self.probation.out
+            if self.budget.backs_off and is_asked and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
-        plan = chosen or StepPlan(nothing, "the budget failed", is_on=False, pays=False)
+        plan = chosen or StepPlan(nothing, RESTS, is_on=False, pays=False)
         self.backoff.asked(step, plan.pays)
         if self.worth.asked:
             self.worth.learn(plan, step)
@@ -160,10 +156,13 @@ class Speculator:
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
         """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
         Dear ones come last, and are asked where the answers so far leave something to bring. One that works ahead is
-        asked always: that tells it which tokens hold, and without it the drafter goes on behind old ones."""
+        asked always: that tells it which tokens hold, and without it the drafter goes on behind old ones. One that has
+        had more than its share of the time is not."""
         step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
-        is_dear = {d: not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms) for d in self.drafters}
+        debts = self._asking.debts
+        asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
+        is_dear = {d: not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms) for d in asked}
         answers: dict[Drafter, TreeBatch | None] = {}
         for drafter in sorted(is_dear, key=is_dear.__getitem__):
             found = [trees for trees in answers.values() if trees is not None and trees.num_nodes]
@@ -193,7 +192,10 @@ class Speculator:
             return trees
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        self._asking.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3)
+        # one on a thread of its own was waited for no longer than that
+        is_free = drafter.is_in_step or drafter.may_block
+        limit_ms = math.inf if is_free else self._asking.limit_ms(batch.size)
+        self._asking.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3, limit_ms)
         if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
             self._late.add(drafter, answer, batch)
             return trees
@@ -242,12 +244,14 @@ class Speculator:
         if not self._untimed:
             return
         over = self._untimed.popleft()
+        self._asking.passed(timing)
         record = StepRecord(over.plan, over.trees, over.result, timing, over.batch, over.proposals)
         self._budget_does(lambda budget: budget.observe(record))
         self._tell(lambda listener: listener.stepped(record))
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Without a token it never began: drafters alone have heard of it."""
+        self._missed(lambda missed: missed.endings.append(ending))
         for drafter in list(self.drafters):
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
         if len(ending.token_ids):
@@ -255,6 +259,7 @@ class Speculator:
             self._tell(lambda listener: listener.finished(ending))
 
     def forget(self, request_id: str) -> None:
+        self._missed(lambda missed: missed.forget(request_id))
         for drafter in list(self.drafters):
             self._drafter_does(drafter, lambda drafter: drafter.forget(request_id))
 
@@ -263,38 +268,27 @@ class Speculator:
         while self._untimed:
             self.timed(None)
         self._tell(lambda listener: listener.closed())
+        self._close_drafters()
 
-    # --- failures ----------------------------------------------------------------------------------------------------
+    # --- calls that may fail -----------------------------------------------------------------------------------------
 
     def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], Answer | None]) -> Answer | None:
-        """None: it failed, and is switched off."""
+        """None: it failed, and is on probation."""
         try:
             return what(drafter)
         except CONTAINED as error:
-            self.drop(drafter, error)
+            self._failed(drafter, error)
             return None
 
-    def drop(self, drafter: Drafter, error: BaseException) -> None:
-        """A drafter has failed: it is asked no more."""
-        self.drafters = [d for d in self.drafters if d is not drafter]
-        self._late.drop(drafter)
-        self.worth.drop(drafter.name)
-        self.guard.failed(f"drafter {drafter.name}", error, "it is switched off, and requests go on without its drafts")
-
     def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:
-        """None: it failed, and drafting is switched off."""
+        """None: it failed, now or before, and is on probation."""
         try:
-            return what(self.budget)
+            return what(self.budget) if id(self.budget) not in self.probation.out else None
         except CONTAINED as error:
-            self.budget = OffBudget()
-            self.guard.failed("budget", error, "drafting is switched off")
+            self._budget_failed(error)
             return None
 
     def _tell(self, what: Callable[[Listener], None]) -> None:
         for listener in self.listeners:
-            with self.guard.over("watching", "metrics, a timeline or a recording lack a step"):
+            with self.guard.over("watching", UNWATCHED):
                 what(listener)
-
-    def _failed(self, part: str) -> None:
-        for listener in self.listeners:
-            listener.failed(part)

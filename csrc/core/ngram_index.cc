@@ -8,6 +8,7 @@ namespace specrollout {
 namespace {
 
 constexpr size_t kFirstCapacity = 64;
+constexpr int kMostMatch = 256;  // each length has a table of its own
 // the newest place of a length counts 3, the others 2; see ngram_naive.py
 constexpr int kNewestWeight = 3;
 constexpr int kWeight = 2;
@@ -25,8 +26,8 @@ void Require(bool condition, const std::string& reason) {
 
 NgramIndex::NgramIndex(int min_match, int max_match, int max_matches)
     : min_match_(min_match), max_match_(max_match), max_matches_(max_matches) {
-  if (min_match < 1 || max_match < min_match || max_matches < 1) {
-    throw std::invalid_argument("n-gram index: need 1 <= min_match <= max_match and 1 <= max_matches");
+  if (min_match < 1 || max_match < min_match || max_match > kMostMatch || max_matches < 1) {
+    throw std::invalid_argument("n-gram index: need 1 <= min_match <= max_match <= 256 and 1 <= max_matches");
   }
   Clear();
 }

@@ -235,3 +235,43 @@ def test_several_samples_of_several_prompts_are_found_by_the_prompts_own_name_an
         for sample in range(n):
             found = next(c for c in candidates(f"cmpl-x-{prompt}", sample) if c in names)
             assert found == names[prompt * n + sample]
+
+
+class GivenUp:
+    """Mixed into engines: the first so many have given their history up."""
+
+    gone = 1
+
+    def call(self, method, args):
+        refusal = {"cause": "the history drafter failed 5 times and is given up", "hint": "start the engine anew"}
+        return [[refusal, {}] if i < self.gone else own for i, own in enumerate(super().call(method, args))]
+
+
+class CalledGivenUp(GivenUp, CalledEngine):
+    pass
+
+
+class AwaitedGivenUp(GivenUp, AwaitedEngine):
+    pass
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda llm: vllm_specrollout.report_rewards(llm, {"a": 1}),
+        vllm_specrollout.begin_epoch,
+        lambda llm: vllm_specrollout.begin_epoch(llm, 7),
+        vllm_specrollout.read_history,
+    ],
+    ids=["rewards", "next epoch", "an epoch", "history"],
+)
+def test_a_history_that_is_given_up_is_an_error_and_no_empty_answer(tell):
+    with pytest.raises(UnsupportedError, match="failed 5 times"):
+        tell(CalledGivenUp({"a"}))
+
+
+def test_of_several_engines_those_that_keep_a_history_go_on():
+    engine = AwaitedGivenUp({"a"}, {"b"})
+    assert asyncio.run(vllm_specrollout.areport_rewards(engine, {"a": 1, "b": 1}))["matched"] == 1
+    assert asyncio.run(vllm_specrollout.abegin_epoch(engine, 3)) == 3
+    assert len(asyncio.run(vllm_specrollout.aread_history(engine))["engines"]) == 1

@@ -32,6 +32,8 @@ PRICE_MEMORY = 0.9
 """Weight left to what was known of a price, after each further time; before that, the mean of all times."""
 CHEAP = 0.02
 """What takes less than this share of a step's time is done whatever it yields."""
+MOST_OWED = 1024
+"""Steps, at most, after which a drafter that has taken too long is asked again."""
 GROWTH = 4
 """A step may have so many times the rows of the widest one seen, or of its own requests."""
 MEMORY = 0.995
@@ -99,7 +101,7 @@ class StepCost:
     def observe(self, timing: StepTiming) -> None:
         """Learn from a step; one with prompt tokens in it follows another line and is left out."""
         ms = timing.step_ms - timing.ask_ms
-        if not timing.is_decode_only or ms <= 0.0:
+        if not timing.is_decode_only or not 0.0 < ms < math.inf:
             return
         rows = timing.batch + timing.nodes
         if rows <= self._widest:
@@ -211,17 +213,47 @@ class Price:
 
 
 class Asking:
-    """What asking each drafter takes."""
+    """What asking each drafter takes, and who has had more than his share of the time.
 
-    def __init__(self) -> None:
+    A drafter may take `share` of what the rest of a step takes. What it takes beyond that it owes: it is asked again
+    after so many steps that it has had its share and no more, on average.
+
+    Args:
+        share: infinite: there is no limit.
+    """
+
+    def __init__(self, share: float = math.inf) -> None:
+        self.share = share
         self.prices: defaultdict[str, Price] = defaultdict(Price)
         self.ms = 0.0
         """Of those asked in the step at hand, together: the caller sets it to 0.0 when a step begins."""
+        self.debts: dict[str, float] = {}
+        """Drafter -> milliseconds that it owes; it is not asked as long as it owes any."""
+        # decode steps without what drafts took in them
+        self._rest = Price()
+        self._last_batch = 0
 
-    def spent(self, name: str, num_requests: int, ms: float) -> None:
-        """Asking the drafter for so many requests took so many milliseconds."""
+    def limit_ms(self, num_requests: int) -> float:
+        """What a drafter may take in a step of so many requests; 0.0: no step's time is known yet."""
+        return math.inf if math.isinf(self.share) else self.share * self._rest.of(num_requests)
+
+    def spent(self, name: str, num_requests: int, ms: float, limit_ms: float = math.inf) -> None:
+        """Asking the drafter for so many requests took so many milliseconds, of which it may take `limit_ms`."""
         self.prices[name].spent(num_requests, ms)
         self.ms += self.prices[name].of(num_requests)
+        if 0.0 < limit_ms < ms:
+            # the step that it was asked in pays its share as well
+            self.debts[name] = min(ms, MOST_OWED * limit_ms)
+
+    def passed(self, timing: StepTiming | None) -> None:
+        """A step is over, which pays for itself; None: its time is not known."""
+        if timing is not None:
+            self._last_batch = timing.batch
+            if timing.is_decode_only and 0.0 < (ms := timing.step_ms - timing.ask_ms) < math.inf:
+                self._rest.spent(timing.batch, ms)
+        if self.debts:
+            paid = self.limit_ms(self._last_batch)
+            self.debts = {name: owed - paid for name, owed in self.debts.items() if owed > paid}
 
 
 def _features(timing: StepTiming) -> Floats:

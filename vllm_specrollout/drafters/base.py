@@ -32,6 +32,12 @@ class Drafter(Protocol):
     """Kinds of nodes that it tells apart, which hold differently often: its own index and those behind it."""
     works_ahead: bool
     """Whether it drafts in a process of its own between the steps: that it has nothing yet says nothing of it."""
+    may_block: bool
+    """Whether it may wait for something, such as a disk or a network: it is called on a thread of its own, and may be
+    late (own_thread.py). Its own answer is then always trees."""
+    is_in_step: bool
+    """Whether it runs passes of the target's own workers. Then all ranks must agree on it: it is not tried again after
+    a failure. What it takes is the budget's to weigh, and no time limit holds for it."""
 
     def admit(self, view: RequestView) -> None:
         """A request can be drafted for from now on. Called once per request, whatever the budget does."""
@@ -64,12 +70,18 @@ class Drafter(Protocol):
         """Drop what is kept for the request: it is over, or preempted and comes back; unknown ids are ignored."""
         ...
 
+    def close(self) -> None:
+        """It is asked no more: write what is left to write, and let go of what others may use. May come twice."""
+        ...
+
 
 class BaseDrafter:
     """What most drafters do with what they are told: nothing."""
 
     num_sources = 1
     works_ahead = False
+    may_block = False
+    is_in_step = False
     is_resting = False
     """Whether it proposes nothing for now, and is not fed for it: another one does its work."""
 
@@ -87,3 +99,6 @@ class BaseDrafter:
 
     def forget(self, request_id: str) -> None:
         """Nothing is kept per request."""
+
+    def close(self) -> None:
+        """Nothing is held."""

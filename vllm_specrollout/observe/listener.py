@@ -80,5 +80,8 @@ class Listener:
             part: what failed: a drafter's name, or a word of the code's own. There are few of them.
         """
 
+    def drafters_alive(self, count: int) -> None:
+        """So many drafters are asked from now on; those that failed and are not tried again yet are not among them."""
+
     def closed(self) -> None:
         """The engine stops, or nobody listens any more: nothing follows."""

@@ -80,6 +80,7 @@ METRICS = (
     Metric("decoupled_drafters", "gauge", "Drafters in processes of their own that are ready to draft."),
     Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
     Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
+    Metric("drafters_alive", "gauge", "Drafters that are asked; those that failed and wait to be tried again are not."),
     Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
@@ -140,6 +141,9 @@ class Metrics(Listener):
 
     def failed(self, part: str) -> None:
         self._add(f"failures/{part.replace('/', ' per ')}", 1)
+
+    def drafters_alive(self, count: int) -> None:
+        self._counts["drafters_alive"] = count
 
     def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
         """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""

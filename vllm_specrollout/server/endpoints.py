@@ -16,8 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from starlette.datastructures import Headers, State
 from typing_extensions import TypedDict
 
-from vllm_specrollout import envs, reports
-from vllm_specrollout.asking import Check, Conversation, aask, check_has_model
+from vllm_specrollout import envs, health, reports
+from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server.command_line import readable_errors
 from vllm_specrollout.server.endpoints_guard import (
@@ -107,6 +107,12 @@ class SpecRolloutHistory(BaseModel):
     engines: list[dict[str, Any]]
 
 
+class SpecRolloutDrafters(BaseModel):
+    """Of each engine, how its drafters and its budget are: state, failures, and when what failed is tried again."""
+
+    engines: list[dict[str, Any]]
+
+
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
     409: {
@@ -158,6 +164,11 @@ async def read_history(request: Request) -> Any:
     return await _ask(request, reports.reading())
 
 
+async def read_drafters(request: Request) -> Any:
+    """Which drafters work, which are on probation and which are given up."""
+    return await _ask(request, health.reading(), check_is_on)
+
+
 async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:
     engine = getattr(request.app.state, _STATE, None)
     if engine is None:
@@ -183,6 +194,7 @@ def make_router(may_pass: Callable[[Headers], bool] | None, max_bytes: int = env
     add("/epoch", begin_epoch, methods=["POST"], response_model=SpecRolloutEpoch, responses=with_body)
     add("/drafter", load_drafter, methods=["POST"], response_model=SpecRolloutDrafterVersion, responses=with_body)
     add("/history", read_history, methods=["GET"], response_model=SpecRolloutHistory, responses=without)
+    add("/drafters", read_drafters, methods=["GET"], response_model=SpecRolloutDrafters, responses=without)
     return router
 
 

@@ -131,7 +131,7 @@ def attached(runner: Any) -> DecoupledDrafter:
             "no drafter can be attached to this engine: its `placement` is `coupled`",
             'start it with {"placement": "decoupled"}; that takes vLLM\'s V1 runner on CPU, and no drafter at first',
         )
-    if drafter not in runner.spec_rollout.drafters:
+    if drafter not in runner.spec_rollout.all_drafters():
         raise UnsupportedError(
             "drafters elsewhere are switched off in this engine, since a fault of ours was met",
             "see its log, and report it",

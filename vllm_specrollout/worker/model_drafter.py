@@ -53,6 +53,7 @@ class ModelDrafter(BaseDrafter):
 
     name = "model"
     num_sources = 2
+    is_in_step = True
 
     def __init__(self, proposer: Proposer, noise: Chooses, source: int, ranks: Ranks) -> None:
         self.proposer = proposer

@@ -32,4 +32,7 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     metrics = Metrics(config.sources)
     recorder = recorder_of(config, vllm_config, runner)
     listeners = [metrics] if recorder is None else [metrics, recorder]
-    return Speculator(proposers, budget, vocab_size=vocabulary.size, listeners=listeners), metrics
+    speculator = Speculator(
+        proposers, budget, vocab_size=vocabulary.size, listeners=listeners, time_share=config.time_share
+    )
+    return speculator, metrics

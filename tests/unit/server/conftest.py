@@ -30,11 +30,14 @@ class FakeEngine:
         # rewards of each call
         self.reports: list[int] = []
         self.drafters: list[str] = []
+        self.given_up = ""
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         return [getattr(self, method)(*args)]
 
     def spec_rollout_report_rewards(self, rewards: list[tuple[list[str], float]]) -> dict[str, int]:
+        if self.given_up:
+            return {"cause": self.given_up, "hint": "start the engine anew"}
         counts = {"matched": 0, "repeated": 0, "unknown": 0}
         self.reports.append(len(rewards))
         for candidates, reward in rewards:
@@ -46,7 +49,9 @@ class FakeEngine:
             self.rewards[name] = reward
         return counts
 
-    def spec_rollout_begin_epoch(self, epoch: int | None) -> int:
+    def spec_rollout_begin_epoch(self, epoch: int | None) -> Any:
+        if self.given_up:
+            return {"cause": self.given_up, "hint": "start the engine anew"}
         if epoch is not None and epoch < self.epoch:
             raise ValueError(f"the epoch is {epoch}")
         self.epoch = self.epoch + 1 if epoch is None else epoch
@@ -58,7 +63,14 @@ class FakeEngine:
         self.drafters.append(path)
         return {"tensors": 12, "version": len(self.drafters)}
 
+    def spec_rollout_health(self) -> dict[str, Any]:
+        alive = {"state": "alive", "failed": 0, "error": "", "steps": 0}
+        gone = {"state": "given up", "failed": 5, "error": self.given_up, "steps": 0}
+        return {"budget": alive, "drafters": {"history": gone if self.given_up else alive}}
+
     def spec_rollout_history(self) -> dict[str, Any]:
+        if self.given_up:
+            return {"cause": self.given_up, "hint": "start the engine anew"}
         store = {"epoch": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}
         return {"store": store, "hits": 1, "lookups": 4, "hit_rate": 0.25}
 

@@ -403,3 +403,23 @@ def test_the_description_names_every_answer_and_the_key_where_there_is_one(make_
         assert set(paths["/spec_rollout/history"]["get"]["responses"]) == {"200", "401", "409"}
         assert ("securitySchemes" in document["components"]) == bool(keys)
         assert "HTTPValidationError" not in json.dumps(document)
+
+
+def test_a_history_that_is_given_up_is_a_conflict_and_says_why(client, engine):
+    engine.given_up = "the history drafter failed 5 times and is given up"
+    answers = [
+        report(client, reward("chatcmpl-a")),
+        client.post("/spec_rollout/epoch", json={}),
+        client.post("/spec_rollout/epoch", json={"epoch": 3}),
+        client.get("/spec_rollout/history"),
+    ]
+    assert [answer.status_code for answer in answers] == [409] * 4
+    assert all("failed 5 times" in answer.json()["error"]["message"] for answer in answers)
+
+
+def test_how_drafters_are_can_be_read(client, engine):
+    (found,) = client.get("/spec_rollout/drafters").json()["engines"]
+    assert found["drafters"]["history"]["state"] == found["budget"]["state"] == "alive"
+    engine.given_up = "no space left"
+    (found,) = client.get("/spec_rollout/drafters").json()["engines"]
+    assert found["drafters"]["history"] == {"state": "given up", "failed": 5, "error": "no space left", "steps": 0}

@@ -86,7 +86,8 @@ class FastGrpoBudget(BaseBudget):
             self._measure()
 
     def _note(self, step: StepTiming) -> bool:
-        if self.options.c_peak or not step.is_decode_only or step.step_ms <= 0.0 or step.rows < 1:
+        is_usable = step.is_decode_only and 0.0 < step.step_ms < math.inf and math.isfinite(step.ask_ms)
+        if self.options.c_peak or not is_usable or step.rows < 1:
             return False
         context_ms = self.cost.plain_ms(step.batch, step.context) - self.cost.plain_ms(step.batch)
         besides = step.ask_ms + self.cost.branch_ms * step.branches + context_ms

@@ -5,6 +5,7 @@ Source: TLT, section 5 (threshold, Algorithm 1), Table 4 (which sizes suit which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ class TltBudget(BaseBudget):
             return
         self.cost.observe(step)
         draw = record.plan.draw if isinstance(record.plan, _DrawnPlan) else None
-        if draw is not None and record.trees.num_nodes and step.is_decode_only and step.step_ms > 0.0:
+        if draw is not None and record.trees.num_nodes and step.is_decode_only and 0.0 < step.step_ms < math.inf:
             self.bandit.record(draw, step)
 
     def seed(self, timings: Sequence[StepTiming]) -> None:

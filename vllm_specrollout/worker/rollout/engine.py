@@ -56,7 +56,7 @@ class RolloutEngine:
         self.drafter, self.drafter_model = drafter, drafter_model
         runner = self.core.model_executor.driver_worker.worker.model_runner
         self._speculator = runner.spec_rollout
-        self._all_drafters = list(self._speculator.drafters)
+        self._all_drafters = self._speculator.all_drafters()
         self._tries = Tries()
         self._speculator.listeners.append(self._tries)
         # request -> tokens of its answer so far
@@ -103,7 +103,7 @@ class RolloutEngine:
             known = ", ".join(one.name for one in self._all_drafters) or "none"
             raise ConfigError(f"this engine has no drafter `{method}`", f"it has: {known}")
         # their places among all drafters stay: nodes are counted by them
-        self._speculator.drafters = chosen
+        self._speculator.draft_with(chosen)
 
     def attach(self, drafter: str, address: str, requests: Sequence[str]) -> None:
         if drafter in self._links:

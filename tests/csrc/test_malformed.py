@@ -1,0 +1,89 @@
+"""Arrays that say something impossible are refused: what they would lead to lies outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_specrollout import _core
+
+
+def i(*values: int) -> np.ndarray:
+    return np.asarray(values, np.int32)
+
+
+def paths(row_start: np.ndarray, base: np.ndarray, block_size: int = 32) -> Any:
+    return _core.expand_paths(row_start, base, i(0, 1), i(-1), np.zeros((1, 4), np.int32), block_size, i(), 0)
+
+
+def history() -> Any:
+    return _core.HistoryIndex(min_match=1, max_match=7, max_matches=32)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "scratch, a parent far outside": lambda: _core.without_scratch(i(0, 1), i(1 << 30), i(5), 32, 4),
+    "scratch, a parent after its child": lambda: _core.without_scratch(i(0, 2), i(1, 0), i(5), 32, 4),
+    "scratch, a node its own parent": lambda: _core.without_scratch(i(0, 3), i(-1, 1, 1), i(5), 32, 4),
+    "scratch, blocks of nothing": lambda: _core.without_scratch(i(0, 2), i(-1, -1), i(5), 0, 4),
+    "scratch, a root beyond all positions": lambda: _core.without_scratch(i(0, 1), i(-1), i(2**31 - 1), 32, 4),
+    "paths, rows that are not there": lambda: paths(i(0, 1), i(5)),
+    "paths, rows below 0": lambda: paths(i(0, -5), i(5)),
+    "paths, rows that begin elsewhere": lambda: paths(i(7, 9), i(5)),
+    "paths, a position beyond the table": lambda: paths(i(0, 2), i(100_000_000)),
+    "paths, the first position beyond the table": lambda: paths(i(0, 2), i(127)),
+    "paths, a position below 0": lambda: paths(i(0, 2), i(-100_000_000)),
+    "paths, blocks of nothing": lambda: paths(i(0, 2), i(5), 0),
+    "walk, over nothing": lambda: _core.walk(i(), i(), i(), np.zeros(0, np.int64)),
+    "blocks, no address": lambda: _core.copy_blocks(
+        np.zeros(1, np.uint64), np.asarray([64]), np.asarray([0]), np.asarray([1])
+    ),
+    "blocks, one below 0": lambda: _core.copy_blocks(
+        np.asarray([4096], np.uint64), np.asarray([64]), np.asarray([0]), np.asarray([-1])
+    ),
+    "ngram, a table for each of a million lengths": lambda: _core.NgramIndex(
+        min_match=1, max_match=1 << 20, max_matches=1
+    ),
+    "history, no index": lambda: _core.propose_history([None], [0], [4], [4], [False]),
+    "history, a document that is none": lambda: _core.propose_history([history()], [-1], [4], [4], [False]),
+    "history, tokens in a table": lambda: history().set_prompt(np.zeros((2, 2), np.int32)),
+    "history, a token beyond 32 bits": lambda: history().set_prompt(np.asarray([2**40, 1, 2])),
+    "history, tokens that are no whole numbers": lambda: history().set_prompt(np.asarray([1.5, np.nan, 2])),
+    "history, tokens that are truths": lambda: history().set_prompt(np.asarray([True, False])),
+    "ngram, a token beyond 32 bits": lambda: _core.NgramIndex(min_match=1, max_match=4, max_matches=8).sync(
+        np.asarray([1, -(2**40)])
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_impossible_is_refused(case: str) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        REFUSED[case]()
+
+
+def test_the_last_position_that_the_table_holds_is_fine() -> None:
+    assert paths(i(0, 2), i(126))["seq_lens"].tolist() == [128]
+
+
+def test_tokens_of_another_width_that_fit_are_taken_as_they_are() -> None:
+    index = _core.NgramIndex(min_match=1, max_match=4, max_matches=8)
+    index.sync(np.asarray([1, 2, 3], np.int64))
+    index.append(np.asarray([1, 2], np.uint16))
+    index.append(np.asarray([], np.float64))
+    index.append(np.asarray([9, 1, 9, 2], np.int32)[1::2])  # not contiguous
+    assert len(index) == 7 and index.propose(4, 4, True)[0].tolist()[:2] == [1, 2]
+    index.check_integrity()
+
+
+def test_what_is_no_number_counts_as_impossible_and_leads_nowhere() -> None:
+    """`check_batch` refuses such words; whoever leaves it out gets no table's cell from outside of it."""
+    columns = (i(0, 2), i(1, 2), i(-1, -1), np.asarray([np.nan, np.inf], np.float32), i(0, 0))
+    merged = _core.merge_select([columns], i(4), i(4), np.zeros(1, np.bool_), np.ones((16, 10)), 0, None, 0)
+    assert np.isfinite(merged[6]).all()
+    counts, _, _ = _core.tally(columns[0], columns[2], columns[3], columns[4], i(0), i())
+    assert counts[0].sum() == 2
+    with pytest.raises(ValueError, match="is not the log of a probability"):
+        _core.check_batch(*columns, 1, 100)
