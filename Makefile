@@ -1,6 +1,6 @@
 # make setup   a virtual environment with everything pinned (skipped when up to date)
 # make demo    the rollout of the shipped policy, with and without drafts
-# make test    every test but the long identity run and what needs a GPU
+# make test    every test but the long identity run and what needs a GPU; the C++ core under sanitizers first
 # make unit    the pure part of the tests: no engine, no vLLM, no torch, no benchmarks, fewer examples
 # make lint    formatting, types, layers
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
@@ -61,7 +61,7 @@ demo: setup
 	@mkdir -p out
 	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
-test: setup
+test: setup sanitize
 	$(PYTEST) -m "not identity and not gpu and not trainers and not versions" --dist worksteal tests/kernels tests/v2
 	$(PYTEST) -m "not identity and not gpu and not trainers and not versions" --dist loadfile --no-loadscope-reorder
 
