@@ -1,0 +1,187 @@
+"""Drafters and budgets that fail, each in its own way. What belongs here: the faults, by name, and what commits them.
+
+A further fault is an entry of DRAFTER_FAULTS: the method in which it shows, and what that does then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tests.drafters import TreeByTree
+from tests.e2e.identity.fuzz import FuzzDrafter
+from tests.trees import batch_of
+from vllm_specrollout.budgets.fixed import FixedBudget
+from vllm_specrollout.drafters.base import Pending
+from vllm_specrollout.types import (
+    EMPTY_TREE,
+    DraftLimits,
+    RequestBatch,
+    RequestView,
+    StepPlan,
+    TreeBatch,
+    VerifyResult,
+)
+
+Truth = Callable[[RequestView, int], list[int]]
+"""What a request goes on with: its view, and how many tokens are asked for."""
+
+
+class Knowing(FuzzDrafter):
+    """Drafts anything, what is right among it, and says so if it is shown anything but the requests as they are."""
+
+    def __init__(self, truth: Truth, vocab_size: int, seed: int, source: int = 0, quality: float = 0.8) -> None:
+        super().__init__({}, vocab_size, seed, quality)
+        self.name, self.source, self._truth = f"knowing {source}", source, truth
+
+    def tree(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> Any:
+        done = len(view.token_ids) - view.num_prompt_tokens
+        # its answers are as long as they have to be
+        self.answers = {view.problem_id: [0] * done + self._truth(view, max_depth)}
+        tree = super().tree(view, max_nodes, max_depth, is_chain)
+        return replace(tree, source=np.full(tree.size, self.source, np.int32))
+
+
+def _raises(*_: Any) -> NoReturn:
+    raise RuntimeError("a mistake")
+
+
+def _leaves(*_: Any) -> NoReturn:
+    raise SystemExit(3)
+
+
+def _is_gone(*_: Any) -> NoReturn:
+    raise ConnectionResetError("the drafter's process is dead")
+
+
+def _changed(change: Callable[[TreeBatch], Any]) -> Callable[..., Any]:
+    """Garbage made of a sound answer; what is asked of it, it can also owe."""
+    return lambda drafter, batch, limits: change(drafter.sound(batch, limits))
+
+
+def _lying(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+    """Wrong tokens, of which it is certain."""
+    trees = drafter.sound(batch, limits)
+    return replace(trees, token_ids=(trees.token_ids + 1) % drafter.vocab_size, log_q=np.zeros_like(trees.log_q))
+
+
+def _late(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> Pending:
+    return Owed(drafter.sound(batch, limits), int(drafter.rng.integers(1, 6)))
+
+
+def _late_and_broken(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> Pending:
+    return Owed(replace(drafter.sound(batch, limits), node_start=None), 2)  # type: ignore[arg-type]
+
+
+def _never(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> Pending:
+    return Owed(drafter.sound(batch, limits), 1 << 30)
+
+
+class Owed:
+    """An answer that comes after so many looks."""
+
+    def __init__(self, trees: TreeBatch, looks: int) -> None:
+        self._trees, self._looks = trees, looks
+
+    def is_ready(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def collect(self) -> TreeBatch:
+        return self._trees
+
+
+def _filled(trees: TreeBatch, column: str, value: Any) -> TreeBatch:
+    return replace(trees, **{column: np.full_like(getattr(trees, column), value)})
+
+
+DRAFTER_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    **{f"{method} raises": (method, _raises) for method in ("propose", "observe", "admit", "finish", "forget")},
+    "rollback raises": ("rollback", _raises),
+    "ends the process": ("propose", _leaves),
+    "dies": ("every method", _is_gone),
+    "lies": ("propose", _lying),
+    "is late": ("propose", _late),
+    "is late, and broken": ("propose", _late_and_broken),
+    "never answers": ("propose", _never),
+    "nothing": ("propose", lambda *_: None),
+    "half a batch": ("propose", _changed(lambda trees: batch_of([EMPTY_TREE]))),
+    "columns of nothing": ("propose", _changed(lambda trees: replace(trees, token_ids=None))),
+    "children first": ("propose", _changed(lambda trees: replace(trees, parents=trees.parents[::-1].copy()))),
+    "parents far away": ("propose", _changed(lambda trees: _filled(trees, "parents", 1 << 29))),
+    "no numbers": ("propose", _changed(lambda trees: _filled(trees, "log_q", math.nan))),
+    "more than certain": ("propose", _changed(lambda trees: _filled(trees, "log_q", 100.0))),
+    "unknown tokens": ("propose", _changed(lambda trees: _filled(trees, "token_ids", 1 << 20))),
+    "tokens below zero": ("propose", _changed(lambda trees: _filled(trees, "token_ids", -7))),
+    "another type": ("propose", _changed(lambda trees: replace(trees, token_ids=trees.token_ids.astype(np.int64)))),
+    "an unknown source": ("propose", _changed(lambda trees: _filled(trees, "source", 99))),
+    "requests beyond the nodes": ("propose", _changed(lambda trees: _filled(trees, "node_start", 1 << 20))),
+}
+"""fault -> the method in which it shows, and what that method does: raises, or answers."""
+
+HARMLESS = ("lies", "is late", "never answers")
+"""Faults for which nobody is switched off."""
+_METHODS = ("propose", "observe", "admit", "finish", "forget", "rollback")
+
+
+class Broken(TreeByTree):
+    """Drafts soundly until it is told of a fault, and commits that from then on.
+
+    Args:
+        sound: what it drafts with meanwhile.
+    """
+
+    def __init__(self, sound: Knowing, name: str = "broken") -> None:
+        self.name, self._sound, self.source, self.vocab_size = name, sound, sound.source, sound.vocab_size
+        self.rng = sound.rng
+        self.fault = ""
+
+    def break_by(self, fault: str) -> None:
+        self.fault = fault
+        method, does = DRAFTER_FAULTS[fault]
+        for name in _METHODS if method == "every method" else (method,):
+            setattr(self, name, does if does in (_raises, _leaves, _is_gone) else self._bound(does))
+
+    def _bound(self, does: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: does(self, *args)
+
+    def sound(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        return self._sound.propose(batch, limits)
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        return self.sound(batch, limits)
+
+    # told, as drafters with something to keep are
+    def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        assert len(result.num_accepted) == trees.num_requests
+
+
+class Errs(FixedBudget):
+    """A budget that makes mistakes, once it is told to."""
+
+    METHODS = ("limits", "choose", "observe", "finish", "steps_off")
+
+    def break_by(self, method: str) -> None:
+        setattr(self, method, _raises)
+
+
+class Reckless(FixedBudget):
+    """Chooses more than anybody has room for."""
+
+    def choose(self, proposals: Any, limits: DraftLimits, batch: RequestBatch, draft_ms: float) -> StepPlan:
+        size = 60
+        ids = np.zeros(size * batch.size, np.int32)
+        trees = TreeBatch(
+            batch.request_ids,
+            np.arange(0, size * (batch.size + 1), size, dtype=np.int32),
+            ids,
+            np.tile(np.arange(-1, size - 1, dtype=np.int32), batch.size),
+            np.zeros(len(ids), np.float32),
+            ids,
+            np.tile(np.arange(1, size + 1, dtype=np.int32), batch.size),
+        )
+        return StepPlan(trees, "reckless")

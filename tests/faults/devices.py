@@ -1,0 +1,314 @@
+"""Our model runners, whole, over devices that are a dictionary: vLLM's part of a step in a few lines.
+
+What belongs here: what vLLM's runners do for ours, on V1 and on V2, and nothing of what is checked. Tokens, blocks and
+endings come from vLLM's own schedulers; a row's token follows from the state behind it (target.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
+
+from tests.faults.target import Cache, Prompted, extend, following
+from vllm_specrollout import _core
+from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.trees.batch import over
+from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
+from vllm_specrollout.worker.admission import Desk
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
+from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.v1.requests import RequestBook
+from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
+from vllm_specrollout.worker.v2.host import Host
+from vllm_specrollout.worker.v2.host import StepState as StepStateV2
+from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+
+MOST_TOKENS = 160
+
+
+@dataclass
+class Row:
+    """One request on the device."""
+
+    wanted: Prompted
+    tokens: list[int]
+    # so many of them are in the KV cache
+    computed: int
+    blocks: list[int] = field(default_factory=list)
+    num_known: int = 0
+
+    @property
+    def answered(self) -> int:
+        return len(self.tokens) - len(self.wanted.prompt)
+
+
+def prompted(prompt: Sequence[int], params: SamplingParams) -> Prompted:
+    return Prompted(tuple(prompt), params.seed or 0, params.structured_outputs is not None)
+
+
+class Device:
+    """Computes rows.
+
+    Args:
+        cache: the KV cache.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.weights = 0
+        self.rows: dict[str, Row] = {}
+
+    def take_in(self, output: Any) -> None:
+        """Requests that come, and blocks for those that are there."""
+        for new in output.scheduled_new_reqs:
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
+            wanted = prompted(new.prompt_token_ids, new.sampling_params)
+            self.rows[new.req_id] = Row(wanted, tokens, new.num_computed_tokens, list(new.block_ids[0]))
+        cached = output.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            row, blocks = self.rows[name], cached.new_block_ids[i]
+            if name in cached.resumed_req_ids:
+                row.blocks = list(blocks[0])
+            elif blocks is not None:
+                row.blocks += blocks[0]
+
+    def compute(
+        self, names: Sequence[str], scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], trees: TreeBatch
+    ) -> list[list[int] | None]:
+        """The states behind each request's last known token and its nodes; None: still in its prompt.
+
+        Args:
+            drafts: by request, the tokens of its nodes, as the scheduler has them.
+            trees: how they hang together, over the requests in order.
+        """
+        found: list[list[int] | None] = []
+        for i, name in enumerate(names):
+            row, nodes = self.rows[name], drafts.get(name, ())
+            row.num_known = scheduled[name] - len(nodes)
+            end = row.computed + row.num_known
+            state = self.cache.read(row.blocks, row.computed - 1)
+            for position in range(row.computed, end):
+                state = extend(state, row.tokens[position])
+                self.cache.write(row.blocks, position, state)
+            if end < len(row.tokens):
+                found.append(None)
+                continue
+            tree, states = trees.tree(i), [state]
+            assert tree.size == len(nodes), "each token of the schedule is a node"
+            for place, (token, parent) in enumerate(zip(nodes, tree.parents.tolist(), strict=True)):
+                states.append(extend(states[parent + 1], token))
+                self.cache.write(row.blocks, end + place, states[-1])
+            found.append(states)
+        return found
+
+    def sample(
+        self, names: Sequence[str], states: Sequence[list[int] | None], trees: TreeBatch, masks: Any
+    ) -> list[int]:
+        """A token for the root and each node, request by request; 0 where there is none."""
+        allowed = (
+            {} if masks is None else dict(zip(masks.structured_output_request_ids, masks.grammar_bitmask, strict=True))
+        )
+        found: list[int] = []
+        for i, name in enumerate(names):
+            row, own, tree = self.rows[name], states[i], trees.tree(i)
+            if own is None:
+                found += [0] * (1 + tree.size)
+                continue
+            parities = allowed.get(name, [])
+            assert len(parities) <= 1 + tree.size
+            for place, state in enumerate(own):
+                parity = parities[place] if place < len(parities) else None
+                found.append(following(state, self.weights, row.wanted.salt, parity))
+        return found
+
+    def commit(self, name: str, states: Sequence[int], accepted: Sequence[int]) -> None:
+        """The accepted nodes' states stand where plain decoding would have put them."""
+        row = self.rows[name]
+        for place, node in enumerate(accepted):
+            self.cache.write(row.blocks, row.computed + row.num_known + place, states[node + 1])
+        row.computed += row.num_known + len(accepted)
+
+
+class _Sampler:
+    """In place of vLLM's: the logits are the tokens already."""
+
+    logprobs_mode = "raw_logprobs"
+
+    def __call__(self, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        return SimpleNamespace(sampled_token_ids=logits.view(-1, 1), logprobs_tensors=None)
+
+
+_GREEDY = SimpleNamespace(
+    all_greedy=True, all_random=False, temperature=None, top_p=None, top_k=None, max_num_logprobs=None,
+    logprob_token_ids=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=torch.zeros(0),
+    presence_penalties=torch.zeros(0), repetition_penalties=torch.zeros(0), output_token_ids=[],
+    allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+)  # fmt: skip
+
+
+class StockV1:
+    """vLLM's V1 runner, as far as ours calls it."""
+
+    device_: Device
+
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        """Nothing of vLLM's."""
+
+    def _update_states(self, output: Any) -> None:
+        for name in output.finished_req_ids:
+            self._on_request_state_removed(name, self.requests.pop(name, None))
+            self.device_.rows.pop(name, None)
+        self.device_.take_in(output)
+        for new in output.scheduled_new_reqs:
+            self.requests[new.req_id] = SimpleNamespace(
+                req_id=new.req_id, prompt_token_ids=new.prompt_token_ids, sampling_params=new.sampling_params,
+                prompt_embeds=None, generator=None, output_token_ids=[], num_prompt_tokens=len(new.prompt_token_ids),
+            )  # fmt: skip
+        cached = output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self.device_.rows[name].computed = computed
+
+    def execute_model(self, output: Any) -> Any:
+        self._update_states(output)
+        if not output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch, names = self.input_batch, list(output.num_scheduled_tokens)
+        counts = np.asarray(list(output.num_scheduled_tokens.values()), np.int32)
+        batch.req_ids, batch.num_reqs = names, len(names)
+        self.query_start_loc.np = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        batch.num_computed_tokens_cpu[: len(names)] = [self.device_.rows[name].computed for name in names]
+        self._prepare_inputs(output, counts)
+        trees = empty_trees(names) if self.step.trees is None else self.step.trees
+        drafts = output.scheduled_spec_decode_tokens
+        self.states = self.device_.compute(names, output.num_scheduled_tokens, drafts, trees)
+        self.discard_request_mask.np = np.asarray([own is None for own in self.states], np.bool_)
+        self.execute_model_state = output
+        return None
+
+    def _prepare_inputs(self, output: Any, num_scheduled_tokens: np.ndarray) -> None:
+        """Tokens and positions are the device's."""
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        batch, self.execute_model_state = self.input_batch, None
+        trees = empty_trees(batch.req_ids) if self.step.trees is None else self.step.trees
+        rows = self.device_.sample(batch.req_ids, self.states, trees, grammar_output)
+        sampled = self._sample(torch.tensor(rows), None).sampled_token_ids.tolist()
+        tokens: list[list[int]] = []
+        for i, (name, own, states) in enumerate(zip(batch.req_ids, sampled, self.states, strict=True)):
+            row = self.device_.rows[name]
+            if states is None:
+                tokens.append([])
+                continue
+            tokens.append([token for token in own if token >= 0])
+            row.tokens += tokens[-1]
+            self.requests[name].output_token_ids += tokens[-1]
+            batch.token_ids_cpu[i, : len(row.tokens)] = row.tokens
+            batch.num_tokens_no_spec[i] = len(row.tokens)
+        index = {name: i for i, name in enumerate(batch.req_ids)}
+        return ModelRunnerOutput(req_ids=list(batch.req_ids), req_id_to_index=index, sampled_token_ids=tokens)
+
+
+class RunnerV1(SpecRolloutV1, StockV1):
+    """Ours, over that."""
+
+    def __init__(self, device: Device, speculator: Speculator, metrics: Metrics, most_requests: int) -> None:
+        self.device_, self.spec_rollout, self.metrics = device, speculator, metrics
+        self.noise, self.sampler, self.stats = SimpleNamespace(clear=lambda: None), _Sampler(), Stats()
+        self.drafting = Drafting(speculator)
+        self.weights_version = self.drafting.weights_version
+        self.book = RequestBook(DraftMode.TREE, lambda generator: None, self.drafting.admit)
+        self.shape, self.max_model_len = (DraftMode.TREE, ""), MOST_TOKENS
+        self.step, self._planned, self._timing = StepStateV1(0, 0.0, 0), NO_DRAFTS, None
+        self.model_drafter = self.speculative_config = self.execute_model_state = None
+        self.requests: dict[str, Any] = {}
+        self.query_start_loc, self.discard_request_mask = SimpleNamespace(np=None), SimpleNamespace(np=None)
+        self.input_batch = SimpleNamespace(
+            req_ids=[], num_reqs=0, sampling_metadata=_GREEDY, generators={},
+            token_ids_cpu=np.zeros((most_requests, MOST_TOKENS + 64), np.int32),
+            num_tokens_no_spec=np.zeros(most_requests, np.int32),
+            num_computed_tokens_cpu=np.zeros(most_requests, np.int32),
+        )  # fmt: skip
+
+    def _lay_out(self, trees: TreeBatch) -> None:
+        """The device takes any tree."""
+
+    def _commit(self, sampled: Any, trees: TreeBatch) -> None:
+        ends = np.cumsum(sampled.num_accepted)
+        for name, states, end, count in zip(trees.request_ids, self.states, ends, sampled.num_accepted, strict=True):
+            if states is not None:
+                self.device_.commit(name, states, sampled.accepted[end - count : end].tolist())
+
+
+class StockV2:
+    """vLLM's V2 runner, as far as ours calls it."""
+
+    device_: Device
+
+    def _remove_request(self, name: str) -> bool:
+        return self.device_.rows.pop(name, None) is not None
+
+    def add_requests(self, output: Any) -> None:
+        for new in output.scheduled_new_reqs:
+            self._remove_request(new.req_id)
+        self.device_.take_in(output)
+
+    def execute_model(self, output: Any) -> Any:
+        for name in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
+            self._remove_request(name)
+        self.add_requests(output)
+        if not output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        names = list(output.num_scheduled_tokens)
+        trees = over(self.step.trees, names)
+        states = self.device_.compute(names, output.num_scheduled_tokens, output.scheduled_spec_decode_tokens, trees)
+        batch = SimpleNamespace(req_ids=names, num_tokens=output.total_num_scheduled_tokens)
+        self.execute_model_state = SimpleNamespace(input_batch=batch, trees=trees, states=states)
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        state, self.execute_model_state = self.execute_model_state, None
+        names, trees, states = state.input_batch.req_ids, state.trees, state.states
+        self.step.num_rows = state.input_batch.num_tokens
+        rows = np.asarray(self.device_.sample(names, states, trees, grammar_output), np.int64)
+        sampled, _, num_accepted, accepted = _core.walk(trees.node_start, trees.parents, trees.token_ids, rows)
+        counts, ends = np.zeros(len(names), np.int32), np.cumsum(num_accepted)
+        for i, (name, own) in enumerate(zip(names, states, strict=True)):
+            row = self.device_.rows[name]
+            if own is None:
+                row.computed += row.num_known
+                continue
+            counts[i] = num_accepted[i] + 1
+            row.tokens += sampled[i, : counts[i]].tolist()
+            self.device_.commit(name, own, accepted[ends[i] - num_accepted[i] : ends[i]].tolist())
+        index = {name: i for i, name in enumerate(names)}
+        made = ModelRunnerOutput(req_ids=names, req_id_to_index=index, sampled_token_ids=None)
+        return SimpleNamespace(model_runner_output=made, sampled_token_ids=sampled, num_sampled_tokens_np=counts)
+
+
+class RunnerV2(SpecRolloutV2, StockV2):
+    """Ours, over that."""
+
+    output_copy_stream = None
+
+    def __init__(
+        self, device: Device, speculator: Speculator, metrics: Metrics, most_drafted: int, clock: Any, event: Any
+    ) -> None:
+        self.device_, self.spec_rollout, self.metrics = device, speculator, metrics
+        self.max_draft_tokens, self.stats, self.desk = most_drafted, Stats(), Desk(DraftMode.TREE)
+        self.host = Host(Drafting(speculator), MOST_TOKENS, clock=clock)
+        nothing = lambda *args: None  # noqa: E731 - what is told to a device
+        self.inputs = SimpleNamespace(clear=nothing, expect=nothing)
+        self.draft_graphs = SimpleNamespace(chosen_from=lambda runner: contextlib.nullcontext())
+        self.tokens_ready, self.step, self.execute_model_state = event(), StepStateV2(), None
+        self.shape, self.mover = (DraftMode.TREE, ""), None

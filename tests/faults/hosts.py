@@ -1,0 +1,511 @@
+"""A whole engine but for the model and the processes: vLLM's scheduler, our runner, and what trainers do to them.
+
+What belongs here: the steps of an engine in vLLM's order, the acts of a schedule, and what must hold of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import Request, RequestStatus
+
+from tests.faults.breaking import DRAFTER_FAULTS, HARMLESS, Broken, Errs, Knowing, Reckless
+from tests.faults.devices import Device, RunnerV1, RunnerV2, prompted
+from tests.faults.leftovers import KEPT, leftovers
+from tests.faults.schedule import Act, Schedule
+from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
+from vllm_specrollout.budgets.fixed import FixedBudget
+from vllm_specrollout.budgets.options import OPTIONS
+from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.drafter_config import HistoryConfig, NgramConfig
+from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.drafters.ngram import NgramDrafter
+from vllm_specrollout.guard import Guard
+from vllm_specrollout.history.index_cache import IndexCache
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.types import FinishedRequest, RequestView
+from vllm_specrollout.worker.scheduler import endings_of
+
+KINDS = ("v1", "v2", "v2 ahead")
+MOST_DRAFTED = 12
+MOST_REQUESTS = 6
+MOST_STEPS = 3000
+PWRITE = os.pwrite
+
+
+class Background(Executor):
+    """Does what others do in threads of their own when it is let: between two steps."""
+
+    def __init__(self) -> None:
+        self._tasks: deque[Callable[[], Any]] = deque()
+
+    def submit(self, what: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._tasks.append(lambda: what(*args, **kwargs))
+        return Future()
+
+    def let(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()()
+
+
+class Event:
+    """Of a device that is never late."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Clock:
+    """Seconds that go by whenever somebody looks, sometimes many."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._now, self._chance = 0.0, chance
+
+    def __call__(self) -> float:
+        self._now += self._chance.choice((1e-5, 1e-4, 1e-3, 1e-2)) if self._chance.random() < 0.99 else 10.0
+        return self._now
+
+
+class Grammars:
+    """In place of vLLM's manager: a grammar by which even and odd tokens take turns."""
+
+    vllm_config: Any = None
+
+    def grammar_init(self, request: Request) -> None:
+        if request.structured_output_request is not None:
+            request.structured_output_request.grammar = self  # type: ignore[assignment]
+
+    def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
+        if not request.use_structured_output:
+            return tokens
+        at = request.num_output_tokens
+        good = [token % 2 == (at + i) % 2 for i, token in enumerate(tokens)]
+        return tokens[: good.index(False)] if False in good else tokens
+
+    def grammar_bitmask(self, requests: Any, names: Iterable[str], drafts: Any) -> list[list[int]]:
+        masks = []
+        for name in names:
+            at, own = requests[name].num_output_tokens, list(drafts.get(name, ()))
+            size = 1 + (own.index(-1) if -1 in own else len(own))
+            masks.append([(at + i) % 2 for i in range(size)])
+        return masks
+
+    def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
+        begin = request.num_output_tokens - len(tokens)
+        return not request.use_structured_output or all(t % 2 == (begin + i) % 2 for i, t in enumerate(tokens))
+
+
+@dataclass
+class Asked:
+    """One request, as its client knows it."""
+
+    name: str
+    wanted: Prompted
+    most: int
+    stops: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    is_over: bool = False
+    is_aborted: bool = False
+
+
+class Engine:
+    """One engine of a kind, and one schedule.
+
+    Args:
+        kind: of KINDS.
+        scheduler: makes vLLM's, for a kind and a number of blocks of so many tokens.
+        folder: where a history is kept, if the schedule wants that.
+    """
+
+    def __init__(self, schedule: Schedule, kind: str, bench: Any, folder: str, patch: pytest.MonkeyPatch) -> None:
+        self.schedule, self.kind, self._patch = schedule, kind, patch
+        chance = schedule.chance("setting")
+        self.clock = Clock(schedule.chance("clock"))
+        self.block_size = bench.block_size
+        # some have hardly room for two
+        self.num_blocks = chance.choice((26, 40, 200))
+        self.scheduler = bench.scheduler(kind, self.num_blocks, Grammars())
+        self.device = Device(Cache(self.block_size))
+        self.violations: list[str] = []
+        self.asked: dict[str, Asked] = {}
+        self.told: dict[str, FinishedRequest] = {}
+        self._expected: dict[str, tuple[list[int], int]] = {}
+        self._count = 0
+        self._hasher = get_request_block_hasher(self.block_size, sha256)
+        self._flying: deque[tuple[Any, Any, int]] = deque()
+        self._weights_given, self.is_asleep, self.is_full = 1, False, False
+        self.num_steps = 0
+        # which weights were noticed, as it has to be
+        self._version = self._computed = 0
+        self._seen: int | None = None
+        self._is_touched = self._is_signalled = False
+        self._prompts = [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 40))] for _ in range(3)]
+        self._make_speculator(chance, folder)
+        self._make_runner()
+        self._expected_failures: set[str] = set()
+
+    # --- set-up ------------------------------------------------------------------------------------------------------
+
+    def _make_speculator(self, chance: random.Random, folder: str) -> None:
+        seed = self.schedule.seed
+        self.sound = Knowing(self._truth, VOCAB, seed, source=0)
+        self.broken = Broken(Knowing(self._truth, VOCAB, seed + 1, source=1))
+        history = HistoryConfig(dir=folder if chance.random() < 0.4 else "", max_mib=1, epochs=2)
+        self.background = Background()
+        store = HistoryStore(history, self.background.submit)
+        cache = IndexCache(history, store, lambda: self.history._make_index(), self.background, self.clock)
+        self.history = HistoryDrafter(history, MOST_DRAFTED, 2, store=store, cache=cache)
+        drafters = [self.sound, self.broken, self.history, NgramDrafter(NgramConfig(), MOST_DRAFTED, 3)]
+        self.metrics = Metrics(("knowing 0", "broken", "history", "ngram"))
+        self._budget_name = chance.choice([name for name in OPTIONS if name != "off"])
+        self.speculator = Speculator(
+            drafters, self._budget(), vocab_size=VOCAB, guard=Guard(is_strict=False), listeners=[self.metrics],
+            clock=self.clock,
+        )  # fmt: skip
+        finish = self.sound.finish
+
+        def finishing(ending: FinishedRequest) -> None:
+            self._check(ending.request_id not in self.told, f"{ending.request_id} ended twice")
+            self.told[ending.request_id] = ending
+            finish(ending)
+
+        self.sound.finish = finishing  # type: ignore[method-assign]
+
+    def _budget(self) -> Any:
+        config = SpecRolloutConfig(budget=self._budget_name, max_draft_tokens=MOST_DRAFTED, max_depth=8)
+        return make_budget(config, seed=self.schedule.seed)
+
+    def _make_runner(self) -> None:
+        patched = SimpleNamespace(perf_counter=self.clock)
+        self._patch.setattr("vllm_specrollout.worker.drafting.time", patched)
+        self._patch.setattr("vllm_specrollout.worker.v1.runner.time", patched)
+        cuda = SimpleNamespace(cuda=SimpleNamespace(Event=Event))
+        self._patch.setattr("vllm_specrollout.worker.v2.runner.torch", cuda)
+        if self.kind == "v1":
+            self.runner: Any = RunnerV1(self.device, self.speculator, self.metrics, MOST_REQUESTS)
+        else:
+            self.runner = RunnerV2(self.device, self.speculator, self.metrics, MOST_DRAFTED, self.clock, Event)
+            self.scheduler.meet_workers(SimpleNamespace(take_draft_token_ids=self.runner.take_draft_token_ids))
+        self.runner.weights_version._look = lambda: str(self.device.weights).encode()
+
+    def _truth(self, view: RequestView, count: int) -> list[int]:
+        """What comes, for drafters that know; and whether they are shown the request as it is."""
+        row = self.device.rows.get(view.request_id)
+        self._check(row is not None and view.token_ids.tolist() == row.tokens, f"{view.request_id} is shown otherwise")
+        if row is None:
+            return []
+        return row.wanted.go_on(row.tokens[len(row.wanted.prompt) :], count, self.device.weights)
+
+    def _check(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.violations.append(what)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """As vLLM's engine core does it."""
+        if not self.scheduler.has_requests() and not self._flying:
+            return
+        self.num_steps += 1
+        self.background.let()
+        deferred = None
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._note(output)
+            done = self.runner.execute_model(output)
+            ran = output.total_num_scheduled_tokens > 0
+            if self.kind == "v2 ahead":
+                if ran and output.pending_structured_output_tokens:
+                    deferred = output
+                else:
+                    self._fly(output, done)
+                    if len(self._flying) < 2 and (ran or self.scheduler.has_requests()):
+                        return
+            else:
+                self._fly(output, done)
+        if self._flying:
+            self._land()
+        if deferred is not None:
+            self._fly(deferred, None)
+
+    def _fly(self, output: Any, done: Any) -> None:
+        if done is None:
+            done = self.runner.sample_tokens(self.scheduler.get_grammar_bitmask(output))
+        self._flying.append((output, done, self.device.weights))
+
+    def _land(self) -> None:
+        output, done, weights = self._flying.popleft()
+        if self.kind != "v1" and hasattr(done, "model_runner_output"):
+            rows = zip(done.sampled_token_ids, done.num_sampled_tokens_np, strict=True)
+            done = done.model_runner_output
+            done.sampled_token_ids = [row[:count].tolist() for row, count in rows]
+        for outputs in self.scheduler.update_from_output(output, done).values():
+            for one in outputs.outputs:
+                self._receive(one, weights)
+
+    def _note(self, output: Any) -> None:
+        """What the runner has to find out by itself, when it begins this step."""
+        for name in endings_of(output):
+            self._expected[name] = (list(self.asked[name].tokens), self._computed)
+        if not output.total_num_scheduled_tokens:
+            return
+        if self._is_touched or (self._is_signalled and self._seen not in (None, self.device.weights)):
+            self._version += 1
+        self._is_touched = self._is_signalled = False
+        self._seen, self._computed = self.device.weights, self._version
+
+    def _receive(self, one: Any, weights: int) -> None:
+        asked = self.asked[one.request_id]
+        self._check(not asked.is_over and not asked.is_aborted, f"{asked.name} goes on after its end")
+        state = state_of([*asked.wanted.prompt, *asked.tokens])
+        for token in one.new_token_ids:
+            self._check(not asked.tokens or asked.tokens[-1] not in asked.stops, f"{asked.name} goes on after its stop")
+            parity = asked.wanted.parity(len(asked.tokens))
+            stocks = following(state, weights, asked.wanted.salt, parity)
+            self._check(token == stocks, f"{asked.name} token {len(asked.tokens)}: {token}, stock's is {stocks}")
+            asked.tokens.append(token)
+            state = extend(state, token)
+        if one.finish_reason is not None:
+            asked.is_over = True
+            ends = len(asked.tokens) == asked.most or asked.tokens[-1] in asked.stops
+            self._check(ends, f"{asked.name} ends with {one.finish_reason}")
+
+    def _drain(self) -> None:
+        while self._flying:
+            self._land()
+
+    # --- acts --------------------------------------------------------------------------------------------------------
+
+    def do(self, act: Act) -> None:
+        getattr(self, "_" + act.what.replace(" ", "_"))(act.chance())
+
+    def _ask(self, chance: random.Random, prompt: list[int] | None = None, most: int | None = None) -> None:
+        """Requests of one prompt: samples, or one."""
+        prompt = prompt or chance.choice(self._prompts)
+        grammar = StructuredOutputsParams(regex="turns") if chance.random() < 0.2 else None
+        stops = [chance.randrange(VOCAB)] if chance.random() < 0.3 else []
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            self._count += 1
+            params = SamplingParams(
+                temperature=0.0, seed=chance.randrange(2), max_tokens=most or chance.randrange(1, 40),
+                stop_token_ids=stops, structured_outputs=grammar,
+                presence_penalty=0.5 if chance.random() < 0.1 else 0.0,
+                extra_args={"spec_rollout": {"enabled": False}} if chance.random() < 0.1 else None,
+            )  # fmt: skip
+            name = f"s{self._count}-{chance.getrandbits(32):08x}"
+            request = Request(name, prompt, params, None, block_hasher=self._hasher)
+            self.scheduler.structured_output_manager.grammar_init(request)
+            if request.structured_output_request is not None:
+                request.status = RequestStatus.WAITING
+            wanted = prompted(prompt, params)
+            self.asked[name] = Asked(name, wanted, params.max_tokens or 0, frozenset(stops))
+            self.scheduler.add_request(request)
+
+    def running(self) -> Iterator[Asked]:
+        return (one for one in self.asked.values() if not one.is_over and not one.is_aborted)
+
+    def _step(self, chance: random.Random) -> None:
+        for _ in range(chance.randrange(1, 5)):
+            self.step()
+
+    def _abort(self, chance: random.Random) -> None:
+        for one in list(self.running()):
+            if chance.random() < 0.4:
+                one.is_aborted = True
+                self.scheduler.finish_requests(one.name, RequestStatus.FINISHED_ABORTED)
+
+    def _break_a_drafter(self, chance: random.Random) -> None:
+        if chance.random() < 0.15:
+            budget = Errs(MOST_DRAFTED, 8) if chance.random() < 0.7 else Reckless(MOST_DRAFTED, 8)
+            self.speculator.budget = budget
+            if isinstance(budget, Errs):
+                budget.break_by(chance.choice(Errs.METHODS))
+                self._expected_failures.add("budget")
+        elif not self.broken.fault:
+            fault = chance.choice(list(DRAFTER_FAULTS))
+            self.broken.break_by(fault)
+            if fault not in HARMLESS:
+                self._expected_failures.add("drafter broken")
+
+    def _mend(self, chance: random.Random) -> None:
+        """A drafter that is well takes the place of the one that is not; and so does a budget."""
+        self.broken = Broken(Knowing(self._truth, VOCAB, chance.getrandbits(16), source=1))
+        others = {drafter.name: drafter for drafter in self.speculator.drafters}
+        found = [self.broken if name == "broken" else others[name] for name in others]
+        if "broken" in others:
+            self.speculator.replace_drafters(found)
+        if chance.random() < 0.5:
+            self.speculator.budget = self._budget()
+
+    def _touch(self) -> None:
+        self.runner.weights_version.touch()
+        self._is_touched = True
+
+    def _reload(self, chance: random.Random) -> None:
+        self._touch()
+
+    def _push(self, chance: random.Random) -> None:
+        self._new_weights()
+        self._touch()
+        if chance.random() < 0.7:
+            self._reset(chance)
+
+    def _push_in_pieces(self, chance: random.Random) -> None:
+        for _ in range(chance.randrange(2, 5)):
+            self._new_weights()
+            self._touch()
+            if chance.random() < 0.3:
+                self.step()
+        self._reset(chance)
+
+    def _new_weights(self) -> None:
+        self._drain()
+        self.device.weights += 1
+
+    def _write_in_place(self, chance: random.Random) -> None:
+        self._new_weights()
+        self._reset(chance)
+
+    def _empty_sign(self, chance: random.Random) -> None:
+        self.runner.weights_version.suspect()
+
+    def _reset(self, chance: random.Random) -> None:
+        self._drain()
+        self.scheduler.reset_prefix_cache(reset_running_requests=chance.random() < 0.6)
+        self._is_signalled = True
+
+    def _pause(self, chance: random.Random) -> None:
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._meanwhile(chance)
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._is_signalled = True
+
+    def _meanwhile(self, chance: random.Random) -> None:
+        for act in chance.sample([self._ask, self._abort, self._epoch, self._reward, self._step], 2):
+            act(chance)
+
+    def _sleep(self, chance: random.Random, is_lost: bool) -> None:
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self._drain()
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.runner.settle()
+        self.device.cache.lose()
+        self._meanwhile(chance)
+        if is_lost:
+            self._new_weights()
+            self._touch()
+        self.runner.weights_version.suspect()
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._is_signalled = True
+
+    def _sleep_1(self, chance: random.Random) -> None:
+        self._sleep(chance, is_lost=False)
+
+    def _sleep_2(self, chance: random.Random) -> None:
+        self._sleep(chance, is_lost=True)
+
+    def _epoch(self, chance: random.Random) -> None:
+        self.history.begin_epoch(None if chance.random() < 0.7 else self.history.store.epoch + chance.randrange(5))
+
+    def _reward(self, chance: random.Random) -> None:
+        for one in self.asked.values():
+            if chance.random() < 0.2:
+                name = one.name[: -len("-00000000")]
+                self.history.report_reward([name, "nobody"], chance.choice((0.0, 1.0, -2.5)))
+
+    def _disk_full(self, chance: random.Random) -> None:
+        """From now on, or no longer."""
+        self.is_full = not self.is_full
+
+        def refuse(*args: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        self._patch.setattr(os, "pwrite", refuse if self.is_full else PWRITE)
+
+    # --- what must have come of it -----------------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        """The whole schedule, to the end of all requests, and what must hold then."""
+        for act in self.schedule.acts:
+            self.do(act)
+            assert not self.violations, self.violations[:3]
+        self._finish()
+        self._resume()
+        self._end()
+
+    def _finish(self) -> None:
+        begin = self.num_steps
+        while self.scheduler.has_requests() or self._flying:
+            self.step()
+            assert not self.violations, self.violations[:3]
+            assert self.num_steps - begin < MOST_STEPS, f"stuck: {[one.name for one in self.running()]}"
+        lost = [one.name for one in self.running()]
+        assert not lost, f"lost: {lost}"
+
+    def _resume(self) -> None:
+        """Nobody breaks anything more: whoever is well drafts, and drafts are met."""
+        self.speculator.budget = FixedBudget(MOST_DRAFTED, 8)
+        assert self.sound in self.speculator.drafters
+        before = self.runner.stats.accepted
+        self._ask(_Plain(), self._prompts[0], 80)
+        self._finish()
+        self.runner.settle()
+        assert self.runner.stats.accepted > before, "drafting does not resume"
+
+    def _end(self) -> None:
+        self.runner.settle()
+        for ending in self.runner.unfinished():
+            self.speculator.finish(ending)
+        self.speculator.close()
+        failures = set(self.speculator.guard.failures)
+        assert failures <= self._expected_failures, f"failed besides: {self.speculator.guard.failures}"
+        assert not set(self.told) - set(self._expected), "more was told than ended"
+        for name, (tokens, version) in self._expected.items():
+            told = self.told.get(name)
+            if told is None:
+                assert not tokens, f"nobody was told that {name} ended"
+                continue
+            assert told.token_ids.tolist() == tokens, f"{name} was told as {told.token_ids.tolist()}, not {tokens}"
+            assert told.weights_version == version, f"{name}: weights {told.weights_version}, not {version}"
+        self._check_leftovers()
+
+    def _check_leftovers(self) -> None:
+        scheduler = self.scheduler
+        scheduler.reset_prefix_cache()
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.num_blocks - 1, "blocks are lost"
+        names = {name for one in self.asked for name in (one, one[: -len("-00000000")])}
+        roots = {"runner": self.runner, "scheduler": scheduler, "drafter": self.broken}
+        found = [path for path in leftovers(roots, names) if not KEPT.search(path)]
+        assert not found, f"left behind: {sorted(found)[:5]}"
+
+
+class _Plain(random.Random):
+    """Chooses the first of everything, and never what is rare."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def random(self) -> float:
+        return 1.0 - 1e-9
+
+    def choice(self, seq: Any) -> Any:
+        return seq[0]

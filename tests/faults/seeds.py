@@ -1,0 +1,32 @@
+"""Which schedules are run, and how one is run again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ONE, TIMES = "SPECROLLOUT_SEED", "SPECROLLOUT_SCHEDULES"
+
+
+def seeds(count: int, part: int = 0, parts: int = 1) -> list[int]:
+    """So many from 0 on, or as many times more as the environment says; or the one that it names.
+
+    Args:
+        part, parts: the share of it.
+    """
+    asked = os.environ.get(ONE)
+    every = range(int(asked), int(asked) + 1) if asked else range(count * int(os.environ.get(TIMES, "1")))
+    return [seed for seed in every if seed % parts == part]
+
+
+@contextlib.contextmanager
+def repeatable(seed: int, file: str) -> Iterator[None]:
+    """What fails inside says how to run that schedule again."""
+    try:
+        yield
+    except Exception as error:
+        path = Path(file).relative_to(Path(__file__).parents[2])
+        error.add_note(f"to repeat it: {ONE}={seed} .venv/bin/python -m pytest {path} -n0")
+        raise
