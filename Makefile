@@ -9,12 +9,14 @@
 # make versions       trees of the other supported vLLM versions, for tests
 # make versions-test  a short comparison with stock vLLM on each of them; tests/versions/tested.json remembers it
 # make docs    the generated reference pages
+# make lock    the hashes of all pins, from requirements/*.in into requirements/*.txt
+# make sbom    what is installed, with licences and dependencies, as CycloneDX (out/sbom.cdx.json)
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 POLICY := bench/policy/checkpoint
-# where torch's CPU builds are, for hosts whose own index lacks them
+# where torch's CPU builds are, for hosts whose own index lacks them; asked for torch alone, and in place of all others
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # pyenv leaves shims that do not run, so try each
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
@@ -23,25 +25,27 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 
 REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
+# what comes from an index: nothing without a known hash, and nothing that runs code of its own to be installed
+FETCH := $(INSTALL) --require-hashes --only-binary :all:
 CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
 # a new inner folder has to be mapped, and mapping happens at installation
 FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
 # as many tests at once as there are cores; files are begun in their order, the long ones first
 PYTEST := $(BIN)/python -m pytest -n auto
-PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_config.py checks.py errors.py envs.py plugin.py asking.py reports.py resuming.py guard.py speculator.py late.py support.py speculative_methods.py trees budgets \
+PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_config.py checks.py private.py places.py errors.py envs.py plugin.py asking.py reports.py resuming.py guard.py speculator.py late.py support.py speculative_methods.py trees budgets \
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity trainers versions versions-test docs
+.PHONY: setup demo test unit lint serve bench identity trainers versions versions-test docs lock sbom
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
 
-$(VENV)/.requirements: $(REQUIREMENTS) requirements/vllm_alias/pyproject.toml
+$(VENV)/.requirements: $(REQUIREMENTS) requirements/torch.txt requirements/vllm_alias/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found"; echo; echo "hint: make PYTHON=/path/to/python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) $(addprefix -r ,$(REQUIREMENTS)) \
-		|| $(INSTALL) --extra-index-url $(TORCH_INDEX) $(addprefix -r ,$(REQUIREMENTS))
+	$(FETCH) $(addprefix -r ,$(REQUIREMENTS))
+	$(FETCH) -r requirements/torch.txt || $(FETCH) --index-url $(TORCH_INDEX) -r requirements/torch.txt
 	$(INSTALL) --no-build-isolation ./requirements/vllm_alias
 	@rm -rf requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	@touch $@
@@ -89,9 +93,23 @@ docs: setup
 	$(BIN)/python docs/reference/generate.py
 	$(BIN)/python docs/benchmarks.py
 
+.tools/.installed: requirements/tools.txt
+	@rm -rf .tools
+	$(PYTHON) -m venv .tools
+	.tools/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/tools.txt
+	@touch $@
+
+lock: .tools/.installed
+	PATH="$(CURDIR)/.tools/bin:$$PATH" .tools/bin/python requirements/lock.py
+
+sbom: setup .tools/.installed
+	@mkdir -p out
+	.tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+		--output-file out/sbom.cdx.json $(BIN)/python
+
 .trainers/.installed: $(VENV)/.requirements requirements/trainers.txt
 	@rm -rf .trainers
-	$(INSTALL) --target .trainers -r requirements/trainers.txt
+	$(INSTALL) --require-hashes --no-build-isolation --target .trainers -r requirements/trainers.txt
 	@touch $@
 
 trainers: setup .trainers/.installed

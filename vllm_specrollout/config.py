@@ -6,7 +6,6 @@ The command line, `LLM(spec_rollout=...)`, `additional_config` and the environme
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -14,8 +13,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
-from vllm_specrollout.checks import check_choice, check_devices, check_field, check_range, check_type
-from vllm_specrollout.config_text import load_text
+from vllm_specrollout.checks import (
+    check_choice,
+    check_devices,
+    check_field,
+    check_id,
+    check_is_on,
+    check_path,
+    check_range,
+    check_type,
+    nearest,
+)
+from vllm_specrollout.config_text import load_json, load_text
 from vllm_specrollout.drafter_config import (
     CollectConfig,
     DecoupledConfig,
@@ -24,7 +33,7 @@ from vllm_specrollout.drafter_config import (
     OracleConfig,
     StartedDrafter,
 )
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, named, shown
 from vllm_specrollout.resuming import Resume
 
 MAX_NODES = 64
@@ -99,17 +108,14 @@ class SpecRolloutConfig:
         for name in self.drafters:
             check_choice("drafters", name, DRAFTERS)
         if len(set(self.drafters)) != len(self.drafters):
-            raise ConfigError(f"`drafters` names one twice: {list(self.drafters)}", "name each drafter once")
+            raise ConfigError(f"`drafters` names one twice: {shown(list(self.drafters))}", "name each drafter once")
+        self._check_settings_are_used()
         check_range("max_draft_tokens", self.max_draft_tokens, 1, MAX_NODES)
         check_range("max_depth", self.max_depth, 1, MAX_NODES)
         check_range("max_graphs", self.max_graphs, 0, 4096)
         check_choice("shape", self.shape, SHAPES)
         check_choice("placement", self.placement, PLACEMENTS)
         check_devices(self.devices, is_used=self.is_decoupled and not self.decoupled.address)
-        if self.decoupled.drafters and not self.is_decoupled:
-            raise ConfigError(
-                "`decoupled.drafters` names drafters, and `placement` is `coupled`", 'set {"placement": "decoupled"}'
-            )
         check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
         check_choice("profile", self.profile, PROFILES)
         if self.scratch_blocks is not None:
@@ -118,13 +124,24 @@ class SpecRolloutConfig:
             check_range("block_size", self.block_size, 32, 1024)
             if self.block_size % 32:
                 raise ConfigError(f"`block_size` is {self.block_size}, not a multiple of 32", "use 32, 64 or 128")
-        if self.record is not None and not os.path.basename(self.record):
-            raise ConfigError(f"`record` is {self.record!r}, which names no file", 'name one, as in "trace.jsonl.zst"')
+        if self.record is not None:
+            object.__setattr__(self, "record", check_path("record", self.record))
+            if not os.path.basename(self.record):
+                cause = f"`record` is {shown(self.record)}, which names no file"
+                raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
         if "oracle" in self.drafters and not self.oracle.path:
             raise ConfigError(
                 "the `oracle` drafter has no recorded continuations",
                 'set {"oracle": {"path": "FILE.json"}}, or use the `ngram` drafter',
             )
+
+    def _check_settings_are_used(self) -> None:
+        for name in DRAFTERS:
+            why = f"`{name}` is not among `drafters` {list(self.drafters)}"
+            way = f"add it: {json.dumps({'drafters': [*self.drafters, name]})}"
+            check_is_on(name, getattr(self, name), name in self.drafters, why, way)
+        way = 'set {"placement": "decoupled"}'
+        check_is_on("decoupled", self.decoupled, self.is_decoupled, "`placement` is `coupled`", way)
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -166,7 +183,7 @@ class RequestOptions:
     takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is still to come."""
 
     def __post_init__(self) -> None:
-        check_type("problem_id", self.problem_id, (str,))
+        check_id("problem_id", self.problem_id)
         check_type("enabled", self.enabled, (bool,))
         if self.max_draft_tokens is not None:
             check_range("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
@@ -201,7 +218,7 @@ def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
             return SpecRolloutConfig() if value else None
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"`{origin}` is {value!r}, of type {type(value).__name__}",
+            f"`{origin}` is {shown(value)}, of type {type(value).__name__}",
             'give true, false, a JSON object such as {"max_draft_tokens": 8}, or the path of a JSON file',
         )
     return _build(SpecRolloutConfig, with_drafter_defaults(value), origin)
@@ -216,18 +233,12 @@ def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> Req
     if value is None:
         return RequestOptions()
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"`{origin}` is not valid JSON: {error.msg} at column {error.colno}",
-                'give a JSON object, for example {"enabled": false}',
-            ) from None
+        value = load_json(value, f"`{origin}`", 'give a JSON object, for example {"enabled": false}')
     if isinstance(value, bool):
         return RequestOptions(enabled=value)
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"`{origin}` is {value!r}, of type {type(value).__name__}",
+            f"`{origin}` is {shown(value)}, of type {type(value).__name__}",
             'give an object, for example {"problem_id": "aime-7", "max_draft_tokens": 8}',
         )
     return _build(RequestOptions, value, origin)
@@ -239,9 +250,9 @@ def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") 
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+            near = nearest(key, known)
             way = f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"unknown key `{prefix}{key}` in `{origin}`", way)
+            raise ConfigError(f"unknown key `{prefix}{named(key)}` in `{origin}`", way)
         nested = _NESTED.get(key) if cls in (SpecRolloutConfig, RequestOptions) else None
         if nested is not None:
             value = _build_nested(nested, value, origin, f"{prefix}{key}")
@@ -262,7 +273,7 @@ def _build_nested(cls: type, value: Any, origin: str, name: str) -> Any:
         return value
     if not isinstance(value, Mapping):
         keys = ", ".join(f.name for f in fields(cls))
-        cause = f"`{name}` is {value!r}, of type {type(value).__name__}"
+        cause = f"`{name}` is {shown(value)}, of type {type(value).__name__}"
         raise ConfigError(cause, f"give an object with the keys: {keys}")
     return _build(cls, value, origin, f"{name}.")
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_specrollout.checks import check_choice, check_devices, check_match, check_range, check_real, check_type
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.checks import (
+    check_choice,
+    check_devices,
+    check_is_on,
+    check_match,
+    check_path,
+    check_range,
+    check_real,
+    check_type,
+)
+from vllm_specrollout.errors import ConfigError, shown
 
 SCOPES = ("problem", "global")
 SINGLE = "drafter"
 """What the decoupled drafter of `speculative_config` is called."""
+MAX_RANKS = 64
+"""Ranks of the oracle's tokens, at most."""
 RECONFIGURE = ("off", "goodput", "paper")
 """How requests that match less than their batch get draft windows of their own."""
 
@@ -60,13 +71,17 @@ class HistoryConfig:
     """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", check_path("history.dir", self.dir))
         check_range("history.epochs", self.epochs, 0, 1024)
+        if not self.epochs and not self.siblings:
+            cause = "`history.epochs` is 0 and `history.siblings` is false, so that no answer may draft"
+            raise ConfigError(cause, "allow one of them, or leave `history` out of `drafters`")
         check_choice("history.scope", self.scope, SCOPES)
         check_match("history", self.min_match, self.max_match)
         check_range("history.max_matches", self.max_matches, 1, 4096)
         check_real("history.decay", self.decay, 0.0, 1.0)
         check_real("history.reward_weight", self.reward_weight, 0.0, 1024.0)
-        check_range("history.max_mib", self.max_mib, 1, 1 << 22)
+        check_range("history.max_mib", self.max_mib, 1, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +96,19 @@ class OracleConfig:
     """Seed of the decoys and of the ranks drawn."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "path", check_path("oracle.path", self.path))
         object.__setattr__(self, "accuracy", tuple(self.accuracy))
+        if len(self.accuracy) > MAX_RANKS:
+            cause = f"`oracle.accuracy` has {len(self.accuracy)} ranks, above {MAX_RANKS}"
+            raise ConfigError(cause, "give those of the likeliest tokens")
         if not self.accuracy:
             raise ConfigError("`oracle.accuracy` is empty", "give at least one rank, for example [1.0]")
         for value in self.accuracy:
             check_type("oracle.accuracy", value, (int, float))
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(
-                    f"`oracle.accuracy` holds {value}, outside 0 to 1", "give probabilities, for example [0.6, 0.2]"
+                    f"`oracle.accuracy` holds {shown(value)}, outside 0 to 1",
+                    "give probabilities, for example [0.6, 0.2]",
                 )
         if sum(self.accuracy) > 1.0 + 1e-9:
             raise ConfigError(
@@ -114,7 +134,9 @@ class CollectConfig:
     middle and a high one."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dir", check_path("collect.dir", self.dir))
         object.__setattr__(self, "layers", tuple(self.layers))
+        check_is_on("collect", self, bool(self.dir), "`collect.dir` is not", 'set {"collect": {"dir": "FOLDER"}}')
         check_range("collect.max_tokens", self.max_tokens, 1, 1 << 40)
         check_range("collect.max_answer_tokens", self.max_answer_tokens, 2, 1 << 24)
         check_real("collect.share", self.share, 0.0, 1.0)
@@ -122,7 +144,7 @@ class CollectConfig:
             check_range("collect.layers", layer, 0, 4096)
         if list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(
-                f"`collect.layers` is {list(self.layers)}, not ascending", "name each layer once, in order"
+                f"`collect.layers` is {shown(list(self.layers))}, not ascending", "name each layer once, in order"
             )
 
 
@@ -178,14 +200,16 @@ class DecoupledConfig:
         object.__setattr__(self, "drafters", tuple(named))
         names = [drafter.name for drafter in self.drafters]
         if len({*names, SINGLE}) <= len(names):
-            cause = f"`decoupled.drafters` are called {names}"
+            cause = f"`decoupled.drafters` are called {shown(names)}"
             raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
         check_range("decoupled.window", self.window, 1, 64)
         check_range("decoupled.fan_out", self.fan_out, 1, 8)
         check_choice("decoupled.reconfigure", self.reconfigure, RECONFIGURE)
         check_range("decoupled.most_nodes", self.most_nodes, 1, 64)
+        object.__setattr__(self, "keys", check_path("decoupled.keys", self.keys))
         check_real("decoupled.start_s", self.start_s, 0.0, 86400.0)
         if self.address and not self.address.startswith(("ipc://", "tcp://")):
             raise ConfigError(
-                f"`decoupled.address` is {self.address!r}", "give `ipc://PATH` or `tcp://HOST:PORT`, or leave it out"
+                f"`decoupled.address` is {shown(self.address)}",
+                "give `ipc://PATH` or `tcp://HOST:PORT`, or leave it out",
             )

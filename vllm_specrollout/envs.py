@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from vllm_specrollout.errors import ConfigError, shown
 
 SPEC_ROLLOUT = "VLLM_SPEC_ROLLOUT"
 CPU_ATTN_SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
 CACHE_HOME = "XDG_CACHE_HOME"
 STRICT = "SPECROLLOUT_STRICT"
+MAX_BODY_MIB = "SPECROLLOUT_MAX_BODY_MIB"
 USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ TABLE = (
     Variable(
         STRICT, "`1`: a drafter or budget that fails ends the engine, as tests want it, and is not switched off", True
     ),
+    Variable(MAX_BODY_MIB, "most MiB of a request's body to the routes under `/spec_rollout`, 1 to 64; unset: 1", True),
     Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
@@ -53,6 +59,20 @@ def wants_spec_rollout() -> bool:
 def is_strict() -> bool:
     """Whether failures of this plugin's own parts are raised rather than contained."""
     return os.environ.get(STRICT, "").strip().lower() in ("1", "true", "on", "yes")
+
+
+def max_body_bytes() -> int:
+    """Most bytes of a request's body to our routes.
+
+    Raises:
+        ConfigError: the variable holds no number of MiB from 1 to 64.
+    """
+    text = os.environ.get(MAX_BODY_MIB, "").strip() or "1"
+    if not re.fullmatch("[0-9]{1,2}", text) or not 1 <= int(text) <= 64:
+        raise ConfigError(
+            f"`{MAX_BODY_MIB}` is {shown(text)}, outside 1 to 64", "give a whole number of MiB, or unset it"
+        )
+    return int(text) * MIB
 
 
 def cache_dir() -> Path:

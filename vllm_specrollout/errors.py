@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
+MAX_SHOWN = 80
+"""Characters of a wrong value that its error repeats, at most."""
+
 
 class SpecRolloutError(ValueError):
     """A mistake in what the user asked for.
@@ -21,3 +27,34 @@ class ConfigError(SpecRolloutError):
 
 class UnsupportedError(SpecRolloutError):
     """The configuration is fine, but this vLLM, platform or model cannot run it."""
+
+
+class _Short(reprlib.Repr):
+    """Never longer than an error may be, and never an error itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = 8
+        self.maxlevel = 3
+        self.maxother = MAX_SHOWN
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x[: MAX_SHOWN + 1])
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write down more than some thousand digits
+        return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """A wrong value as its error repeats it: as Python writes it, on one line, at most `MAX_SHOWN` characters of it."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def named(key: Any) -> str:
+    """A key as its error names it, likewise: without quotes around it."""
+    return shown(key).strip("'") if isinstance(key, str) else shown(key)
+
+
+_SHORT = _Short()

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.checks import check_choice
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Trace
@@ -46,8 +46,7 @@ def replay_command(
 ) -> None:
     """Run budgets on recorded rollouts again, without an engine: who would have been done first?"""
     chosen = strategies(strategy)
-    if json is not None and not json.resolve().parent.is_dir():
-        raise ConfigError(f"`--json` is `{json}`, in a folder that does not exist", "make the folder first")
+    flags.check_writable(json, "--json")
     out = Console(markup=False, highlight=False)
     rows: list[ReplayRow] = []
     for path in traces:

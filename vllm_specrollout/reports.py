@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask, check_has_model
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.checks import MOST_ID
+from vllm_specrollout.errors import ConfigError, shown
+from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
+from vllm_specrollout.history.epochs import EpochError as EpochError
 
 MAX_REWARDS = 65_536
 """Most rewards of one report."""
-MAX_ID_LENGTH = 256
+MAX_ID_LENGTH = MOST_ID
 """Most characters of a request's id."""
 MAX_INDEX = 65_535
 """Highest index of a sample."""
-MAX_EPOCH = 2**31 - 1
-"""Highest number of an epoch."""
-
-
-class EpochError(ConfigError):
-    """The epoch named lies before the present one."""
+REWARDS_AT_ONCE = 4096
+"""Rewards in one call of the workers, which serve no request meanwhile."""
 
 
 class WeightsError(ConfigError):
@@ -74,7 +73,7 @@ def begin_epoch(llm: Any, epoch: int | None = None) -> int:
     """Tell an engine that the trainer begins its next epoch, or the one named; returns the epoch begun.
 
     Raises:
-        EpochError: `epoch` is below the present one.
+        EpochError: `epoch` is below the present one, or more than `MAX_JUMP` behind it.
         ConfigError: it is no epoch, or `llm` no such engine.
         UnsupportedError: the engine keeps no history.
     """
@@ -143,10 +142,15 @@ def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
         raise ConfigError(
             f"{len(rewards)} rewards in one report; the limit is {MAX_REWARDS}", "split them over several calls"
         )
-    entries = [(candidates(entry.request_id, entry.index), entry.reward) for entry in rewards]
-    answers = yield Call("spec_rollout_report_rewards", (entries,))
-    matched, repeated = (sum(counts[kind] for counts in _flat(answers)) for kind in ("matched", "repeated"))
-    return {"matched": matched, "repeated": repeated, "unknown": max(0, len(entries) - matched - repeated)}
+    matched = repeated = 0
+    # at least one call, so that an engine that cannot be asked says so
+    for start in range(0, max(1, len(rewards)), REWARDS_AT_ONCE):
+        some = rewards[start : start + REWARDS_AT_ONCE]
+        entries = [(candidates(entry.request_id, entry.index), entry.reward) for entry in some]
+        answers = yield Call("spec_rollout_report_rewards", (entries,))
+        matched += sum(counts["matched"] for counts in _flat(answers))
+        repeated += sum(counts["repeated"] for counts in _flat(answers))
+    return {"matched": matched, "repeated": repeated, "unknown": max(0, len(rewards) - matched - repeated)}
 
 
 def beginning(epoch: int | None) -> Conversation[int]:
@@ -156,14 +160,14 @@ def beginning(epoch: int | None) -> Conversation[int]:
         # asked first: of several engines, none shall begin what another would refuse
         kept = yield Call("spec_rollout_history")
         present = max((report["store"]["epoch"] for report in _flat(kept) if report), default=0)
-        if epoch < present:
-            raise EpochError(
-                f"`epoch` is {epoch}, below the present epoch {present}",
-                f"name {present} or a later epoch, or none to begin epoch {present + 1}",
-            )
+        check_epoch(present, epoch)
     answers = yield Call("spec_rollout_begin_epoch", (epoch,))
     # ranks that keep no history echo the number they were given
-    return max(_flat(answers))
+    begun = max(_flat(answers))
+    if epoch is not None and begun > epoch:
+        # another client began a later one between the two calls
+        check_epoch(begun, epoch)
+    return begun
 
 
 def reading() -> Conversation[dict[str, Any]]:
@@ -223,18 +227,18 @@ def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
         # arrays and tensors, with one number or several
         value = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            where = f"rewards[{request_id!r}]"
+            where = f"rewards[{shown(request_id)}]"
             _check_whole(f"number of samples in {where}", len(value), MAX_INDEX + 1)
             entries += [Reward(request_id, _finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)]
         else:
-            entries.append(Reward(request_id, _finite(f"rewards[{request_id!r}]", value)))
+            entries.append(Reward(request_id, _finite(f"rewards[{shown(request_id)}]", value)))
     return entries
 
 
 def _check_id(request_id: Any) -> None:
     if not isinstance(request_id, str):
         raise ConfigError(
-            f"a request's id is {request_id!r}, of type {type(request_id).__name__}",
+            f"a request's id is {shown(request_id)}, of type {type(request_id).__name__}",
             "give `RequestOutput.request_id`, which is a str",
         )
     if not 0 < len(request_id) <= MAX_ID_LENGTH:
@@ -247,7 +251,7 @@ def _check_id(request_id: Any) -> None:
 def _finite(name: str, value: Any) -> float:
     # True is 1 to Python; here it is more likely a comparison that was meant to be a score
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"`{name}` is {value!r}, of type {type(value).__name__}", "give a finite number")
+        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a finite number")
     try:
         number = float(value)
     except OverflowError:
@@ -259,9 +263,9 @@ def _finite(name: str, value: Any) -> float:
 
 def _check_whole(name: str, value: Any, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"`{name}` is {value!r}, of type {type(value).__name__}", "give a whole number")
+        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a whole number")
     if not 0 <= value <= high:
-        raise ConfigError(f"`{name}` is {value}, outside 0 to {high}", f"give a number from 0 to {high}")
+        raise ConfigError(f"`{name}` is {shown(value)}, outside 0 to {high}", f"give a number from 0 to {high}")
 
 
 def _flat(answers: Answers) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from vllm_specrollout.history.problems import Attribution, prompt_hash
@@ -75,6 +76,26 @@ def test_a_resumed_request_is_its_own_prompts_and_a_session_counts() -> None:
     assert door.add(request("a", resumed, [*PROMPT, 1, 2])) == Attribution(prompt_hash(PROMPT), True)
     found = door.add(request("b", params(), [9, 9], session_id="s")).problem_id
     assert door.add(request("c", params(), [3, 3], session_id="s")) == Attribution(found, True)
-    # neither of these says anything of the problem
-    salted = request("d", params(), cache_salt="tenant", priority=3)
-    assert door.add(salted) == Attribution(prompt_hash(PROMPT))
+    # its priority says nothing of the problem
+    assert door.add(request("d", params(), priority=3)) == Attribution(prompt_hash(PROMPT))
+
+
+def test_a_salt_and_an_adapter_make_problems_of_their_own() -> None:
+    door = arrivals()
+    named = {"extra_args": {"spec_rollout": {"problem_id": "mine"}}}
+    adapter = LoRARequest("adapter", 1, "/none")
+    found = [
+        door.add(request(f"{i}", params(**given), **options)).problem_id
+        for i, (given, options) in enumerate(
+            [
+                ({}, {}),
+                ({}, {"cache_salt": "tenant"}),
+                ({}, {"lora_request": adapter}),
+                ({}, {"cache_salt": "tenant", "lora_request": adapter}),
+                (named, {}),
+                (named, {"cache_salt": "tenant"}),
+                (named, {"lora_request": adapter}),
+            ]
+        )
+    ]
+    assert found[0] == prompt_hash(PROMPT) and found[4] == found[6] == "mine" and len(set(found)) == 6

@@ -170,6 +170,8 @@ REFUSED = {
     "per-request metrics": dict(per_request_spec_decode_metrics="summary"),
     "fp64 gumbel": dict(use_fp64_gumbel=True),
     "oracle on a server": dict(is_async=True, spec_rollout={"drafters": ["oracle"], "oracle": {"path": "x.json"}}),
+    "a history nowhere": dict(spec_rollout={"history": {"dir": "/proc/none"}}),
+    "a recording nowhere": dict(spec_rollout={"record": "/proc/none/t.zst"}),
     "pooling model": dict(runner="pooling", convert="embed"),
     "unknown key": dict(additional_config={"spec_rollout": {"max_draft_token": 8}}, spec_rollout=None),
 }

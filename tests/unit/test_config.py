@@ -131,7 +131,7 @@ def test_a_broken_file_is_named_with_line_and_column(tmp_path):
         parse(str(path))
 
 
-@pytest.mark.parametrize("value", [True, "1", "true", "ON", " yes ", "", {}, "{}", SpecRolloutConfig()])
+@pytest.mark.parametrize("value", [True, "1", "true", "ON", " yes ", {}, "{}", SpecRolloutConfig()])
 def test_these_values_mean_the_defaults(value):
     assert parse(value) == SpecRolloutConfig()
 

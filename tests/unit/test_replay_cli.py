@@ -47,6 +47,14 @@ def test_only_the_named_budgets_run_in_the_named_order(tmp_path) -> None:
     assert [row["name"] for row in json.loads(out.read_text())] == ["off", "fixed"]
 
 
+@pytest.mark.parametrize(
+    "inside, cause", [("", "which is a folder"), ("none/rows.json", "whose folder does not exist")]
+)
+def test_rows_that_could_not_be_written_are_refused_before_anything_is_read(tmp_path, inside, cause) -> None:
+    with pytest.raises(ConfigError, match=f"^`--json` is .*, {cause}"):
+        run(tmp_path / "no such trace", "--json", tmp_path / inside)
+
+
 def test_a_budget_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="`--strategy` names 'autoo', which does not exist"):
         run(TRACES[0], "--strategy", "autoo")

@@ -28,8 +28,13 @@ COMPILED = re.compile(r"vllm/[^/]+\.so")
 
 def pins() -> dict[str, str]:
     """Version -> the distribution that it is taken from."""
-    lines = (line.partition("#")[0].strip() for line in PINS.read_text(encoding="utf-8").splitlines())
-    return {version: name for name, _, version in (line.partition("==") for line in lines if line)}
+    return {version: name for name, version, _ in _pinned()}
+
+
+def _pinned() -> list[tuple[str, str, str]]:
+    """(distribution, version, the pin itself with its hashes) of every version."""
+    pinned = re.findall(r"^((\S+)==(\S+)(?:.*\\\n)*.*\n)", PINS.read_text(encoding="utf-8"), re.MULTILINE)
+    return [(name, version, pin) for pin, name, version in pinned]
 
 
 def is_mixed(version: str) -> bool:
@@ -79,7 +84,11 @@ def _wheel(name: str, version: str) -> Path:
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     if not any(kept.glob(pattern)):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--only-binary", ":all:", "--dest", str(kept), f"{name}=={version}"], check=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as pinned:
+            pinned.write(next(pin for _, one, pin in _pinned() if one == version))
+            pinned.flush()
+            options = ["--only-binary", ":all:", "--require-hashes", "--dest", str(kept)]
+            subprocess.run([*pip, *options, "-r", pinned.name], check=True)
     return next(kept.glob(pattern))
 
 

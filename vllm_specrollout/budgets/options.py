@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_specrollout.checks import check_choice, check_field, check_range, check_real
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, named, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +159,15 @@ def with_drafter_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     name = budget.get("name") if isinstance(budget, Mapping) else budget
     brought = DRAFTER_DEFAULTS.get(name, {}) if isinstance(name, str) else {}
     merged = {**brought, **given}
+    drafters = merged.get("drafters")
     for key, values in brought.items():
-        if isinstance(values, Mapping) and isinstance(given.get(key), Mapping):
+        if not isinstance(values, Mapping):
+            continue
+        if isinstance(given.get(key), Mapping):
             merged[key] = {**values, **given[key]}
+        elif key not in given and isinstance(drafters, (list, tuple)) and key not in drafters:
+            # the user chose other drafters: these settings have nothing to hold for
+            del merged[key]
     return merged
 
 
@@ -179,7 +185,7 @@ def name_and_options(budget: Any, options: Options) -> tuple[str, Options]:
         return _from_object(budget)
     if not isinstance(budget, str):
         raise ConfigError(
-            f"`budget` is {budget!r}, of type {type(budget).__name__}",
+            f"`budget` is {shown(budget)}, of type {type(budget).__name__}",
             'give a name, or an object such as {"name": "tlt", "threshold": 48}',
         )
     check_choice("budget", budget, tuple(OPTIONS))
@@ -196,7 +202,7 @@ def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
     name = given.get("name")
     if name is None:
         raise ConfigError(
-            f"`budget` is {dict(given)!r}, which has no `name`", f"add `name`, one of: {', '.join(OPTIONS)}"
+            f"`budget` is {shown(dict(given))}, which has no `name`", f"add `name`, one of: {', '.join(OPTIONS)}"
         )
     check_choice("budget.name", name, tuple(OPTIONS))
     known = {field.name: field for field in dataclasses.fields(OPTIONS[name])}
@@ -205,6 +211,8 @@ def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
         if key not in known:
             has = ", ".join(f"`{k}` ({f.default})" for k, f in known.items())
             way = f"it has: {has}" if has else f'it has none: give "budget": "{name}"'
-            raise ConfigError(f"`budget.{key}` is {value!r}, but the budget `{name}` has no such option", way)
+            raise ConfigError(
+                f"`budget.{named(key)}` is {shown(value)}, but the budget `{name}` has no such option", way
+            )
         check_field(f"budget.{key}", value, known[key].type)
     return name, OPTIONS[name](**values)

@@ -191,7 +191,7 @@ class HistoryDrafter(BaseDrafter):
         """All problems will be asked again; returns the epoch begun.
 
         Raises:
-            ConfigError: `epoch` is below 0.
+            EpochError: it lies before the present one, or too far behind it.
         """
         self._steps_left = 0
         return self.store.begin_epoch(epoch)

@@ -18,6 +18,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_specrollout.errors import ConfigError, shown
+
+MAX_EPOCH = 2**31 - 1
+"""Highest number of an epoch: the indices keep it in 32 bits."""
+MAX_JUMP = 1_000_000
+"""Most epochs that one call may go ahead: what is further is a clock or a mistake, and would drop every answer."""
+
+
+class EpochError(ConfigError):
+    """The epoch named is not one that can begin now."""
+
+
+def check_epoch(present: int, asked: int | None) -> int:
+    """The epoch that begins; the present one again where that is named, so that a call may be repeated.
+
+    Args:
+        asked: None: the one after `present`.
+
+    Raises:
+        EpochError: it lies before the present one, or too far behind it.
+    """
+    epoch = present + 1 if asked is None else asked
+    if epoch < present:
+        raise EpochError(
+            f"`epoch` is {shown(epoch)}, below the present epoch {present}",
+            f"name {present} or a later epoch, or none to begin epoch {present + 1}",
+        )
+    highest = min(present + MAX_JUMP, MAX_EPOCH)
+    if epoch > highest:
+        raise EpochError(
+            f"`epoch` is {shown(epoch)}, and from the present epoch {present} it may be {highest} at most",
+            "count epochs from 0 and one by one, or name a fresh `history.dir`",
+        )
+    return epoch
+
 
 @dataclass(slots=True)
 class _Seen:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.claiming import claim
+from vllm_specrollout.history.epochs import MAX_EPOCH
 from vllm_specrollout.history.frames import Frame, HistoryError
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, Record, RecordHead, RewardRecord, with_reward
 from vllm_specrollout.history.table import Place, Table, key_of
@@ -76,7 +78,7 @@ class Folder:
         self.latest_epoch = 0
         """Of all that was read."""
         own = self._sources[OWN]
-        self.writer = log.claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary)
+        self.writer = claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary)
         own.reader = self.writer.reader
         self.refresh(is_start=True)
 
@@ -119,7 +121,7 @@ class Folder:
                 number = max(self._sources) + 1
             try:
                 self._read_on(number, path)
-            except (HistoryError, FileNotFoundError) as error:
+            except (HistoryError, OSError) as error:
                 if is_start and isinstance(error, HistoryError) and not isinstance(error, log.ForeignError):
                     raise
                 if path not in self._warned:
@@ -152,6 +154,9 @@ class Folder:
     def _take(self, number: int, source: _Source, frame: Frame, head: Record | RecordHead) -> int:
         """Note a record that is in a file; returns an answer's row, otherwise -1."""
         row = _NONE
+        if isinstance(head, (Answer, AnswerHead, EpochRecord)) and not 0 <= head.epoch <= MAX_EPOCH:
+            # no writer of ours numbers epochs so, and no index could hold it
+            return row
         if isinstance(head, (Answer, AnswerHead)):
             place = Place(number, frame.offset, frame.sequence, head.epoch, head.reward, head.num_tokens)
             row = self._table.add(key_of(head.problem_id), place)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.private import FILE_MODE
 
 MAGIC = b"SRHIST\r\n"
 VERSION = 2
@@ -45,7 +46,7 @@ class Descriptor:
 
     def __init__(self, path: Path, flags: int) -> None:
         self.fd = -1
-        self.fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
     def __del__(self) -> None:
         if self.fd >= 0:

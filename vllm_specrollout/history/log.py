@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -203,6 +204,8 @@ class Writer:
             copy = Writer(spare, vocabulary=self.reader.vocabulary())
             frames = [copy.append(record) for record in records]
             copy.sync()
+            # who made the file wider than ours are meant to share it
+            os.chmod(spare, stat.S_IMODE(os.fstat(self.reader.descriptor.fd).st_mode))
             os.rename(spare, self.path)
         except BaseException:
             spare.unlink(missing_ok=True)
@@ -225,17 +228,6 @@ class Writer:
 
     def _spare(self) -> Path:
         return self.path.with_name(self.path.name + ".new")
-
-
-def claim(folder: Path, visit: Visit | None = None, vocabulary: Vocabulary = ANY_VOCABULARY) -> Writer:
-    """Open the first file of the folder that nobody writes and that is of this vocabulary, or a new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(1 << 16):
-        try:
-            return Writer(folder / f"answers-{number:04d}{SUFFIX}", visit, vocabulary)
-        except (LockedError, ForeignError):
-            continue
-    raise HistoryError(f"all {1 << 16} history files in `{folder}` are others'", "name another `history.dir`")
 
 
 def files(folder: Path) -> list[Path]:

@@ -3,7 +3,8 @@
 In this order: the id that the client gives; the id of an equal prompt, which samples of one group have; that of the
 prompt which a longer one goes on from, behind an answer to it (an interrupted answer that is asked for again, the next
 turn of a conversation); that of the session. Else the prompt is a problem of its own. A wrong guess costs speed only,
-never tokens.
+never tokens. But what is drafted tells how others' answers went on, to whoever measures time: so requests of different
+`cache_salt`s never share a problem, as they share no prefix cache.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Prompt:
     name: str
     found: Attribution
     num_tokens: int
-    key: tuple[int, int]
+    key: tuple[int, int, str]
     # by request: grows while the request runs
     live: dict[str, Sequence[int]] = field(default_factory=dict)
     # oldest first, each [num_tokens] int32
@@ -66,13 +67,14 @@ class Problems:
         self._most_prompts, self._most_tokens = most_prompts, most_tokens
         # by name; the one seen least recently first
         self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
-        # by length and the word that stands for the tokens; equal words are looked at again
-        self._by_key: dict[tuple[int, int], str] = {}
+        # by length, the word that stands for the tokens, and what keeps apart; equal words are looked at again
+        self._by_key: dict[tuple[int, int, str], str] = {}
         self._lengths: Counter[int] = Counter()
         self._sorted_lengths: list[int] = []
         # running requests -> their prompt
         self._running: dict[str, _Prompt] = {}
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        # by the session's name, and what keeps apart
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
         # of the answers that have ended: whose, oldest first
         self._ended: deque[_Prompt] = deque()
         self.num_tokens = 0
@@ -89,6 +91,8 @@ class Problems:
         *,
         given: str = "",
         session_id: str | None = None,
+        salt: str = "",
+        adapter: str = "",
     ) -> Attribution:
         """Attribute a request.
 
@@ -97,22 +101,27 @@ class Problems:
             answer: what it generates; grows in place while the request runs. What is there already was begun elsewhere.
             given: the id that the client gives.
             session_id: of the session that the client names.
+            salt: keeps requests of another salt away, whatever else they give.
+            adapter: the LoRA adapter's name; those of other adapters are away unless the client gives an id.
         """
+        given = salted(given, salt)
         if not prompt:
             return Attribution(given)
         self.end(request_id)
-        name = prompt_hash(prompt)
+        apart = _apart(salt, adapter)
+        session = (session_id, apart) if session_id else None
+        name = prompt_hash(prompt, apart)
         known = self._prompts.get(name)
         if known is None or (given and known.found.problem_id != given):
-            known = self._remember(name, prompt, given, session_id)
+            known = self._remember(name, prompt, given, session, apart)
         self._prompts.move_to_end(name)
         is_again = known.unanswered > 0
         known.unanswered -= is_again
         known.live[request_id] = answer
         self._running[request_id] = known
-        if session_id:
-            self._sessions[session_id] = known.found.problem_id
-            self._sessions.move_to_end(session_id)
+        if session is not None:
+            self._sessions[session] = known.found.problem_id
+            self._sessions.move_to_end(session)
             if len(self._sessions) > self._most_prompts:
                 self._sessions.popitem(last=False)
         return Attribution(known.found.problem_id, known.found.continues or is_again or bool(answer))
@@ -135,23 +144,25 @@ class Problems:
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
-    def _remember(self, name: str, prompt: Sequence[int], given: str, session_id: str | None) -> _Prompt:
+    def _remember(
+        self, name: str, prompt: Sequence[int], given: str, session: tuple[str, str] | None, apart: str
+    ) -> _Prompt:
         tokens = np.asarray(prompt, dtype=np.int32)
         words = _words_of(tokens)
-        before = self._continued(tokens, words)
-        session = self._sessions.get(session_id) if session_id else None
+        before = self._continued(tokens, words, apart)
+        of_session = self._sessions.get(session) if session is not None else None
         if before is not None and given in ("", before.found.problem_id):
             found = Attribution(before.found.problem_id, continues=True)
-        elif given or session is None:
+        elif given or of_session is None:
             found = Attribution(given or name)
         else:
-            found = Attribution(session, continues=True)
+            found = Attribution(of_session, continues=True)
         known = self._prompts.get(name)
         if known is not None:
             # another client gives it another id; its answers stay
             known.found = found
             return known
-        known = self._prompts[name] = _Prompt(name, found, tokens.size, (tokens.size, int(words[-1])))
+        known = self._prompts[name] = _Prompt(name, found, tokens.size, (tokens.size, int(words[-1]), apart))
         self._by_key[known.key] = name
         if not self._lengths[known.num_tokens]:
             bisect.insort(self._sorted_lengths, known.num_tokens)
@@ -160,17 +171,17 @@ class Problems:
             self._forget_one()
         return known
 
-    def _continued(self, tokens: IntArray, words: Words) -> _Prompt | None:
+    def _continued(self, tokens: IntArray, words: Words, apart: str) -> _Prompt | None:
         """The longest known prompt that these tokens begin with, and then go on as one of its answers does."""
         for length in reversed(self._sorted_lengths[: bisect.bisect_left(self._sorted_lengths, tokens.size)]):
-            name = self._by_key.get((length, int(words[length - 1])))
+            name = self._by_key.get((length, int(words[length - 1]), apart))
             known = self._prompts.get(name) if name is not None else None
             if known is None:
                 continue
             rest = tokens[length:]
             # what is as long as the rest, and no longer, may be the whole of the answer
             is_next = any(_goes_on(rest, answer) for answer in known.answers(rest.size + 1))
-            if is_next and prompt_hash(tokens[:length]) == name:
+            if is_next and prompt_hash(tokens[:length], apart) == name:
                 return known
         return None
 
@@ -189,11 +200,30 @@ class Problems:
             self._sorted_lengths.remove(prompt.num_tokens)
 
 
-def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None) -> str:
-    """The default problem id: requests with the same prompt have the same one."""
+def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None, apart: str = "") -> str:
+    """The default problem id: requests with the same prompt have the same one.
+
+    Args:
+        apart: requests of another one have other ids.
+    """
     if prompt_token_ids is None or not len(prompt_token_ids):
         return ""
-    return hashlib.blake2b(np.asarray(prompt_token_ids, dtype=np.int64).tobytes(), digest_size=12).hexdigest()
+    return _digest(np.asarray(prompt_token_ids, dtype=np.int64).tobytes(), apart)
+
+
+def salted(given: str, salt: str) -> str:
+    """The problem id for one that a client gives; who has another salt cannot name it."""
+    return _digest(given.encode("utf-8", "surrogatepass"), "id:" + salt) if given and salt else given
+
+
+def _apart(salt: str, adapter: str) -> str:
+    return f"{len(salt)}:{salt}{adapter}" if salt or adapter else ""
+
+
+def _digest(content: bytes, apart: str) -> str:
+    # blake2b's own parameter keeps the two from running together
+    key = hashlib.blake2b(apart.encode("utf-8", "surrogatepass"), digest_size=16).digest() if apart else b""
+    return hashlib.blake2b(content, digest_size=12, salt=key).hexdigest()
 
 
 def _goes_on(rest: IntArray, answer: IntArray) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+
+from vllm_specrollout.errors import ConfigError, shown
 
 
 class Outcome(Enum):
@@ -43,3 +46,12 @@ class StoreStats:
     """Times that an answer was left out because it holds tokens that the model does not have."""
     # by Outcome.value
     rewards: dict[str, int]
+
+
+def check_reward(request_id: str, reward: object) -> None:
+    """Raises: ConfigError, the reward is not a finite number."""
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise ConfigError(
+            f"the reward of request {shown(request_id)} is {shown(reward)}, not a finite number",
+            "report a finite number, or nothing for an answer without reward",
+        )

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import operator
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.epochs import EpochGuess
+from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.folder import Folder, Located
 from vllm_specrollout.history.log import Reader
 from vllm_specrollout.history.memory import Memory, decode_answer
 from vllm_specrollout.history.records import EpochRecord, Record, RewardRecord
-from vllm_specrollout.history.stats import Outcome, StoreStats
+from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 
@@ -83,7 +81,7 @@ class HistoryStore:
             begins = self._guess.arrived(problem_id, request_id, weights_version, continues) and self._is_guessing
             if begins:
                 latest = self._folder.latest_epoch if self._folder else 0
-                self._begin(max(self._epoch + 1, latest))
+                self._begin(min(max(self._epoch + 1, latest), MAX_EPOCH))
             epoch = self._epoch
         if begins:
             self._background(self._settle)
@@ -114,11 +112,7 @@ class HistoryStore:
         Raises:
             ConfigError: the reward is not a finite number.
         """
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise ConfigError(
-                f"the reward of request `{request_id}` is {reward!r}, not a finite number",
-                "report a finite number, or nothing for an answer without reward",
-            )
+        check_reward(request_id, reward)
         with self._lock:
             outcome = self._reward(request_id, float(reward))
             self._rewards[outcome.value] += 1
@@ -143,21 +137,23 @@ class HistoryStore:
         return Outcome.LATE if place.epoch < self._epoch else Outcome.RECORDED
 
     def begin_epoch(self, epoch: int | None = None) -> int:
-        """The trainer begins an epoch, the next one or the one named; from now on none is guessed. Returns it."""
+        """The trainer begins an epoch, the next one or the one named; from now on none is guessed. Returns it.
+
+        To name the present one begins nothing. Raises: as `check_epoch`.
+        """
         with self._lock:
+            begun = check_epoch(self._epoch, epoch)
             self._is_guessing = False
-            self._guess.begin()
-            begun = self._begin(self._epoch + 1 if epoch is None else epoch)
+            if begun != self._epoch:
+                self._guess.begin()
+                self._begin(begun)
         self._background(self._settle)
         return begun
 
-    def _begin(self, epoch: int) -> int:
-        if epoch < 0:
-            raise ConfigError(f"the epoch is {epoch}, below 0", "count epochs from 0, or give no number")
+    def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         if self._folder is not None and self._meanwhile is None:
             self._write(EpochRecord(epoch))
-        return epoch
 
     def _settle(self) -> None:
         """What a new epoch means for what is kept; may take as long as writing all of it does."""

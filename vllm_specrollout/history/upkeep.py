@@ -16,6 +16,7 @@ from vllm_specrollout.history.frames import HEADER, HistoryError
 from vllm_specrollout.history.log import SUFFIX, Reader, Writer
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.private import make_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def merge(sources: list[Path], into: Path) -> int:
     if into.suffix != SUFFIX:
         raise HistoryError(f"`{into}` does not end in `{SUFFIX}`, so no engine would read it", f"name it *{SUFFIX}")
     vocabulary = _common_vocabulary(sources)
-    into.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(into.parent)
     unfinished = into.with_name(into.name + ".merging")
     unfinished.unlink(missing_ok=True)
     seen: set[tuple[str, str, int, int, bytes]] = set()

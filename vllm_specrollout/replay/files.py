@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from vllm_specrollout.private import new_file
 from vllm_specrollout.replay import codec
 from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Record, Step, Trace, TraceError
 
@@ -42,7 +43,7 @@ class TraceWriter:
         """
         pack = _zstandard(path) if path.suffix == ".zst" else None
         try:
-            self._file: IO[bytes] = open(path, "wb")  # noqa: SIM115
+            self._file: IO[bytes] = new_file(path)
         except OSError as error:
             way = "name a file in an existing folder that may be written"
             raise TraceError(f"the trace `{path}` cannot be written: {error.strerror}", way) from None

@@ -7,17 +7,19 @@ what all routes share (key, limits, errors) in `endpoints_guard.py`. vLLM loads 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NotRequired
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from starlette.datastructures import Headers, State
+from typing_extensions import TypedDict
 
-from vllm_specrollout import reports
+from vllm_specrollout import envs, reports
 from vllm_specrollout.asking import Check, Conversation, aask, check_has_model
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.server.command_line import readable_errors
 from vllm_specrollout.server.endpoints_guard import (
     SpecRolloutErrorResponse,
     SpecRolloutUnauthorized,
@@ -33,6 +35,7 @@ _Index = Annotated[int, Field(ge=0, le=reports.MAX_INDEX), _WHOLE]
 _Epoch = Annotated[int, Field(ge=0, le=reports.MAX_EPOCH), _WHOLE]
 
 HINTS = {
+    "too large": "split the rewards over several requests, or raise " + envs.MAX_BODY_MIB,
     "": "send a JSON object with `Content-Type: application/json`; /openapi.json says which keys there are",
     "rewards": f'give a list of at most {reports.MAX_REWARDS}, like [{{"request_id": "cmpl-1", "reward": 1.0}}]',
     "request_id": f"give the id that the server returned, of 1 to {reports.MAX_ID_LENGTH} characters",
@@ -43,20 +46,22 @@ HINTS = {
 }
 
 
-class SpecRolloutReward(BaseModel):
+class SpecRolloutReward(TypedDict):
     """What one answer was worth."""
 
-    model_config = _STRICT
+    # no model: a body holds thousands of them, and dicts of plain values are nothing to Python's garbage collector
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
     request_id: Annotated[
         str, Field(min_length=1, max_length=reports.MAX_ID_LENGTH, description="The `id` of the server's answer.")
     ]
     reward: Annotated[float, Field(allow_inf_nan=False)]
-    index: Annotated[_Index | None, Field(description="The choice's `index`, if there are several.")] = None
+    index: NotRequired[Annotated[_Index | None, Field(description="The choice's `index`, if there are several.")]]
 
 
 class SpecRolloutRewards(BaseModel):
     model_config = _STRICT
-    rewards: Annotated[list[SpecRolloutReward], Field(max_length=reports.MAX_REWARDS)]
+    # of a list with mistakes, the first is told
+    rewards: Annotated[list[SpecRolloutReward], FailFast(), Field(max_length=reports.MAX_REWARDS)]
 
 
 class SpecRolloutRewardCounts(BaseModel):
@@ -67,9 +72,15 @@ class SpecRolloutRewardCounts(BaseModel):
     unknown: int
 
 
+_EPOCH_SAYS = (
+    "Not below the present one, and not far ahead of it. The present one begins nothing, so a request that names its "
+    "epoch may be sent twice. null: the next."
+)
+
+
 class SpecRolloutNextEpoch(BaseModel):
     model_config = _STRICT
-    epoch: Annotated[_Epoch | None, Field(description="Not below the present one; null: the next.")] = None
+    epoch: Annotated[_Epoch | None, Field(description=_EPOCH_SAYS)] = None
 
 
 class SpecRolloutEpoch(BaseModel):
@@ -100,9 +111,12 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
     409: {
         "model": SpecRolloutErrorResponse,
-        "description": "No history is kept, the epoch is over, no model drafts, or the weights cannot be used.",
+        "description": "No history is kept, the epoch is over or far off, no model drafts, or the weights do not fit.",
     },
-    413: {"model": SpecRolloutErrorResponse, "description": "The body is larger than 8 MiB."},
+    413: {
+        "model": SpecRolloutErrorResponse,
+        "description": "The body is larger than the server takes: 1 MiB, or as many as SPECROLLOUT_MAX_BODY_MIB says.",
+    },
     422: {"model": SpecRolloutErrorResponse, "description": "The body holds what cannot be used."},
 }
 _KEY_REFUSAL: dict[int | str, dict[str, Any]] = {
@@ -110,10 +124,23 @@ _KEY_REFUSAL: dict[int | str, dict[str, Any]] = {
 }
 
 
+class _Rewards(Sequence[reports.Reward]):
+    """The rewards of a body, made one by one when they are asked for."""
+
+    def __init__(self, given: list[SpecRolloutReward]) -> None:
+        self._given = given
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self._given[at]
+        return [reports.Reward(**one) for one in found] if isinstance(at, slice) else reports.Reward(**found)
+
+
 async def report_rewards(body: SpecRolloutRewards, request: Request) -> Any:
     """Tell the engine what answers were worth. Late, repeated and unknown ids are counted, not refused."""
-    entries = [reports.Reward(one.request_id, one.reward, one.index) for one in body.rewards]
-    return await _ask(request, reports.reporting(entries))
+    return await _ask(request, reports.reporting(_Rewards(body.rewards)))
 
 
 async def begin_epoch(body: SpecRolloutNextEpoch, request: Request) -> Any:
@@ -138,13 +165,14 @@ async def _ask(request: Request, conversation: Conversation[Any], check: Check |
     return await aask(engine, conversation, check)
 
 
-def make_router(may_pass: Callable[[Headers], bool] | None) -> APIRouter:
+def make_router(may_pass: Callable[[Headers], bool] | None, max_bytes: int = envs.MIB) -> APIRouter:
     """The routes.
 
     Args:
         may_pass: whether a request with these headers has the server's key; None: the server has none.
+        max_bytes: of a request's body.
     """
-    route_class = guarded_route(may_pass or (lambda headers: True), HINTS)
+    route_class = guarded_route(may_pass or (lambda headers: True), HINTS, max_bytes)
     # checked by the route class; the dependency only says so in the server's description
     described = [Depends(HTTPBearer(auto_error=False, scheme_name="api_key"))] if may_pass else []
     router = APIRouter(prefix=PREFIX, tags=["spec rollout"], route_class=route_class, dependencies=described)
@@ -174,7 +202,9 @@ class SpecRolloutEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(make_router(_key_check(getattr(app.state, "args", None))))
+        with readable_errors():
+            max_bytes = envs.max_body_bytes()
+        app.include_router(make_router(_key_check(getattr(app.state, "args", None)), max_bytes))
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         setattr(state, _STATE, engine_client)

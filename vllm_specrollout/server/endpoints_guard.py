@@ -1,30 +1,24 @@
-"""What every route of ours does around its own work: the server's key, a limit on the body, errors in one form.
+"""What every route of ours does around its own work: the server's key, a body within limits, errors in one form.
 
-FastAPI reads a body whole before it looks at anything else, and vLLM's middleware asks for the key under its own
-prefixes only. So both are done here, around FastAPI's handler.
+FastAPI reads a body whole, parses it on the event loop and lists all its errors before it looks at anything else, and
+vLLM's middleware asks for the key under its own prefixes only. So FastAPI describes our routes, and this runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.types import Message
 
 from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
 from vllm_specrollout.reports import EpochError, WeightsError
-
-MAX_BODY_BYTES = 8 << 20
-MAX_SHOWN = 80
-"""Characters of a wrong value that its error repeats."""
+from vllm_specrollout.server.endpoints_body import BodyError, read_body
 
 
 class ErrorInfo(BaseModel):
@@ -47,40 +41,28 @@ class SpecRolloutUnauthorized(BaseModel):
     error: str
 
 
-class BodyTooLarge(HTTPException):
-    """An `HTTPException`, since FastAPI turns any other that comes up while it reads a body into one of its own."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body has {num_bytes} bytes or more; the limit is {MAX_BODY_BYTES}\n\n"
-            "hint: split the rewards over several requests",
-        )
-
-
-def guarded_route(may_pass: Callable[[Headers], bool], hints: Mapping[str, str]) -> type[APIRoute]:
-    """A route class.
+def guarded_route(may_pass: Callable[[Headers], bool], hints: Mapping[str, str], max_bytes: int) -> type[APIRoute]:
+    """A route class. An endpoint takes `request`, and a model as `body` if it has one; it returns plain JSON types.
 
     Args:
         may_pass: whether a request with these headers has the server's key.
-        hints: field of a body -> what to give; "" for the body itself.
+        hints: field of a body -> what to give; "" for the body itself, "too large" for one beyond `max_bytes`.
+        max_bytes: of a body.
     """
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Any]:
-            handle = super().get_route_handler()
+            endpoint, model = self.endpoint, get_type_hints(self.endpoint).get("body")
 
             async def guarded(request: Request) -> Response:
                 if not may_pass(request.headers):
                     return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
                 try:
-                    return await handle(_limited(request))
-                except RequestValidationError as error:
-                    return _explain(error.errors(), hints)
-                except BodyTooLarge as error:
-                    return answer(HTTPStatus(error.status_code), error.detail)
-                except HTTPException:
-                    return answer(HTTPStatus.BAD_REQUEST, f"the body cannot be read as JSON\n\nhint: {hints['']}")
+                    given = {} if model is None else {"body": await read_body(request, model, max_bytes)}
+                    return JSONResponse(await endpoint(request=request, **given))
+                except BodyError as error:
+                    hint = hints.get(error.field, hints[""])
+                    return answer(error.status, f"{error.cause}\n\nhint: {hint}", error.param)
                 except SpecRolloutError as error:
                     is_conflict = isinstance(error, (EpochError, UnsupportedError, WeightsError))
                     return answer(HTTPStatus.CONFLICT if is_conflict else HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
@@ -96,61 +78,3 @@ def answer(status: HTTPStatus, message: str, param: str | None = None) -> JSONRe
     plain = message.encode("utf-8", "backslashreplace").decode("utf-8")
     info = {"message": plain, "type": status.phrase, "param": param, "code": status.value}
     return JSONResponse({"error": info}, status)
-
-
-def _limited(request: Request) -> Request:
-    """The same request, whose body ends in 413 as soon as it is known to be too large."""
-    announced = request.headers.get("content-length", "")
-    _check_size(int(announced[:19]) if announced.isdecimal() else 0)
-    received = 0
-
-    async def receive() -> Message:
-        nonlocal received
-        message = await request.receive()
-        received += len(message.get("body", b""))
-        _check_size(received)
-        return message
-
-    return Request(request.scope, receive)
-
-
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        raise BodyTooLarge(num_bytes)
-
-
-def _explain(errors: Sequence[Mapping[str, Any]], hints: Mapping[str, str]) -> JSONResponse:
-    """The first of the errors FastAPI found, and how many there are."""
-    first = errors[0]
-    # ("body", "rewards", 3, "reward") -> rewards[3].reward
-    path = [part for part in first["loc"][1:] if part != "body"]
-    if first["type"] == "json_invalid":
-        return answer(
-            HTTPStatus.BAD_REQUEST,
-            f"the body is not JSON: {first['ctx']['error']} at character {path[0]}\n\nhint: {hints['']}",
-        )
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")[:MAX_SHOWN]
-    fields = [part for part in path if isinstance(part, str)]
-    field = fields[-1] if fields else ""
-    if first["type"] == "extra_forbidden":
-        cause, field = f"unknown key `{name}`", fields[-2] if len(fields) > 1 else ""
-    elif first["type"] == "missing":
-        cause = f"`{name}` is missing" if name else "the body is missing"
-    else:
-        said = first["msg"][:1].lower() + first["msg"][1:]
-        cause = f"`{name or 'body'}` is {_shown(first.get('input'))}: {said}"
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    message = f"{cause}{more}\n\nhint: {hints.get(field, hints[''])}"
-    return answer(HTTPStatus.UNPROCESSABLE_ENTITY, message, name or None)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple, dict)):
-        return f"a {'dict' if isinstance(value, dict) else 'list'} of {len(value)}"
-    if isinstance(value, (str, bytes)):
-        text = repr(value[: MAX_SHOWN + 1])
-    elif isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    else:
-        text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

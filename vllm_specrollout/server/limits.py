@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.places import check_places
 from vllm_specrollout.server.engines import Engine
 
 LEAVE_OUT = "or leave spec rollout off"
@@ -157,6 +158,7 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
         )
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
+    check_places(config)
 
 
 def check_vllm_config(vllm_config: Any) -> None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.private import make_folder, new_file
 
 SCHEMA = 1
 ENDING = ".hidden.safetensors"
@@ -76,7 +77,7 @@ class BufferWriter:
         self._folder, self._source, self._most_tokens = folder, source, most_tokens
         self._name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise UnsupportedError(
@@ -124,6 +125,7 @@ class BufferWriter:
         num_tokens = sum(map(len, examples))
         path = self._folder / f"{time.time_ns():020d}-{self._name}-{num_tokens}{ENDING}"
         written = path.with_suffix(".tmp")
+        new_file(written).close()
         save_file(tensors, written, {"spec_rollout": json.dumps(about)})
         written.replace(path)
         self._evict()

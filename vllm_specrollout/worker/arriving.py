@@ -43,6 +43,8 @@ class Arrivals:
             request._output_token_ids,  # the list itself: it grows
             given=options.problem_id,
             session_id=request.session_id,
+            salt=request.cache_salt or "",
+            adapter=request.lora_request.lora_name if request.lora_request is not None else "",
         )
         # a copy: the front end has this one, and other requests may have it too
         request.sampling_params = own = copy.copy(params)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.worker.weights_version import WeightsMixin
 
@@ -33,11 +34,16 @@ class TrainerMixin(WeightsMixin):
     def spec_rollout_begin_epoch(self, epoch: int | None = None) -> int:
         """All problems will be asked again; returns the epoch begun.
 
-        Raises:
-            ConfigError: `epoch` is below 0.
+        One that cannot begin leaves all as it is, and the present one is the answer.
         """
         history = self._history()
-        return history.begin_epoch(epoch) if history is not None else (epoch or 0)
+        if history is None:
+            return epoch or 0
+        try:
+            return history.begin_epoch(epoch)
+        except EpochError:
+            # an exception would cross the engine as mere text; another client was faster, and the number says so
+            return history.store.epoch
 
     def spec_rollout_history(self) -> dict[str, Any]:
         """What is kept and how often it drafted; empty where there is no `history` drafter."""

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_specrollout.history import frames, log
+from vllm_specrollout.history import frames
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.claiming import claim
 from vllm_specrollout.history.frames import HistoryError
 from vllm_specrollout.history.log import LockedError, Reader, Writer
 from vllm_specrollout.history.records import (
@@ -127,12 +128,12 @@ def test_a_file_has_one_writer_even_if_its_own_process_reads_it(path, make_answe
 
 
 def test_each_writer_claims_a_file_of_its_own_and_later_ones_take_them_over(tmp_path, make_answer):
-    one, two = log.claim(tmp_path), log.claim(tmp_path)
+    one, two = claim(tmp_path), claim(tmp_path)
     assert one.path != two.path
     one.append(make_answer("a"))
     one.close()
     found = []
-    again = log.claim(tmp_path, lambda frame, head: found.append(head.request_id))
+    again = claim(tmp_path, lambda frame, head: found.append(head.request_id))
     assert again.path == one.path and found == ["a"]
 
 

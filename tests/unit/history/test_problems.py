@@ -96,6 +96,43 @@ def test_a_session_says_what_tokens_do_not():
     assert known.arrive("d", [8, 8], given="mine", session_id="s") == Attribution("mine")
 
 
+def test_requests_of_another_salt_never_share_a_problem():
+    known = Problems()
+    plain, one, other = (
+        [
+            answered(known, PROMPT, ANSWER, salt=salt, session_id="s"),
+            answered(known, [*PROMPT, *ANSWER, 1], ANSWER, salt=salt),
+            answered(known, [7, 7, 7], ANSWER, salt=salt, session_id="s"),
+            answered(known, [8, 8, 8], ANSWER, salt=salt, given="mine"),
+        ]
+        for salt in ("", "one", "other")
+    )
+    # each goes on from its own prompt, and its own session; ids that are given stay two problems
+    assert plain == [prompt_hash(PROMPT)] * 3 + ["mine"]
+    for of_salt in (one, other):
+        assert of_salt[0] == of_salt[1] == of_salt[2] != of_salt[3]
+    assert len({*plain, *one, *other}) == 6
+    # the same salt again is the same problem
+    assert answered(known, PROMPT, ANSWER, salt="one") == one[0]
+    assert answered(Problems(), [8, 8, 8], ANSWER, salt="one", given="mine") == one[3]
+
+
+def test_adapters_share_a_problem_only_where_the_client_names_one():
+    known = Problems()
+    plain, one, other = (
+        [answered(known, PROMPT, ANSWER, adapter=name), answered(known, [8, 8], ANSWER, adapter=name, given="mine")]
+        for name in ("", "one", "other")
+    )
+    assert len({plain[0], one[0], other[0]}) == 3
+    assert plain[1] == one[1] == other[1] == "mine"
+    assert known.arrive("a", [*PROMPT, *ANSWER[:2]], adapter="one") == Attribution(one[0], continues=True)
+
+
+def test_a_salt_and_an_adapter_do_not_run_together():
+    names = [("ab", ""), ("a", "b"), ("", "ab"), ("1:a", ""), ("", "1:a")]
+    assert len({answered(Problems(), PROMPT, ANSWER, salt=a, adapter=b) for a, b in names}) == len(names)
+
+
 def test_what_was_begun_elsewhere_goes_on_and_ids_may_come_again():
     known = Problems()
     assert known.arrive("a", PROMPT, [1, 2]) == Attribution(prompt_hash(PROMPT), continues=True)

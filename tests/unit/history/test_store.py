@@ -16,7 +16,10 @@ from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import folder, log, table
+from vllm_specrollout.history.epochs import EpochError
 from vllm_specrollout.history.frames import HistoryError
+from vllm_specrollout.history.log import Writer
+from vllm_specrollout.history.records import EpochRecord
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 
@@ -120,9 +123,56 @@ def test_epochs_are_guessed_until_the_trainer_names_one(config, make_answer):
     assert [play(problem, f"{n}") for n, problem in enumerate("pqpqpq", 10)] == [2] * 6
 
 
-def test_a_negative_epoch_is_refused(config):
-    with pytest.raises(ConfigError, match="the epoch is -1"):
-        HistoryStore(config).begin_epoch(-1)
+@pytest.mark.parametrize("epoch", [-1, 6, 1_000_008, 2**31 - 1, 2**31, pytest.param(10**5000, id="huge")])
+def test_an_epoch_that_lies_back_or_far_ahead_is_refused_and_changes_nothing(on_disk, make_answer, epoch):
+    store = HistoryStore(on_disk)
+    store.begin_epoch(7)
+    store.append(make_answer("a", epoch=7))
+    with pytest.raises(EpochError, match="present epoch 7"):
+        store.begin_epoch(epoch)
+    assert store.epoch == 7 and len(answers_in(store, "p")) == 1
+    store.close()
+    assert HistoryStore(on_disk).epoch == 7
+
+
+def test_an_epoch_may_be_named_twice_and_the_second_time_begins_nothing(on_disk):
+    store = HistoryStore(on_disk)
+    assert store.begin_epoch(3) == 3
+    size = store.stats().file_bytes
+    assert store.begin_epoch(3) == 3 and store.stats().file_bytes == size
+    assert store.begin_epoch() == 4
+
+
+def test_the_epoch_the_store_begins_with_may_be_named_and_none_is_guessed_any_more(config, make_answer):
+    store = HistoryStore(config)
+    assert store.begin_epoch(0) == 0
+    for n, problem in enumerate("pqpq"):
+        assert store.arrived(problem, f"{n}") == 0
+        store.append(make_answer(f"{n}", problem))
+
+
+def test_behind_the_last_epoch_there_is_none_and_guessing_stays_there(config, make_answer, monkeypatch):
+    monkeypatch.setattr("vllm_specrollout.history.epochs.MAX_EPOCH", 2)
+    monkeypatch.setattr("vllm_specrollout.history.store.MAX_EPOCH", 2)
+    store = HistoryStore(config)
+    for n, problem in enumerate("pqpqpqpqpq"):
+        store.append(make_answer(f"{n}", problem, store.arrived(problem, f"{n}")))
+    assert store.epoch == 2
+    with pytest.raises(EpochError, match="at most"):
+        store.begin_epoch()
+
+
+def test_an_epoch_in_a_file_that_no_index_could_hold_is_passed_over(on_disk, make_answer, tmp_path):
+    (tmp_path / "kept").mkdir()
+    writer = Writer(tmp_path / "kept" / "other.history")
+    for epoch in (2**31, 2**62, -1):
+        writer.append(EpochRecord(epoch))
+        writer.append(make_answer(f"r{epoch}", epoch=epoch))
+    writer.append(make_answer("good", epoch=1))
+    writer.close()
+    store = HistoryStore(on_disk)
+    assert store.epoch == 1 and [one.request_id for one in answers_in(store, "p")] == ["good"]
+    assert store.begin_epoch() == 2
 
 
 def test_a_store_in_memory_is_bounded_and_drops_its_oldest_answers(make_answer):

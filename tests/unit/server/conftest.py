@@ -27,6 +27,8 @@ class FakeEngine:
         self.names = names
         self.rewards: dict[str, float] = {}
         self.epoch = 0
+        # rewards of each call
+        self.reports: list[int] = []
         self.drafters: list[str] = []
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -34,6 +36,7 @@ class FakeEngine:
 
     def spec_rollout_report_rewards(self, rewards: list[tuple[list[str], float]]) -> dict[str, int]:
         counts = {"matched": 0, "repeated": 0, "unknown": 0}
+        self.reports.append(len(rewards))
         for candidates, reward in rewards:
             name = next((name for name in candidates if name in self.names), None)
             if name is None:

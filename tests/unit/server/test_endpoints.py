@@ -2,13 +2,19 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 
 from tests.unit.server.conftest import HISTORY, WITH_MODEL, FakeEngine
-from vllm_specrollout.server.endpoints_guard import MAX_BODY_BYTES
+from vllm_specrollout import reports
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.server import endpoints, endpoints_body
+from vllm_specrollout.server.endpoints_body import MAX_REWARDS, BodyError, parse
+
+MAX_BODY_BYTES = 1 << 20
 
 JSON = {"content-type": "application/json"}
 
@@ -54,6 +60,19 @@ def test_a_repeated_reward_is_counted_and_replaces_the_first(client, engine):
 def test_epochs_begin_one_after_another_or_by_name(client):
     begin = [client.post("/spec_rollout/epoch", json=body).json() for body in ({}, {"epoch": None}, {"epoch": 9})]
     assert begin == [{"epoch": 1}, {"epoch": 2}, {"epoch": 9}]
+
+
+def test_an_epoch_named_twice_begins_once(client, engine):
+    engine.epoch = 5
+    answers = [client.post("/spec_rollout/epoch", json={"epoch": 6}) for _ in range(3)]
+    assert [answer.json() for answer in answers] == [{"epoch": 6}] * 3 and engine.epoch == 6
+
+
+@pytest.mark.parametrize("epoch, status", [(1_000_005, 200), (1_000_006, 409), (2**31 - 1, 409), (2**31, 422)])
+def test_an_epoch_far_ahead_is_refused_and_changes_nothing(client, engine, epoch, status):
+    engine.epoch = 5
+    assert client.post("/spec_rollout/epoch", json={"epoch": epoch}).status_code == status
+    assert engine.epoch == (epoch if status == 200 else 5)
 
 
 def test_an_epoch_that_falls_is_a_conflict_and_changes_nothing(client, engine):
@@ -122,13 +141,13 @@ def test_a_server_without_an_engine_says_so(make_app):
     [
         ("", 422, "the body is missing"),
         ("{", 400, "the body is not JSON: Expecting property name enclosed in double quotes at character 1"),
-        ("[" * 100_000, 400, "the body cannot be read as JSON"),
+        ("[" * 60_000, 400, "the body cannot be read as JSON"),
         ("\xff", 400, "the body cannot be read as JSON"),
         ('{"rewards": [], "seed": 1}', 422, "unknown key `seed`"),
         ("{}", 422, "`rewards` is missing"),
         ('{"rewards": {}}', 422, "`rewards` is a dict of 0: input should be a valid list"),
         ('{"rewards": [{"reward": 1}]}', 422, "`rewards[0].request_id` is missing"),
-        ('{"rewards": [{"request_id": "a"}, {}]}', 422, "`rewards[0].reward` is missing (and 2 more)"),
+        ('{"rewards": [{"request_id": "a"}, {}]}', 422, "`rewards[0].reward` is missing"),
         (
             '{"rewards": [{"request_id": "a", "reward": 1, "score": 1}]}',
             422,
@@ -174,11 +193,14 @@ def test_a_value_that_cannot_be_used_is_one_clear_error(client, engine, field, v
     assert error["param"] == f"rewards[0].{field}" and engine.rewards == {}
 
 
-def test_a_report_holds_at_most_65536_rewards(client):
+def test_a_report_holds_at_most_65536_rewards(make_app, engine, monkeypatch):
+    monkeypatch.setenv("SPECROLLOUT_MAX_BODY_MIB", "8")
+    client = TestClient(make_app(engine))
     most = [{"request_id": "a", "reward": 1} for _ in range(65_536)]
     assert report(client, *most).json()["unknown"] == 65_536
     answer = report(client, *most, most[0])
     assert answer.status_code == 422 and "at most 65536 items" in answer.text
+    assert max(engine.reports) == reports.REWARDS_AT_ONCE and sum(engine.reports) == 65_536
 
 
 def test_a_body_without_a_json_content_type_is_refused(client):
@@ -189,15 +211,95 @@ def test_a_body_without_a_json_content_type_is_refused(client):
 # --- size ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_of_eight_mebibytes_is_read_and_one_byte_more_is_not(client):
+def test_a_body_of_one_mebibyte_is_read_and_one_byte_more_is_not(client):
     body = b'{"rewards": []}'
     most = body + b" " * (MAX_BODY_BYTES - len(body))
     assert client.post("/spec_rollout/rewards", content=most, headers=JSON).status_code == 200
     answer = client.post("/spec_rollout/rewards", content=most + b" ", headers=JSON)
     assert answer.status_code == 413
     assert answer.json()["error"]["message"] == (
-        "the body has 8388609 bytes or more; the limit is 8388608\n\nhint: split the rewards over several requests"
+        "the body has 1048577 bytes or more; the limit is 1048576\n\n"
+        "hint: split the rewards over several requests, or raise SPECROLLOUT_MAX_BODY_MIB"
     )
+
+
+def test_the_limit_can_be_raised(make_app, engine, monkeypatch):
+    monkeypatch.setenv("SPECROLLOUT_MAX_BODY_MIB", "2")
+    client = TestClient(make_app(engine))
+    sizes = (2 << 20, (2 << 20) + 1)
+    answers = [client.post("/spec_rollout/rewards", content=b"{}" + b" " * (n - 2), headers=JSON) for n in sizes]
+    assert [answer.status_code for answer in answers] == [422, 413]
+
+
+@pytest.mark.parametrize("value", ["0", "65", "-1", "1.5", "1e3", "one", "9" * 5000])
+def test_a_limit_that_cannot_be_used_ends_the_start(make_app, engine, monkeypatch, value):
+    monkeypatch.setenv("SPECROLLOUT_MAX_BODY_MIB", value)
+    with pytest.raises(ConfigError, match="outside 1 to 64\n\nhint: "):
+        make_app(engine)
+
+
+def of_one_mebibyte(start, entry, end, most=1 << 30):
+    """As many entries as fit."""
+    entries, size = [], len(start) + len(end)
+    for i in range(most):
+        text = entry(i)
+        if size + len(text) + 1 > MAX_BODY_BYTES:
+            break
+        entries.append(text)
+        size += len(text) + 1
+    return (start + ",".join(entries) + end).encode()
+
+
+WRONG = ",".join(f'"{letter}":1' for letter in "abcdefghijklmnopq")
+WORST = {
+    "unknown keys": of_one_mebibyte('{"rewards":[],', lambda i: f'"{i:x}":0', "}"),
+    "some unknown keys": of_one_mebibyte('{"rewards":[],', lambda i: f'"{i:x}":0', "}", most=16_000),
+    "rewards of unknown keys": of_one_mebibyte('{"rewards":[', lambda i: "{" + WRONG + "}", "]}"),
+    "empty rewards": of_one_mebibyte('{"rewards":[', lambda i: "{}", "]}", most=MAX_REWARDS),
+    "too many objects": of_one_mebibyte('{"rewards":[', lambda i: '{"":0}', "]}"),
+    "wrong rewards": of_one_mebibyte('{"rewards":[', lambda i: '{"request_id":0,"reward":""}', "]}"),
+    "long ids": of_one_mebibyte('{"rewards":[', lambda i: '{"request_id":"' + "x" * 300 + '","reward":1}', "]}"),
+}
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_of_a_body_full_of_mistakes_the_first_alone_is_looked_for(name, monkeypatch):
+    made = []
+
+    def spy(error):
+        made.append(error.error_count())
+        return explain(error)
+
+    explain = endpoints_body._explained
+    monkeypatch.setattr(endpoints_body, "_explained", spy)
+    with pytest.raises(BodyError) as refusal:
+        parse(WORST[name], endpoints.SpecRolloutRewards)
+    assert sum(made) <= 2 and len(refusal.value.cause) < 250
+
+
+def test_what_takes_long_to_parse_is_refused_unparsed(monkeypatch):
+    monkeypatch.setattr(endpoints_body.json, "loads", None)
+    for name, cause in (("unknown keys", "colons"), ("too many objects", "objects and lists")):
+        with pytest.raises(BodyError, match=cause):
+            parse(WORST[name], endpoints.SpecRolloutRewards)
+
+
+def test_a_full_report_is_read_whatever_its_ids_are(client):
+    body = of_one_mebibyte('{"rewards":[', lambda i: f'{{"request_id":"run:3:7:{{{i}}}","reward":1}}', "]}")
+    assert client.post("/spec_rollout/rewards", content=body, headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b'{"rewards": []}', b'{"rewards": [{}]}', b'{"rewards": [0', b'{"seed": 1}'])
+def test_a_body_is_parsed_on_a_thread_of_its_own(client, monkeypatch, content):
+    threads = []
+
+    def spy(body, model):
+        threads.append(threading.current_thread().name)
+        return parse(body, model)
+
+    monkeypatch.setattr(endpoints_body, "parse", spy)
+    assert client.post("/spec_rollout/rewards", content=content, headers=JSON).status_code in (200, 400, 422)
+    assert len(threads) == 1 and threads[0].startswith("specrollout-http")
 
 
 def ask(app, headers, chunks):
@@ -225,16 +327,16 @@ def ask(app, headers, chunks):
 
 def test_a_body_in_chunks_is_read_no_further_than_the_limit(make_app, engine):
     chunks = [b" " * (1 << 20)] * 64
-    assert ask(make_app(engine), [(b"transfer-encoding", b"chunked")], chunks) == (413, 9)
+    assert ask(make_app(engine), [(b"transfer-encoding", b"chunked")], chunks) == (413, 2)
 
 
-@pytest.mark.parametrize("length", [b"8388609", b"9" * 4_400])
+@pytest.mark.parametrize("length", [b"1048577", b"9" * 4_400])
 def test_a_body_announced_as_too_large_is_not_read_at_all(make_app, engine, length):
     assert ask(make_app(engine), [(b"content-length", length)], [b" "] * 2) == (413, 0)
 
 
 def test_a_body_that_is_longer_than_announced_is_still_limited(make_app, engine):
-    assert ask(make_app(engine), [(b"content-length", b"2")], [b" " * (1 << 20)] * 64) == (413, 9)
+    assert ask(make_app(engine), [(b"content-length", b"2")], [b" " * (1 << 20)] * 64) == (413, 2)
 
 
 # --- key -------------------------------------------------------------------------------------------------------------

@@ -104,6 +104,12 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
         BufferWriter(tmp_path / "file" / "below", SOURCE, 10)
 
 
+def test_hidden_states_are_their_owners_alone(tmp_path):
+    written(tmp_path / "new", example(8, 3))
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in paths_in(tmp_path / "new")] == [0o600]
+
+
 def test_what_is_left_when_the_interpreter_ends_is_written_too(tmp_path):
     """Threads take no work by then; an engine in a script of its user's is closed that late."""
     program = f"""

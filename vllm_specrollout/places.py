@@ -1,0 +1,62 @@
+"""Whether the files and folders that a configuration names can be used: asked where an engine is configured, before it
+starts. A worker would find out as well, in a process whose errors few people read. stdlib only."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.errors import ConfigError, shown
+from vllm_specrollout.private import make_folder
+
+
+def check_places(config: SpecRolloutConfig) -> None:
+    """Make the folders that are to be written, and see whether they can be.
+
+    Raises:
+        ConfigError: the first that cannot be used.
+    """
+    for name, folder in (("history.dir", config.history.dir), ("collect.dir", config.collect.dir)):
+        if folder:
+            _check_folder(name, folder)
+    if config.record is not None:
+        _check_file("record", config.record)
+
+
+def _check_folder(name: str, path: str) -> None:
+    try:
+        make_folder(Path(path))
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ConfigError(
+            f"`{name}` is {shown(path)}, which cannot be used: {error.strerror or error}",
+            "name a folder that can be made and written, or see to its permissions",
+        ) from None
+
+
+def _check_file(name: str, path: str) -> None:
+    """It is opened, and emptied, by the engine alone."""
+    problem = _problem_of_file(path)
+    if problem:
+        cause = f"`{name}` is {shown(path)}, which cannot be used: {problem}"
+        raise ConfigError(cause, "name a file in an existing folder that can be written")
+
+
+def _problem_of_file(path: str) -> str:
+    """Why a file could not be written; empty: it could."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        # a link may lead elsewhere
+        folder = os.path.dirname(os.path.realpath(path))
+        if not os.path.isdir(folder):
+            return f"there is no folder {shown(folder)}"
+        return "" if os.access(folder, os.W_OK | os.X_OK) else f"the folder {shown(folder)} cannot be written"
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISREG(mode):
+        return "it is no regular file"
+    return "" if os.access(path, os.W_OK) else "it cannot be written"
