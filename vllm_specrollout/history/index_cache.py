@@ -16,7 +16,7 @@ from typing import Generic
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
-from vllm_specrollout.history.folder import Located
+from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
