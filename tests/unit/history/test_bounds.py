@@ -1,4 +1,4 @@
-"""What is kept per request, problem or answer has a bound, in memory and on disk; and no error leaves answers behind."""
+"""What is kept per request, problem or answer has a bound, in memory and on disk; no error leaves answers behind."""
 
 from __future__ import annotations
 
