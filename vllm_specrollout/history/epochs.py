@@ -23,7 +23,7 @@ from vllm_specrollout.errors import ConfigError, shown
 
 MAX_EPOCH = 2**31 - 1
 """Highest number of an epoch: the indices keep it in 32 bits."""
-MOST_PROBLEMS = 24_576
+MOST_PROBLEMS = 20_480
 """Problems remembered of the running epoch; those that came least recently are forgotten, and then come as new ones."""
 MAX_JUMP = 1_000_000
 """Most epochs that one call may go ahead: what is further is a clock or a mistake, and would drop every answer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_specrollout.drafter_config import HistoryConfig
@@ -32,8 +33,12 @@ class Keeping:
         HistoryError: the directory cannot be used, or holds what `history.foreign` refuses.
     """
 
-    def __init__(self, config: HistoryConfig, lock: threading.RLock, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, config: HistoryConfig, lock: threading.RLock, vocabulary: Vocabulary, gone: Callable[[str, int], None]
+    ) -> None:
         self._config = config
+        # told the request and ticket of an answer that made room for a later one
+        self._gone = gone
         self._lock = lock
         self.table = Table()
         self._most = config.max_mib * PER_MIB
@@ -80,6 +85,7 @@ class Keeping:
         ticket = self.table.ticket(row)
         for held in self.memory.overflow():
             self.evicted += 1
+            self._gone(held.request_id, self.table.ticket(held.row))
             self.table.drop([held.row])
         return ticket
 

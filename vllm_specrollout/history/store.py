@@ -22,8 +22,6 @@ from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.table import key_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 
-_FEW = 1024
-"""Names of dropped answers that may be in memory before they are looked for."""
 
 
 class HistoryStore:
@@ -51,7 +49,7 @@ class HistoryStore:
         # held while settling, so that nobody gives the file away meanwhile; taken before the other one
         self._settling = threading.Lock()
         self._is_closed = False
-        self._kept = Keeping(config, self._lock, vocabulary)
+        self._kept = Keeping(config, self._lock, vocabulary, self._gone)
         self._guess = EpochGuess()
         self._is_guessing = True
         # tickets of this engine's answers that may still get a reward, by request
@@ -101,8 +99,6 @@ class HistoryStore:
             ticket = self._kept.add(answer)
             if ticket is not None:
                 self._requests[answer.request_id] = ticket
-            if len(self._requests) > 2 * len(self._kept.table) + _FEW:
-                self._forget_dropped()
             is_due = self._kept.is_full and not self._is_settling_due
             self._is_settling_due |= is_due
         if is_due:
@@ -166,17 +162,26 @@ class HistoryStore:
                     self._kept.settle(self._epoch)
             except Exception as error:
                 self._kept.note_error(error)
-            with self._lock:
-                self._forget_dropped()
+            self._forget_dropped()
+
+    def _gone(self, request_id: str, ticket: int) -> None:
+        """An answer in memory made room for a later one."""
+        if self._requests.get(request_id) == ticket:
+            del self._requests[request_id]
 
     def _forget_dropped(self) -> None:
         """Names of answers that are gone, or so old that no reward for them counts."""
         table, rewardable = self._kept.table, max(self._epoch - self._config.epochs, self._epoch - 1)
-        self._requests = {
-            name: ticket
-            for name, ticket in self._requests.items()
-            if (row := table.row(ticket)) is not None and table.place(row).epoch >= rewardable
-        }
+        with self._lock:
+            names = list(self._requests)
+        for start in range(0, len(names), 1000):
+            # a few at a time: whoever wants the lock need not wait for all of them
+            with self._lock:
+                for name in names[start : start + 1000]:
+                    ticket = self._requests.get(name)
+                    row = None if ticket is None else table.row(ticket)
+                    if ticket is not None and (row is None or table.place(row).epoch < rewardable):
+                        del self._requests[name]
 
     def find(self, problem_id: str | None) -> list[Located]:
         """A problem's answers (None: all problems') that may draft now, older epochs first."""

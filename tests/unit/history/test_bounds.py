@@ -37,12 +37,11 @@ def test_problems_that_never_come_back_are_forgotten_the_oldest_first(
 ) -> None:
     monkeypatch.setattr(keeping, "PER_MIB", 64)
     monkeypatch.setattr(epochs, "MOST_PROBLEMS", 50)
-    monkeypatch.setattr("vllm_specrollout.history.store._FEW", 10)
     store = HistoryStore(HistoryConfig(dir="" if where == "in memory" else str(tmp_path), max_mib=1))
     for number in range(1000):
         _ask(store, number)
         assert len(store._guess._seen) <= 50 and not store._guess._running
-        assert len(store._requests) <= 2 * 64 + 10
+        assert len(store._requests) <= 65
         assert store.stats().answers <= 65 and store.stats().problems <= 65
     stats = store.stats()
     assert stats.evicted == 1000 - stats.answers and not stats.write_errors
