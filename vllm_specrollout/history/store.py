@@ -23,7 +23,6 @@ from vllm_specrollout.history.table import key_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 
 
-
 class HistoryStore:
     """Keeps answers, finds a problem's, knows the epoch.
 
