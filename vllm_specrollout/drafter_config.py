@@ -18,6 +18,7 @@ from vllm_specrollout.checks import (
 from vllm_specrollout.errors import ConfigError, shown
 
 SCOPES = ("problem", "global")
+FOREIGN = ("skip", "refuse")
 SINGLE = "drafter"
 """What the decoupled drafter of `speculative_config` is called."""
 MAX_RANKS = 64
@@ -68,7 +69,14 @@ class HistoryConfig:
     """Whether an answer weighs its reward alone, so that a draft follows the branch whose rewards sum up to most
     (RhymeRL, 5.3); an answer with no reward above 0 counts 1/256. `reward_weight` has no meaning then."""
     max_mib: int = 1024
-    """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped."""
+    """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped. Answers have
+    the same limit: in memory so much of them, and everywhere 1,024 for each MiB; beyond it the oldest are dropped."""
+    max_disk_mib: int = 16384
+    """Disk for the files of `dir` that this engine writes or finds without an engine, in MiB; beyond it, the oldest
+    answers are dropped. While a file is written anew, the copy counts too."""
+    foreign: str = "skip"
+    """What becomes of files in `dir` of another model's vocabulary: `skip` leaves them out with a warning, `refuse` is
+    an error at the start."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dir", check_path("history.dir", self.dir))
@@ -82,6 +90,8 @@ class HistoryConfig:
         check_real("history.decay", self.decay, 0.0, 1.0)
         check_real("history.reward_weight", self.reward_weight, 0.0, 1024.0)
         check_range("history.max_mib", self.max_mib, 1, 1 << 20)
+        check_range("history.max_disk_mib", self.max_disk_mib, 1, 1 << 30)
+        check_choice("history.foreign", self.foreign, FOREIGN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_specrollout.history.frames import HistoryError
-from vllm_specrollout.history.log import SUFFIX, ForeignError, LockedError, Visit, Writer
+from vllm_specrollout.history.log import SUFFIX, LockedError, Reader, Visit, Writer, lock
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.private import make_folder
 
 
-def claim(folder: Path, visit: Visit | None = None, vocabulary: Vocabulary = ANY_VOCABULARY) -> Writer:
+def claim(
+    folder: Path,
+    visit: Visit | None = None,
+    vocabulary: Vocabulary = ANY_VOCABULARY,
+    passed_over: Callable[[Path, HistoryError], object] = lambda path, error: None,
+) -> Writer:
     """Open the first file of the folder that nobody writes and that is of this vocabulary, or a new one.
 
     Files of another user, and what is no file, are passed over.
 
+    Args:
+        passed_over: told of a file that is of another vocabulary, damaged in its header, or no file at all. May raise.
+
     Raises:
-        HistoryError: the folder cannot be used, or a file of it is damaged in its header.
+        HistoryError: the folder cannot be used.
     """
     way = "name another folder in `history.dir`, or see to its permissions"
     try:
@@ -28,10 +38,30 @@ def claim(folder: Path, visit: Visit | None = None, vocabulary: Vocabulary = ANY
         path = folder / f"answers-{number:04d}{SUFFIX}"
         try:
             return Writer(path, visit, vocabulary)
-        except (LockedError, ForeignError):
+        except LockedError:
             continue
+        except HistoryError as error:
+            passed_over(path, error)
         except OSError as error:
             if isinstance(error, (PermissionError, IsADirectoryError)) and os.path.lexists(path):
                 continue
             raise HistoryError(f"the history in `{folder}` cannot be kept: {error.strerror}", way) from None
     raise HistoryError(f"all {1 << 16} history files in `{folder}` are others'", "name another `history.dir`")
+
+
+def is_ours_by_name(path: Path) -> bool:
+    """Whether an engine named the file, rather than a person."""
+    return re.fullmatch(r"answers-[0-9]{4,5}" + re.escape(SUFFIX), path.name) is not None
+
+
+def unlink_if_unused(reader: Reader) -> bool:
+    """Remove a file that no process writes; returns whether it is gone. Who reads it can go on reading."""
+    try:
+        held = lock(reader.path)
+        if not reader.is_current or held.size() != reader.seen_bytes:
+            # another file by now, or somebody has written since it was read
+            return False
+        reader.path.unlink()
+    except (HistoryError, OSError):
+        return False
+    return True

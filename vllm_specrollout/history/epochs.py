@@ -16,12 +16,15 @@ Wrong guesses cost speed only, never tokens. A boundary too many makes siblings 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from vllm_specrollout.errors import ConfigError, shown
 
 MAX_EPOCH = 2**31 - 1
 """Highest number of an epoch: the indices keep it in 32 bits."""
+MOST_PROBLEMS = 20_480
+"""Problems remembered of the running epoch; those that came least recently are forgotten, and then come as new ones."""
 MAX_JUMP = 1_000_000
 """Most epochs that one call may go ahead: what is further is a clock or a mistake, and would drop every answer."""
 
@@ -70,8 +73,8 @@ class EpochGuess:
     """Watches requests come and go."""
 
     def __init__(self) -> None:
-        # by problem
-        self._seen: dict[str, _Seen] = {}
+        # by problem, the one that came least recently first
+        self._seen: OrderedDict[str, _Seen] = OrderedDict()
         # running requests' problems, by request
         self._running: dict[str, str] = {}
         self._epoch = 0
@@ -95,6 +98,10 @@ class EpochGuess:
             self.begin()
         self._running[request_id] = problem_id
         seen = self._seen.setdefault(problem_id, _Seen(0, 0, 0, None))
+        self._seen.move_to_end(problem_id)
+        for _ in range(min(len(self._seen) - MOST_PROBLEMS, 2)):
+            # two: one more for each that was passed over before
+            self._forget_one()
         seen.running += 1
         seen.epoch = self._epoch
         seen.change = self._changes
@@ -110,7 +117,15 @@ class EpochGuess:
     def begin(self) -> None:
         """A new epoch: no problem has been seen in it."""
         self._epoch += 1
-        self._seen = {problem_id: seen for problem_id, seen in self._seen.items() if seen.running}
+        self._seen = OrderedDict((problem_id, seen) for problem_id, seen in self._seen.items() if seen.running)
+
+    def _forget_one(self) -> None:
+        """The problem that came least recently; one that runs is passed over, and looked at again much later."""
+        problem_id = next(iter(self._seen))
+        if self._seen[problem_id].running:
+            self._seen.move_to_end(problem_id)
+        else:
+            del self._seen[problem_id]
 
     def _begins(self, problem_id: str, weights_version: int | None) -> bool:
         seen = self._seen.get(problem_id)

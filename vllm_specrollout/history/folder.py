@@ -7,18 +7,28 @@ one thread at a time and take the lock themselves; the rest is called with it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+import numpy as np
 
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.claiming import claim
+from vllm_specrollout.history.claiming import claim, is_ours_by_name, unlink_if_unused
 from vllm_specrollout.history.epochs import MAX_EPOCH
 from vllm_specrollout.history.frames import Frame, HistoryError
-from vllm_specrollout.history.records import AnswerHead, EpochRecord, Record, RecordHead, RewardRecord, with_reward
+from vllm_specrollout.history.records import (
+    REWARD_BYTES,
+    AnswerHead,
+    EpochRecord,
+    Record,
+    RecordHead,
+    RewardRecord,
+    with_reward,
+)
+from vllm_specrollout.history.source import NO_ROW, Source
 from vllm_specrollout.history.table import Place, Table, key_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
@@ -26,61 +36,46 @@ logger = logging.getLogger(__name__)
 
 OWN = 1
 """Number of the own file; others count on from there."""
-_NONE = -1
 # rewriting below it saves nothing worth the work
 _LEAST_REWRITTEN = 1 << 20
 
 
-class Located(NamedTuple):
-    """An answer that can be read whatever happens to the store meanwhile."""
-
-    place: Place
-    source: log.Reader | bytes
-
-
-class _Source:
-    """One file, as far as it was read."""
-
-    def __init__(self, reader: log.Reader | None) -> None:
-        self.reader = reader
-        # [sequence number] row of that answer, _NONE: no answer, or one that was dropped
-        self.rows = array("i")
-        self.num_tokens = 0
-        """Of all answers in it, dropped ones too."""
-
-    def set_row(self, sequence: int, row: int) -> None:
-        if sequence >= len(self.rows):
-            self.rows.extend([_NONE] * (sequence + 1 - len(self.rows)))
-        self.rows[sequence] = row
-
-    def row(self, sequence: int) -> int:
-        return self.rows[sequence] if sequence < len(self.rows) else _NONE
-
-
 class Folder:
-    """Opens the directory, claims a file in it and reads all others, but for those in another vocabulary.
+    """Opens the directory, claims a file in it and reads all others, but for those that it cannot use.
+
+    Args:
+        expects_own: a file in another vocabulary is an error.
 
     Raises:
-        HistoryError: a file is damaged in its header, or of another version.
+        HistoryError: the directory cannot be used.
+        ForeignError: it holds a file in another vocabulary, and none was expected.
     """
 
     def __init__(
-        self, path: Path, table: Table, lock: threading.RLock, vocabulary: Vocabulary = ANY_VOCABULARY
+        self,
+        path: Path,
+        table: Table,
+        lock: threading.RLock,
+        vocabulary: Vocabulary = ANY_VOCABULARY,
+        expects_own: bool = False,
     ) -> None:
         self._path = path
         self._vocabulary = vocabulary
         self._table = table
         self._lock = lock
-        self._sources: dict[int, _Source] = {OWN: _Source(None)}
+        self._sources: dict[int, Source] = {OWN: Source(None)}
+        self._expects_own = expects_own
+        # what cannot be used, and why; and what of it was named already
+        self._unusable: dict[Path, str] = {}
         self._warned: set[Path] = set()
         self.foreign: set[Path] = set()
         """Files that are left out, since their token ids mean something else."""
         self.latest_epoch = 0
         """Of all that was read."""
         own = self._sources[OWN]
-        self.writer = claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary)
+        self.writer = claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary, self._pass_over)
         own.reader = self.writer.reader
-        self.refresh(is_start=True)
+        self.refresh()
 
     @property
     def path(self) -> Path:
@@ -97,7 +92,12 @@ class Folder:
         return reader
 
     def append(self, record: Record) -> int:
-        """Write a record to the own file; returns an answer's row, otherwise -1. Raises OSError: disk full or gone."""
+        """Write a record to the own file; returns an answer's row, otherwise -1.
+
+        Raises:
+            OSError: the disk is full or gone.
+            ValueError: the record is larger than one may be.
+        """
         return self._take(OWN, self._sources[OWN], self.writer.append(record), record)
 
     def move_in(self, row: int, answer: Answer) -> None:
@@ -107,10 +107,16 @@ class Folder:
         self._sources[OWN].set_row(frame.sequence, row)
         self._sources[OWN].num_tokens += answer.num_tokens
 
-    def refresh(self, is_start: bool = False) -> None:
-        """Read what others have written since. A file that cannot be used is an error at the start, a warning later."""
+    def refresh(self) -> None:
+        """Read what others have written since. Files that cannot be used are left out, with one warning for all.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
         known = {source.reader.path: number for number, source in self._sources.items() if source.reader is not None}
         paths = [path for path in log.files(self._path) if path != self.path]
+        # what is gone need not be remembered
+        self._unusable = {path: why for path, why in self._unusable.items() if path in set(paths)}
         for path, number in known.items():
             reader = self._sources[number].reader
             if number != OWN and (path not in paths or reader is None or not reader.is_current):
@@ -121,18 +127,29 @@ class Folder:
                 number = max(self._sources) + 1
             try:
                 self._read_on(number, path)
+                self._unusable.pop(path, None)
             except (HistoryError, OSError) as error:
-                if is_start and isinstance(error, HistoryError) and not isinstance(error, log.ForeignError):
-                    raise
-                if path not in self._warned:
-                    logger.warning("answers of another engine are not used: %s", error)
-                self._warned.add(path)
+                self._pass_over(path, error)
+        self._name_unusable()
+
+    def _pass_over(self, path: Path, error: Exception) -> None:
+        if self._expects_own and isinstance(error, log.ForeignError):
+            raise error
+        self._unusable[path] = str(error)
+
+    def _name_unusable(self) -> None:
+        """Say what is left out: a warning for all that are new."""
+        new = [path for path in self._unusable if path not in self._warned]
+        self._warned = set(self._unusable)
+        if new:
+            more = f" ({len(new) - 1} more: {', '.join(path.name for path in new[1:6])})" if new[1:] else ""
+            logger.warning("answers of another engine are not used: %s%s", self._unusable[new[0]], more)
 
     def _read_on(self, number: int, path: Path) -> None:
         if number not in self._sources:
             reader = log.Reader(path)
             self._expect_own_vocabulary(reader)
-            self._sources[number] = _Source(reader)
+            self._sources[number] = Source(reader)
         source = self._sources[number]
         assert source.reader is not None, "only the own file has none, while it is opened"
         for frame, head in source.reader.records():
@@ -151,9 +168,9 @@ class Folder:
             "give each model its own `history.dir`; nothing else is lost",
         )
 
-    def _take(self, number: int, source: _Source, frame: Frame, head: Record | RecordHead) -> int:
+    def _take(self, number: int, source: Source, frame: Frame, head: Record | RecordHead) -> int:
         """Note a record that is in a file; returns an answer's row, otherwise -1."""
-        row = _NONE
+        row = NO_ROW
         if isinstance(head, (Answer, AnswerHead, EpochRecord)) and not 0 <= head.epoch <= MAX_EPOCH:
             # no writer of ours numbers epochs so, and no index could hold it
             return row
@@ -164,7 +181,8 @@ class Folder:
             source.num_tokens += head.num_tokens
             self.latest_epoch = max(self.latest_epoch, head.epoch)
         elif isinstance(head, RewardRecord):
-            if (known := source.row(head.sequence)) != _NONE:
+            source.reward_bytes += REWARD_BYTES
+            if (known := source.row(head.sequence)) != NO_ROW:
                 self._table.set_reward(known, head.reward)
         elif isinstance(head, EpochRecord):
             self.latest_epoch = max(self.latest_epoch, head.epoch)
@@ -179,14 +197,45 @@ class Folder:
         """These rows are gone, and may be others' soon. Called with the lock."""
         for place in places:
             if place.file in self._sources:
-                self._sources[place.file].set_row(place.sequence, _NONE)
+                self._sources[place.file].set_row(place.sequence, NO_ROW)
 
     def is_mostly_dead(self) -> bool:
         """Whether more than half of the own file is of no use any more. Called with the lock."""
         own = self._sources[OWN]
         if self.writer.size < _LEAST_REWRITTEN:
             return False
-        return 2 * self._table.num_tokens(OWN) < own.num_tokens
+        is_old = 2 * self._table.num_tokens(OWN) < own.num_tokens
+        return is_old or 2 * own.reward_bytes > self.writer.size
+
+    def oldest_beyond(self, most_bytes: int) -> list[int]:
+        """Rows of the own file's answers for which there is no room in so many bytes. Called with the lock."""
+        rows = np.asarray(self._table.rows_of(OWN), dtype=np.int64)
+        places = [self._table.place(row) for row in rows.tolist()]
+        # newest first; an answer ends where the next record of an answer begins, at the latest
+        offsets = np.asarray([place.offset for place in places], dtype=np.int64)
+        by_offset = np.sort(offsets)
+        ends = np.append(by_offset, self.writer.size)[np.searchsorted(by_offset, offsets) + 1]
+        order = np.lexsort((-offsets, -np.asarray([place.epoch for place in places], dtype=np.int64)))
+        beyond = np.cumsum((ends - offsets)[order]) > most_bytes
+        return [int(row) for row in rows[order][beyond]]
+
+    def remove_stale(self, oldest: int, most_bytes: int) -> None:
+        """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
+
+        Only files that this engine might have written: named like its own, of its vocabulary, and nobody's now.
+        """
+        others = [source.reader for number, source in self._sources.items() if number != OWN and source.reader]
+        stale = [reader for reader in others if is_ours_by_name(reader.path)]
+        by_age = sorted(stale, key=lambda reader: os.fstat(reader.descriptor.fd).st_mtime)
+        room = most_bytes - sum(reader.descriptor.size() for reader in stale)
+        for reader in by_age:
+            number = next(number for number, source in self._sources.items() if source.reader is reader)
+            with self._lock:
+                is_alive = any(self._table.place(row).epoch >= oldest for row in self._table.rows_of(number))
+            if (is_alive and room >= 0) or not unlink_if_unused(reader):
+                continue
+            room += reader.descriptor.size()
+            self._forget(number)
 
     def rewrite(self, epoch: int) -> set[int]:
         """Write the own file anew, with the answers that the table still has. Nothing may be appended meanwhile.
@@ -212,7 +261,7 @@ class Folder:
 
         frames = self.writer.rewrite(live())[1:]
         with self._lock:
-            own = _Source(self.writer.reader)
+            own = Source(self.writer.reader)
             for (row, place), frame in zip(written, frames, strict=True):
                 self._table.move(row, OWN, frame.offset, frame.sequence)
                 own.set_row(frame.sequence, row)

@@ -11,6 +11,7 @@ noticed, and so is what is missing. A later version keeps the header's layout.
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ MAX_PAYLOAD = 1 << 26
 """Bytes. A length above it is damage."""
 
 _CHUNK = 1 << 20
-# a jump above it is damage that two checksums missed, and no memory is spent on it
-_MOST_MISSING = 1 << 26
+# frames that a file may have lost, beside those that its size has room for; a number above that is damage or malice,
+# and no memory is spent on it
+_MOST_MISSING = 1 << 16
 
 
 class HistoryError(SpecRolloutError):
@@ -46,7 +48,10 @@ class Descriptor:
 
     def __init__(self, path: Path, flags: int) -> None:
         self.fd = -1
-        self.fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        # a pipe without anybody at its other end is not waited for
+        self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
+            raise HistoryError(f"`{path}` is no regular file", "move it out of the directory")
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -114,6 +119,17 @@ def read_header(descriptor: Descriptor, path: Path) -> Header | None:
     return Header(version, zlib.crc32(identity))
 
 
+def expect_history(descriptor: Descriptor, path: Path) -> None:
+    """A history file may be damaged, or of any version; what does not begin like one is something else.
+
+    Raises:
+        HistoryError: it is something else.
+    """
+    start = os.pread(descriptor.fd, len(MAGIC), 0)
+    if not MAGIC.startswith(start):
+        raise HistoryError(f"`{path}` does not start like a history file, so it stays", "remove it by hand, if at all")
+
+
 def new_frame(seed: int, sequence: int, payload: bytes) -> bytes:
     if len(payload) > MAX_PAYLOAD:
         raise ValueError(f"a record of {len(payload)} bytes, above the {MAX_PAYLOAD} that one may have")
@@ -143,13 +159,14 @@ class Window:
     def find(self, pattern: bytes, offset: int) -> int:
         """Where the pattern next starts, at or after `offset`; -1: nowhere."""
         while offset + len(pattern) <= self._end:
-            data = self.take(offset, min(self._chunk, self._end - offset))
-            found = data.find(pattern)
-            if found >= 0:
-                return offset + found
-            if len(data) < len(pattern):
+            # fills the buffer if less than the pattern is left of it
+            if len(self.take(offset, len(pattern))) < len(pattern):
                 return -1
-            offset += len(data) - len(pattern) + 1
+            found = self._data.find(pattern, offset - self._start)
+            if found >= 0:
+                found += self._start
+                return found if found + len(pattern) <= self._end else -1
+            offset = self._start + len(self._data) - len(pattern) + 1
         return -1
 
 
@@ -204,7 +221,7 @@ class Scanner:
                 continue
             self.damaged += offset > self.position
             offset = self.position = frame.end
-            if self.note(frame.sequence):
+            if frame.sequence <= end // FRAME.size + _MOST_MISSING and self.note(frame.sequence):
                 yield frame
             else:
                 self.repeated += 1
@@ -212,8 +229,6 @@ class Scanner:
     def note(self, sequence: int) -> bool:
         """Whether this number is new; from now on it is not."""
         if sequence >= len(self._seen):
-            if sequence - len(self._seen) > _MOST_MISSING:
-                return False
             self._seen.extend(bytes(sequence + 1 - len(self._seen)))
         was_new = not self._seen[sequence]
         self._seen[sequence] = 1

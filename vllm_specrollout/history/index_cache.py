@@ -16,7 +16,7 @@ from typing import Generic
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
-from vllm_specrollout.history.folder import Located
+from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
@@ -26,6 +26,8 @@ GLOBAL = ""
 """The one problem there is with `scope="global"`."""
 # room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
 _LEAST_GUESS = 256.0
+# indices for each MiB of `max_mib`: what Python adds to the small ones of problems that never come back
+_PER_MIB = 512
 
 
 class IndexCache(Generic[IndexType]):
@@ -59,6 +61,7 @@ class IndexCache(Generic[IndexType]):
         self.version = 0
         """Rises whenever an index is published or dropped: until then, what `get` answered holds."""
         self._num_bytes = 0
+        self._most = config.max_mib * _PER_MIB
         self._epoch = store.epoch
         self._bytes_per_token = _LEAST_GUESS
         self._built = self._dropped = self._shortened = self._given_up = 0
@@ -169,6 +172,7 @@ class IndexCache(Generic[IndexType]):
             if document.epoch < oldest:
                 index.remove(document.number)
                 del documents[request_id]
+                self._problem_of.pop(request_id, None)
             else:
                 index.set_weight(document.number, self._weight(document.epoch, document.reward))
 
@@ -188,7 +192,7 @@ class IndexCache(Generic[IndexType]):
         """Drop indices, the least recently used first and those in use last, until so much more fits; never `key`'s."""
         limit = self._config.max_mib << 20
         for is_running in (False,) if spare_running else (False, True):
-            while self._num_bytes + num_bytes > limit:
+            while self._num_bytes + num_bytes > limit or (not is_running and len(self._entries) > self._most):
                 victims = (
                     k for k, s in self._entries.items() if k != key and s.index and bool(s.running) == is_running
                 )

@@ -49,6 +49,8 @@ class Reader:
         self.descriptor = descriptor or Descriptor(path, os.O_RDONLY)
         self._scanner: Scanner | None = None
         self._version: int | None = None
+        self.seen_bytes = 0
+        """Size of the file when it was last read."""
         self.undecodable = 0
         """Records whose checksums are right and whose content is not: a mistake of whoever wrote them."""
 
@@ -61,7 +63,8 @@ class Reader:
         scanner = self.scanner()
         if scanner is None:
             return
-        for frame in scanner.frames(self.descriptor.fd, self.descriptor.size()):
+        self.seen_bytes = self.descriptor.size()
+        for frame in scanner.frames(self.descriptor.fd, self.seen_bytes):
             try:
                 yield frame, decode_head(frame.payload)
             except ValueError:
@@ -147,6 +150,9 @@ class Writer:
             self.reader.scanner()
             if self._vocabulary != ANY_VOCABULARY:
                 self.append(self._vocabulary)
+            # a file without its header, or without its name, would be nobody's after a power cut
+            self.sync()
+            sync_folder(self.path.parent)
         elif not self._is_ours(self.reader.vocabulary()):
             raise ForeignError(
                 f"`{self.path}` holds answers in another vocabulary, or does not say in which",
@@ -210,7 +216,7 @@ class Writer:
         except BaseException:
             spare.unlink(missing_ok=True)
             raise
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         copy.reader.path = self.path
         fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
         self.reader = copy.reader
@@ -251,7 +257,9 @@ def lock(path: Path, create: bool = False) -> Descriptor:
     Raises:
         LockedError: another process writes it.
     """
-    # a lock of the open file (flock), not of the process (lockf): closing a reader of the same file keeps it
+    # a lock of the open file (flock), not of the process (lockf): closing a reader of the same file keeps it. NFS makes
+    # the one into the other: there the lock is lost with the first reader that closes, so a directory on NFS is for one
+    # engine alone
     while True:
         descriptor = Descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))
         try:
@@ -276,7 +284,7 @@ def _write(fd: int, data: bytes, offset: int) -> None:
         raise
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -18,28 +18,34 @@ class Held(NamedTuple):
 
 
 class Memory:
-    """Answers by key, oldest first, at most so many bytes of them."""
+    """Answers by key, oldest first, at most so many, and so many bytes of them."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, most_answers: int) -> None:
         self._most_bytes = most_bytes
+        self._most_answers = most_answers
         self._held: OrderedDict[int, Held] = OrderedDict()
         self._next_key = 0
         self.num_bytes = 0
-        """Of records; what Python adds to each, some 200 bytes, is not counted."""
+        """Of records; what Python adds to each is bounded by how many there are."""
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def reserve(self) -> int:
-        """The key of the next answer."""
-        return self._next_key
+    def put(self, answer: Answer) -> int:
+        """Keep an answer; returns its key. `set_row` follows.
 
-    def put(self, row: int, answer: Answer) -> None:
-        """Keep an answer under the key reserved last."""
+        Raises:
+            ValueError: it is longer than an answer may be.
+        """
         record = encode_record(answer)
-        self._held[self._next_key] = Held(row, answer.request_id, record)
+        key = self._next_key
+        self._held[key] = Held(-1, answer.request_id, record)
         self._next_key += 1
         self.num_bytes += len(record)
+        return key
+
+    def set_row(self, key: int, row: int) -> None:
+        self._held[key] = self._held[key]._replace(row=row)
 
     def record(self, key: int) -> bytes:
         return self._held[key].record
@@ -53,7 +59,7 @@ class Memory:
 
     def overflow(self) -> Iterator[Held]:
         """Drop the oldest answers that there is no room for."""
-        while self.num_bytes > self._most_bytes and self._held:
+        while self._held and (self.num_bytes > self._most_bytes or len(self._held) > self._most_answers):
             _, held = self._held.popitem(last=False)
             self.num_bytes -= len(held.record)
             yield held

@@ -24,6 +24,9 @@ _REWARD = struct.Struct("<BId")
 # kind, epoch
 _EPOCH = struct.Struct("<Bq")
 
+REWARD_BYTES = 64
+"""Of a reward's record in a file, about: its request's id included."""
+
 
 @dataclass(frozen=True, slots=True)
 class RewardRecord:

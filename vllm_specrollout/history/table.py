@@ -51,6 +51,9 @@ class Table:
         self._epochs = array("q")
         self._rewards = array("d")
         self._num_tokens = array("i")
+        # of answers ever added: a row is used again, its number is not
+        self._serials = array("Q")
+        self._next_serial = 0
         # [rows of the problem] in the order they came
         self._rows: dict[int, array[int]] = {}
         self._free = array("i")
@@ -72,6 +75,8 @@ class Table:
                 column.append(0)
             self._rewards.append(0.0)
         self._problems[row] = problem
+        self._serials[row] = self._next_serial
+        self._next_serial += 1
         self._epochs[row] = place.epoch
         self._num_tokens[row] = place.num_tokens
         self.move(row, place.file, place.offset, place.sequence)
@@ -80,7 +85,24 @@ class Table:
         return row
 
     def _whole_numbers(self) -> tuple[array[int], ...]:
-        return (self._problems, self._files, self._offsets, self._sequences, self._epochs, self._num_tokens)
+        columns = (self._problems, self._files, self._offsets, self._sequences, self._epochs, self._num_tokens)
+        return (*columns, self._serials)
+
+    def ticket(self, row: int) -> int:
+        """Names the answer of a row, and never another one."""
+        return self._serials[row] << 32 | row
+
+    def row(self, ticket: int) -> int | None:
+        """The row of that answer; None: it was dropped."""
+        row = ticket & 0xFFFF_FFFF
+        return row if self._serials[row] == ticket >> 32 and self._files[row] != _NO_FILE else None
+
+    def oldest(self, count: int) -> list[int]:
+        """Rows of so many answers: those of the earliest epochs, and of these what was added first."""
+        files = np.array(self._files)
+        rows = np.flatnonzero(files != _NO_FILE)
+        order = np.lexsort((np.array(self._serials)[rows], np.array(self._epochs)[rows]))
+        return [int(row) for row in rows[order[:count]]]
 
     def move(self, row: int, file: int, offset: int, sequence: int) -> None:
         self._files[row] = file

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.frames import HEADER, HistoryError
+from vllm_specrollout.history.frames import HEADER, HistoryError, expect_history
 from vllm_specrollout.history.log import SUFFIX, Reader, Writer
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
@@ -147,6 +147,10 @@ def merge(sources: list[Path], into: Path) -> int:
     if into.suffix != SUFFIX:
         raise HistoryError(f"`{into}` does not end in `{SUFFIX}`, so no engine would read it", f"name it *{SUFFIX}")
     vocabulary = _common_vocabulary(sources)
+    for source in sources:
+        # before anything is made: a source may turn out to be unreadable
+        for _ in Reader(source).records():
+            break
     make_folder(into.parent)
     unfinished = into.with_name(into.name + ".merging")
     unfinished.unlink(missing_ok=True)
@@ -163,6 +167,7 @@ def merge(sources: list[Path], into: Path) -> int:
         writer.sync()
         writer.close()
         os.rename(unfinished, into)
+        log.sync_folder(into.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -211,8 +216,11 @@ def clear(paths: list[Path]) -> int:
 
     Raises:
         LockedError: one of the files is being written; then none is removed.
+        HistoryError: one of them is no history file, whatever it is called; likewise.
     """
     held = [log.lock(path) for path in paths]
+    for descriptor, path in zip(held, paths, strict=True):
+        expect_history(descriptor, path)
     freed = sum(descriptor.size() for descriptor in held)
     for path in paths:
         path.unlink()

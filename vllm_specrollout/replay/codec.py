@@ -1,7 +1,8 @@
 """Records as lines of JSON and back.
 
-May enter: the records. May not: files. A line that cannot be read raises ValueError, KeyError or TypeError; files.py
-says which line it was. Probabilities are kept in thousandths of a nat, times in microseconds.
+May enter: the records. May not: files. A line that cannot be read, or holds what no engine writes (checked.py), raises
+ValueError, KeyError or TypeError; files.py says which line it was. Probabilities are kept in thousandths of a nat,
+times in microseconds.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm_specrollout.replay import checked
 from vllm_specrollout.replay.records import UNLIMITED, VERSION, Arrival, Candidates, End, Header, Record, Step, Verified
-from vllm_specrollout.types import DraftMode, DraftTree, FloatArray, IntArray, StepTiming
+from vllm_specrollout.types import ROOT, DraftMode, DraftTree, FloatArray, IntArray, StepTiming
 
 MAGIC = "vllm-specrollout trace"
+MOST_ID = 2**31 - 1
 _NATS = 1000.0
 _TIMING = tuple(f.name for f in dataclasses.fields(StepTiming))
 
@@ -54,41 +57,41 @@ def decode_header(line: str) -> tuple[int, Header | None, tuple[str, ...]]:
     Raises:
         ValueError: the line opens no trace.
     """
-    values = json.loads(line)
-    if not isinstance(values, dict) or values.get("trace") != MAGIC:
-        raise ValueError("not a header")
-    version = int(values["version"])
+    values = checked.mapping(json.loads(line))
+    if values.get("trace") != MAGIC:
+        raise ValueError("it does not name itself one")
+    version = checked.whole(values["version"])
     if version != VERSION:
         return version, None, ()
     known = {f.name for f in dataclasses.fields(Header)}
     facts = {name: value for name, value in values.items() if name in known}
-    facts["drafters"] = tuple(facts.get("drafters", ()))
-    return version, Header(**facts), tuple(values["timing"])
+    facts["drafters"] = tuple(map(checked.text, checked.listed(facts.get("drafters", []))))
+    return version, checked.header(facts), tuple(map(checked.text, checked.listed(values["timing"])))
 
 
 def decode(line: str, timing: tuple[str, ...] = _TIMING) -> Record:
     """The record of a line that is not the header; `timing` names the columns of its timings."""
-    values = json.loads(line)
+    values = checked.mapping(json.loads(line))
     kind = values.pop("kind")
     if kind == "arrival":
         values["shape"] = DraftMode(values["shape"])
-        return Arrival(**values)
+        return checked.arrival(values)
     if kind == "end":
         return End(
-            request=int(values["request"]),
-            status=str(values["status"]),
-            token_ids=_ints(values["tokens"]),
-            weights_version=int(values["weights_version"]),
+            request=checked.whole(values["request"]),
+            status=checked.status(values["status"]),
+            token_ids=_ints(checked.listed(values["tokens"]), 0),
+            weights_version=checked.whole(values["weights_version"]),
         )
     if kind != "step":
-        raise ValueError(f"unknown kind {kind!r}")
+        raise ValueError(f"unknown kind {kind!r:.80}")
     return Step(
-        at_ms=float(values["at_ms"]),
-        ask_ms=float(values["ask_ms"]),
-        views=int(values["views"]),
+        at_ms=checked.real(values["at_ms"]),
+        ask_ms=checked.real(values["ask_ms"]),
+        views=checked.whole(values["views"]),
         timing=_decode_timing(values["timing"], timing),
-        verified=tuple(Verified(*map(int, row)) for row in values["verified"]),
-        candidates=tuple(_decode_candidates(row) for row in values["drafts"]),
+        verified=tuple(Verified(*map(checked.whole, row)) for row in checked.listed(values["verified"])),
+        candidates=tuple(_decode_candidates(row) for row in checked.listed(values["drafts"])),
     )
 
 
@@ -103,22 +106,22 @@ def _encode_candidates(candidates: Candidates) -> list[Any]:
 
 def _decode_candidates(row: list[Any]) -> Candidates:
     request, position, tokens, parents, nats, source = row
-    log_q: FloatArray = (np.asarray(nats, dtype=np.float64) / -_NATS).astype(np.float32)
-    sources = [source] * len(tokens) if isinstance(source, int) else source
-    tree = DraftTree(_ints(tokens), _ints(parents), log_q + np.float32(0.0), _ints(sources))
-    if not len(tree.token_ids) == len(tree.parents) == len(log_q) == len(tree.source):
-        raise ValueError("columns of a draft differ in length")
-    return Candidates(int(request), int(position), tree)
+    log_q: FloatArray = (np.asarray(list(map(checked.whole, nats)), dtype=np.float64) / -_NATS).astype(np.float32)
+    sources = source if isinstance(source, list) else [source] * len(tokens)
+    tree = DraftTree(_ints(tokens, 0), _ints(parents, ROOT), log_q + np.float32(0.0), _ints(sources, 0))
+    checked.tree(tree)
+    return Candidates(checked.whole(request), checked.whole(position), tree)
 
 
 def _decode_timing(row: list[Any] | None, columns: tuple[str, ...]) -> StepTiming | None:
     if row is None:
         return None
-    return StepTiming(**{name: value for name, value in zip(columns, row, strict=True) if name in _TIMING})
+    return checked.timing({name: value for name, value in zip(columns, row, strict=True) if name in _TIMING})
 
 
-def _ints(values: list[int]) -> IntArray:
-    return np.asarray(values, dtype=np.int32)
+def _ints(values: list[Any], least: int) -> IntArray:
+    """[N] int32. Raises: one is no whole number, below the least, or beyond 31 bits."""
+    return np.asarray([checked.whole(value, least, MOST_ID) for value in values], dtype=np.int32)
 
 
 def _ms(value: float) -> float:

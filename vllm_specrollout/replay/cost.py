@@ -96,11 +96,26 @@ def cost_of(trace: Trace) -> CostLine:
     """The line of a trace: the one it was made with, or the one that fits its steps.
 
     Raises:
-        TraceError: too few decode steps with a time to fit anything.
+        TraceError: too few decode steps with a time to fit anything, times that no line fits, or unknown terms.
     """
     if trace.header.cost:
         given = dict(trace.header.cost)
-        return CostLine(**{**given, "rows": tuple(given.get("rows", ()))})
+        try:
+            line = CostLine(**{**given, "rows": tuple(given.get("rows", ()))})
+        except TypeError:
+            cause = f"the trace's cost has the terms {', '.join(given):.200}"
+            raise TraceError(cause, "make the trace again") from None
+        if len(line.rows) not in (0, len(broken_line.KNOTS)):
+            raise TraceError(f"the trace's cost bends at {len(line.rows)} places", "make the trace again")
+        return line
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            return _fitted(trace)
+    except (ArithmeticError, np.linalg.LinAlgError) as error:
+        raise TraceError(f"no cost line fits the trace's times: {error}", "record it again") from None
+
+
+def _fitted(trace: Trace) -> CostLine:
     steps = [step for i in range(len(trace.steps)) if (step := _timed(trace, i)) is not None]
     decode = [(timing, ask, asked) for timing, ask, asked, prompts in steps if timing.is_decode_only and not prompts]
     if len(decode) < _LEAST_STEPS:

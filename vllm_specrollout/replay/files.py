@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -20,7 +20,13 @@ from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Recor
 
 logger = logging.getLogger("vllm.specrollout")
 
+MOST_BYTES = 1 << 32
+"""Of a trace, unpacked; an hour of a busy engine has some 100 MB."""
+MOST_LINE = 1 << 26
+"""Bytes of one line: a step of 4,096 requests with trees of 64 nodes has 4 MB."""
 _CHUNK = 1 << 16
+# of a packed file: zstandard makes up to 128 KiB of every 4 bytes
+_PACKED_CHUNK = 1 << 10
 _IDLE_S = 0.5
 _LEVEL = 9
 _NOT_A_TRACE = 'give a file that `--spec-rollout \'{"record": "FILE.jsonl.zst"}\'` has written'
@@ -68,7 +74,7 @@ class TraceWriter:
 
 
 class ThreadSink:
-    """Packs and writes in a thread of its own. A full disk ends the recording, never the engine."""
+    """Packs and writes in a thread of its own. A full disk or any other error ends the recording, never the engine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,7 +106,8 @@ class ThreadSink:
                 self._writer.write(record)
                 is_flushed = False
             self._writer.close()
-        except OSError:
+        except Exception:
+            # whatever it was: nobody else would take what the engine goes on putting into the queue
             logger.exception("The trace %s cannot be written any further; the engine goes on without it", self._path)
             while self._queue.get() is not None:
                 pass
@@ -156,8 +163,8 @@ def read_trace(path: Path) -> Trace:
                 ends[record.request] = record
             elif isinstance(record, Step):
                 steps.append(record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            cause = f"line {number} of `{path}` is damaged: {error}"
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            cause = f"line {number} of `{path}` is damaged: {error!s:.200}"
             raise TraceError(cause, "record the trace again; what stands behind the line cannot be trusted") from None
     return Trace(header, tuple(arrivals), tuple(steps), ends, lines.is_cut)
 
@@ -165,8 +172,9 @@ def read_trace(path: Path) -> Trace:
 def _read_header(path: Path, line: str) -> tuple[Header, tuple[str, ...]]:
     try:
         version, header, columns = codec.decode_header(line)
-    except (ValueError, KeyError, TypeError):
-        raise TraceError(f"`{path}` is not a trace: its first line is no header", _NOT_A_TRACE) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        cause = f"`{path}` is not a trace: its first line is no header ({error!s:.200})"
+        raise TraceError(cause, _NOT_A_TRACE) from None
     if header is None:
         cause = f"`{path}` is a trace of version {version}, and this release reads version {VERSION}"
         raise TraceError(cause, "record it again, or replay it with the release that recorded it")
@@ -181,23 +189,33 @@ class _Lines:
         self.is_cut = False
 
     def __iter__(self) -> Iterator[str]:
-        rest = b""
+        rest, num_bytes = b"", 0
         try:
             for chunk in self._chunks():
+                num_bytes += len(chunk)
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     yield line.decode()
-        except (zlib.error, UnicodeDecodeError) as error:
-            raise TraceError(f"`{self._path}` is not a trace, or damaged: {error}", _NOT_A_TRACE) from None
+                if len(rest) > MOST_LINE or num_bytes > MOST_BYTES:
+                    cause = f"`{self._path}` holds more than {MOST_BYTES} bytes, or a line of more than {MOST_LINE}"
+                    raise TraceError(cause, "record a shorter run")
+        except (zlib.error, UnicodeDecodeError, EOFError) as error:
+            raise TraceError(f"`{self._path}` is not a trace, or damaged: {error!s:.200}", _NOT_A_TRACE) from None
         if rest:
             self.is_cut = True
 
-    def _chunks(self) -> Iterable[bytes]:
+    def _chunks(self) -> Iterator[bytes]:
+        """The file's content, at most `_CHUNK` bytes at a time however far it expands."""
         unpack = self._unpacker()
         try:
             with open(self._path, "rb") as handle:
-                while chunk := handle.read(_CHUNK):
-                    yield unpack.decompress(chunk) if unpack is not None else chunk
+                while chunk := handle.read(_CHUNK if unpack is None else _PACKED_CHUNK):
+                    if unpack is None:
+                        yield chunk
+                        continue
+                    while chunk and not unpack.eof:
+                        yield unpack.decompress(chunk, _CHUNK)
+                        chunk = unpack.unconsumed_tail
         except OSError as error:
             raise TraceError(f"`{self._path}` cannot be read: {error.strerror}", "name an existing trace") from None
         self.is_cut = unpack is not None and not unpack.eof
@@ -209,17 +227,22 @@ class _Lines:
 
 
 class _Zstd:
-    """zstandard's decompressor, with zlib's error."""
+    """zstandard's decompressor, as far as zlib's is used here.
+
+    It expands what it is given at once: 128 KiB for a few bytes, a block each. So it is given few bytes.
+    """
+
+    unconsumed_tail = b""
 
     def __init__(self, path: Path) -> None:
         self._module = _zstandard(path)
-        self._object = self._module.ZstdDecompressor().decompressobj()
+        self._object = self._module.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
 
     @property
     def eof(self) -> bool:
         return bool(self._object.eof)
 
-    def decompress(self, chunk: bytes) -> bytes:
+    def decompress(self, chunk: bytes, most: int) -> bytes:
         try:
             return bytes(self._object.decompress(chunk))
         except self._module.ZstdError as error:

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specrollout.replay.records import OPEN, Arrival, End, Header, Trace
+from vllm_specrollout.replay.records import OPEN, Arrival, End, Header, Trace, TraceError
 from vllm_specrollout.types import FinishedRequest, FinishReason, IntArray, RequestView
+
+MOST_TOKENS = 1 << 26
+"""Tokens of prompts that a replay holds, 4 bytes each."""
+MOST_PROMPT_STEPS = 1 << 20
+"""Steps that computing all prompts may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +45,7 @@ class Request:
             self.name,
             self.token_ids[:length],
             arrival.num_prompt_tokens,
-            min(arrival.max_tokens - self.position, header.max_model_len - length),
+            max(0, min(arrival.max_tokens - self.position, header.max_model_len - length)),
             arrival.shape,
             arrival.max_draft_tokens,
             arrival.problem_id,
@@ -64,7 +69,15 @@ class Request:
 
 
 def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
-    """The trace's requests in order of admission; those without an end are left out."""
+    """The trace's requests in order of admission; those without an end are left out.
+
+    Raises:
+        TraceError: there are more prompt tokens than memory is spent on, or a replay would have too many steps.
+    """
+    num_tokens = sum(arrival.num_prompt_tokens for arrival in trace.arrivals if arrival.request in trace.ends)
+    if num_tokens > MOST_TOKENS or num_tokens > MOST_PROMPT_STEPS * trace.header.max_num_batched_tokens:
+        cause = f"the trace has {num_tokens} tokens of prompts, {trace.header.max_num_batched_tokens} in a step at most"
+        raise TraceError(cause, f"record a shorter run: at most {MOST_TOKENS}, and {MOST_PROMPT_STEPS} steps of them")
     requests = []
     for arrival in trace.arrivals:
         end = trace.ends.get(arrival.request)

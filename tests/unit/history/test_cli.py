@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from vllm_specrollout import cli
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history import upkeep
+from vllm_specrollout.history.frames import MAGIC, HistoryError
 from vllm_specrollout.history.log import LockedError, Writer
 from vllm_specrollout.history.records import EpochRecord, RewardRecord
 
@@ -117,10 +118,26 @@ def test_clear_asks_first(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_clear_with_yes_does_not_ask_and_removes_what_cannot_be_read_too(folder):
-    (folder / "strange.history").write_bytes(b"something else")
+def test_clear_with_yes_does_not_ask_and_removes_what_is_damaged_too(folder):
+    (damaged := folder / "damaged.history").write_bytes(MAGIC + b"something else")
+    (folder / "empty.history").touch()
     assert run("clear", folder, "--yes").exit_code == 0
-    assert list(folder.iterdir()) == []
+    assert not damaged.exists() and not list(folder.glob("*.history"))
+
+
+def test_clear_removes_nothing_where_a_file_only_has_the_name_of_history(folder):
+    (folder / "bash.history").write_bytes(b"ls -l\n")
+    before = sorted(folder.iterdir())
+    with pytest.raises(HistoryError, match=r"bash.history` does not start like"):
+        run("clear", folder, "--yes")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_merge_makes_no_folder_where_a_source_cannot_be_read(folder, tmp_path):
+    (folder / "later.history").write_bytes(MAGIC + bytes(24))
+    with pytest.raises(HistoryError, match="damaged"):
+        run("merge", folder, "--into", tmp_path / "new" / "all.history")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("command", [("trim", "--epochs", 1), ("clear", "--yes")], ids=["trim", "clear"])

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.budgets.options import HistoSpecOptions
 from vllm_specrollout.budgets.papers.chains import Rate
-from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within
+from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.types import (
     DraftLimits,
@@ -61,6 +61,7 @@ class HistoSpecBudget(BaseBudget):
         return int(self._off < PROBE_EVERY and not self.pays(num_requests))
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
+        keep_running(self.windows, batch)
         windows = [self.windows.get(name, self.options.start) for name in batch.request_ids]
         sizes = np.minimum(np.asarray(windows, dtype=np.int32), self.cap)
         reason = "window" if self.pays(batch.size) else "probe"

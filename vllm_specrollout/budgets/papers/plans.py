@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import DraftLimits, IntArray, RequestBatch, StepPlan, TreeBatch, empty_trees
 
 _NOTHING = "nothing to draft"
+_FEW = 64  # requests that may be remembered in vain
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,6 +48,17 @@ def no_drafts(batch: RequestBatch, reason: str) -> DraftLimits:
     """Nothing is wanted, and why."""
     nothing = np.zeros(batch.size, dtype=np.int32)
     return DraftLimits(nothing, nothing, np.ones_like(batch.is_chain), reason=reason)
+
+
+def keep_running(known: MutableMapping[str, Any], batch: RequestBatch) -> None:
+    """Forget what is known of requests that are not in the batch, once that is most of it.
+
+    Whoever is preempted and aborted then, or ends while a step of its is on its way, is not told of a last time.
+    """
+    if len(known) > 2 * batch.size + _FEW:
+        running = set(batch.request_ids)
+        for name in [name for name in known if name not in running]:
+            del known[name]
 
 
 def everything_within(

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.budgets.options import SpecActorOptions
 from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
-from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within
+from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.types import (
     DraftLimits,
@@ -94,6 +94,7 @@ class SpecActorBudget(BaseBudget):
         }
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
+        keep_running(self.requests, batch)
         if self._tokens >= self.options.replan and batch.size:
             self.replan(batch)
         sizes = np.asarray([self.own.get(name, self.window) for name in batch.request_ids], dtype=np.int32)

@@ -1,0 +1,159 @@
+"""A trace that nobody recorded so is refused with `TraceError`, or replays: no other error, no hang, no gigabytes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gzip
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.replay.builders import header
+from vllm_specrollout.budgets.registry import make_budget, names
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.replay import codec, files
+from vllm_specrollout.replay.files import ThreadSink, read_trace, write_trace
+from vllm_specrollout.replay.records import Step, TraceError
+from vllm_specrollout.replay.simulate import replay
+from vllm_specrollout.replay.synthetic import Plan, make_trace
+
+WEIRD: list[Any] = [
+    None, True, -1, 0, 1, 2**31 - 1, 2**31, 2**63, 10**30, -(2**31) - 1, 1e308, float("nan"), float("inf"), -0.5,
+    "x", "", [], {}, [[]], "tree", "off", "\ud800",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A short trace with everything that one may hold; its cost is to be fitted."""
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    write_trace(path, make_trace(Plan(requests=4, median=20, sibling=0.3)))
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    columns = found[0]["timing"]
+    timing = {name: 1 for name in columns} | {"is_decode_only": True, "step_ms": 5.0}
+    for i, one in enumerate(found):
+        if one.get("kind") == "step":
+            one["timing"] = [timing[name] if name != "step_ms" else 5.0 + i % 3 for name in columns]
+    return found
+
+
+def _paths(node: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    found = []
+    for key, value in below:
+        found += [(*above, key), *_paths(value, (*above, key))]
+    return found
+
+
+def _try(path: Path, budget: str) -> None:
+    """Whatever the file holds: a result, or a `TraceError`."""
+    with contextlib.suppress(TraceError):
+        replay(read_trace(path), make_budget(SpecRolloutConfig(budget=budget)))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_trace_with_any_value_in_any_place_is_refused_or_replays(
+    lines: list[dict[str, Any]], folder: Path, data: st.DataObject
+) -> None:
+    found = list(lines)
+    for _ in range(data.draw(st.integers(1, 3), label="changes")):
+        # the header as often as all others
+        number = data.draw(st.one_of(st.just(0), st.integers(0, len(found) - 1)), label="line")
+        one = found[number] = copy.deepcopy(found[number])
+        *above, key = data.draw(st.sampled_from(_paths(one)), label="place")
+        for step in above:
+            one = one[step]
+        one[key] = data.draw(st.sampled_from(WEIRD), label="value")
+    path = folder / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, found)) + "\n")
+    _try(path, data.draw(st.sampled_from(names()), label="budget"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_trace_with_damaged_bytes_is_refused_or_replays(
+    lines: list[dict[str, Any]], folder: Path, data: st.DataObject
+) -> None:
+    content = ("\n".join(map(json.dumps, lines)) + "\n").encode()
+    suffix = data.draw(st.sampled_from(["jsonl", "jsonl.gz", "jsonl.zst"]))
+    pack = {"jsonl.gz": gzip.compress, "jsonl.zst": zstandard.ZstdCompressor().compress}.get(suffix, bytes)
+    changed = bytearray(pack(content))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(changed) - 1))
+        changed[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
+    path = folder / f"t.{suffix}"
+    path.write_bytes(changed)
+    _try(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_seqs", 0), ("max_num_seqs", float("nan")), ("max_num_batched_tokens", -1), ("max_depth", 65)],
+)
+def test_an_engine_that_cannot_be_is_no_header(
+    lines: list[dict[str, Any]], tmp_path: Path, name: str, value: Any
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, [lines[0] | {name: value}, *lines[1:]])) + "\n")
+    with pytest.raises(TraceError, match="whole number"):
+        read_trace(path)
+
+
+def test_prompts_that_memory_has_no_room_for_are_refused(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    longer = [one | {"num_prompt_tokens": 2**31} if one.get("kind") == "arrival" else one for one in lines]
+    path.write_text("\n".join(map(json.dumps, longer)) + "\n")
+    with pytest.raises(TraceError, match="tokens of prompts"):
+        replay(read_trace(path), make_budget(SpecRolloutConfig(budget="off")))
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_file_that_expands_without_end_is_given_up_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    bomb = bytes(1 << 26)
+    path = tmp_path / f"t.jsonl.{suffix}"
+    path.write_bytes(gzip.compress(bomb) if suffix == "gz" else zstandard.ZstdCompressor(level=19).compress(bomb))
+    assert path.stat().st_size < 1 << 17
+    monkeypatch.setattr(files, "MOST_LINE", 1 << 20)
+    with pytest.raises(TraceError, match="a line of more than"):
+        read_trace(path)
+    sizes = [len(chunk) for chunk in files._Lines(path)._chunks()]
+    assert sum(sizes) == 1 << 26 and max(sizes) <= 1 << 25
+
+
+def test_any_error_ends_a_recording_and_not_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = ThreadSink(tmp_path / "t.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "encode", lambda record: [][1])
+        for _ in range(1000):
+            sink.write(header())
+        sink.close()
+    assert not sink._thread.is_alive() and sink._queue.empty()
+    assert "cannot be written any further" in caplog.text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_a_full_disk_ends_a_recording(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        sink = ThreadSink(Path("/dev/full"))
+        for number in range(5000):
+            sink.write(Step(at_ms=float(number)))
+        sink.close()
+    assert not sink._thread.is_alive() and "No space left" in caplog.text

@@ -1,0 +1,231 @@
+"""Where a store's answers are: in its file, or in memory; and which go first where there is no room for all.
+
+What belongs here: the table, the memory and the folder, kept in step. Not: requests' names, guessing epochs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.folder import Folder
+from vllm_specrollout.history.log import Reader
+from vllm_specrollout.history.memory import Memory, decode_answer
+from vllm_specrollout.history.records import EpochRecord, Record, RewardRecord
+from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
+from vllm_specrollout.history.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+PER_MIB = 1024
+"""Answers for each MiB of `history.max_mib`: Python takes some 600 bytes for what it knows of one, wherever it is."""
+
+
+class Keeping:
+    """Answers by row. Called with the lock, but for `settle`, which takes it and is for one thread at a time.
+
+    Raises:
+        HistoryError: the directory cannot be used, or holds what `history.foreign` refuses.
+    """
+
+    def __init__(
+        self, config: HistoryConfig, lock: threading.RLock, vocabulary: Vocabulary, gone: Callable[[str, int], None]
+    ) -> None:
+        self._config = config
+        # told the request and ticket of an answer that made room for a later one
+        self._gone = gone
+        self._lock = lock
+        self.table = Table()
+        self._most = config.max_mib * PER_MIB
+        # of the own file: it, and the copy that takes its place, are to be below the limit together
+        self._most_bytes = config.max_disk_mib << 19
+        self.memory = Memory(config.max_mib << 20, self._most)
+        # while the own file is rewritten: rewards to write after it, by the answer's ticket; None: it is not
+        self._meanwhile: list[tuple[str, int, float]] | None = None
+        self._begun = self._epoch_written = 0
+        # where making room has failed: the size at which it is tried again
+        self._next_bytes = 0
+        self.evicted = self.write_errors = 0
+        self.folder: Folder | None = None
+        if config.dir:
+            is_strict = config.foreign == "refuse"
+            self.folder = Folder(Path(config.dir), self.table, lock, vocabulary, is_strict)
+            self._begun = self._epoch_written = self.folder.latest_epoch
+
+    @property
+    def latest_epoch(self) -> int:
+        return self.folder.latest_epoch if self.folder else 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `settle` is to make room."""
+        if self.folder is None or self._meanwhile is not None:
+            return False
+        return len(self.table) > self._most or self.folder.writer.size > max(self._most_bytes, self._next_bytes)
+
+    def add(self, answer: Answer) -> int | None:
+        """Keep an answer on disk if that goes, otherwise in memory; returns its ticket. None: it cannot be kept."""
+        row: int | None = None
+        try:
+            if self.folder is not None and self._meanwhile is None:
+                row = self.folder.append(answer)
+        except (OSError, ValueError) as error:
+            self.note_error(error)
+        try:
+            row = self._add_to_memory(answer) if row is None else row
+        except ValueError as error:
+            # longer than a record may be
+            self.note_error(error)
+            return None
+        ticket = self.table.ticket(row)
+        for held in self.memory.overflow():
+            self.evicted += 1
+            self._gone(held.request_id, self.table.ticket(held.row))
+            self.table.drop([held.row])
+        return ticket
+
+    def _add_to_memory(self, answer: Answer) -> int:
+        key = self.memory.put(answer)
+        place = Place(IN_MEMORY, key, 0, answer.epoch, answer.reward, answer.num_tokens)
+        row = self.table.add(key_of(answer.problem_id), place)
+        self.memory.set_row(key, row)
+        return row
+
+    def set_reward(self, request_id: str, row: int, reward: float) -> None:
+        """Keep an answer's reward; one that it has already is not written again."""
+        place = self.table.place(row)
+        if place.reward == reward:
+            return
+        self.table.set_reward(row, reward)
+        if self._meanwhile is not None:
+            self._meanwhile.append((request_id, self.table.ticket(row), reward))
+        elif place.file != IN_MEMORY:
+            self._write(RewardRecord(place.sequence, request_id, reward))
+
+    def begin(self, epoch: int) -> None:
+        """An epoch begins."""
+        self._begun = epoch
+        if self.folder is not None and self._meanwhile is None and self._write(EpochRecord(epoch)):
+            self._epoch_written = epoch
+
+    def _write(self, record: Record) -> bool:
+        """Write what can be done without; returns whether that went well."""
+        try:
+            if self.folder is not None:
+                self.folder.append(record)
+        except (OSError, ValueError) as error:
+            self.note_error(error)
+            return False
+        return True
+
+    def note_error(self, error: Exception) -> None:
+        if not self.write_errors:
+            logger.warning(
+                "the history in `%s` cannot be written, answers stay in memory: %s: %s",
+                self._config.dir,
+                type(error).__name__,
+                error,
+            )
+        self.write_errors += 1
+
+    def source(self, place: Place) -> Reader | bytes:
+        if place.file == IN_MEMORY or self.folder is None:
+            return self.memory.record(place.offset)
+        return self.folder.reader(place.file)
+
+    def close(self) -> None:
+        """What is in memory although there is a file is written, if it goes now; then others may have the file."""
+        if self.folder is None:
+            return
+        self._catch_up(self.folder)
+        try:
+            self.folder.writer.close()
+        except OSError as error:
+            self.note_error(error)
+
+    # --- settling, in the background ---------------------------------------------------------------------------------
+
+    def settle(self, epoch: int) -> None:
+        """Drop what is too old, then what there is no room for. May take as long as writing all of it does."""
+        oldest = epoch - self._config.epochs
+        if self.folder is not None:
+            try:
+                self.folder.writer.sync()
+                self.folder.refresh()
+            except OSError as error:
+                self.note_error(error)
+        self.drop_old(epoch)
+        if len(self.table) > self._most:
+            # a sixteenth more than has to go, so that this is not done for every answer
+            with self._lock:
+                surplus = self.table.oldest(len(self.table) - self._most * 15 // 16)
+            self._drop(surplus, is_evicted=True)
+        if self.folder is not None:
+            self._settle_folder(self.folder, epoch, oldest)
+
+    def _settle_folder(self, folder: Folder, epoch: int, oldest: int) -> None:
+        try:
+            if folder.writer.size > self._most_bytes:
+                with self._lock:
+                    beyond = folder.oldest_beyond(self._most_bytes // 2)
+                self._drop(beyond, is_evicted=True)
+                is_dead = True
+            else:
+                with self._lock:
+                    is_dead = folder.is_mostly_dead()
+            folder.remove_stale(oldest, 2 * self._most_bytes - folder.writer.size)
+            if is_dead:
+                with self._lock:
+                    self._meanwhile = []
+                folder.rewrite(epoch)
+                self._epoch_written = epoch
+        except Exception as error:
+            # whatever it was: answers must not go to memory alone from here on
+            self.note_error(error)
+        finally:
+            with self._lock:
+                self._next_bytes = folder.writer.size + self._most_bytes // 16
+                self._catch_up(folder)
+
+    def _catch_up(self, folder: Folder) -> None:
+        """Write what came while the file was rewritten, and answers that could not be written before."""
+        meanwhile, self._meanwhile = self._meanwhile or [], None
+        try:
+            for key, held in self.memory.items():
+                reward = self.table.place(held.row).reward
+                folder.move_in(held.row, dataclasses.replace(decode_answer(held.record), reward=reward))
+                self.memory.drop(key)
+        except (OSError, ValueError) as error:
+            self.note_error(error)
+        if self._begun > self._epoch_written:
+            self.begin(self._begun)
+        for request_id, ticket, reward in meanwhile:
+            row = self.table.row(ticket)
+            if row is not None and (place := self.table.place(row)).file != IN_MEMORY:
+                self._write(RewardRecord(place.sequence, request_id, reward))
+
+    def drop_old(self, epoch: int) -> None:
+        """Drop the answers that are too old in this epoch."""
+        with self._lock:
+            rows = self.table.rows_before(epoch - self._config.epochs)
+        self._drop(rows)
+
+    def _drop(self, rows: list[int], is_evicted: bool = False) -> None:
+        with self._lock:
+            tickets = [self.table.ticket(row) for row in rows]
+        for start in range(0, len(tickets), 1000):
+            # a few at a time: whoever wants the lock need not wait for all of them
+            with self._lock:
+                found = (self.table.row(ticket) for ticket in tickets[start : start + 1000])
+                dropped = self.table.drop([row for row in found if row is not None])
+                self.evicted += len(dropped) if is_evicted else 0
+                for place in dropped:
+                    if place.file == IN_MEMORY:
+                        self.memory.drop(place.offset)
+                if self.folder is not None:
+                    self.folder.dropped(dropped)
