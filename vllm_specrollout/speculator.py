@@ -129,7 +129,7 @@ class Speculator(Contained):
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
             if self.worth.asked:
                 self.worth.learn(plan, step)
-            is_asked = not self._late.owed and not self._asking.debts and not self.probation.out
+            is_asked = not self._late.owed and not self._asking.debts
             if self.budget.backs_off and is_asked and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)

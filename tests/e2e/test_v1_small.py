@@ -106,6 +106,8 @@ def test_a_running_engine_survives_what_errs_and_yields_the_same_tokens(
             drafted = ours.llm.generate(prompts, params, use_tqdm=False)
     finally:
         speculator.guard.is_strict = True
+        # it would be tried again in a later test
+        speculator.budget = FixedBudget(4, 4)
     assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     part = "budget" if fault == "budget" else "drafter errs"
@@ -140,6 +142,7 @@ def test_an_engine_goes_on_while_a_drafter_hangs_and_drafts_when_it_is_back(ours
     speculator, llm_engine, stats = ours.runner.spec_rollout, ours.llm.llm_engine, ours.runner.stats
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = {f"hangs-{i}": [9 + i, 40, 41] for i in range(3)}
+    speculator.budget = FixedBudget(4, 4)
     speculator.replace_drafters([])
     plain = ours.llm.generate([{"prompt_token_ids": own} for own in prompts.values()], params, use_tqdm=False)
     drafter = Hangs()
