@@ -32,7 +32,7 @@ class NgramConfig:
     """The `ngram` drafter: looks the last tokens up in the request's own prompt and output."""
 
     max_match: int = 8
-    """Longest context looked up, in tokens."""
+    """Longest context looked up, in tokens. A token of a running request takes 100 bytes at 8, and 775 at 64."""
     min_match: int = 1
     """Shortest context that may draft, in tokens."""
     max_matches: int = 32
