@@ -16,7 +16,6 @@ Wrong guesses cost speed only, never tokens. A boundary too many makes siblings 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from vllm_specrollout.errors import ConfigError, shown
@@ -24,7 +23,7 @@ from vllm_specrollout.errors import ConfigError, shown
 MAX_EPOCH = 2**31 - 1
 """Highest number of an epoch: the indices keep it in 32 bits."""
 MOST_PROBLEMS = 20_480
-"""Problems remembered of the running epoch; those that came least recently are forgotten, and then come as new ones."""
+"""Problems remembered of the running epoch; beyond it the half that came least recently is forgotten, and new then."""
 MAX_JUMP = 1_000_000
 """Most epochs that one call may go ahead: what is further is a clock or a mistake, and would drop every answer."""
 
@@ -73,8 +72,9 @@ class EpochGuess:
     """Watches requests come and go."""
 
     def __init__(self) -> None:
-        # by problem, the one that came least recently first
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        # by problem: those that came lately, and those before them, who go all at once
+        self._seen: dict[str, _Seen] = {}
+        self._before: dict[str, _Seen] = {}
         # running requests' problems, by request
         self._running: dict[str, str] = {}
         self._epoch = 0
@@ -97,38 +97,39 @@ class EpochGuess:
         if is_new:
             self.begin()
         self._running[request_id] = problem_id
-        seen = self._seen.setdefault(problem_id, _Seen(0, 0, 0, None))
-        self._seen.move_to_end(problem_id)
-        for _ in range(min(len(self._seen) - MOST_PROBLEMS, 2)):
-            # two: one more for each that was passed over before
-            self._forget_one()
+        seen = self._seen_of(problem_id) or _Seen(0, 0, 0, None)
+        self._before.pop(problem_id, None)
+        self._seen[problem_id] = seen
         seen.running += 1
         seen.epoch = self._epoch
         seen.change = self._changes
         seen.weights_version = weights_version
+        if 2 * len(self._seen) >= MOST_PROBLEMS:
+            self._seen, self._before = _running(self._before), self._seen
         return is_new
 
     def ended(self, request_id: str) -> None:
         """The request is over, however it ended. Unknown ones are none of ours."""
         problem_id = self._running.pop(request_id, None)
-        if problem_id is not None:
-            self._seen[problem_id].running -= 1
+        seen = self._seen_of(problem_id) if problem_id is not None else None
+        if seen is not None:
+            seen.running -= 1
 
     def begin(self) -> None:
         """A new epoch: no problem has been seen in it."""
         self._epoch += 1
-        self._seen = OrderedDict((problem_id, seen) for problem_id, seen in self._seen.items() if seen.running)
+        self._seen, self._before = _running(self._before) | _running(self._seen), {}
 
-    def _forget_one(self) -> None:
-        """The problem that came least recently; one that runs is passed over, and looked at again much later."""
-        problem_id = next(iter(self._seen))
-        if self._seen[problem_id].running:
-            self._seen.move_to_end(problem_id)
-        else:
-            del self._seen[problem_id]
+    def _seen_of(self, problem_id: str) -> _Seen | None:
+        return self._seen.get(problem_id) or self._before.get(problem_id)
 
     def _begins(self, problem_id: str, weights_version: int | None) -> bool:
-        seen = self._seen.get(problem_id)
+        seen = self._seen_of(problem_id)
         if seen is None or seen.epoch != self._epoch or seen.running or seen.change == self._changes:
             return False
         return weights_version is None or weights_version != seen.weights_version
+
+
+def _running(seen: dict[str, _Seen]) -> dict[str, _Seen]:
+    """Problems whose requests run are never forgotten."""
+    return {problem_id: one for problem_id, one in seen.items() if one.running}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,15 +210,12 @@ class Folder:
 
     def oldest_beyond(self, most_bytes: int) -> list[int]:
         """Rows of the own file's answers for which there is no room in so many bytes. Called with the lock."""
-        rows = np.asarray(self._table.rows_of(OWN), dtype=np.int64)
-        places = [self._table.place(row) for row in rows.tolist()]
-        # newest first; an answer ends where the next record of an answer begins, at the latest
-        offsets = np.asarray([place.offset for place in places], dtype=np.int64)
-        by_offset = np.sort(offsets)
-        ends = np.append(by_offset, self.writer.size)[np.searchsorted(by_offset, offsets) + 1]
-        order = np.lexsort((-offsets, -np.asarray([place.epoch for place in places], dtype=np.int64)))
-        beyond = np.cumsum((ends - offsets)[order]) > most_bytes
-        return [int(row) for row in rows[order][beyond]]
+        rows, offsets, epochs = self._table.in_file(OWN)
+        # an answer ends where the next one begins, at the latest
+        sizes = np.diff(offsets, append=self.writer.size)
+        newest_first = np.lexsort((-offsets, -epochs))
+        beyond = np.cumsum(sizes[newest_first]) > most_bytes
+        return [int(row) for row in rows[newest_first][beyond]]
 
     def remove_stale(self, oldest: int, most_bytes: int) -> None:
         """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
@@ -245,28 +243,31 @@ class Folder:
         Raises:
             OSError: the disk is full or gone; all stays as it was.
         """
+        # numbers rather than objects: a file may hold a million answers
         with self._lock:
-            places = ((row, self._table.place(row)) for row in self._table.rows_of(OWN))
-            rows = sorted((place.offset, row, place) for row, place in places)
+            rows, _, _ = self._table.in_file(OWN)
             reader = self.writer.reader
-        written: list[tuple[int, Place]] = []
+        # of the answers that could be read: row; and, with the epoch before them, where they are now
+        written, offsets = array("i"), array("q")
 
         def live() -> Iterator[Record | bytes]:
             yield EpochRecord(epoch)
-            for _, row, place in rows:
+            for row in map(int, rows):
+                place = self._table.place(row)
                 payload = reader.payload(place.offset)
                 if payload is not None:
-                    written.append((row, place))
+                    written.append(row)
                     yield with_reward(payload, place.reward)
 
-        frames = self.writer.rewrite(live())[1:]
+        last = self.writer.rewrite(live(), lambda frame: offsets.append(frame.offset))
         with self._lock:
             own = Source(self.writer.reader)
-            for (row, place), frame in zip(written, frames, strict=True):
-                self._table.move(row, OWN, frame.offset, frame.sequence)
-                own.set_row(frame.sequence, row)
-                own.num_tokens += place.num_tokens
+            for number, row in enumerate(written):
+                sequence = last.sequence + 1 - len(written) + number
+                self._table.move(row, OWN, offsets[number + 1], sequence)
+                own.set_row(sequence, row)
+                own.num_tokens += self._table.place(row).num_tokens
             self._sources[OWN] = own
-            lost = {row for _, row, _ in rows} - {row for row, _ in written}
+            lost = set(rows.tolist()) - set(written) if len(written) < len(rows) else set()
             self._table.drop(lost)
             return lost

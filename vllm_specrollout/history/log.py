@@ -196,8 +196,13 @@ class Writer:
         """Wait until all records are on disk."""
         os.fsync(self.reader.descriptor.fd)
 
-    def rewrite(self, records: Iterable[Record | bytes]) -> list[Frame]:
-        """Put a file with these records, and no others, in this one's place; returns where they now are.
+    def rewrite(
+        self, records: Iterable[Record | bytes], placed: Callable[[Frame], object] = lambda frame: None
+    ) -> Frame:
+        """Put a file with these records, and no others, in this one's place; returns where the last one now is.
+
+        Args:
+            placed: told where each of them is.
 
         A crash leaves either the old file or the new one, whole. Who has the old one open can still read it.
 
@@ -208,7 +213,10 @@ class Writer:
         spare.unlink(missing_ok=True)
         try:
             copy = Writer(spare, vocabulary=self.reader.vocabulary())
-            frames = [copy.append(record) for record in records]
+            frame = Frame(HEADER.size, 0, b"")
+            for record in records:
+                frame = copy.append(record)
+                placed(frame)
             copy.sync()
             # who made the file wider than ours are meant to share it
             os.chmod(spare, stat.S_IMODE(os.fstat(self.reader.descriptor.fd).st_mode))
@@ -220,7 +228,7 @@ class Writer:
         copy.reader.path = self.path
         fcntl.flock(self.reader.descriptor.fd, fcntl.LOCK_UN)
         self.reader = copy.reader
-        return frames
+        return frame
 
     def close(self, sync: bool = True) -> None:
         """Let others write the file. Readers may go on."""

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 IN_MEMORY = 0
 """Number of the place that is no file."""
@@ -134,6 +135,12 @@ class Table:
 
     def rows_of(self, file: int) -> list[int]:
         return np.flatnonzero(np.array(self._files) == file).tolist()
+
+    def in_file(self, file: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Each [answers of the file]: rows, their offsets and their epochs, in the order of the file."""
+        rows = np.flatnonzero(np.array(self._files) == file)
+        rows = rows[np.argsort(np.array(self._offsets)[rows])]
+        return rows, np.array(self._offsets)[rows], np.array(self._epochs)[rows]
 
     def num_tokens(self, file: int | None = None) -> int:
         """Of the file's answers, or of all."""
