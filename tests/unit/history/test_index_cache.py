@@ -363,3 +363,26 @@ def test_closing_gives_up_what_is_being_built(build, later):
     cache.close()
     later.run()
     assert cache.get("p") is None
+
+
+def test_names_of_answers_go_with_their_epochs_in_a_global_index_too(build, later, make_answer):
+    store, cache = build(scope="global", epochs=1)
+    cache.want("p")
+    later.run()
+    for epoch in range(1, 9):
+        store.begin_epoch(epoch)
+        index = cache.get("p")
+        for number in range(10):
+            name = f"e{epoch}-{number}"
+            cache.track("p", name, index.add(np.arange(2), ONE, epoch), epoch)
+    assert len(index.documents) == len(cache._problem_of) == 20
+
+
+def test_idle_indices_are_bounded_in_number_however_small_they_are(build, later, monkeypatch):
+    monkeypatch.setattr("vllm_specrollout.history.index_cache._PER_MIB", 4)
+    _, cache = build(max_mib=1)
+    for number in range(20):
+        cache.want(f"p{number}")
+        later.run()
+        cache.done(f"p{number}")
+    assert cache.stats().indices <= 4 and cache.get("p19") is not None and cache.get("p0") is None
