@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
-from vllm_specrollout.errors import ConfigError, shown
+from vllm_specrollout.errors import ConfigError, shown, shown_path
 
 MOST_ID = 256
 """Characters of an id that clients choose, at most."""
@@ -90,10 +90,10 @@ def check_path(name: str, value: Any) -> str:
     """A path as it was given, with the user's folder in the place of `~`; the empty one stands for none."""
     check_type(name, value, (str,))
     if "\0" in value or len(value) > MOST_PATH or (value and not value.strip()):
-        raise ConfigError(f"`{name}` is {shown(value)}, which is no path", "name a file or folder")
+        raise ConfigError(f"`{name}` is {shown_path(value)}, which is no path", "name a file or folder")
     path = os.path.expanduser(value)
     if path.startswith("~"):
-        raise ConfigError(f"`{name}` is {shown(value)}, and there is no such user", "write the path out")
+        raise ConfigError(f"`{name}` is {shown_path(value)}, and there is no such user", "write the path out")
     return path
 
 

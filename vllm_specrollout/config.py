@@ -34,7 +34,7 @@ from vllm_specrollout.drafter_config import (
     OracleConfig,
     StartedDrafter,
 )
-from vllm_specrollout.errors import ConfigError, named, shown
+from vllm_specrollout.errors import ConfigError, named, shown, shown_path
 from vllm_specrollout.resuming import Resume
 
 MAX_NODES = 64
@@ -132,7 +132,7 @@ class SpecRolloutConfig:
         if self.record is not None:
             object.__setattr__(self, "record", check_path("record", self.record))
             if not os.path.basename(self.record):
-                cause = f"`record` is {shown(self.record)}, which names no file"
+                cause = f"`record` is {shown_path(self.record)}, which names no file"
                 raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
         if "oracle" in self.drafters and not self.oracle.path:
             raise ConfigError(

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-from vllm_specrollout.errors import ConfigError, named, shown
+from vllm_specrollout.errors import ConfigError, named, shown_path
 
 MOST_BYTES = 1 << 20
 """Of a configuration in a file."""
@@ -34,7 +34,7 @@ def load_text(text: str, origin: str) -> Any:
     if stripped.startswith(("{", "[", '"')):
         content, where = stripped, f"`{origin}`"
     elif os.path.isfile(path := os.path.expanduser(stripped)):
-        where = f"`{named(path)}`"
+        where = f"`{shown_path(path)[1:-1]}`"
         try:
             with open(path, encoding="utf-8") as handle:
                 content = handle.read(MOST_BYTES + 1)
@@ -45,7 +45,7 @@ def load_text(text: str, origin: str) -> Any:
             raise ConfigError(f"{where} has more than {MOST_BYTES} characters", "name a file with a JSON object in it")
     else:
         raise ConfigError(
-            f"`{origin}` is {shown(stripped)}: neither JSON nor an existing file",
+            f"`{origin}` is {shown_path(stripped)}: neither JSON nor an existing file",
             "give true, false, a JSON object in single quotes, or the path of a JSON file",
         )
     way = 'quote keys and text with ", and put the whole object in single quotes on the command line'
