@@ -8,7 +8,7 @@ from typing import Any
 
 KEPT = re.compile(
     r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|step)\b|^scheduler\._report\b"
-    r"|_store\._(requests|memory|folder)|cache\._(entries|problem_of)|_late\.owed"
+    r"|_store\._(requests|memory|folder|kept)|cache\._(entries|problem_of)|_late\.owed"
 )
 """What remembers requests on purpose: the last step until the next one, a history its answers, and for each drafter
 that owes an answer, whose."""

@@ -196,7 +196,7 @@ class Live:
 
     def _mend(self, chance: random.Random) -> None:
         mended = Broken(Knowing(self._next_of, VOCAB, chance.getrandbits(16), source=3))
-        if self.broken in self.speculator.drafters:
+        if self.broken in self.speculator.all_drafters():
             self.broken = mended
             self.speculator.replace_drafters([*self._own, self.sound, mended])
         self.speculator.budget = self._budget()
@@ -307,6 +307,8 @@ class Live:
         # what has ended is told with one more step
         while self._core.scheduler.has_requests():
             self._core.step_fn()
+        # whoever is on probation comes back and hears what it missed: then nothing is left of that
+        self.speculator._try_again(1 << 40)
         failures = set(self.speculator.guard.failures)
         self.failures |= failures
         assert failures <= self._expected_failures, f"failed besides: {self.speculator.guard.failures}"
