@@ -12,12 +12,15 @@ class Ending:
     """
 
     def __init__(self) -> None:
-        self.is_working = False
-        """Whether whoever has this asks `is_asked` now and then."""
+        self._is_working = False
         self.is_asked = False
         signal.signal(signal.SIGTERM, self._take)
 
+    def wait_for_turn(self) -> None:
+        """From now on SIGTERM only sets `is_asked`: whoever has this asks it between two turns."""
+        self._is_working = True
+
     def _take(self, *_: object) -> None:
         self.is_asked = True
-        if not self.is_working:
+        if not self._is_working:
             raise SystemExit(0)

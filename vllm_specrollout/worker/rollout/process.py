@@ -36,7 +36,7 @@ def main() -> None:
     if given.coordinator:
         lines.append(ZmqLine(given.coordinator, given.name, may_lose=True))
     member = Member(engine, *lines, devices=tuple(f"cpu:{core}" for core in cores))
-    ending.is_working = True
+    ending.wait_for_turn()
     try:
         while os.getppid() == given.parent and not ending.is_asked:
             if member.is_idle:

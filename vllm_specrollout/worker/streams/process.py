@@ -81,7 +81,7 @@ def serve(
         try:
             if ready:
                 Path(ready).write_text(str(os.getpid()), encoding="ascii")
-            ending.is_working = True
+            ending.wait_for_turn()
             Loop(
                 engine,
                 mailbox,
