@@ -69,7 +69,7 @@ unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
 
 lint: setup
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CORE) csrc/tests/*.cc
 	$(BIN)/mypy $(PURE) tests/conformance.py

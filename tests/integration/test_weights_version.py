@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from tests.faults.devices import Device, RunnerV1
-from tests.faults.target import Cache
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from tests.faults.devices import Device, RunnerV1
+from tests.faults.target import Cache
 from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.metrics import Metrics
