@@ -33,6 +33,8 @@ def preload() -> None:
     """What an engine, its core and its worker import."""
     for name in ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"):
         importlib.import_module(name)
+    # it finds the title's place beside the environment that this process began with, and remembers it
+    importlib.import_module("setproctitle").getproctitle()
 
 
 def answer(connection: socket.socket, imported: dict[str, str]) -> list[str]:

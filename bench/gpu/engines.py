@@ -81,7 +81,11 @@ class Engines:
         for name, engine in self._engines.items():
             lines = [line for line in engine.log().splitlines() if any(word in line for word in _WORTH_KNOWING)]
             told = [line[:240] for line in dict.fromkeys(lines)][:_LOG_LINES]
-            found[name] = {**engine.ask("facts"), "start_s": round(self._start_s[name], 1), "log": told}
+            found[name] = {
+                **engine.ask("call", function="facts"),
+                "start_s": round(self._start_s[name], 1),
+                "log": told,
+            }
         return found
 
     def prime(self, name: str, cell: Cell, arm: str = "") -> list[list[int]]:

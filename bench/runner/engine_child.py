@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,6 @@ class Engine:
         self._forget_prefixes()
         return checksum
 
-    def facts(self) -> dict[str, Any]:
-        """What this engine is made of, as its (first) worker sees it. Needs what `randomise` needs."""
-        return self.llm.collective_rpc(self._calls.facts)[0]
-
     def profile(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
         """As `generate(is_warm=True)`, with the device's busy time: where the time goes, not how much of it there is.
 
@@ -99,8 +96,7 @@ class Engine:
 
         Needs `max_logprobs=-1` and `logprobs_mode="processed_logprobs"`.
 
-        Returns:
-            token_ids; logprobs, of each candidate; width, of the row that noise is added to.
+        Returns token_ids; logprobs, of each candidate; width, of the row that noise is added to.
         """
         self._add("look", prompt, {**params, "max_tokens": at + 1, "logprobs": -1})
         output = None
@@ -157,8 +153,12 @@ class Engine:
         return None
 
     def rpc(self, method: str, **arguments: Any) -> Any:
-        """What the (first) worker answers to a method of its, called by name."""
+        """What the (first) worker answers to a method of its."""
         return self.llm.collective_rpc(method, kwargs=arguments)[0]
+
+    def call(self, function: str, arguments: Sequence[Any] = ()) -> Any:
+        """What the (first) worker answers to a function of `worker_calls`. Needs what `randomise` needs."""
+        return self.llm.collective_rpc(getattr(self._calls, function), args=tuple(arguments))[0]
 
     def generate_in_waves(
         self, prompts: list[list[int]], params: list[dict[str, Any]], arrives_after: list[int], **more: Any

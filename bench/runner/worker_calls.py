@@ -92,3 +92,96 @@ def end_profile(worker: Any) -> dict[str, Any]:
         end = max(end, until)
     kernels = sorted(([name, *total] for name, total in totals.items()), key=lambda row: -row[1])
     return {"busy_ms": busy / 1e6, "kernels": kernels[:12]}
+
+
+def watch_steps(worker: Any) -> None:
+    """From now on, keep of each decode step when it was over and what it took; `watched_steps` tells it. Ours only."""
+    import time
+
+    from vllm_specrollout.observe.listener import Listener
+
+    class Watch(Listener):
+        def __init__(self) -> None:
+            self.seen: list[tuple[float, float, int, int, int]] = []
+            self._last = time.perf_counter()
+
+        def stepped(self, record: Any) -> None:
+            now, timing = time.perf_counter(), record.timing
+            if timing is not None and timing.is_decode_only:
+                self.seen.append((now, 1e3 * (now - self._last), timing.batch, timing.nodes, timing.tokens))
+            self._last = now
+
+    worker.bench_watch, worker.bench_hang = Watch(), {}
+    worker.model_runner.spec_rollout.listeners.append(worker.bench_watch)
+
+
+def watched_steps(worker: Any) -> dict[str, Any]:
+    """Decode steps since it was asked last: [their end, milliseconds, requests, draft nodes, tokens] of each.
+
+    Ends are in seconds from any zero, and milliseconds are from one end to the next: whatever held the engine counts.
+    Also `hang`: when the last one that `hang` brought about began and ended, on the same clock; and `limit_ms`, what a
+    drafter may take of a step, by the batch.
+    """
+    steps = list(worker.bench_watch.seen)
+    worker.bench_watch.seen.clear()
+    asking, batches = worker.model_runner.spec_rollout._asking, {step[2] for step in steps}
+    limits = {batch: asking.limit_ms(batch) for batch in batches}
+    hang, worker.bench_hang = worker.bench_hang, {}
+    return {"steps": steps, "hang": hang, "limit_ms": limits}
+
+
+def run_on_threads(worker: Any) -> None:
+    """Declare that all drafters may block, so that they are called on threads of their own."""
+    speculator = worker.model_runner.spec_rollout
+    drafters = list(speculator.drafters)
+    for drafter in drafters:
+        drafter.may_block = True
+    speculator.replace_drafters(drafters)
+
+
+def hang(worker: Any, what: str, after_s: float, seconds: float) -> None:
+    """Some time from now, for so long: a `drafter` does not come back, its `process` stands still, or the `disk` does.
+
+    The first two happen once; a disk keeps every write that comes meanwhile.
+    """
+    import os
+    import signal
+    import threading
+    import time
+
+    speculator, told = worker.model_runner.spec_rollout, worker.bench_hang
+    begin = time.perf_counter() + after_s
+
+    def wait() -> None:
+        now = time.perf_counter()
+        if begin <= now < begin + seconds:
+            told.setdefault("begin", now)
+            time.sleep(begin + seconds - now)
+            told["end"] = time.perf_counter()
+
+    def stop(pids: list[int]) -> None:
+        time.sleep(max(0.0, begin - time.perf_counter()))
+        told["begin"] = time.perf_counter()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        told["end"] = time.perf_counter()
+
+    if what == "process":
+        links = [link for drafter in speculator.drafters for link in getattr(drafter, "links", {}).values()]
+        pids = [link.process.pid for link in links]
+        assert pids, "no drafter has a process of its own"
+        threading.Thread(target=stop, args=(pids,), daemon=True).start()
+        return
+    owner, name = (os, "pwrite") if what == "disk" else (speculator.drafters[0].drafter, "propose")
+    usual = getattr(owner, name)
+
+    def held(*args: Any) -> Any:
+        if time.perf_counter() > begin + seconds:
+            setattr(owner, name, usual)
+        wait()
+        return usual(*args)
+
+    setattr(owner, name, held)

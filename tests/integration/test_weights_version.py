@@ -19,6 +19,7 @@ from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.worker.drafting import begin_step
 from vllm_specrollout.worker.fingerprint import MOST_ELEMENTS, MOST_PARAMETERS, Fingerprint
 from vllm_specrollout.worker.weights_version import WeightsMixin, WeightsVersion
 
@@ -41,7 +42,12 @@ class Model(torch.nn.Module):
 
 def step(num_new: int = 0, num_running: int = 2, **more: Any) -> Any:
     scheduled = dict.fromkeys(map(str, range(num_new + num_running)), 1)
-    return SimpleNamespace(scheduled_new_reqs=[None] * num_new, num_scheduled_tokens=scheduled, **more)
+    return SimpleNamespace(
+        scheduled_new_reqs=[None] * num_new,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=len(scheduled),
+        **more,
+    )
 
 
 def signalled() -> Any:
@@ -51,7 +57,7 @@ def signalled() -> Any:
 def watched(model: Model) -> WeightsVersion:
     version = WeightsVersion()
     version.watch(model)
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 0
     return version
 
@@ -95,17 +101,17 @@ def test_weights_written_in_place_are_noticed_at_the_next_sign_and_an_empty_sign
     model = Model()
     version = watched(model)
     for sign in (signalled, lambda: step(num_new=3, num_running=0)):
-        version.begin(sign())
+        begin_step(version, sign())
         before = version.number
         model.layers[0].weight.add_(1.0)
-        version.begin(step())
+        begin_step(version, step())
         assert version.number == before, "without a sign nobody looks"
-        version.begin(sign())
-        version.begin(sign())
+        begin_step(version, sign())
+        begin_step(version, sign())
         assert version.number == before + 1
     # requests that come to others are no sign
     model.layers[0].weight.add_(1.0)
-    version.begin(step(num_new=3))
+    begin_step(version, step(num_new=3))
     assert version.number == 2
 
 
@@ -114,12 +120,12 @@ def test_a_push_of_many_pieces_and_the_sign_behind_it_are_one_change() -> None:
     version = watched(model)
     for name in ("layers.0.weight", "layers.1.weight"):
         model.load_weights([(name, torch.randn(96, 64))])
-    version.begin(signalled())
-    version.begin(signalled())
+    begin_step(version, signalled())
+    begin_step(version, signalled())
     assert version.number == 1
     # vLLM was given weights: that they are the old ones is the trainer's affair
     model.load_weights([("layers.0.bias", model.layers[0].bias.clone())])
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 2
 
 
@@ -127,12 +133,12 @@ def test_a_step_that_computes_nothing_ends_no_change() -> None:
     """Such a step says which requests are over; a trainer may be half way through its weights then."""
     runner = RunnerV1(Device(Cache(8)), Speculator([], OffBudget()), Metrics(()), most_requests=2)
     version = runner.weights_version
-    version.begin(step())
+    begin_step(version, step())
     version.touch()
     runner.execute_model(SchedulerOutput.make_empty())
     assert version.computed == 0, "nothing was computed with the new weights"
     version.touch()
-    version.begin(step())
+    begin_step(version, step())
     assert version.computed == version.number == 1, "and both pieces are one change"
 
 
@@ -140,37 +146,37 @@ def test_what_may_be_a_change_is_looked_into_once_however_often_it_was_signalled
     looks: list[bytes] = []
     weights, version = [b"first"], WeightsVersion()
     version._look = lambda: (looks.append(weights[0]), weights[0])[1]
-    version.begin(step())
+    begin_step(version, step())
     for _ in range(3):
         version.suspect()
-        version.begin(signalled())
+        begin_step(version, signalled())
     assert version.number == 0 and len(looks) == 4
     # asleep and back, other weights written meanwhile: one change, which holds from the next step on
     weights[0] = b"second"
     version.suspect()
     version.suspect()
     assert version.number == 0
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == version.computed == 1
     # written and taken back between two steps
     weights[0] = b"third"
     version.suspect()
     weights[0] = b"second"
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 1
 
 
 def test_told_and_noticed_at_once_is_one_change_and_what_was_told_is_not_noticed_again() -> None:
     weights, version = [0], WeightsVersion()
     version._look = lambda: str(weights[0]).encode()
-    version.begin(step())
+    begin_step(version, step())
     for number in (1, 2, 3):
         weights[0] = number
         version.touch()
         version.suspect()
         assert version.number == number and version.computed == number - 1, "the next step's, and the last one's"
-        version.begin(signalled())
-        version.begin(signalled())
+        begin_step(version, signalled())
+        begin_step(version, signalled())
         assert version.number == version.computed == number
 
 
@@ -184,10 +190,10 @@ def test_weights_that_cannot_be_used_are_refused_where_the_change_ends() -> None
 
     model, version = Model(), WeightsVersion()
     version.watch(model, Packed())  # type: ignore[arg-type]
-    version.begin(step())
+    begin_step(version, step())
     model.load_weights([("layers.0.bias", model.layers[0].bias.clone())])
     with pytest.raises(UnsupportedError, match="half of a head"):
-        version.begin(step())
+        begin_step(version, step())
 
 
 @torch.no_grad()
@@ -213,7 +219,7 @@ def test_any_order_of_what_trainers_do_counts_every_change_that_a_step_computes_
         is_looked_at = is_told or is_signalled or is_sign or seen is None
         number += is_told or (is_looked_at and seen not in (None, weights[0]))
         seen = weights[0] if is_looked_at else seen
-        version.begin(signalled() if is_sign else step())
+        begin_step(version, signalled() if is_sign else step())
         assert (version.number, version.computed, version.is_open) == (number, number, False)
 
 
@@ -269,28 +275,28 @@ def test_methods_that_a_trainer_calls_by_name_are_followed_by_a_look(monkeypatch
     worker = Worker(Model())
     worker.load_model()
     version = worker.model_runner.weights_version
-    version.begin(step())
+    begin_step(version, step())
     assert worker.update_from_shared_memory(0.0) == "done"
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 0, "nothing was written"
     worker.update_from_shared_memory(1.0)
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 1
     with pytest.raises(RuntimeError, match="half way"):
         worker.refit()
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 2
     # back with the weights that it went to sleep with
     worker.wake_up()
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 2
     worker.reload_weights()
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 3 and worker.weights_hint == "no method" and "report_device_id" not in vars(worker)
     # a transfer in pieces: some before a step, the last one behind it
     worker.update_weights()
     worker.update_weights()
-    version.begin(step())
+    begin_step(version, step())
     worker.finish_weight_update()
-    version.begin(step())
+    begin_step(version, step())
     assert version.number == 5, "what a step computed with between two pieces was a version of its own"

@@ -18,9 +18,19 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import chains, cut, joined, take, token_lists
 from vllm_specrollout.types import IntArray, RequestBatch, RequestView, StepTiming, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.worker.scheduler import is_signalled
 from vllm_specrollout.worker.weights_version import WeightsVersion
 
 NO_DRAFTS = empty_trees([])
+
+
+def begin_step(version: WeightsVersion, scheduler_output: Any) -> None:
+    """A step begins, which the runner says before it computes: a change of the weights is over.
+
+    One that computes nothing ends none. It is no method there, so that a step passes one file less.
+    """
+    if scheduler_output.total_num_scheduled_tokens and (version.may_differ or is_signalled(scheduler_output)):
+        version.close()
 
 
 class Drafting:

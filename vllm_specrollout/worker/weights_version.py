@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specrollout.worker.fingerprint import Fingerprint
 from vllm_specrollout.worker.packed_weights import PackedWeights
-from vllm_specrollout.worker.scheduler import is_signalled
 
 _Base: Any = object
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
 _NAMES = re.compile("update|refit|load|weight", re.IGNORECASE)
@@ -49,11 +47,6 @@ class WeightsVersion:
     def suspect(self) -> None:
         """Weights may have been written: they are looked at when the next step begins."""
         self.may_differ = True
-
-    def begin(self, step: SchedulerOutput) -> None:
-        """A step begins. The runner says so before it computes."""
-        if self.may_differ or is_signalled(step):
-            self.close()
 
     def close(self) -> None:
         """A change ends; what may be one is looked into.

@@ -31,7 +31,7 @@ from vllm_specrollout.types import (
 )
 from vllm_specrollout.worker import decoupling
 from vllm_specrollout.worker.common import ROWS_FOR_DRAFTS, config_of
-from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
 from vllm_specrollout.worker.resuming import fill_in
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
@@ -142,8 +142,7 @@ class SpecRolloutV1(_Base):
             if req_id in self.requests:  # it ended in the last step, with that one's weights
                 entry = self.book.get(self.requests[req_id])
                 self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.computed))
-        if scheduler_output.total_num_scheduled_tokens:
-            self.weights_version.begin(scheduler_output)
+        begin_step(self.weights_version, scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def settle(self) -> None:

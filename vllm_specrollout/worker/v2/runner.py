@@ -29,7 +29,7 @@ from vllm_specrollout.types import DraftMode, FinishedRequest, IntArray
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.arriving import is_unseeded
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.drafting import Drafting, drafted_tokens
+from vllm_specrollout.worker.drafting import Drafting, begin_step, drafted_tokens
 from vllm_specrollout.worker.model_drafter import ModelDrafter
 from vllm_specrollout.worker.resuming import resumed_of
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
@@ -150,7 +150,7 @@ class SpecRolloutV2(_Base):
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
-            self.weights_version.begin(scheduler_output)
+            begin_step(self.weights_version, scheduler_output)
             is_paused = self.host.drafting.is_paused(step.number, num_running)
             if scheduler_output.scheduled_spec_decode_tokens:
                 scheduler_output = self._with_drafts(scheduler_output, is_paused)
