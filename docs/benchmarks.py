@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,16 @@ _TITLES = {
     "ladder": (
         "Ladder",
         "A batch with a long tail on several workers: nobody helps, idle workers lend their drafters, or they race.",
+    ),
+    "hang": (
+        "Something stands still",
+        "A drafter that may block, a drafter's process, or the history's disk, for seconds: what decode steps take"
+        " meanwhile, and whether drafts come again ([containment](concepts/containment.md)).",
+    ),
+    "soak": (
+        "Soak",
+        "A server under load and faults: what it holds, and whether its answers are stock's"
+        " ([picture](concepts/soak.png)).",
     ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),
@@ -235,6 +245,28 @@ _LADDER: Columns = {
 }
 
 
+_HANG: Columns = {
+    **{name: field(name) for name in ("what", "part", "steps", "usual_ms", "longest_ms")},
+    "at most, ms": field("most_ms"),
+    "drafted": field("drafted"),
+    "tokens per step": field("tokens"),
+}
+_SOAK: Columns = {
+    "what": field("name"),
+    **{name: field(name) for name in ("first", "last", "value", "limit", "unit")},
+    "holds": lambda row: {True: "yes", False: "no", None: "-"}[row.get("passed")],
+}
+
+
+def _parts(rows: Iterable[Row]) -> list[Row]:
+    """Of rows of `bench hang`, one for each part of a run."""
+    return [
+        {"what": row["what"], "part": name, **part, "most_ms": row["most_ms"] if name == "during" else None}
+        for row in rows
+        for name, part in row.get("parts", {}).items()
+    ]
+
+
 _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "decode": lambda run: table(run["rows"], _DECODE),
     "rollout": lambda run: table(run["rows"], _ROLLOUT),
@@ -244,6 +276,8 @@ _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "drafters": drafters_tables,
     "decoupled": lambda run: table(run["rows"], _DECOUPLED),
     "ladder": lambda run: table(run["rows"], _LADDER),
+    "hang": lambda run: table(_parts(run["rows"]), _HANG),
+    "soak": lambda run: table(run["rows"], _SOAK),
     "index": lambda run: table(run["rows"], _INDEX),
     "kernels": lambda run: table(run["rows"], _GPU),
 }

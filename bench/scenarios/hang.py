@@ -6,8 +6,8 @@ What belongs here: that no step waits for it, that drafts are met again afterwar
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 DRAFTER, PROCESS, DISK = "drafter", "process", "disk"
 """A drafter that may block, a drafter's own process, and writes to the history's folder."""
 KINDS = (DRAFTER, PROCESS, DISK)
+Steps = Sequence[Sequence[float]]
 MOST = 2.0
 """Times the usual step, which a step may take beyond the time limit of drafters."""
 
@@ -45,22 +46,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One kind of hang."""
+    """One kind of hang; nothing but the first difference is told where an output is not stock's."""
 
     what: str
-    identical: bool
-    difference: str | None
-    # whether no step took too long, and drafts came again; None where an output is not stock's
-    passed: bool | None
-    # seconds that it lasted, and milliseconds that a drafter may take of a step
-    hang_s: float
-    limit_ms: float
-    # of the run before, in which nothing hung
-    usual: Part
-    # of the run with it: until it began, while it lasted, and afterwards
-    before: Part
-    during: Part
-    after: Part
+    identical: bool = True
+    difference: str | None = None
+    # whether no step took longer than `most_ms`, and drafts came again
+    passed: bool | None = None
+    # seconds that it lasted
+    hang_s: float | None = None
+    # milliseconds: what a drafter may take of a step, and what a step may take while it lasts
+    limit_ms: float | None = None
+    most_ms: float | None = None
+    # "usual": of the run before, in which nothing hung; "before", "during" and "after": of the run with it
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,28 +124,9 @@ class Hang(EngineScenario):
             told.append(engines.ask(what, "call", function="watched_steps"))
             engines.report("", 1)
         difference = next((one for run in runs if (one := first_difference(truth, run)) is not None), None)
-        steps, hang = told[2]["steps"], told[2]["hang"]
-        if "end" not in hang or steps[-1][0] < hang["end"]:
-            raise ConfigError(f"the run was over before the {what} came back", "ask for more `--requests`")
-        # the step in which it begins and the one in which it ends are of it
-        first = next(i for i, step in enumerate(steps) if step[0] >= hang["begin"])
-        last = next(i for i, step in enumerate(steps) if step[0] >= hang["end"])
-        parts = map(_part, (told[1]["steps"], steps[:first], steps[first : last + 1], steps[last + 1 :]))
-        usual, before, during, after = parts
-        limit_ms = max(told[2]["limit_ms"].values())
-        is_short = during.longest_ms <= MOST * usual.usual_ms + limit_ms
-        return Row(
-            what=what,
-            identical=difference is None,
-            difference=None if difference is None else difference.as_text(),
-            passed=None if difference is not None else is_short and after.drafted > 0.0,
-            hang_s=hang["end"] - hang["begin"],
-            limit_ms=limit_ms,
-            usual=usual,
-            before=before,
-            during=during,
-            after=after,
-        )
+        if difference is not None:
+            return Row(what=what, identical=False, difference=difference.as_text())
+        return judged(what, told[1]["steps"], **told[2])
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}, {self.seqs} requests at once", markup=False)
@@ -154,17 +134,40 @@ class Hang(EngineScenario):
         for row in found.rows:
             if not row.identical:
                 out.print(f"{row.what}: {row.difference}", markup=False)
-                continue
-            for name in ("usual", "before", "during", "after"):
-                part: Part = getattr(row, name)
-                most = f"{MOST * row.usual.usual_ms + row.limit_ms:.1f}" if name == "during" else "-"
-                times = (f"{part.usual_ms:.1f}", f"{part.longest_ms:.1f}", most)
-                title = f"{row.hang_s:.1f} s" if name == "during" else name
-                table.add_row(row.what, title, str(part.steps), *times, number(part.drafted), number(part.tokens))
+            for name, part in row.parts.items():
+                is_during = name == "during"
+                times = (f"{part.usual_ms:.1f}", f"{part.longest_ms:.1f}", f"{row.most_ms:.1f}" if is_during else "-")
+                drafts = (number(part.drafted), number(part.tokens))
+                table.add_row(row.what, f"{row.hang_s:.1f} s" if is_during else name, str(part.steps), *times, *drafts)
         out.print(table)
 
 
-def _part(steps: Sequence[Sequence[float]]) -> Part:
+def judged(what: str, usual: Steps, steps: Steps, hang: Mapping[str, float], limit_ms: Mapping[int, float]) -> Row:
+    """Of steps and a hang as `worker_calls.watched_steps` tells them; `usual` are those of a run without it.
+
+    Raises:
+        ConfigError: the run was over before the hang was.
+    """
+    if "end" not in hang or not steps or steps[-1][0] < hang["end"]:
+        raise ConfigError(f"the run was over before the {what} came back", "ask for more `--requests`")
+    # the step in which it begins and the one in which it ends are of it
+    first = next(i for i, step in enumerate(steps) if step[0] >= hang["begin"])
+    last = next(i for i, step in enumerate(steps) if step[0] >= hang["end"])
+    told = {"usual": usual, "before": steps[:first], "during": steps[first : last + 1], "after": steps[last + 1 :]}
+    parts = {name: _part(own) for name, own in told.items()}
+    limit = max(limit_ms.values())
+    most_ms = MOST * parts["usual"].usual_ms + limit
+    return Row(
+        what=what,
+        passed=parts["during"].longest_ms <= most_ms and parts["after"].drafted > 0.0,
+        hang_s=hang["end"] - hang["begin"],
+        limit_ms=limit,
+        most_ms=most_ms,
+        parts=parts,
+    )
+
+
+def _part(steps: Steps) -> Part:
     """Of steps as `watched_steps` tells them."""
     if not steps:
         return Part(steps=0, usual_ms=0.0, longest_ms=0.0, drafted=0.0, tokens=0.0)

@@ -1,7 +1,7 @@
 """The directory of a store: the file this process writes, and those that others write. No epochs' logic.
 
-Only the table is shared with the store's callers, so only its changes take the lock. `refresh` and `rewrite` are for
-one thread at a time and take the lock themselves; the rest is called with it.
+Only the table is shared with the store's callers, so only its changes take the lock. `write`, `refresh` and `rewrite`
+wait for the disk and are for one thread at a time; they take the lock themselves. The rest is called with it.
 """
 
 from __future__ import annotations
@@ -92,21 +92,26 @@ class Folder:
         assert reader is not None, "a file whose answers are known was opened"
         return reader
 
-    def append(self, record: Record) -> int:
-        """Write a record to the own file; returns an answer's row, otherwise -1.
+    def write(self, record: Record | bytes) -> Frame:
+        """Hand a record, or its bytes, to the operating system. What it means for the table is told by `wrote_*`.
 
         Raises:
             OSError: the disk is full or gone.
             ValueError: the record is larger than one may be.
         """
-        return self._take(OWN, self._sources[OWN], self.writer.append(record), record)
+        return self.writer.append(record)
 
-    def move_in(self, row: int, answer: Answer) -> None:
-        """Write an answer whose row is elsewhere so far. Raises OSError: disk full or gone."""
-        frame = self.writer.append(answer)
-        self._table.move(row, OWN, frame.offset, frame.sequence)
-        self._sources[OWN].set_row(frame.sequence, row)
-        self._sources[OWN].num_tokens += answer.num_tokens
+    def wrote_answer(self, frame: Frame, row: int, num_tokens: int) -> None:
+        """The answer of this row is in the own file now; NO_ROW: it was dropped meanwhile."""
+        own = self._sources[OWN]
+        own.num_tokens += num_tokens
+        if row != NO_ROW:
+            self._table.move(row, OWN, frame.offset, frame.sequence)
+            own.set_row(frame.sequence, row)
+
+    def wrote_reward(self) -> None:
+        """The own file has a reward more."""
+        self._sources[OWN].reward_bytes += REWARD_BYTES
 
     def refresh(self) -> None:
         """Read what others have written since. Files that cannot be used are left out, with one warning for all.

@@ -1,11 +1,11 @@
 """Where a store's answers are: in its file, or in memory; and which go first where there is no room for all.
 
-What belongs here: the table, the memory and the folder, kept in step. Not: requests' names, guessing epochs.
+What belongs here: the table, the memory and the folder, kept in step. Not: names of requests, guessing epochs. What
+comes is in memory at once, and `write` takes it to the disk later: only `write`, `settle` and `close` wait for one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -15,8 +15,9 @@ from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.log import Reader
-from vllm_specrollout.history.memory import Memory, decode_answer
-from vllm_specrollout.history.records import EpochRecord, Record, RewardRecord
+from vllm_specrollout.history.memory import Memory
+from vllm_specrollout.history.records import EpochRecord, RewardRecord, with_reward
+from vllm_specrollout.history.source import NO_ROW
 from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
 from vllm_specrollout.history.vocabulary import Vocabulary
 
@@ -27,7 +28,7 @@ PER_MIB = 768
 
 
 class Keeping:
-    """Answers by row. Called with the lock, but for `settle`, which takes it and is for one thread at a time.
+    """Answers by row. Called with the lock; `write`, `settle` and `close` take it, and are for one thread at a time.
 
     Raises:
         HistoryError: the directory cannot be used, or holds what `history.foreign` refuses.
@@ -45,9 +46,10 @@ class Keeping:
         # of the own file: it, and the copy that takes its place, are to be below the limit together
         self._most_bytes = config.max_disk_mib << 19
         self.memory = Memory(config.max_mib << 20, self._most)
-        # while the own file is rewritten: rewards to write after it, by the answer's ticket; None: it is not
-        self._meanwhile: list[tuple[str, int, float]] | None = None
+        # answers in the file whose rewards are to be written: ticket -> request
+        self._rewards: dict[int, str] = {}
         self._begun = self._epoch_written = 0
+        self._is_rewriting = False
         # where making room has failed: the size at which it is tried again
         self._next_bytes = 0
         self.evicted = self.write_errors = 0
@@ -64,26 +66,32 @@ class Keeping:
     @property
     def is_full(self) -> bool:
         """Whether `settle` is to make room."""
-        if self.folder is None or self._meanwhile is not None:
+        if self.folder is None or self._is_rewriting:
             return False
         return len(self.table) > self._most or self.folder.writer.size > max(self._most_bytes, self._next_bytes)
 
+    @property
+    def num_waiting(self) -> int:
+        """Answers that are to be written, and could not be so far."""
+        return 0 if self.folder is None else len(self.memory)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `write` has something to do."""
+        is_any = bool(len(self.memory) or self._rewards or self._begun > self._epoch_written)
+        return self.folder is not None and is_any
+
     def add(self, answer: Answer) -> int | None:
-        """Keep an answer on disk if that goes, otherwise in memory; returns its ticket. None: it cannot be kept."""
-        row: int | None = None
+        """Keep an answer, and returns its ticket; the oldest in memory make room for it. None: it cannot be kept."""
         try:
-            if self.folder is not None and self._meanwhile is None:
-                row = self.folder.append(answer)
-        except (OSError, ValueError) as error:
-            self.note_error(error)
-        try:
-            row = self._add_to_memory(answer) if row is None else row
+            row = self._add_to_memory(answer)
         except ValueError as error:
             # longer than a record may be
             self.note_error(error)
             return None
         ticket = self.table.ticket(row)
-        for held in self.memory.overflow():
+        # the newest one is to reach the disk, however large it is
+        for held in self.memory.overflow(0 if self.folder is None else 1):
             self.evicted += 1
             self._gone(held.request_id, self.table.ticket(held.row))
             self.table.drop([held.row])
@@ -102,26 +110,15 @@ class Keeping:
         if place.reward == reward:
             return
         self.table.set_reward(row, reward)
-        if self._meanwhile is not None:
-            self._meanwhile.append((request_id, self.table.ticket(row), reward))
-        elif place.file != IN_MEMORY:
-            self._write(RewardRecord(place.sequence, request_id, reward))
+        if place.file != IN_MEMORY:
+            self._rewards[self.table.ticket(row)] = request_id
+            if len(self._rewards) > self._most:
+                # nobody has written for long, and answers count for more
+                del self._rewards[next(iter(self._rewards))]
 
     def begin(self, epoch: int) -> None:
         """An epoch begins."""
         self._begun = epoch
-        if self.folder is not None and self._meanwhile is None and self._write(EpochRecord(epoch)):
-            self._epoch_written = epoch
-
-    def _write(self, record: Record) -> bool:
-        """Write what can be done without; returns whether that went well."""
-        try:
-            if self.folder is not None:
-                self.folder.append(record)
-        except (OSError, ValueError) as error:
-            self.note_error(error)
-            return False
-        return True
 
     def note_error(self, error: Exception) -> None:
         if not self.write_errors:
@@ -138,11 +135,68 @@ class Keeping:
             return self.memory.record(place.offset)
         return self.folder.reader(place.file)
 
+    # --- writing, in the background ----------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write what has come since: answers, the oldest first, then the epoch and rewards. Nobody waits meanwhile."""
+        folder = self.folder
+        if folder is None:
+            return
+        try:
+            with self._lock:
+                waiting = self.memory.keys()
+            for key in waiting:
+                self._write_answer(folder, key)
+            if (epoch := self._begun) > self._epoch_written:
+                folder.write(EpochRecord(epoch))
+                self._epoch_written = epoch
+            with self._lock:
+                rewards = list(self._rewards)
+            for ticket in rewards:
+                self._write_reward(folder, ticket)
+        except OSError as error:
+            self.note_error(error)
+
+    def _write_answer(self, folder: Folder, key: int) -> None:
+        with self._lock:
+            held = self.memory.get(key)
+            if held is None:
+                return
+            place = self.table.place(held.row)
+        try:
+            frame = folder.write(with_reward(held.record, place.reward))
+        except ValueError as error:
+            # too long for a file: it stays where it is
+            self.note_error(error)
+            return
+        with self._lock:
+            # it may have been dropped, or got another reward, since
+            is_held = self.memory.get(key) is held
+            folder.wrote_answer(frame, held.row if is_held else NO_ROW, place.num_tokens)
+            if is_held:
+                self.memory.drop(key)
+                if self.table.place(held.row).reward != place.reward:
+                    self._rewards[self.table.ticket(held.row)] = held.request_id
+
+    def _write_reward(self, folder: Folder, ticket: int) -> None:
+        with self._lock:
+            row = self.table.row(ticket)
+            place = None if row is None else self.table.place(row)
+            request_id = self._rewards.get(ticket, "")
+            if row is None or place is None or place.file == IN_MEMORY or place.reward is None:
+                self._rewards.pop(ticket, None)
+                return
+        folder.write(RewardRecord(place.sequence, request_id, place.reward))
+        with self._lock:
+            folder.wrote_reward()
+            if self.table.row(ticket) is None or self.table.place(row).reward == place.reward:
+                self._rewards.pop(ticket, None)
+
     def close(self) -> None:
-        """What is in memory although there is a file is written, if it goes now; then others may have the file."""
+        """What waits is written, if it goes now; then others may have the file."""
         if self.folder is None:
             return
-        self._catch_up(self.folder)
+        self.write()
         try:
             self.folder.writer.close()
         except OSError as error:
@@ -153,6 +207,7 @@ class Keeping:
     def settle(self, epoch: int) -> None:
         """Drop what is too old, then what there is no room for. May take as long as writing all of it does."""
         oldest = epoch - self._config.epochs
+        self.write()
         if self.folder is not None:
             try:
                 self.folder.writer.sync()
@@ -180,34 +235,16 @@ class Keeping:
                     is_dead = folder.is_mostly_dead()
             folder.remove_stale(oldest, 2 * self._most_bytes - folder.writer.size)
             if is_dead:
-                with self._lock:
-                    self._meanwhile = []
+                self._is_rewriting = True
                 folder.rewrite(epoch)
                 self._epoch_written = epoch
         except Exception as error:
-            # whatever it was: answers must not go to memory alone from here on
+            # whatever it was: what waits is written all the same
             self.note_error(error)
         finally:
-            with self._lock:
-                self._next_bytes = folder.writer.size + self._most_bytes // 16
-                self._catch_up(folder)
-
-    def _catch_up(self, folder: Folder) -> None:
-        """Write what came while the file was rewritten, and answers that could not be written before."""
-        meanwhile, self._meanwhile = self._meanwhile or [], None
-        try:
-            for key, held in self.memory.items():
-                reward = self.table.place(held.row).reward
-                folder.move_in(held.row, dataclasses.replace(decode_answer(held.record), reward=reward))
-                self.memory.drop(key)
-        except (OSError, ValueError) as error:
-            self.note_error(error)
-        if self._begun > self._epoch_written:
-            self.begin(self._begun)
-        for request_id, ticket, reward in meanwhile:
-            row = self.table.row(ticket)
-            if row is not None and (place := self.table.place(row)).file != IN_MEMORY:
-                self._write(RewardRecord(place.sequence, request_id, reward))
+            self._is_rewriting = False
+            self._next_bytes = folder.writer.size + self._most_bytes // 16
+            self.write()
 
     def drop_old(self, epoch: int) -> None:
         """Drop the answers that are too old in this epoch."""

@@ -1,4 +1,4 @@
-"""Compressed answers in memory, for a store without directory, or while it cannot write. No locks."""
+"""Compressed answers in memory, for a store without directory, or until they are written. No locks."""
 
 from __future__ import annotations
 
@@ -53,13 +53,16 @@ class Memory:
     def drop(self, key: int) -> None:
         self.num_bytes -= len(self._held.pop(key).record)
 
-    def items(self) -> list[tuple[int, Held]]:
-        """All of them, oldest first."""
-        return list(self._held.items())
+    def get(self, key: int) -> Held | None:
+        return self._held.get(key)
 
-    def overflow(self) -> Iterator[Held]:
-        """Drop the oldest answers that there is no room for."""
-        while self._held and (self.num_bytes > self._most_bytes or len(self._held) > self._most_answers):
+    def keys(self) -> list[int]:
+        """Of all of them, oldest first."""
+        return list(self._held)
+
+    def overflow(self, least: int) -> Iterator[Held]:
+        """Drop the oldest answers that there is no room for, but for so many."""
+        while len(self._held) > least and (self.num_bytes > self._most_bytes or len(self._held) > self._most_answers):
             _, held = self._held.popitem(last=False)
             self.num_bytes -= len(held.record)
             yield held

@@ -34,7 +34,9 @@ class StoreStats:
     files: int
     file_bytes: int
     memory_bytes: int
-    """Of compressed answers in memory: all without `history.dir`, otherwise those that could not be written."""
+    """Of compressed answers in memory: all without `history.dir`, otherwise those that are not written yet."""
+    waiting: int
+    """Answers that are not in `history.dir` yet: they are written in the background, or could not be."""
     damaged: int
     """Records that were written and could not be read."""
     evicted: int

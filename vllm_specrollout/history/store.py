@@ -1,8 +1,8 @@
 """All answers worth drafting from, of this engine and of those that share its directory. Indices: see index_cache.py.
 
-At rest an answer is compressed tokens, in a file or (without `history.dir`) in memory, and what says where that is
-(keeping.py). Any thread may call a store. What waits for a disk longer than one write does (reading others' files,
-syncing, rewriting) is given to `background`.
+At rest an answer is compressed tokens, in a file or (without `history.dir`, and until it is written) in memory, and
+what says where that is: keeping.py. Any thread may call a store. Whatever waits for a disk is given to `background`,
+and no lock that a caller needs is held meanwhile.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class HistoryStore:
         self._filter = Filter(vocabulary, config.dir)
         self._background = background
         self._lock = threading.RLock()
-        # held while settling, so that nobody gives the file away meanwhile; taken before the other one
-        self._settling = threading.Lock()
-        self._is_closed = False
+        # held while the disk is waited for, so that one thread at a time does; taken before the other one
+        self._disk = threading.Lock()
+        self._is_closed = self._is_writing_due = False
         self._kept = Keeping(config, self._lock, vocabulary, self._gone)
         self._guess = EpochGuess()
         self._is_guessing = True
@@ -89,7 +89,8 @@ class HistoryStore:
     def append(self, answer: Answer) -> Answer:
         """Keep the answer of a request that is over; returns it with the reward that came before its end, if one did.
 
-        A full disk is counted, and the answer kept in memory; where there is no room for more, the oldest goes.
+        It may draft from now on, and is written in the background. A full disk is counted, and the answer stays in
+        memory; where there is no room for more, the oldest goes.
         """
         with self._lock:
             self._guess.ended(answer.request_id)
@@ -98,10 +99,8 @@ class HistoryStore:
             ticket = self._kept.add(answer)
             if ticket is not None:
                 self._requests[answer.request_id] = ticket
-            is_due = self._kept.is_full and not self._is_settling_due
-            self._is_settling_due |= is_due
-        if is_due:
-            self._background(self._settle)
+        self._write_soon()
+        self._settle_if_full()
         return answer
 
     def report_reward(self, request_id: str, reward: float) -> Outcome:
@@ -114,7 +113,8 @@ class HistoryStore:
         with self._lock:
             outcome = self._reward(request_id, float(reward))
             self._rewards[outcome.value] += 1
-            return outcome
+        self._write_soon()
+        return outcome
 
     def _reward(self, request_id: str, reward: float) -> Outcome:
         if self._guess.is_running(request_id):
@@ -149,12 +149,37 @@ class HistoryStore:
         self._epoch = epoch
         self._kept.begin(epoch)
 
+    def _write_soon(self) -> None:
+        with self._lock:
+            is_due = self._kept.is_behind and not self._is_writing_due and not self._is_closed
+            self._is_writing_due |= is_due
+        if is_due:
+            self._background(self._write)
+
+    def _write(self) -> None:
+        """As `_settle`, it says itself what went wrong."""
+        with self._disk:
+            self._is_writing_due = False
+            try:
+                if not self._is_closed:
+                    self._kept.write()
+            except Exception as error:
+                self._kept.note_error(error)
+        self._settle_if_full()
+
+    def _settle_if_full(self) -> None:
+        with self._lock:
+            is_due = self._kept.is_full and not self._is_settling_due and not self._is_closed
+            self._is_settling_due |= is_due
+        if is_due:
+            self._background(self._settle)
+
     def _settle(self) -> None:
         """What a new epoch, or a limit that is reached, means for what is kept; may take as long as writing it does.
 
         It runs where nobody looks at an error, so it says itself what went wrong.
         """
-        with self._settling:
+        with self._disk:
             self._is_settling_due = False
             try:
                 if not self._is_closed:
@@ -210,6 +235,7 @@ class HistoryStore:
                 files=len(readers),
                 file_bytes=sum(reader.descriptor.size() for reader in readers),
                 memory_bytes=kept.memory.num_bytes,
+                waiting=kept.num_waiting,
                 damaged=sum(scanner.missing for scanner in scanners),
                 evicted=kept.evicted,
                 write_errors=kept.write_errors,
@@ -220,7 +246,7 @@ class HistoryStore:
 
     def close(self) -> None:
         """Wait until all is on disk, and let others have the file. What is in memory only is lost."""
-        with self._settling, self._lock:
+        with self._disk:
             if not self._is_closed:
                 self._kept.close()
             self._is_closed = True

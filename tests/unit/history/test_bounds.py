@@ -98,7 +98,7 @@ def test_an_answer_longer_than_a_record_may_be_is_counted_and_hurts_nobody(
     store.append(make_answer("long", count=101))
     store.append(make_answer("short"))
     assert [answer.request_id for answer in answers_in(store, "p")] == ["short"]
-    assert store.stats().write_errors == 2 and store.report_reward("long", 1.0) is Outcome.UNKNOWN
+    assert store.stats().write_errors == 1 and store.report_reward("long", 1.0) is Outcome.UNKNOWN
 
 
 def test_a_reward_that_is_reported_again_is_not_written_again(tmp_path: Path, make_answer: MakeAnswer) -> None:
@@ -182,7 +182,9 @@ def test_an_epoch_that_begins_while_the_file_is_written_anew_is_written_too(
         return rewrite(epoch)
 
     monkeypatch.setattr(store._kept.folder, "rewrite", meanwhile)
-    tasks.pop(0)()
+    # the answer is written, then the file anew
+    for task in tasks[:2]:
+        task()
     path = store._kept.folder.path
     assert EpochRecord(7) in [head for _, head in Reader(path).records()]
     store.close()
