@@ -37,10 +37,19 @@ class NgramConfig:
     """Shortest context that may draft, in tokens."""
     max_matches: int = 32
     """Most recent earlier places compared per context length."""
+    max_mib: int = 2048
+    """MiB for the indices of all running requests together. Who comes when it is used up is not drafted for, until
+    others have ended."""
 
     def __post_init__(self) -> None:
         check_match("ngram", self.min_match, self.max_match)
         check_range("ngram.max_matches", self.max_matches, 1, 4096)
+        check_range("ngram.max_mib", self.max_mib, 1, 1 << 20)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of all indices together: a token takes 12 bytes for each length of context, and some, as measured."""
+        return (self.max_mib << 20) // (12 * self.max_match + 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

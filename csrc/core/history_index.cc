@@ -107,21 +107,31 @@ void HistoryIndex::AppendOne(int32_t slot, int32_t token, const int32_t* recent_
 }
 
 void HistoryIndex::SetPrompt(const int32_t* token_ids, size_t count) {
+  const int32_t before = prompt_;
   prompt_ = 0;
-  if (count == 0) return;
   for (const int32_t slot : prompts_) {
     const HistoryText::Document& held = text_.DocumentAt(slot);
-    if (static_cast<size_t>(held.size) != count) continue;
-    if (text_.EndsIn(slot, token_ids, held.size)) {
-      prompt_ = held.last;
-      return;
-    }
+    if (static_cast<size_t>(held.size) == count && text_.EndsIn(slot, token_ids, held.size)) prompt_ = held.last;
   }
-  const int32_t slot = text_.AddPrompt(static_cast<int32_t>(count));
-  text_.DocumentAt(slot).weight = kOne;
-  prompts_.push_back(slot);
-  AppendTo(slot, token_ids, count);
-  prompt_ = text_.DocumentAt(slot).last;
+  if (prompt_ == 0 && count > 0) {
+    const int32_t slot = text_.AddPrompt(static_cast<int32_t>(count));
+    text_.DocumentAt(slot).weight = kOne;
+    prompts_.push_back(slot);
+    AppendTo(slot, token_ids, count);
+    prompt_ = text_.DocumentAt(slot).last;
+  }
+  if (before != prompt_) LeavePrompt(before, 0);
+  CompactIfHalfDead();
+}
+
+void HistoryIndex::LeavePrompt(int32_t last, int32_t num_gone) {
+  if (last == 0) return;
+  const int32_t slot = text_.pages()[last].slot;
+  HistoryText::Document& prompt = text_.DocumentAt(slot);
+  prompt.num_answers -= num_gone;
+  if (prompt.num_answers > 0 || last == prompt_) return;
+  text_.Kill(slot, false);
+  prompts_.erase(std::find(prompts_.begin(), prompts_.end(), slot));
 }
 
 int32_t HistoryIndex::Add(const int32_t* token_ids, size_t count, int32_t weight, int32_t epoch) {
@@ -132,6 +142,7 @@ int32_t HistoryIndex::Add(const int32_t* token_ids, size_t count, int32_t weight
 
 int32_t HistoryIndex::Open(int32_t epoch, int32_t weight) {
   if (weight < 0) throw std::invalid_argument("a document's weight is below 0");
+  if (prompt_ != 0) ++text_.DocumentAt(text_.pages()[prompt_].slot).num_answers;
   return text_.DocumentAt(text_.AddDocument(epoch, weight, prompt_)).id;
 }
 
@@ -163,13 +174,18 @@ int HistoryIndex::Retire(int32_t before_epoch) {
     const HistoryText::Document& document = text_.documents()[slot];
     if (document.id >= 0 && !document.is_dead && document.epoch < before_epoch) old.push_back(document.id);
   }
-  for (const int32_t id : old) text_.Kill(text_.SlotOf(id), false);
+  for (const int32_t id : old) {
+    const int32_t slot = text_.SlotOf(id);
+    text_.Kill(slot, false);
+    LeavePrompt(text_.DocumentAt(slot).prompt, 1);
+  }
   CompactIfHalfDead();
   return static_cast<int>(old.size());
 }
 
 void HistoryIndex::Kill(int32_t slot, bool is_kept) {
   text_.Kill(slot, is_kept);
+  if (!is_kept) LeavePrompt(text_.DocumentAt(slot).prompt, 1);
   CompactIfHalfDead();
 }
 

@@ -30,7 +30,8 @@ class HistoryIndex {
   // Throws std::invalid_argument unless 1 <= min_match <= max_match <= 64 and 1 <= max_matches.
   HistoryIndex(int min_match, int max_match, int max_matches);
 
-  // The prompt of the documents added from now on. One that the index has is not stored again.
+  // The prompt of the documents added from now on. One that the index has is not stored again. A prompt goes once all
+  // documents that were added behind it are gone, and another one is the present one.
   void SetPrompt(const int32_t* token_ids, size_t count);
   // A finished answer; returns its id. Weight 0 keeps it out of all drafts.
   int32_t Add(const int32_t* token_ids, size_t count, int32_t weight, int32_t epoch);
@@ -98,6 +99,8 @@ class HistoryIndex {
   void Resize(Length* length, size_t capacity);
   Place SkipDead(int which, Place place) const;
   void Kill(int32_t slot, bool is_kept);
+  // A document behind the prompt whose last page this is (0 = none) is gone, or it is no longer the present one.
+  void LeavePrompt(int32_t last, int32_t num_gone);
   void CompactIfHalfDead();
   void Compact();
   void CheckLength(int which) const;

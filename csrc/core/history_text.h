@@ -47,6 +47,8 @@ class HistoryText {
     // last page of its prompt, 0 = none
     int32_t prompt = 0;
     bool is_prompt = false;
+    // of a prompt: live documents that begin behind it
+    int32_t num_answers = 0;
     // removed, but its pages are still chained
     bool is_dead = false;
   };

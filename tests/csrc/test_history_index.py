@@ -124,6 +124,25 @@ def assert_same(tree: DraftTree, expected: DraftTree) -> None:
     assert tree.log_q.tobytes() == expected.log_q.tobytes()
 
 
+def test_a_prompt_goes_with_the_last_answer_behind_it_and_gives_its_memory_back() -> None:
+    both = Both(HistoryConfig())
+    both.set_prompt([1, 2, 3])
+    both.open(0)
+    both.open(0)
+    for number in range(200):
+        both.set_prompt([number + 10] * 300)
+        both.open(0)
+        both.remove(both.docs[-1])
+        both.check()
+    assert both.index.num_tokens == 3 + 300 and both.index.nbytes < 1 << 15
+    both.set_prompt([])
+    both.remove(0)
+    assert both.index.num_tokens == 3
+    both.remove(1)
+    both.check()
+    assert both.index.num_tokens == both.index.num_documents == 0
+
+
 @settings(max_examples=300)
 @given(configs(), st.lists(CHANGES, max_size=14), BOUNDS)
 def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, changes, bounds) -> None:

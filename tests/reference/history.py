@@ -121,6 +121,7 @@ class NaiveHistory:
         if self._prompt and self._prompt not in self._prompts:
             self._prompts[self._prompt] = Document(None, WEIGHT_ONE, ())
             self._write(self._prompts[self._prompt], token_ids)
+        self._drop_prompts()
 
     def add(self, token_ids: Sequence[int], weight: int, epoch: int) -> int:
         doc = self.open(epoch, weight)
@@ -150,12 +151,19 @@ class NaiveHistory:
 
     def remove(self, doc: int) -> None:
         del self.documents[doc]
+        self._drop_prompts()
 
     def retire(self, before_epoch: int) -> int:
         old = [doc for doc, held in self.documents.items() if held.epoch is not None and held.epoch < before_epoch]
         for doc in old:
             del self.documents[doc]
+        self._drop_prompts()
         return len(old)
+
+    def _drop_prompts(self) -> None:
+        """A prompt goes once all documents that were added behind it are gone, and another one is the present one."""
+        wanted = {self._prompt, *(document.prompt for document in self.documents.values())}
+        self._prompts = {prompt: text for prompt, text in self._prompts.items() if prompt in wanted}
 
     def propose(
         self, doc: int, max_nodes: int, max_depth: int, is_chain: bool = False, siblings: bool = True

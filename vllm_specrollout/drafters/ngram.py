@@ -32,6 +32,8 @@ class NgramDrafter(BaseDrafter):
         self._max_nodes = max_nodes
         self._source = source
         self._indices: dict[str, NgramIndex] = {}
+        # requests for which there was no room when they came
+        self._left_out: set[str] = set()
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         wanted = np.minimum(limits.wanted(self._source), self._max_nodes)
@@ -39,16 +41,26 @@ class NgramDrafter(BaseDrafter):
         indices = [
             self._synced(view) if count > 0 else None for view, count in zip(batch.views, wanted.tolist(), strict=True)
         ]
+        wanted = np.where([index is not None for index in indices], wanted, 0).astype(np.int32)
         columns = propose_batch(indices, wanted, limits.max_depth, limits.is_chain)
         return proposed(batch.request_ids, *columns, self._source)
 
     def forget(self, request_id: str) -> None:
-        self._indices.pop(request_id, None)
+        self._left_out.discard(request_id)
+        if self._indices.pop(request_id, None) is not None:
+            # there is room again
+            self._left_out.clear()
 
-    def _synced(self, view: RequestView) -> NgramIndex:
+    def _synced(self, view: RequestView) -> NgramIndex | None:
+        """The request's index, with all its tokens; None: there is no room for one more."""
         index = self._indices.get(view.request_id)
         if index is None:
             c = self._config
+            if view.request_id in self._left_out:
+                return None
+            if sum(map(len, self._indices.values())) + len(view.token_ids) > c.most_tokens:
+                self._left_out.add(view.request_id)
+                return None
             index = NgramIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
             self._indices[view.request_id] = index
         # a request whose tokens shrank or changed (a resumed session) is indexed anew

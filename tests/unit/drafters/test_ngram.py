@@ -1,0 +1,36 @@
+"""What the `ngram` drafter keeps, and for whom there is no room."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_specrollout.budgets.fixed import FixedBudget
+from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.drafters.ngram import NgramDrafter
+from vllm_specrollout.types import RequestBatch, RequestView
+
+REPEATED = np.tile(np.arange(10, dtype=np.int32), 30)
+
+
+def drafted(drafter: NgramDrafter, *names: str) -> list[bool]:
+    """Whether each of these requests has a draft."""
+    batch = RequestBatch.of([RequestView(name, REPEATED, 100, 1000) for name in names])
+    return (drafter.propose(batch, FixedBudget(4, 4).limits(batch)).sizes > 0).tolist()
+
+
+def test_who_comes_when_there_is_no_room_is_not_drafted_for_until_another_one_has_ended(monkeypatch) -> None:
+    # two of them fit, and a third does not
+    monkeypatch.setattr(NgramConfig, "most_tokens", property(lambda self: 2 * len(REPEATED) + 50))
+    drafter = NgramDrafter(NgramConfig())
+    assert drafted(drafter, "a", "b", "c") == [True, True, False]
+    assert drafted(drafter, "c", "b") == [False, True]
+    drafter.forget("a")
+    assert drafted(drafter, "c", "b", "d") == [True, True, False]
+    for name in ("b", "c", "d"):
+        drafter.forget(name)
+    assert not drafter._indices and not drafter._left_out
+
+
+def test_the_longer_the_contexts_the_fewer_tokens_fit() -> None:
+    short, long = (NgramConfig(max_match=n, max_mib=1).most_tokens for n in (8, 64))
+    assert short == (1 << 20) // 100 and 7 < short / long < 8
