@@ -4,57 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.unit.history.poisoned import OURS, THEIRS, poison
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history import frames
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.log import ForeignError, Writer
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.history.vocabulary import Vocabulary
 
 MakeAnswer = Callable[..., Answer]
-
-OURS, THEIRS = Vocabulary("ours", 6000, "a1"), Vocabulary("theirs", 150_000, "b2")
-
-
-def _fill(folder: Path, make_answer: MakeAnswer) -> int:
-    """Damaged and odd entries of every kind; returns how many there are beside the one good file."""
-    for number in range(5):
-        numbered = f"answers-{number:04d}.history"
-        os.mkfifo(folder / f"pipe-{number}.history")
-        (folder / f"folder-{number}.history").mkdir()
-        (folder / f"link-{number}.history").symlink_to("nowhere")
-        (folder / f"text-{number}.history").write_text("ls -l\n")
-        (folder / numbered).write_bytes(bytes(4096))
-        header = frames.HEADER.pack(frames.MAGIC, 77, bytes(16), 0)[:-4]
-        (folder / f"later-{number}.history").write_bytes(header + struct.pack("<I", zlib.crc32(header)))
-        Writer(folder / f"foreign-{number}.history", vocabulary=THEIRS).close()
-        torn = folder / f"torn-{number}.history"
-        Writer(torn, vocabulary=OURS).close()
-        data = bytearray(torn.read_bytes())
-        data[9] ^= 0xFF
-        torn.write_bytes(data)
-    os.mkfifo(folder / "answers-0005.history")
-    (folder / "answers-0006.history").mkdir()
-    Writer(folder / "answers-0007.history", vocabulary=THEIRS).close()
-    good = Writer(folder / "good.history", vocabulary=OURS)
-    good.append(make_answer("good"))
-    good.close()
-    return len(list(folder.iterdir())) - 1
 
 
 def test_a_poisoned_directory_is_served_from_and_named_once(
     tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _fill(tmp_path, make_answer) == 43
+    assert poison(tmp_path, make_answer("good")) == 43
     before = {path: path.lstat() for path in tmp_path.iterdir()}
     with caplog.at_level(logging.WARNING):
         store = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1), vocabulary=OURS)
