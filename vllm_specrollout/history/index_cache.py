@@ -27,7 +27,7 @@ GLOBAL = ""
 # room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
 _LEAST_GUESS = 256.0
 # indices for each MiB of `max_mib`: what Python adds to the small ones of problems that never come back
-_PER_MIB = 512
+_PER_MIB = 128
 
 
 class IndexCache(Generic[IndexType]):
