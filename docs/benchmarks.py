@@ -253,9 +253,20 @@ _HANG: Columns = {
 }
 _SOAK: Columns = {
     "what": field("name"),
-    **{name: field(name) for name in ("first", "last", "value", "limit", "unit")},
+    **{name: field(name) for name in ("first", "last")},
+    "value": lambda row: _judged(row, "value"),
+    "limit": lambda row: _judged(row, "limit"),
+    "unit": field("unit"),
     "holds": lambda row: {True: "yes", False: "no", None: "-"}[row.get("passed")],
 }
+
+
+def _judged(row: Row, name: str) -> str:
+    """Of memory, the growth as a share; of all else a number."""
+    value = row.get(name)
+    if value is None:
+        return "-"
+    return f"{value:.2%}" if row["name"].startswith("memory") else f"{value:.10g}"
 
 
 def _parts(rows: Iterable[Row]) -> list[Row]:
