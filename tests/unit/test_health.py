@@ -67,7 +67,7 @@ def server() -> Iterator[str]:
 def test_doctor_says_which_drafters_of_a_server_work(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     report = doctor.examine(server=server)
-    assert not report.is_healthy and not any(finding.is_problem for finding in report.findings)
+    assert [finding for finding in report.findings if finding.is_problem] == [] and not report.is_healthy
     assert [(finding.name, finding.is_problem) for finding in report.running] == [
         ("drafter history of engine 0", True),
         ("drafter ngram of engine 0", True),

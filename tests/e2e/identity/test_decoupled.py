@@ -259,7 +259,9 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
         def before_step(step: int, rng: random.Random = rng, doomed: str = doomed, stopped: set[int] = stopped) -> None:
             stage.pool.watch()
             if doomed and step == 4:
-                os.kill(stage.pool.pid(doomed) or 0, signal.SIGKILL)
+                # nobody has killed one before, and 0 would be the tests themselves
+                assert (pid := stage.pool.pid(doomed))
+                os.kill(pid, signal.SIGKILL)
             for name in WARM:
                 what = rng.random()
                 if name not in stage.drafter.links and (what < 0.1 or not step):
