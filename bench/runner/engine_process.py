@@ -126,7 +126,10 @@ class EngineProcess:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """End the engine and its workers; by force if they are in the middle of something."""
+        """End the engine and its workers; by force if they are in the middle of something. Once is enough."""
+        if self._pipe.closed:
+            # the group's number may be another one's by now
+            return
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()

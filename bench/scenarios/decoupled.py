@@ -104,6 +104,8 @@ class Decoupled(EngineScenario):
                 bench = _Bench(self, engines, drafter, str(model))
                 facts[drafter], own = bench.run()
                 rows += own
+                # those of all drafters, and the drafters' processes, are too many for 24 GB
+                bench.stop()
         told = {
             name: {batch: {window: one.as_dict() for window, one in by.items()} for batch, by in own.items()}
             for name, own in facts.items()
@@ -154,6 +156,11 @@ class _Bench:
         place = {"devices": [scenario.device], "decoupled": {"window": deepest, "fan_out": scenario.fan_out}}
         for arm in (DECOUPLED, AUTO):
             engines.start(self._name(arm), {**own, **place, "placement": arm})
+
+    def stop(self) -> None:
+        """End the drafter's engines."""
+        for arm in (COUPLED, DECOUPLED, AUTO):
+            self._engines.stop(self._name(arm))
 
     def _name(self, arm: str) -> str:
         return f"{self._drafter} {arm}"

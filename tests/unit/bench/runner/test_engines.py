@@ -49,7 +49,10 @@ def unsteady(monkeypatch):
             return self
 
         def __exit__(self, *_):
-            pass
+            self.close()
+
+        def close(self):
+            self.is_closed = True
 
         def ask(self, operation, **_):
             self.count += 1
@@ -70,6 +73,15 @@ def test_stock_is_compared_with_its_first_answers_to_the_same_requests(unsteady)
 
 def test_a_recording_is_stocks_second_run(unsteady):
     assert unsteady.record([[5]], [sampling(0, 2)]).itself is not None
+
+
+def test_an_engine_that_is_stopped_makes_room_and_is_gone(unsteady):
+    other = unsteady.start("other", {"drafters": ["ngram"]})
+    unsteady.stop("other")
+    assert other.is_closed
+    with pytest.raises(KeyError):
+        unsteady.ask("other", "generate")
+    assert unsteady.run(STOCK, [[5]], [sampling(0, 2)]).itself is None
 
 
 def test_the_plugin_is_loaded_where_there_is_a_configuration_or_where_told(unsteady):
