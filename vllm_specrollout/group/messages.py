@@ -21,6 +21,8 @@ from vllm_specrollout.errors import SpecRolloutError
 VERSION = 3
 MOST_BYTES = 1 << 26
 """Of one message: a prompt of a million tokens, and some."""
+LIMIT = 1 << 31
+"""Whole numbers are below it, and none is negative."""
 _MOST_NAME = 256  # characters
 
 
@@ -231,7 +233,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LIMIT:
             return value
     elif isinstance(value, hint) and not (hint is str and len(value) > _MOST_NAME and not name.endswith(".reason")):
         return value

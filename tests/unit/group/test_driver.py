@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vllm_specrollout.cli import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import RolloutGroup
+from vllm_specrollout.group.messages import Run, decode, encode
 from vllm_specrollout.group.processes import shares_of
 
 HERE = Path(__file__).parents[1]
@@ -36,11 +38,20 @@ def test_every_refusal_reads_as_recorded(snapshot: Any, render_refusals: Any) ->
         "no method": lambda: RolloutGroup("m", ladder="race", methods=()),
         "several answers at once": lambda: group._asks([[1]], {"n": 2}),
         "the likeliest tokens": lambda: group._asks([[1]], {"logprobs": 5}),
+        "a token id below all": lambda: group._asks([[1], [2, -1]], {}),
+        "a token id above all": lambda: group._asks([[1 << 31]], {}),
+        "no token id": lambda: group._asks([[1, 2.5]], {}),
+        "no list of token ids": lambda: group._asks([3], {}),
         "one for each": lambda: group._asks([[1]], [{}, {}]),
         "an object": lambda: group._asks([[1]], [3]),
         "no JSON": lambda: group._asks([[1]], {"extra_args": {"a": object}}),
     }
     snapshot(HERE / "refusals" / "group.txt", render_refusals(cases))
+
+
+def test_what_counts_as_a_whole_number_is_told_as_one() -> None:
+    (ask,) = bare()._asks([np.array([3, (1 << 31) - 1])], {})
+    assert decode(encode(Run(ask.request, ask.prompt, ask.params))) == Run("1-0", (3, (1 << 31) - 1), ask.params)
 
 
 def test_whoever_samples_gets_a_seed_and_keeps_its_own() -> None:
