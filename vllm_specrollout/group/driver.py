@@ -16,7 +16,8 @@ from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import given
 from vllm_specrollout.group.channel import ZmqHub, wait
 from vllm_specrollout.group.dealing import Answer, Ask, Dealer, GroupError
-from vllm_specrollout.group.messages import Here
+from vllm_specrollout.group.member import BEAT_S
+from vllm_specrollout.group.messages import Call, Here
 from vllm_specrollout.group.processes import CoordinatorProcess, begin_worker, end, shares_of
 
 LADDERS = given.LADDERS
@@ -40,7 +41,7 @@ class RolloutGroup:
         drafter: for attaching: the model that drafts, warm on each worker's cores; of several, the workers have one in
             turns, and a straggler may get one of each.
         drafter_engine: arguments of its engine.
-        patience_s: seconds without a word after which a worker that has requests is ended, and others get them.
+        patience_s: seconds without a word after which a worker is ended, and others get its requests.
         start_s: seconds that the engines may take to start.
         seed: of the seeds that requests without one get.
 
@@ -80,7 +81,10 @@ class RolloutGroup:
         self.resubmitted = self.disagreements = 0
         """Of all batches so far: see `Dealer`."""
         self._patience_s, self._rng, self._batches = patience_s, random.Random(seed), 0
-        self._heard: dict[str, float] = {}
+        # calls so far, and when the next one is due; workers answer them, since between two batches nobody listens
+        self._called, self._call_at = 0, 0.0
+        # worker -> calls before its last word; a driver that stood still itself has called nobody
+        self._heard: dict[str, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="specrollout-")
         self._hub = ZmqHub(self._address("driver"))
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -128,15 +132,15 @@ class RolloutGroup:
             GroupError: an engine refused a request, or no worker is left.
         """
         asks = self._asks(prompt_token_ids, sampling_params)
-        dealer = Dealer(asks)
+        dealer = Dealer(asks, self._called)
         for name, places in self.places.items():
             dealer.take(name, Here(places))
-            # it may have slept since the last batch
-            self._heard[name] = time.monotonic()
+            self._heard[name] = self._called
         try:
             while not dealer.is_done:
-                self._watch(dealer)
                 self._listen(dealer)
+                self._watch(dealer)
+                self._call(dealer)
                 for name, message in dealer.due():
                     self._hub.send(name, message)
                 if not dealer.is_done:
@@ -192,6 +196,7 @@ class RolloutGroup:
         until = time.monotonic() + most_s
         while len(self.places) < len(self._workers):
             self._listen(None)
+            self._call(None)
             for name, process in self._workers.items():
                 if process.poll() is not None or time.monotonic() > until:
                     raise GroupError(
@@ -204,11 +209,23 @@ class RolloutGroup:
         for name, message in self._hub.receive():
             if name not in self._workers:
                 continue
-            self._heard[name] = time.monotonic()
+            self._heard[name] = self._called
             if isinstance(message, Here):
                 self.places[name] = message.places
             if dealer is not None:
                 dealer.take(name, message)
+
+    def _call(self, dealer: Dealer | None) -> None:
+        """Ask the workers what they run, now and then: that shows that they are there, and what was lost."""
+        if (now := time.monotonic()) < self._call_at:
+            return
+        self._call_at = now + BEAT_S
+        self._called += 1
+        if dealer is not None:
+            dealer.call(self._workers, self._called)
+        else:
+            for name in self._workers:
+                self._hub.send(name, Call(self._called))
 
     def _watch(self, dealer: Dealer) -> None:
         """Look after the processes; requests of those that have ended go elsewhere."""
@@ -216,9 +233,8 @@ class RolloutGroup:
             self._coordinator.watch()
         if self._warm is not None:
             self._warm.watch()
-        now = time.monotonic()
         for name, process in list(self._workers.items()):
-            if dealer.busy(name) and now - self._heard.get(name, now) > self._patience_s:
+            if (self._called - self._heard.get(name, self._called)) * BEAT_S > self._patience_s:
                 process.kill()
                 process.wait()
             if process.poll() is None:

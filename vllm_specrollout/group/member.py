@@ -13,6 +13,7 @@ from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.group.channel import Line
 from vllm_specrollout.group.messages import (
     Attach,
+    Call,
     Cancel,
     Detach,
     Here,
@@ -28,7 +29,7 @@ from vllm_specrollout.group.messages import (
 )
 
 BEAT_S = 0.5
-"""Seconds between two signs of life, and between two reports of a state that does not change."""
+"""Seconds between two calls of the driver, and between two reports of a state that does not change."""
 
 
 class Engine(Protocol):
@@ -110,7 +111,8 @@ class Member:
         self._running: dict[str, bool] = {}
         self._finished: list[str] = []
         self._method = ""
-        self._beat_at = float("-inf")
+        # number of the call that is to be answered; None: none is
+        self._called: int | None = 0
         self._report_at = float("-inf")
         self._has_changed = True
         self.failures: list[str] = []
@@ -141,6 +143,8 @@ class Member:
         match message:
             case Run():
                 self._run(message)
+            case Call(number):
+                self._called = number
             case Cancel(request):
                 if request in self._running:
                     self._engine.abort(request)
@@ -196,9 +200,9 @@ class Member:
 
     def _tell(self) -> None:
         now = self._clock()
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_S
-            self._driver.send(Here(self._engine.places))
+        if self._called is not None:
+            self._driver.send(Here(self._engine.places, self._called, tuple(self._running)))
+            self._called = None
         if self._coordinator is None or not (self._has_changed or now >= self._report_at):
             return
         self._report_at, self._has_changed = now + BEAT_S, False

@@ -16,7 +16,8 @@ def mischief(world: World) -> None:
     """One thing that may happen at any time."""
     rng = world.rng
     what = rng.choices(
-        ["turn", "driver", "coordinator", "kill", "hire", "end", "begin", "lose"], [60, 20, 15, 1, 1, 2, 3, 1]
+        ["turn", "driver", "coordinator", "kill", "hire", "end", "begin", "lose", "lose one"],
+        [60, 20, 15, 1, 1, 2, 3, 1, 1],
     )[0]
     match what:
         case "turn":
@@ -42,6 +43,8 @@ def mischief(world: World) -> None:
             world.commands.receive()
             for wire in world.commands.wires.values():
                 wire.to_come.clear()
+        case "lose one":
+            world.lose_one()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -75,6 +78,24 @@ def test_faults_do_what_they_say() -> None:
         copies += sum(answer.copies > 1 for answer in world.dealer.answers.values())
         won += len({answer.worker for answer in world.dealer.answers.values()})
     assert resubmitted > 20 and copies > 20 and won > 80
+
+
+def test_whatever_the_driver_and_its_workers_do_not_hear_of_each_other_no_request_is_stuck() -> None:
+    lost = 0
+    for seed in range(60):
+        world = World(REQUESTS, workers=2, rules=Rules(), seed=seed)
+        for _ in range(400):
+            if world.dealer.is_done:
+                break
+            if world.rng.random() < 0.2:
+                world.lose_one()
+            world.turn_all()
+        assert {name: one.token_ids for name, one in world.dealer.answers.items()} == {r: truth(r) for r in REQUESTS}
+        lost += world.dealer.resubmitted
+        world.send(world.dealer.leave())
+        world.turn_all()
+        assert not any(engine.held for engine in world.engines.values())
+    assert lost > 30
 
 
 def test_without_a_coordinator_workers_go_on_with_what_they_have() -> None:

@@ -1,0 +1,66 @@
+"""A worker's loop: what it says, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.group.builders import FakeEngine, Wire
+from vllm_specrollout.group.member import BEAT_S, Member
+from vllm_specrollout.group.messages import Call, Here, Message, Run, decode, encode
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def driver() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def coordinator() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def member(driver: Wire, coordinator: Wire, clock: Clock) -> Member:
+    return Member(FakeEngine("w0", seed=0), driver, coordinator, clock)
+
+
+def told(wire: Wire, *messages: Message) -> None:
+    wire.to_come += map(encode, messages)
+
+
+def said(wire: Wire) -> list[Message]:
+    taken, wire.out = wire.out, []
+    return [decode(one) for one in taken]
+
+
+def test_a_worker_says_once_that_it_is_there_and_then_nothing_until_it_is_called(
+    member: Member, driver: Wire, clock: Clock
+) -> None:
+    member.turn()
+    assert said(driver) == [Here(3)]
+    for _ in range(1000):
+        clock.now += BEAT_S
+        member.turn()
+    assert driver.out == [], "between two batches nobody would hear it"
+
+
+def test_however_often_it_was_called_meanwhile_it_answers_once_with_all_that_it_runs(
+    member: Member, driver: Wire
+) -> None:
+    member.turn()
+    said(driver)
+    told(driver, Call(1), Run("r7", (1,), {}), Call(2), Run("r8", (1,), {}))
+    member.turn()
+    assert [one for one in said(driver) if isinstance(one, Here)] == [Here(3, 2, ("r7", "r8"))]
