@@ -11,7 +11,7 @@ request that was given before a call, and that its answer does not name, is not 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,10 +122,15 @@ class Dealer:
         """Requests that no worker has."""
         return len(self._queue)
 
-    def call(self, workers: Iterable[str], number: int) -> None:
-        """Ask these workers what they run; the number is above that of all calls before."""
+    def call(self, has_drafter: Mapping[str, bool], number: int) -> None:
+        """Ask workers what they run.
+
+        Args:
+            has_drafter: worker -> whether the drafter on its cores can draft.
+            number: above that of all calls before.
+        """
         self._called = number
-        self._out += [(worker, Call(number)) for worker in workers]
+        self._out += [(worker, Call(number, can_draft)) for worker, can_draft in has_drafter.items()]
 
     def take(self, worker: str, message: Message) -> None:
         """What a worker says.

@@ -221,11 +221,12 @@ class RolloutGroup:
             return
         self._call_at = now + BEAT_S
         self._called += 1
+        has_drafter = {name: self._warm is not None and self._warm.is_ready(name) for name in self._workers}
         if dealer is not None:
-            dealer.call(self._workers, self._called)
+            dealer.call(has_drafter, self._called)
         else:
-            for name in self._workers:
-                self._hub.send(name, Call(self._called))
+            for name, can_draft in has_drafter.items():
+                self._hub.send(name, Call(self._called, can_draft))
 
     def _watch(self, dealer: Dealer) -> None:
         """Look after the processes; requests of those that have ended go elsewhere."""

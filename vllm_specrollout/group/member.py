@@ -39,7 +39,7 @@ class Engine(Protocol):
 
     @property
     def drafter(self) -> str:
-        """Where a warm drafter on its cores listens; empty: none does."""
+        """Where a warm drafter on its cores listens, once it can draft; empty: none does."""
         ...
 
     @property
@@ -113,6 +113,7 @@ class Member:
         self._method = ""
         # number of the call that is to be answered; None: none is
         self._called: int | None = 0
+        self._has_drafter = False
         self._report_at = float("-inf")
         self._has_changed = True
         self.failures: list[str] = []
@@ -143,8 +144,10 @@ class Member:
         match message:
             case Run():
                 self._run(message)
-            case Call(number):
+            case Call(number, has_drafter):
                 self._called = number
+                self._has_changed |= has_drafter != self._has_drafter
+                self._has_drafter = has_drafter
             case Cancel(request):
                 if request in self._running:
                     self._engine.abort(request)
@@ -215,7 +218,7 @@ class Member:
             self._method,
             running,
             finished,
-            engine.drafter,
+            engine.drafter if self._has_drafter else "",
             engine.drafter_model,
             links=tuple(engine.links()),
             devices=self._devices,

@@ -48,6 +48,8 @@ class Call:
 
     # of the calls so far; what was sent before this one has come before it, or is lost
     number: int
+    # whether the drafter on its cores can draft now: it may be loading, or be dead
+    has_drafter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Report:
     running: tuple[Running, ...] = ()
     # requests that it completed since its last report
     finished: tuple[str, ...] = ()
-    # where its own drafter listens; empty: it has none
+    # where its own drafter listens; empty: it has none that can draft now
     drafter: str = ""
     # what drafts there: two of one model draft the same
     drafter_model: str = ""

@@ -147,6 +147,8 @@ class World:
         self.unnoticed: list[str] = []
         self._names = 0
         self._called, self._call_at = 0, 0.0
+        # workers whose drafters are dead, or load
+        self.without_drafter: set[str] = set()
         for _ in range(workers):
             self.hire()
 
@@ -178,7 +180,7 @@ class World:
                 self.dealer.take(name, message)
         if self.now >= self._call_at:
             self._called, self._call_at = self._called + 1, self.now + BEAT_S
-            self.dealer.call(self.members, self._called)
+            self.dealer.call({name: name not in self.without_drafter for name in self.members}, self._called)
         self.send(self.dealer.due())
 
     def lose_one(self) -> None:

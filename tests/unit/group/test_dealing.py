@@ -104,7 +104,7 @@ def test_a_batch_that_is_given_up_is_cancelled_where_it_runs() -> None:
 
 
 def called(dealer: Dealer, number: int, *workers: str) -> None:
-    dealer.call(workers, number)
+    dealer.call(dict.fromkeys(workers, False), number)
     assert dealer.due() == [(worker, Call(number)) for worker in workers]
 
 

@@ -15,7 +15,7 @@ from vllm_specrollout.cli import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import RolloutGroup
 from vllm_specrollout.group.member import BEAT_S, Member
-from vllm_specrollout.group.messages import Message, Run, decode, encode
+from vllm_specrollout.group.messages import Call, Message, Run, decode, encode
 from vllm_specrollout.group.processes import shares_of
 
 HERE = Path(__file__).parents[1]
@@ -181,3 +181,13 @@ def test_a_driver_that_stood_still_ends_nobody(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("vllm_specrollout.group.driver.time", SimpleNamespace(monotonic=lambda: next(clock) * 1e4))
     group.generate([[1, 2]] * 4, {"seed": 1})
     assert list(group.places) == list(NAMES)
+
+
+def test_workers_hear_whether_their_drafters_can_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = []
+    group = running(monkeypatch, lambda name, message: heard.append((name, message)) is None)
+    group._warm = SimpleNamespace(is_ready=lambda name: name == "worker-1", watch=lambda: [])
+    del heard[:]
+    group.generate([[1, 2]], {"seed": 1})
+    calls = {(name, message.has_drafter) for name, message in heard if isinstance(message, Call)}
+    assert calls == {("worker-0", False), ("worker-1", True)}

@@ -16,8 +16,8 @@ def mischief(world: World) -> None:
     """One thing that may happen at any time."""
     rng = world.rng
     what = rng.choices(
-        ["turn", "driver", "coordinator", "kill", "hire", "end", "begin", "lose", "lose one"],
-        [60, 20, 15, 1, 1, 2, 3, 1, 1],
+        ["turn", "driver", "coordinator", "kill", "hire", "end", "begin", "lose", "lose one", "drafter"],
+        [60, 20, 15, 1, 1, 2, 3, 1, 1, 1],
     )[0]
     match what:
         case "turn":
@@ -45,6 +45,8 @@ def mischief(world: World) -> None:
                 wire.to_come.clear()
         case "lose one":
             world.lose_one()
+        case "drafter":
+            world.without_drafter ^= {rng.choice(list(world.members))}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,6 +106,20 @@ def test_without_a_coordinator_workers_go_on_with_what_they_have() -> None:
     world.turn_all(200)
     assert world.dealer.is_done
     assert all(answer.copies == 1 for answer in world.dealer.answers.values())
+
+
+def test_a_lent_drafter_that_dies_is_let_go_and_an_idle_workers_of_the_same_model_is_lent() -> None:
+    world = World(["r7"], workers=5, rules=Rules(mode="attach"), seed=1)
+    world.without_drafter = {"w1"}
+    straggler = world.engines["w0"]
+    straggler.step = lambda: ()
+    lent = []
+    for dead in ("w1", "w2", "w1"):
+        # of the even ones' model, whose turn it is; `w0` has the request itself
+        world.without_drafter = {dead, "w1", "w3"}
+        world.turn_all(20)
+        lent.append([link.drafter for link in straggler.links()])
+    assert lent == [["w2"], ["w4"], ["w4"]]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.group.builders import FakeEngine, Wire
 from vllm_specrollout.group.member import BEAT_S, Member
-from vllm_specrollout.group.messages import Call, Here, Message, Run, decode, encode
+from vllm_specrollout.group.messages import Call, Here, Message, Report, Run, decode, encode
 
 
 class Clock:
@@ -64,3 +64,19 @@ def test_however_often_it_was_called_meanwhile_it_answers_once_with_all_that_it_
     told(driver, Call(1), Run("r7", (1,), {}), Call(2), Run("r8", (1,), {}))
     member.turn()
     assert [one for one in said(driver) if isinstance(one, Here)] == [Here(3, 2, ("r7", "r8"))]
+
+
+def test_a_drafter_is_reported_while_it_can_draft_and_at_once(member: Member, coordinator: Wire, driver: Wire) -> None:
+    def reported() -> list[str]:
+        member.turn()
+        return [one.drafter for one in said(coordinator) if isinstance(one, Report)]
+
+    assert reported() == [""]
+    told(driver, Call(1, has_drafter=False))
+    assert reported() == []
+    told(driver, Call(2, has_drafter=True))
+    assert reported() == ["ipc:///tmp/w0"]
+    told(driver, Call(3, has_drafter=True))
+    assert reported() == []
+    told(driver, Call(4, has_drafter=False))
+    assert reported() == [""]
