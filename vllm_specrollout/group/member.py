@@ -5,6 +5,7 @@ Neither of the two is ever waited for. Where the coordinator is gone, the worker
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -27,6 +28,8 @@ from vllm_specrollout.group.messages import (
     Running,
     Want,
 )
+
+logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 0.5
 """Seconds between two calls of the driver, and between two reports of a state that does not change."""
@@ -116,8 +119,8 @@ class Member:
         self._has_drafter = False
         self._report_at = float("-inf")
         self._has_changed = True
-        self.failures: list[str] = []
-        """Commands that could not be followed, and why; each costs a help, and nothing else."""
+        # kinds of commands that could not be followed once: they come again and again
+        self._refused: set[str] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -157,9 +160,9 @@ class Member:
             case Attach(drafter, address, requests):
                 own = tuple(request for request in requests if request in self._running)
                 if own:
-                    self._follow(lambda: self._engine.attach(drafter, address, own))
+                    self._follow("attach", lambda: self._engine.attach(drafter, address, own))
             case Detach(drafter):
-                self._follow(lambda: self._engine.detach(drafter))
+                self._follow("detach", lambda: self._engine.detach(drafter))
 
     def _run(self, run: Run) -> None:
         if run.request in self._running:
@@ -183,16 +186,19 @@ class Member:
             self._driver.send(Want(request))
 
     def _draft_with(self, method: str) -> bool:
-        if not self._follow(lambda: self._engine.draft_with(method)):
+        if not self._follow("race", lambda: self._engine.draft_with(method)):
             return False
         self._method, self._has_changed = method, True
         return True
 
-    def _follow(self, what: Callable[[], None]) -> bool:
+    def _follow(self, kind: str, what: Callable[[], None]) -> bool:
         try:
             what()
         except (SpecRolloutError, OSError) as error:
-            self.failures.append(str(error))
+            # it costs a help, and nothing else
+            if kind not in self._refused:
+                self._refused.add(kind)
+                logger.warning("Spec rollout: a worker cannot follow `%s`: %s", kind, error)
             return False
         self._has_changed = True
         return True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from tests.unit.group.builders import FakeEngine, Wire
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.member import BEAT_S, Member
-from vllm_specrollout.group.messages import Call, Here, Message, Report, Run, decode, encode
+from vllm_specrollout.group.messages import Call, Here, Message, Race, Report, Run, Want, decode, encode
 
 
 class Clock:
@@ -80,3 +83,24 @@ def test_a_drafter_is_reported_while_it_can_draft_and_at_once(member: Member, co
     assert reported() == []
     told(driver, Call(4, has_drafter=False))
     assert reported() == [""]
+
+
+def test_a_command_that_cannot_be_followed_is_named_once_and_leaves_nothing(
+    driver: Wire, coordinator: Wire, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Engine(FakeEngine):
+        def draft_with(self, method: str) -> None:
+            raise ConfigError(f"this engine has no drafter `{method}`", "it has: none")
+
+    member = Member(Engine("w0", seed=0), driver, coordinator)
+    member.turn()
+    before = {name: len(own) for name, own in vars(member).items() if isinstance(own, list | dict | set)}
+    with caplog.at_level(logging.WARNING):
+        for i in range(1000):
+            told(coordinator, Race(f"r{i}", "ngram"))
+            member.turn()
+    (record,) = caplog.records
+    assert "cannot follow `race`: this engine has no drafter `ngram`" in record.message
+    after = {name: len(own) for name, own in vars(member).items() if isinstance(own, list | dict | set)}
+    assert sum(after.values()) <= sum(before.values()) + 1
+    assert not [one for one in said(driver) if isinstance(one, Want)]
