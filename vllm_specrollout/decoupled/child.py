@@ -79,6 +79,41 @@ def cores_of(devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(cores))
 
 
+class Restarts:
+    """When a process that has ended is begun anew: `MOST_RESTARTS` times, and never at once.
+
+    Args:
+        clock: seconds, from any zero.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.count = 0
+        self._clock = clock
+        self._due_at: float | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is to be begun anew, now or later."""
+        return self._due_at is not None
+
+    @property
+    def is_due(self) -> bool:
+        return self._due_at is not None and self._clock() >= self._due_at
+
+    def ended(self) -> bool:
+        """It has ended, or could not be begun; False: that was too often."""
+        self._due_at = None
+        if self.count >= MOST_RESTARTS:
+            return False
+        self._due_at = self._clock() + _PATIENCE_S * 2**self.count
+        self.count += 1
+        return True
+
+    def leave(self) -> None:
+        """It is begun, or no longer wanted."""
+        self._due_at = None
+
+
 class DrafterProcess:
     """One process.
 
@@ -88,17 +123,20 @@ class DrafterProcess:
 
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
         self.command = command
-        self.restarts = 0
         self.waited_s = 0.0
         """Seconds in which the process that began it waited for its end."""
         self._clock = clock
-        self._begin_at: float | None = None
+        self._restarts = Restarts(clock)
         self._process: subprocess.Popen[bytes] | None = None
         self._begin()
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts.count
 
     @property
     def is_alive(self) -> bool:
@@ -110,20 +148,14 @@ class DrafterProcess:
         Raises:
             DrafterProcessError: it has ended too often.
         """
-        if self._begin_at is not None:
-            if self._clock() >= self._begin_at:
-                self._begin()
+        if self._restarts.is_waiting:
+            if self._restarts.is_due:
+                self._begin_anew()
             return False
         if self.is_alive:
             return False
         status = None if self._process is None else self._process.returncode
-        if self.restarts >= MOST_RESTARTS:
-            raise DrafterProcessError(
-                f"the drafter's process ended with status {status}, and was begun anew {self.restarts} times",
-                "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
-            )
-        self._begin_at = self._clock() + _PATIENCE_S * 2**self.restarts
-        self.restarts += 1
+        self._ended(f"ended with status {status}")
         return True
 
     def kill(self) -> None:
@@ -133,14 +165,15 @@ class DrafterProcess:
 
     def dismiss(self) -> None:
         """Ask it to end, without waiting until it has, and watch no more; `stop` sees to that it does."""
-        self._begin_at = None
+        self._restarts.leave()
         if self.is_alive:
             assert self._process is not None
             self._process.terminate()
 
     def stop(self) -> None:
         """End it for good."""
-        process, self._process, self._begin_at = self._process, None, None
+        process, self._process = self._process, None
+        self._restarts.leave()
         if process is None or process.poll() is not None:
             return
         process.terminate()
@@ -154,8 +187,23 @@ class DrafterProcess:
         finally:
             self.waited_s += self._clock() - begin
 
+    def _begin_anew(self) -> None:
+        try:
+            self._begin()
+        except OSError as error:
+            # the host has no room for a process now: that costs a try
+            self._process = None
+            self._ended(f"could not be begun: {error}")
+
+    def _ended(self, how: str) -> None:
+        if not self._restarts.ended():
+            raise DrafterProcessError(
+                f"the drafter's process {how}, and was begun anew {self.restarts} times",
+                "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
+            )
+
     def _begin(self) -> None:
-        self._begin_at = None
+        self._restarts.leave()
         # its own group: an interrupt from the keyboard reaches the engine, which ends it in order
         self._process = subprocess.Popen(
             self.command.argv, env=self.command.environment, stdin=subprocess.DEVNULL, start_new_session=True

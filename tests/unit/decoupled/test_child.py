@@ -1,5 +1,6 @@
 """A drafter's process: begun with patience, ended with its engine."""
 
+import errno
 import os
 import sys
 from dataclasses import dataclass
@@ -57,6 +58,34 @@ def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
     ended(process)
     with pytest.raises(DrafterProcessError, match="status 3, and was begun anew 5 times"):
         process.watch()
+    process.stop()
+
+
+def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("raise SystemExit(3)", "shm://x"), clock)
+    ended(process)
+    assert process.watch()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, "no process left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        clock.now += 1.0
+        assert not process.watch() and process.restarts == 2 and not process.is_alive
+        clock.now += 1.9
+        assert not process.watch() and process.restarts == 2, "with more patience"
+    clock.now += 0.1
+    assert not process.watch() and process.pid is not None
+    ended(process)
+    assert process.watch()
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        with pytest.raises(DrafterProcessError, match="could not be begun: .* no process left, and was begun anew 5 t"):
+            while True:
+                clock.now += 100.0
+                process.watch()
     process.stop()
 
 
