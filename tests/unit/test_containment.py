@@ -249,3 +249,28 @@ def test_keyboard_interrupts_are_nobodys_failure() -> None:
     with pytest.raises(KeyboardInterrupt):
         speculator.propose(BATCH, 0)
     assert len(speculator.drafters) == 1
+
+
+class Deaf(Metrics):
+    """Fails at whatever it is told, failures included."""
+
+    def _fails(self, *_: object) -> None:
+        raise ZeroDivisionError
+
+    admitted = planned = paused = stepped = finished = failed = drafters_alive = closed = _fails
+
+
+@pytest.mark.parametrize("drafter", ["sound", "broken"])
+def test_a_listener_that_fails_at_being_told_of_failures_ends_nothing(drafter: str) -> None:
+    metrics = Metrics(("bad", "sound"))
+    drafters = [_faulty("forget" if drafter == "broken" else "nothing", _raise), Sound(source=1)]
+    guard = Guard(is_strict=False)
+    speculator = Speculator(drafters, FixedBudget(8, 8), guard=guard, listeners=[Deaf(("bad",)), metrics])
+    assert any(trees.num_nodes for trees in _run(speculator))
+    speculator.drop(speculator.drafters[-1], RuntimeError("gone"))
+    speculator.close()
+    counts = metrics.take()
+    # the others are told all the same
+    assert counts["failures/drafter sound"] == 1 and counts["failures/watching"] > 30
+    assert guard.failures["drafter sound"] == 1 and guard.failures["watching"] > 60
+    assert guard.failures.get("drafter bad", 0) == (drafter == "broken")
