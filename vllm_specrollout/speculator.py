@@ -84,7 +84,7 @@ class Speculator(Contained):
     def admit(self, view: RequestView) -> None:
         """A request has come. Drafters may get ready for it, whatever the budget does."""
         self._missed(lambda missed: missed.admit(view))
-        for drafter in list(self.drafters):
+        for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.admit(view))
 
     def begin(self, view: RequestView) -> None:
@@ -243,7 +243,7 @@ class Speculator(Contained):
         made_from = () if planned is None else (planned.batch, planned.proposals)
         self._untimed.append(StepRecord(None if planned is None else planned.plan, trees, result, None, *made_from))
         if trees.num_nodes:
-            for drafter in list(self.drafters):
+            for drafter in self.drafters:
                 if getattr(type(drafter), "observe", None) is not BaseDrafter.observe:
                     self._drafter_does(drafter, lambda drafter: drafter.observe(trees, result))
 
@@ -259,8 +259,8 @@ class Speculator(Contained):
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Without a token it never began: drafters alone have heard of it."""
-        self._missed(lambda missed: missed.endings.append(ending))
-        for drafter in list(self.drafters):
+        self._missed(lambda missed: missed.finish(ending))
+        for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
         if len(ending.token_ids):
             self._budget_does(lambda budget: budget.finish(ending))
@@ -268,13 +268,14 @@ class Speculator(Contained):
 
     def forget(self, request_id: str) -> None:
         self._missed(lambda missed: missed.forget(request_id))
-        for drafter in list(self.drafters):
+        for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.forget(request_id))
 
     def close(self) -> None:
         """Nothing more will come: what is still open is told as it is."""
         while self._untimed:
             self.timed(None)
+        self.tell_missed()
         self._tell(lambda listener: listener.closed())
         self._close_drafters()
 
