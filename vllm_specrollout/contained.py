@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout.budgets.base import Budget
@@ -22,13 +22,13 @@ from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.late import LateAnswers
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.own_thread import OnThread
-from vllm_specrollout.probation import Missed, Probation
+from vllm_specrollout.probation import NEVER, Missed, Probation
 
 logger = logging.getLogger("vllm.specrollout")
 
 RESTS = "the budget failed"
 """Why steps go without drafts while the budget is on probation."""
-UNWATCHED = "metrics, a timeline or a recording lack a step"
+_UNWATCHED = "metrics, a timeline or a recording lack a step"
 """What comes of a listener that fails."""
 _BUDGET = "budget"
 _CLOSING_S = 10.0
@@ -61,26 +61,58 @@ class Contained:
         # what then happens depends on the clock, and must not where failures are raised
         self._asking, self.worth = Asking(math.inf if self.guard.is_strict else time_share), Worth()
         self.drafters: list[Drafter] = []
-        """Those that are asked; who is on probation is not among them."""
-        # by their index in the list that they were given in: what `source` and `DraftLimits.drafters` count by
+        """Those that are asked; who is on probation or rests is not among them."""
+        self.names: list[str] = []
+        """Of all drafters, by their sources; also of those that were given up."""
+        # all that were not given up; and by their index in the list that they were given in: what `source` and
+        # `DraftLimits.drafters` count by. By their identity, as are those that rest
+        self._known: dict[int, Drafter] = {}
         self._sources: dict[int, int] = {}
-        self._names: list[str] = []
+        self._resting: set[int] = set()
+        # told of requests: those that are asked, and those that rest
+        self._told: list[Drafter] = []
         self.budget = budget
+        # in the place of a budget that was given up
+        self._no_budget: Budget | None = None
         self._step = 0
         self._closing: list[threading.Thread] = []
         self.replace_drafters(drafters)
 
     def replace_drafters(self, drafters: Iterable[Drafter]) -> None:
-        """Draft with these from now on."""
-        before = [*self.drafters, *(part for part in self.probation.waiting() if part is not self.budget)]
-        self.drafters = [self._on_own_thread(drafter) for drafter in drafters]
-        self._sources = {id(drafter): source for source, drafter in enumerate(self.drafters)}
-        self._names = [drafter.name for drafter in self.drafters]
-        self.probation.forget(before)
-        for gone in before:
-            if id(gone) not in self._sources:
-                self._late.drop(gone)
-                self._stopped(gone)
+        """Draft with these from now on. Who was there and is on probation stays on it."""
+        given = list(drafters)
+        self.names, self._resting = [drafter.name for drafter in given], set()
+        self._give(dict(enumerate(given)))
+
+    def replace_one(self, source: int, drafter: Drafter) -> None:
+        """Draft with this one in the place of that source's; the others stay as they are, with their sources."""
+        self.names[source] = drafter.name
+        self._give({**{self._sources[key]: one for key, one in self._known.items()}, source: drafter})
+
+    def _give(self, given: Mapping[int, Drafter]) -> None:
+        """Args:
+        given: all drafters, by their sources.
+        """
+        before = self._known
+        known = {source: self._on_own_thread(given[source]) for source in sorted(given)}
+        self._known = {id(drafter): drafter for drafter in known.values()}
+        self._sources = {id(drafter): source for source, drafter in known.items()}
+        gone = [drafter for key, drafter in before.items() if key not in self._known]
+        self.probation.forget(gone)
+        for drafter in gone:
+            self._resting.discard(id(drafter))
+            self._late.drop(drafter)
+            self._stopped(drafter)
+        for key, drafter in self._known.items():
+            if key not in before:
+                # another one of that name
+                self.probation.given_up.pop(drafter.name, None)
+        self._choose()
+
+    def _choose(self) -> None:
+        """Who is told and who is asked, when that may have changed; in new lists, since somebody may be in the old."""
+        self._told = [drafter for key, drafter in self._known.items() if key not in self.probation.out]
+        self.drafters = [drafter for drafter in self._told if id(drafter) not in self._resting]
         self._tell_alive()
 
     def _on_own_thread(self, drafter: Drafter) -> Drafter:
@@ -88,17 +120,18 @@ class Contained:
         return drafter if is_asked_here else OnThread(drafter, lambda size: self._asking.limit_ms(size), self._clock)
 
     def draft_with(self, drafters: Iterable[Drafter]) -> None:
-        """Draft with these alone, of those that were given; their sources stay."""
-        chosen = list(drafters)
-        self.drafters = [drafter for drafter in chosen if id(drafter) not in self.probation.out]
-        others = [part for part in self.probation.waiting() if part not in [*chosen, self.budget]]
-        self.probation.forget(others)  # they do not come back by themselves
-        self._tell_alive()
+        """Draft with these alone, of those that were given; their sources stay.
+
+        The others rest: they are told of requests as before, since they would keep what is over, and are not asked.
+        """
+        self._resting = self._known.keys() - {id(drafter) for drafter in drafters}
+        for key in self._resting:
+            self._late.drop(self._known[key])
+        self._choose()
 
     def all_drafters(self) -> list[Drafter]:
-        """Those that are asked and those on probation, by their sources."""
-        out = [part for part in self.probation.waiting() if id(part) in self._sources]
-        return sorted([*self.drafters, *out], key=lambda drafter: self._sources[id(drafter)])
+        """Those that are asked, those that rest and those on probation, by their sources."""
+        return list(self._known.values())
 
     def _missed(self, what: Callable[[Missed], None]) -> None:
         """Keep for those on probation what they are not told now; before the others are told, who may fail at it."""
@@ -111,25 +144,28 @@ class Contained:
         """A drafter has failed, and is asked no more."""
         self._failed(drafter, error, for_good=True)
 
-    def _budget_failed(self, error: BaseException) -> None:
-        left_alone = self.probation.failed(self.budget, _BUDGET, error, self._step)
+    def _budget_failed(self, error: BaseException, missed: Missed | None = None) -> None:
+        left_alone = self.probation.failed(self.budget, _BUDGET, error, self._step, missed=missed)
         if not left_alone:
-            self.budget = OffBudget()
+            self.budget = self._no_budget = OffBudget()
         self.guard.failed(_BUDGET, error, "drafting is off" + _until(left_alone), is_last=not left_alone)
 
-    def _failed(self, drafter: Drafter, error: BaseException, *, for_good: bool = False) -> None:
+    def _failed(
+        self, drafter: Drafter, error: BaseException, *, for_good: bool = False, missed: Missed | None = None
+    ) -> None:
         name = f"drafter {drafter.name}"
-        self.drafters = [d for d in self.drafters if d is not drafter]
         self._late.drop(drafter)
         self.worth.drop(drafter.name)
         for_good = for_good or drafter.is_in_step
-        left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good)
+        left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good, missed=missed)
         if not left_alone:
+            self._known.pop(id(drafter), None)
+            self._resting.discard(id(drafter))
             # what it has open may be what it failed at
             closing = threading.Thread(target=self._close, args=(drafter,), name="specrollout-closing", daemon=True)
             closing.start()
             self._closing.append(closing)
-        self._tell_alive()
+        self._choose()
         effect = "requests go on without its drafts" + _until(left_alone)
         self.guard.failed(name, error, effect, is_last=not left_alone)
 
@@ -157,19 +193,26 @@ class Contained:
                 try:
                     missed.tell_budget(part)
                 except CONTAINED as error:
-                    self._budget_failed(error)
-            elif id(part) in self._sources:
-                self.drafters = sorted([*self.drafters, part], key=lambda drafter: self._sources[id(drafter)])
-                self._tell_alive()
+                    self._budget_failed(error, missed)
+            elif id(part) in self._known:
+                self._choose()
                 try:
                     missed.tell(part)
                 except CONTAINED as error:
-                    self._failed(part, error)
+                    self._failed(part, error, missed=missed)
+
+    def tell_missed(self) -> None:
+        """The engine ends: who is on probation hears now what it missed, such as answers that are to be kept."""
+        if self.probation.out:
+            self._try_again(NEVER)
 
     def _tell_alive(self) -> None:
+        self._tell(lambda listener: listener.drafters_alive(len(self.drafters)))
+
+    def _tell(self, what: Callable[[Listener], None]) -> None:
         for listener in self.listeners:
-            with self.guard.over("watching", UNWATCHED):
-                listener.drafters_alive(len(self.drafters))
+            with self.guard.over("watching", _UNWATCHED):
+                what(listener)
 
     def health(self) -> dict[str, Any]:
         """How drafters and budget are, in plain JSON types: name -> "state" (`alive`, `probation`, `given up`), how
@@ -181,7 +224,7 @@ class Contained:
             steps = self.probation.steps_left(part, self._step)
             found[name] = {"state": "probation" if steps else "alive", "failed": failed, "error": error, "steps": steps}
         for name, (failed, error) in self.probation.given_up.items():
-            if name in self._names or name == _BUDGET:
+            if self.budget is self._no_budget if name == _BUDGET else name in self.names:
                 found[name] = {"state": "given up", "failed": failed, "error": error, "steps": 0}
         return {_BUDGET: found.pop(_BUDGET), "drafters": found}
 

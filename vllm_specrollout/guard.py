@@ -30,6 +30,7 @@ class Guard:
         self.failures: dict[str, int] = {}
         # told the part's name at every failure
         self.listener: Callable[[str], None] | None = None
+        self._is_telling = False
 
     def over(self, part: str, effect: str) -> _Region:
         """A block of code whose failure leaves it early, and nothing else; see `failed`."""
@@ -51,8 +52,13 @@ class Guard:
             raise error
         if count == 1 or is_last:
             logger.error("Spec rollout: %s failed; %s", part, effect, exc_info=error)
-        if self.listener is not None:
-            self.listener(part)
+        if self.listener is not None and not self._is_telling:
+            # whoever fails at being told of a failure is counted, and not told of that as well
+            self._is_telling = True
+            try:
+                self.listener(part)
+            finally:
+                self._is_telling = False
 
 
 class _Region:

@@ -55,8 +55,9 @@ class OnThread(BaseDrafter):
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | Pending:
         views = [replace(view, token_ids=view.token_ids.copy()) for view in batch.views]
+        self._raise_earlier()
         answer = self._owed = _Answer()
-        self._tell(lambda: self._propose(answer, replace(batch, views=views), limits))
+        self._put(lambda: self._propose(answer, replace(batch, views=views), limits))
         wait_ms = self._wait_ms(batch.size)
         if self._took_ms <= wait_ms and answer.done.wait(min(wait_ms / 1e3, threading.TIMEOUT_MAX)):
             return answer.collect()
@@ -90,13 +91,22 @@ class OnThread(BaseDrafter):
         self._calls.put(None)
 
     def _tell(self, what: Callable[[], object]) -> None:
-        """Raises: what an earlier call raised, once; or the drafter does not come back."""
+        """It is told this whatever is raised: of what it is not told, something would be left in it.
+
+        Raises: what an earlier call raised, once; or the drafter does not come back.
+        """
+        self._put(what)
+        self._raise_earlier()
+
+    def _put(self, what: Callable[[], object]) -> None:
+        self._calls.put(what)
+        if self._calls.qsize() > MOST_WAITING:
+            raise StuckError(f"{MOST_WAITING} calls wait for drafter {self.name}, which does not come back")
+
+    def _raise_earlier(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._calls.qsize() >= MOST_WAITING:
-            raise StuckError(f"{MOST_WAITING} calls wait for drafter {self.name}, which does not come back")
-        self._calls.put(what)
 
     # --- on the drafter's thread -------------------------------------------------------------------------------------
 

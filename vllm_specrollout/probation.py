@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from vllm_specrollout.types import FinishedRequest, RequestView
+from vllm_specrollout.types import EMPTY_TREE, FinishedRequest, RequestView
 
 MOST_FAILURES = 5
 """What fails so often is given up."""
@@ -19,10 +19,12 @@ FIRST_PATIENCE, LONGER = 64, 4
 RECOVERED = 4096
 """Steps after which earlier failures count no more: what fails once a day is not given up."""
 MOST_MISSED = 1024
-"""Endings that are kept for what is on probation; of more, the oldest are lost to it."""
+"""Endings that are kept for what is on probation; of more, the oldest answers are lost to it."""
+NEVER = 1 << 60
+"""A step that no engine comes to."""
 _MOST_GONE = 65_536
 _MOST_TEXT = 200
-_NEVER = 1 << 60
+_NO_TOKENS = EMPTY_TREE.token_ids
 
 
 class _Told(Protocol):
@@ -36,8 +38,9 @@ class Missed:
     """What a part was not told while it was on probation, so that nothing of it is left behind in the part."""
 
     endings: deque[FinishedRequest] = field(default_factory=lambda: deque(maxlen=MOST_MISSED))
-    # requests that it knows and that are over; in the order of their ends
-    gone: dict[str, None] = field(default_factory=dict)
+    # requests that it knows and that are over, in the order of their ends; and how, without their answers, which are
+    # lost where too many have ended. None: not over, but preempted
+    gone: dict[str, FinishedRequest | None] = field(default_factory=dict)
     # requests that have come and still run
     come: dict[str, RequestView] = field(default_factory=dict)
 
@@ -45,24 +48,43 @@ class Missed:
         # the runner's buffer is another request's by the time this is told
         self.come[view.request_id] = replace(view, token_ids=view.token_ids.copy())
 
+    def finish(self, ending: FinishedRequest) -> None:
+        self.endings.append(ending)
+        if ending.request_id in self.gone or ending.request_id not in self.come:
+            self._go(ending.request_id, replace(ending, prompt_ids=_NO_TOKENS, token_ids=_NO_TOKENS))
+
     def forget(self, request_id: str) -> None:
-        if self.come.pop(request_id, None) is None and len(self.gone) < _MOST_GONE:
-            self.gone[request_id] = None
+        if self.come.pop(request_id, None) is None and request_id not in self.gone:
+            self._go(request_id, None)
+
+    def _go(self, request_id: str, ending: FinishedRequest | None) -> None:
+        if len(self.gone) < _MOST_GONE or request_id in self.gone:
+            self.gone[request_id] = ending
 
     def tell_budget(self, budget: _Told) -> None:
         """Requests that ended without a token are none of its."""
-        for ending in self.endings:
-            if len(ending.token_ids):
+        while self.endings:
+            if len((ending := self.endings.popleft()).token_ids):
                 budget.finish(ending)
 
     def tell(self, drafter: Any) -> None:
-        """Endings before they are forgotten, as always."""
-        for ending in self.endings:
+        """Endings before they are forgotten, as always. What it fails at is not told again, and all else is."""
+        while self.endings:
+            ending = self.endings.popleft()
+            if (known := self.gone.get(ending.request_id)) is not None:
+                # it has its answer with it
+                self.gone[known.request_id] = None
             drafter.finish(ending)
-        for request_id in self.gone:
+        while self.gone:
+            request_id = next(iter(self.gone))
+            ending_only = self.gone[request_id]
+            if ending_only is not None:
+                self.gone[request_id] = None
+                drafter.finish(ending_only)
+            del self.gone[request_id]
             drafter.forget(request_id)
-        for view in self.come.values():
-            drafter.admit(view)
+        while self.come:
+            drafter.admit(self.come.pop(next(iter(self.come))))
 
 
 @dataclass(slots=True)
@@ -84,13 +106,25 @@ class Probation:
         self._records: dict[int, Record] = {}
         self.out: dict[int, Missed] = {}
         """Those that are not asked now but will be again."""
-        self.next_due = _NEVER
+        self.next_due = NEVER
         """First step in which one of them is."""
         self.given_up: dict[str, tuple[int, str]] = {}
         """Name -> how often it failed, and how the last time."""
 
-    def failed(self, part: Any, name: str, error: BaseException, step: int, *, for_good: bool = False) -> int:
+    def failed(
+        self,
+        part: Any,
+        name: str,
+        error: BaseException,
+        step: int,
+        *,
+        for_good: bool = False,
+        missed: Missed | None = None,
+    ) -> int:
         """A part has failed in this step.
+
+        Args:
+            missed: what it is still to be told, where it failed at being told what it missed.
 
         Returns:
             steps that it is left alone for; 0: it is given up.
@@ -106,8 +140,7 @@ class Probation:
             return 0
         patience = FIRST_PATIENCE * LONGER ** (record.failures - 1)
         record.until = step + 1 + patience
-        # what it missed before it failed at being told of it is lost
-        self.out[id(part)] = Missed()
+        self.out[id(part)] = Missed() if missed is None else missed
         self._plan()
         return patience
 
@@ -139,4 +172,4 @@ class Probation:
         self._plan()
 
     def _plan(self) -> None:
-        self.next_due = min((self._records[key].until for key in self.out), default=_NEVER)
+        self.next_due = min((self._records[key].until for key in self.out), default=NEVER)

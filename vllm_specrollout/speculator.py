@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from vllm_specrollout import _core
-from vllm_specrollout.budgets.base import Backoff, Budget, one_each
-from vllm_specrollout.contained import RESTS, UNWATCHED, Contained
+from vllm_specrollout.budgets.base import Backoff, Budget, sound_limits, sound_plan
+from vllm_specrollout.contained import RESTS, Contained
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -84,7 +84,7 @@ class Speculator(Contained):
     def admit(self, view: RequestView) -> None:
         """A request has come. Drafters may get ready for it, whatever the budget does."""
         self._missed(lambda missed: missed.admit(view))
-        for drafter in list(self.drafters):
+        for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.admit(view))
 
     def begin(self, view: RequestView) -> None:
@@ -101,7 +101,7 @@ class Speculator(Contained):
             self._try_again(step)
         if self.backoff.is_paused(step):
             reason = "drafts do not pay"
-        elif self._budget_does(lambda budget: budget.steps_off(num_requests)):
+        elif self._budget_does(lambda budget: int(budget.steps_off(num_requests))):
             reason = "off"
         elif self.probation.out and self.probation.steps_left(self.budget, step):
             reason = RESTS
@@ -112,7 +112,7 @@ class Speculator(Contained):
 
     def steps_off(self, step: int, num_requests: int) -> int:
         """How many steps from this one on are known to go without drafts."""
-        off = self._budget_does(lambda budget: budget.steps_off(num_requests))
+        off = self._budget_does(lambda budget: int(budget.steps_off(num_requests)))
         off = self.probation.steps_left(self.budget, step) if off is None else off
         return max(self.backoff.steps_left(step), off)
 
@@ -120,25 +120,28 @@ class Speculator(Contained):
         """Plan the engine step `step`: draft trees for the requests of the batch, in its order."""
         begin, self._step = self._clock(), step
         nothing = empty_trees(batch.request_ids)
-        limits = self._budget_does(lambda budget: one_each(budget.limits(batch), batch.size))
+        limits = self._budget_does(lambda budget: sound_limits(budget.limits(batch), batch.size))
         if limits is None or not limits.wants_any:
             reason = (limits.reason if limits is not None else "") or NOTHING_TO_DRAFT
             return self._planned(batch, limits, (), StepPlan(nothing, reason, is_on=False, pays=False), begin)
         proposals = self._proposals(batch, limits, step)
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
-            if self.worth.asked:
-                self.worth.learn(plan, step)
+            self._weigh(plan, step)
             is_asked = not self._late.owed and not self._asking.debts
             if self.budget.backs_off and is_asked and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
         plan = chosen or StepPlan(nothing, RESTS, is_on=False, pays=False)
-        self.backoff.asked(step, plan.pays)
-        if self.worth.asked:
-            self.worth.learn(plan, step)
+        self.backoff.asked(step, bool(plan.pays))
+        self._weigh(plan, step)
         return self._planned(batch, limits, proposals, plan, begin)
+
+    def _weigh(self, plan: StepPlan, step: int) -> None:
+        """Learn what dear drafters brought. What goes wrong at that lies in what the budget made of them."""
+        if self.worth.asked:
+            self._budget_does(lambda budget: self.worth.learn(plan, step))
 
     def _planned(
         self,
@@ -162,14 +165,16 @@ class Speculator(Contained):
         self.worth.asked.clear()
         debts = self._asking.debts
         asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
-        is_dear = {d: not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms) for d in asked}
-        answers: dict[Drafter, TreeBatch | None] = {}
-        for drafter in sorted(is_dear, key=is_dear.__getitem__):
+        order = [(not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms), d) for d in asked]
+        order.sort(key=lambda pair: pair[0])
+        # by the drafter's identity: one that compares its contents has no hash
+        answers: dict[int, TreeBatch | None] = {}
+        for is_dear, drafter in order:
             found = [trees for trees in answers.values() if trees is not None and trees.num_nodes]
-            own = self._where_it_pays(drafter, found, limits, batch, step) if is_dear[drafter] else limits
-            answers[drafter] = self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=own))
-        for drafter in [drafter for drafter, trees in answers.items() if trees is None and self._late.owes(drafter)]:
-            answers[drafter] = self._drafter_does(drafter, functools.partial(self._collected, batch=batch))
+            own = self._where_it_pays(drafter, found, limits, batch, step) if is_dear else limits
+            answers[id(drafter)] = self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=own))
+        for drafter in [d for _, d in order if answers[id(d)] is None and self._late.owes(d)]:
+            answers[id(drafter)] = self._drafter_does(drafter, functools.partial(self._collected, batch=batch))
         return [trees for trees in answers.values() if trees is not None and trees.num_nodes]
 
     def _where_it_pays(
@@ -180,7 +185,10 @@ class Speculator(Contained):
         if without is None or self._late.owes(drafter):
             return limits
         source, price = self._sources[id(drafter)], self._asking.prices[drafter.name]
-        return self.worth.narrowed(limits, source, drafter.name, price, without, step)
+        narrowed = self._budget_does(
+            lambda budget: self.worth.narrowed(limits, source, drafter.name, price, without, step)
+        )
+        return limits if narrowed is None else narrowed
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
@@ -221,7 +229,7 @@ class Speculator(Contained):
         """What the budget chose: nobody looks at it again before the target computes it."""
         plan = budget.choose(proposals, limits, batch, self._asking.ms)
         self._sound(plan.trees, batch)
-        return plan
+        return sound_plan(plan)
 
     # --- after the forward pass --------------------------------------------------------------------------------------
 
@@ -235,7 +243,7 @@ class Speculator(Contained):
         made_from = () if planned is None else (planned.batch, planned.proposals)
         self._untimed.append(StepRecord(None if planned is None else planned.plan, trees, result, None, *made_from))
         if trees.num_nodes:
-            for drafter in list(self.drafters):
+            for drafter in self.drafters:
                 if getattr(type(drafter), "observe", None) is not BaseDrafter.observe:
                     self._drafter_does(drafter, lambda drafter: drafter.observe(trees, result))
 
@@ -251,8 +259,8 @@ class Speculator(Contained):
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Without a token it never began: drafters alone have heard of it."""
-        self._missed(lambda missed: missed.endings.append(ending))
-        for drafter in list(self.drafters):
+        self._missed(lambda missed: missed.finish(ending))
+        for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
         if len(ending.token_ids):
             self._budget_does(lambda budget: budget.finish(ending))
@@ -260,13 +268,14 @@ class Speculator(Contained):
 
     def forget(self, request_id: str) -> None:
         self._missed(lambda missed: missed.forget(request_id))
-        for drafter in list(self.drafters):
+        for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.forget(request_id))
 
     def close(self) -> None:
         """Nothing more will come: what is still open is told as it is."""
         while self._untimed:
             self.timed(None)
+        self.tell_missed()
         self._tell(lambda listener: listener.closed())
         self._close_drafters()
 
@@ -287,8 +296,3 @@ class Speculator(Contained):
         except CONTAINED as error:
             self._budget_failed(error)
             return None
-
-    def _tell(self, what: Callable[[Listener], None]) -> None:
-        for listener in self.listeners:
-            with self.guard.over("watching", UNWATCHED):
-                what(listener)

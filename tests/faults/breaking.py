@@ -6,6 +6,8 @@ A further fault is an entry of DRAFTER_FAULTS: the method in which it shows, and
 from __future__ import annotations
 
 import math
+import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -17,9 +19,11 @@ from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.trees import batch_of
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.drafters.base import Pending
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import (
     EMPTY_TREE,
     DraftLimits,
+    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -125,6 +129,8 @@ DRAFTER_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 HARMLESS = ("lies", "is late", "never answers")
 """Faults for which nobody is switched off."""
+PATIENT_S = 60
+"""What nobody waits for unless a test fails."""
 _METHODS = ("propose", "observe", "admit", "finish", "forget", "rollback")
 
 
@@ -138,7 +144,13 @@ class Broken(TreeByTree):
     def __init__(self, sound: Knowing, name: str = "broken") -> None:
         self.name, self._sound, self.source, self.vocab_size = name, sound, sound.source, sound.vocab_size
         self.rng = sound.rng
+        self.fault, self.num_asked = "", 0
+
+    def recover(self) -> None:
+        """It is well again by itself."""
         self.fault = ""
+        for name in _METHODS:
+            self.__dict__.pop(name, None)
 
     def break_by(self, fault: str) -> None:
         self.fault = fault
@@ -153,11 +165,63 @@ class Broken(TreeByTree):
         return self._sound.propose(batch, limits)
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        self.num_asked += 1
         return self.sound(batch, limits)
 
     # told, as drafters with something to keep are
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         assert len(result.num_accepted) == trees.num_requests
+
+
+class Hangs(TreeByTree):
+    """Drafts soundly, and waits in each call until it is let go; notes which requests it was told of.
+
+    Args:
+        sound: what it drafts with; it is asked on this one's own thread.
+    """
+
+    name, may_block = "hangs", True
+    MISTAKES = ("propose", "observe", "finish")
+
+    def __init__(self, sound: Knowing) -> None:
+        self._sound, self.go = sound, threading.Event()
+        self.go.set()
+        self.known: set[str] = set()
+        # the method at whose next call it fails, once
+        self.mistake = ""
+
+    def _does(self, method: str) -> None:
+        assert self.go.wait(PATIENT_S)
+        if self.mistake == method:
+            self.mistake = ""
+            raise RuntimeError("a mistake, late")
+
+    def admit(self, view: RequestView) -> None:
+        self._does("admit")
+        self.known.add(view.request_id)
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        self._does("propose")
+        return self._sound.propose(batch, limits)
+
+    def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
+        self._does("observe")
+
+    def finish(self, ending: FinishedRequest) -> None:
+        self._does("finish")
+
+    def forget(self, request_id: str) -> None:
+        self._does("forget")
+        self.known.discard(request_id)
+
+
+class Deaf(Listener):
+    """Fails at whatever it is told, failures included."""
+
+    def _fails(self, *_: Any) -> NoReturn:
+        raise RuntimeError("a mistake")
+
+    admitted = planned = paused = stepped = finished = failed = drafters_alive = closed = _fails
 
 
 class Errs(FixedBudget):
@@ -185,3 +249,11 @@ class Reckless(FixedBudget):
             np.tile(np.arange(1, size + 1, dtype=np.int32), batch.size),
         )
         return StepPlan(trees, "reckless")
+
+
+def drawn(chance: random.Random) -> tuple[str, str]:
+    """What breaks, and how: a `drafter` and its fault, or a `budget` and the method that fails, or none: it is
+    reckless."""
+    if chance.random() < 0.15:
+        return "budget", chance.choice(Errs.METHODS) if chance.random() < 0.7 else ""
+    return "drafter", chance.choice(list(DRAFTER_FAULTS))

@@ -6,8 +6,11 @@ What belongs here: the steps of an engine in vLLM's order, the acts of a schedul
 from __future__ import annotations
 
 import errno
+import itertools
+import math
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -23,11 +26,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from tests.faults.breaking import DRAFTER_FAULTS, HARMLESS, Broken, Errs, Knowing, Reckless
+from tests.faults.breaking import HARMLESS, PATIENT_S, Broken, Deaf, Errs, Hangs, Knowing, Reckless, drawn
 from tests.faults.devices import Device, RunnerV1, RunnerV2, prompted
 from tests.faults.leftovers import KEPT, leftovers
 from tests.faults.schedule import Act, Schedule
 from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
+from tests.unit.replay.builders import ListSink
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.budgets.registry import make_budget
@@ -38,7 +42,13 @@ from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.observe.recorder import Recorder
+from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.own_thread import OnThread
+from vllm_specrollout.probation import FIRST_PATIENCE
+from vllm_specrollout.replay.records import Arrival, End, Header
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, RequestView
 from vllm_specrollout.worker.scheduler import endings_of
@@ -47,6 +57,7 @@ KINDS = ("v1", "v2", "v2 ahead")
 MOST_DRAFTED = 12
 MOST_REQUESTS = 6
 MOST_STEPS = 3000
+MOST_ASKED = 200
 PWRITE = os.pwrite
 
 
@@ -78,8 +89,12 @@ class Clock:
 
     def __init__(self, chance: random.Random) -> None:
         self._now, self._chance = 0.0, chance
+        self.is_even = False
 
     def __call__(self) -> float:
+        if self.is_even:
+            self._now += 3e-3
+            return self._now
         self._now += self._chance.choice((1e-5, 1e-4, 1e-3, 1e-2)) if self._chance.random() < 0.99 else 10.0
         return self._now
 
@@ -158,9 +173,11 @@ class Engine:
         self._seen: int | None = None
         self._is_touched = self._is_signalled = False
         self._prompts = [[chance.randrange(VOCAB) for _ in range(chance.randrange(1, 40))] for _ in range(3)]
+        self._expected_failures: set[str] = set()
+        # what schedules are to bring about now and then
+        self.seen: set[str] = set()
         self._make_speculator(chance, folder)
         self._make_runner()
-        self._expected_failures: set[str] = set()
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -174,10 +191,17 @@ class Engine:
         cache = IndexCache(history, store, lambda: self.history._make_index(), self.background, self.clock)
         self.history = HistoryDrafter(history, MOST_DRAFTED, 2, store=store, cache=cache)
         drafters = [self.sound, self.broken, self.history, NgramDrafter(NgramConfig(), MOST_DRAFTED, 3)]
-        self.metrics = Metrics(("knowing 0", "broken", "history", "ngram"))
+        own = self.schedule.chance("beside")
+        self.hangs = Hangs(Knowing(self._known_truth, VOCAB, seed + 2, source=4)) if own.random() < 0.3 else None
+        if self.hangs is not None:
+            go = self.hangs.go
+            self._thread = OnThread(self.hangs, lambda size: PATIENT_S * 1e3 if go.is_set() else 0.0, lambda: 0.0)
+            drafters.append(self._thread)
+        self.metrics = Metrics(("knowing 0", "broken", "history", "ngram", "hangs"))
         self._budget_name = chance.choice([name for name in OPTIONS if name != "off"])
         self.speculator = Speculator(
-            drafters, self._budget(), vocab_size=VOCAB, guard=Guard(is_strict=False), listeners=[self.metrics],
+            drafters, self._budget(), vocab_size=VOCAB, guard=Guard(is_strict=False),
+            listeners=[*self._watching(own), self.metrics], time_share=own.choice((math.inf, math.inf, 1.0, 0.2)),
             clock=self.clock,
         )  # fmt: skip
         finish = self.sound.finish
@@ -188,6 +212,20 @@ class Engine:
             finish(ending)
 
         self.sound.finish = finishing  # type: ignore[method-assign]
+
+    def _watching(self, chance: random.Random) -> list[Listener]:
+        """Who watches beside the metrics."""
+        self.sink: ListSink | None = None
+        kind = chance.random()
+        if kind < 0.1:
+            self._expected_failures.add("watching")
+            return [Deaf()]
+        if kind > 0.3:
+            return []
+        self.sink = ListSink()
+        header = Header(runner=self.kind[:2], max_num_seqs=MOST_REQUESTS, max_draft_tokens=MOST_DRAFTED, max_depth=8)
+        self.timeline = TimelineListener(MOST_REQUESTS, self.clock)
+        return [Recorder(header, self.sink, self.clock), self.timeline]
 
     def _budget(self) -> Any:
         config = SpecRolloutConfig(budget=self._budget_name, max_draft_tokens=MOST_DRAFTED, max_depth=8)
@@ -214,6 +252,11 @@ class Engine:
             return []
         return row.wanted.go_on(row.tokens[len(row.wanted.prompt) :], count, self.device.weights)
 
+    def _known_truth(self, view: RequestView, count: int) -> list[int]:
+        """What comes behind the request as it is shown, for who may be late."""
+        answer = view.token_ids[view.num_prompt_tokens :].tolist()
+        return self.asked[view.request_id].wanted.go_on(answer, count, self.device.weights)
+
     def _check(self, holds: bool, what: str) -> None:
         if not holds:
             self.violations.append(what)
@@ -226,6 +269,10 @@ class Engine:
             return
         self.num_steps += 1
         self.background.let()
+        if self.speculator._asking.debts:
+            self.seen.add("a drafter was in debt")
+        if self.hangs is not None and not self.hangs.go.is_set() and self.speculator._late.owes(self._thread):
+            self.seen.add("a drafter hung")
         deferred = None
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
@@ -333,14 +380,14 @@ class Engine:
                 self.scheduler.finish_requests(one.name, RequestStatus.FINISHED_ABORTED)
 
     def _break_a_drafter(self, chance: random.Random) -> None:
-        if chance.random() < 0.15:
-            budget = Errs(MOST_DRAFTED, 8) if chance.random() < 0.7 else Reckless(MOST_DRAFTED, 8)
+        part, fault = drawn(chance)
+        if part == "budget":
+            budget = Errs(MOST_DRAFTED, 8) if fault else Reckless(MOST_DRAFTED, 8)
             self.speculator.budget = budget
             if isinstance(budget, Errs):
-                budget.break_by(chance.choice(Errs.METHODS))
+                budget.break_by(fault)
                 self._expected_failures.add("budget")
         elif not self.broken.fault:
-            fault = chance.choice(list(DRAFTER_FAULTS))
             self.broken.break_by(fault)
             if fault not in HARMLESS:
                 self._expected_failures.add("drafter broken")
@@ -348,13 +395,31 @@ class Engine:
     def _mend(self, chance: random.Random) -> None:
         """A drafter that is well takes the place of the one that is not; and so does a budget."""
         self.broken = Broken(Knowing(self._truth, VOCAB, chance.getrandbits(16), source=1))
-        known = self.speculator.all_drafters()
-        if any(drafter.name == "broken" for drafter in known):
-            self.speculator.replace_drafters(
-                [self.broken if drafter.name == "broken" else drafter for drafter in known]
-            )
+        self.speculator.replace_one(1, self.broken)
         if chance.random() < 0.5:
             self.speculator.budget = self._budget()
+
+    def _recover(self, chance: random.Random) -> None:
+        self.broken.recover()
+
+    def _hang(self, chance: random.Random) -> None:
+        """From now on, or no longer; and it may come back with a mistake."""
+        if self.hangs is None:
+            return
+        if self.hangs.go.is_set():
+            self.hangs.go.clear()
+            return
+        self.hangs.mistake = chance.choice(("", *Hangs.MISTAKES))
+        if self.hangs.mistake:
+            self._expected_failures.add("drafter hangs")
+        self._let_go(self.hangs)
+
+    def _let_go(self, hangs: Hangs) -> None:
+        """It has done all that it was told when this returns, so that a seed says what happens."""
+        hangs.go.set()
+        done = threading.Event()
+        self._thread._calls.put(done.set)
+        assert done.wait(PATIENT_S)
 
     def _touch(self) -> None:
         self.runner.weights_version.touch()
@@ -463,13 +528,28 @@ class Engine:
 
     def _resume(self) -> None:
         """Nobody breaks anything more: whoever is well drafts, and drafts are met."""
-        self.speculator.budget = FixedBudget(MOST_DRAFTED, 8)
+        self.speculator.budget, self.clock.is_even = FixedBudget(MOST_DRAFTED, 8), True
+        if self.hangs is not None:
+            self._let_go(self.hangs)
         assert self.sound in self.speculator.drafters
         before = self.runner.stats.accepted
-        self._ask(_Plain(), self._prompts[0], 80)
-        self._finish()
-        self.runner.settle()
-        assert self.runner.stats.accepted > before, "drafting does not resume"
+        self._ask_until(lambda: self.runner.stats.accepted > before, "drafting does not resume")
+        # what failed and is well again is not replaced: it comes back
+        self.broken.recover()
+        count, left = self.broken.num_asked, self.speculator.probation.steps_left(self.broken, self.speculator._step)
+        if 0 < left <= FIRST_PATIENCE:
+            self._ask_until(lambda: self.broken.num_asked > count, "who is well again is not asked again")
+            self.seen.add("a drafter came back by itself")
+
+    def _ask_until(self, holds: Callable[[], bool], otherwise: str) -> None:
+        """One request after the other; who has taken more than its share of the time has to be waited for."""
+        for _ in range(MOST_ASKED):
+            self._ask(_Plain(), self._prompts[0], 80)
+            self._finish()
+            self.runner.settle()
+            if holds():
+                return
+        raise AssertionError(otherwise)
 
     def _end(self) -> None:
         self.runner.settle()
@@ -477,7 +557,8 @@ class Engine:
             self.speculator.finish(ending)
         self.speculator.close()
         # whoever is on probation comes back and hears what it missed: then nothing is left of that
-        self.speculator._try_again(1 << 40)
+        if self.hangs is not None:
+            self._thread._thread.join(PATIENT_S)
         failures = set(self.speculator.guard.failures)
         assert failures <= self._expected_failures, f"failed besides: {self.speculator.guard.failures}"
         assert not set(self.told) - set(self._expected), "more was told than ended"
@@ -496,9 +577,19 @@ class Engine:
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.num_blocks - 1, "blocks are lost"
         names = {name for one in self.asked for name in (one, one[: -len("-00000000")])}
-        roots = {"runner": self.runner, "scheduler": scheduler, "drafter": self.broken}
+        roots = {"runner": self.runner, "scheduler": scheduler, "drafter": self.broken, "hangs": self.hangs}
+        if self.sink is not None:
+            self._check_trace(self.sink)
         found = [path for path in leftovers(roots, names) if not KEPT.search(path)]
         assert not found, f"left behind: {sorted(found)[:5]}"
+
+    def _check_trace(self, sink: ListSink) -> None:
+        """Each request that came has its end in it, and its stretches follow one another."""
+        came, went = ({one.request for one in sink.records if isinstance(one, kind)} for kind in (Arrival, End))
+        assert came == went and came, "a trace lacks ends"
+        for _, stretches in self.timeline.segments():
+            assert all(a.end <= b.first for a, b in itertools.pairwise(stretches)), "stretches overlap"
+        self.seen.add("a trace")
 
 
 class _Plain(random.Random):

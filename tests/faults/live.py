@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.engines import Engine
-from tests.faults.breaking import DRAFTER_FAULTS, HARMLESS, Broken, Errs, Knowing
+from tests.faults.breaking import HARMLESS, Broken, Errs, Knowing, drawn
 from tests.faults.leftovers import KEPT, leftovers
 from tests.faults.schedule import Schedule
 from vllm_specrollout.budgets.base import Backoff
@@ -184,22 +184,24 @@ class Live:
     # --- drafters ----------------------------------------------------------------------------------------------------
 
     def _break_a_drafter(self, chance: random.Random) -> None:
-        if chance.random() < 0.15:
+        part, fault = drawn(chance)
+        if part == "budget":
             budget = self.speculator.budget = Errs(MOST_DRAFTED, 8)
-            budget.break_by(chance.choice(Errs.METHODS))
+            budget.break_by(fault or "choose")
             self._expected_failures.add("budget")
         elif not self.broken.fault:
-            fault = chance.choice(list(DRAFTER_FAULTS))
             self.broken.break_by(fault)
             if fault not in HARMLESS:
                 self._expected_failures.add("drafter broken")
 
     def _mend(self, chance: random.Random) -> None:
         mended = Broken(Knowing(self._next_of, VOCAB, chance.getrandbits(16), source=3))
-        if self.broken in self.speculator.all_drafters():
-            self.broken = mended
-            self.speculator.replace_drafters([*self._own, self.sound, mended])
+        self.broken = mended
+        self.speculator.replace_one(self.speculator.names.index("broken"), mended)
         self.speculator.budget = self._budget()
+
+    def _recover(self, chance: random.Random) -> None:
+        self.broken.recover()
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -307,7 +309,8 @@ class Live:
         # what has ended is told with one more step
         while self._core.scheduler.has_requests():
             self._core.step_fn()
-        # whoever is on probation comes back and hears what it missed: then nothing is left of that
+        # whoever is on probation comes back, well, and hears what it missed: then nothing is left of that
+        self.broken.recover()
         self.speculator._try_again(1 << 40)
         failures = set(self.speculator.guard.failures)
         self.failures |= failures

@@ -16,6 +16,8 @@ ACTS = {
     "abort": 4,
     "break a drafter": 5,
     "mend": 2,
+    "recover": 2,
+    "hang": 2,
     "reload": 1,
     "push": 2,
     "push in pieces": 1,

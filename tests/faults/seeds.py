@@ -7,6 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.faults.schedule import Schedule
+
+ON_HOSTS, ON_ENGINES = 1000, 30
+"""Schedules without an engine, and over one."""
+LEFT_OUT = ("hang",)
+"""What does not happen over an engine: nobody there is on a thread of its own."""
 ONE, TIMES = "SPECROLLOUT_SEED", "SPECROLLOUT_SCHEDULES"
 
 
@@ -19,6 +25,10 @@ def seeds(count: int, part: int = 0, parts: int = 1) -> list[int]:
     asked = os.environ.get(ONE)
     every = range(int(asked), int(asked) + 1) if asked else range(count * int(os.environ.get(TIMES, "1")))
     return [seed for seed in every if seed % parts == part]
+
+
+def over_engine(seed: int) -> Schedule:
+    return Schedule.of(seed, most=20, leave_out=LEFT_OUT)
 
 
 @contextlib.contextmanager

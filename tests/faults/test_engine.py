@@ -15,10 +15,8 @@ from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine, model
 from tests.faults.live import MOST_DRAFTED, VOCAB, Answers, Live, norm_of, write
-from tests.faults.schedule import Schedule
-from tests.faults.seeds import repeatable, seeds
+from tests.faults.seeds import ON_ENGINES, over_engine, repeatable, seeds
 
-SEEDS = 30
 FEATURES = (
     "greedy",
     "temperature 1",
@@ -61,7 +59,7 @@ def test_no_schedule_of_faults_changes_a_token_of_a_running_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, requests = model(tmp_path, "llama", "float32"), _cases()
-    truth, every = _truth(path, requests), seeds(SEEDS)
+    truth, every = _truth(path, requests), seeds(ON_ENGINES)
     settings = {
         "drafters": ["history", "ngram"],
         "max_draft_tokens": MOST_DRAFTED,
@@ -72,7 +70,7 @@ def test_no_schedule_of_faults_changes_a_token_of_a_running_engine(
         live = Live(ours, requests, truth, monkeypatch)
         for seed in every:
             with repeatable(seed, __file__):
-                live.carry_out(Schedule.of(seed, most=20))
+                live.carry_out(over_engine(seed))
         accepted = ours.runner.stats.accepted
     total = f"{live.num_requests} requests, {live.num_tokens} tokens, {live.num_steps} steps"
     print(f"{len(every)} schedules, {total}: 0 differ, 0 lost, 0 left behind")

@@ -23,9 +23,8 @@ from tests.e2e.schedulers import SCHEDULERS
 from tests.faults.devices import MOST_TOKENS
 from tests.faults.hosts import KINDS, MOST_DRAFTED, MOST_REQUESTS, Engine, Grammars
 from tests.faults.schedule import Schedule
-from tests.faults.seeds import repeatable, seeds
+from tests.faults.seeds import ON_HOSTS, repeatable, seeds
 
-SEEDS = 1000
 PARTS = 8
 
 
@@ -72,11 +71,13 @@ def carry_out(seed: int, bench: Bench, folder: Path) -> Engine:
 def test_no_schedule_of_faults_changes_a_token_loses_a_request_or_leaves_anything_behind(
     part: int, bench: Bench, tmp_path: Path
 ) -> None:
-    own, accepted, failed = seeds(SEEDS, part, PARTS), 0, set[str]()
+    own, accepted, failed, seen = seeds(ON_HOSTS, part, PARTS), 0, set[str](), set[str]()
     for seed in own:
         engine = carry_out(seed, bench, tmp_path)
         accepted += engine.runner.stats.accepted
         failed |= set(engine.speculator.guard.failures)
+        seen |= engine.seen
     if len(own) > 1:
         # that they try what they are for
-        assert accepted > 10 * len(own) and failed == {"budget", "drafter broken"}
+        assert accepted > 10 * len(own) and failed == {"budget", "drafter broken", "drafter hangs", "watching"}
+        assert seen == {"a drafter hung", "a drafter was in debt", "a drafter came back by itself", "a trace"}

@@ -13,13 +13,16 @@ pytest.importorskip("vllm")
 
 from tests.drafters import requests_of
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.drafter_config import HistoryConfig, NgramConfig, OracleConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.drafters.ngram import NgramDrafter
+from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, FinishReason
 from vllm_specrollout.worker import history_calls
 from vllm_specrollout.worker.history_calls import TrainerMixin
+from vllm_specrollout.worker.tuning import TunableMixin
 
 
 def worker_of(speculator: Speculator) -> Any:
@@ -75,6 +78,86 @@ def test_a_history_that_is_given_up_is_closed_and_says_so(speculator, tmp_path: 
     heir = HistoryDrafter(HistoryConfig(dir=str(tmp_path)))
     assert heir.store._kept.folder.path == path and heir.store.stats().answers == 1
     heir.close()
+
+
+class _Stops:
+    """The worker of vLLM's, at its end."""
+
+    has_stopped = False
+
+    def shutdown(self) -> None:
+        self.has_stopped = True
+
+
+class _Worker(TrainerMixin, _Stops):  # type: ignore[misc]
+    """Ours over it."""
+
+    def __init__(self, speculator: Speculator, unfinished: list[FinishedRequest], remote: Any = None) -> None:
+        self.model_runner = SimpleNamespace(spec_rollout=speculator, unfinished=lambda: unfinished, remote=remote)
+
+
+def test_what_ended_while_a_history_was_on_probation_is_on_disk_when_the_engine_ends(
+    speculator, tmp_path: Path, monkeypatch
+) -> None:
+    drafter = speculator.drafters[0]
+    monkeypatch.setattr(drafter, "propose", lambda *_: 1 / 0)
+    speculator.propose(requests_of(1), 0)
+    speculator.finish(ending("a"))
+    worker = _Worker(speculator, [ending("b")])
+    worker.shutdown()
+    assert worker.has_stopped
+    heir = HistoryDrafter(HistoryConfig(dir=str(tmp_path)))
+    assert heir.store.stats().answers == 2
+    heir.close()
+
+
+def test_an_engine_ends_whatever_fails_at_its_end(speculator, monkeypatch) -> None:
+    history = speculator.drafters[0]
+    monkeypatch.setattr(history, "propose", lambda *_: 1 / 0)
+    speculator.propose(requests_of(1), 0)
+    monkeypatch.setattr(history, "finish", lambda ending: 1 / 0)
+    monkeypatch.setattr(history, "close", lambda: 1 / 0)
+    worker = _Worker(speculator, [ending("b")], SimpleNamespace(close=lambda: 1 / 0))
+    worker.shutdown()
+    assert worker.has_stopped
+    assert speculator.guard.failures == {"drafter history": 2, "closing": 2}
+    monkeypatch.undo()
+    history.close()
+
+
+def test_a_history_that_takes_the_place_of_one_that_was_given_up_is_asked(speculator, tmp_path: Path) -> None:
+    worker = worker_of(speculator)
+    speculator.drop(speculator.drafters[0], OSError("stale file handle"))
+    assert "cause" in worker.spec_rollout_history()
+    heir = HistoryDrafter(HistoryConfig())
+    speculator.replace_drafters([heir])
+    assert "cause" not in worker.spec_rollout_history() and worker.spec_rollout_begin_epoch(3) == 3
+    assert worker.spec_rollout_health()["drafters"]["history"]["state"] == "alive"
+    heir.close()
+
+
+class _Tunes(TunableMixin):
+    def __init__(self, speculator: Speculator) -> None:
+        self.model_runner = SimpleNamespace(spec_rollout=speculator)
+        model = SimpleNamespace(get_vocab_size=lambda: 64)
+        self.vllm_config = SimpleNamespace(model_config=model)
+
+
+def test_another_oracle_leaves_the_others_where_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text('{"p": [1, 2, 3]}', encoding="utf-8")
+    oracle = OracleDrafter(OracleConfig(path=str(path)), {}, 1)
+    history, ngram = HistoryDrafter(HistoryConfig()), NgramDrafter(NgramConfig(), 8, 2)
+    speculator = Speculator([history, oracle, ngram], FixedBudget(8, 8), guard=Guard(is_strict=False))
+    history.propose = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    speculator.propose(requests_of(1), 0)
+    worker = _Tunes(speculator)
+    for position in (None, 4):
+        worker.spec_rollout_set_oracle(str(path), [1.0], position)
+        drafters = speculator.all_drafters()
+        assert [drafter.name for drafter in drafters] == ["history", "oracle", "ngram"]
+        assert drafters[0] is history and drafters[1] is not oracle and drafters[2] is ngram
+        assert speculator.health()["drafters"]["history"]["state"] == "probation"
 
 
 def test_ranks_that_do_not_draft_say_nothing_of_drafters(monkeypatch: pytest.MonkeyPatch) -> None:

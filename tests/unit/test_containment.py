@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Budget, bounded
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
-from vllm_specrollout.drafters.base import Drafter
+from vllm_specrollout.drafters.base import BaseDrafter, Drafter
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import (
+    DraftLimits,
     DraftTree,
     FinishedRequest,
     FinishReason,
@@ -28,6 +30,7 @@ from vllm_specrollout.types import (
     RequestView,
     StepPlan,
     TreeBatch,
+    empty_trees,
 )
 
 VOCAB = 512
@@ -193,10 +196,27 @@ def _makes_up(proposals: Sequence[TreeBatch], *_: object) -> StepPlan:
     return StepPlan(batch_of([_tree([1, -1])] * 2), "makes up")
 
 
+def _limits(**fields: object) -> Callable[..., object]:
+    """Sound limits, one of whose fields is something else."""
+    return lambda batch: replace(bounded(batch, 8, 8), **fields)  # type: ignore[arg-type]
+
+
+def _plan(**fields: object) -> Callable[..., object]:
+    return lambda proposals, *_: replace(StepPlan(proposals[0], "all"), **fields)
+
+
 BUDGET_FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
     "steps_off raises": ("steps_off", _raise),
     "limits raises": ("limits", _raise),
     "limits forgets a request": ("limits", lambda batch: bounded(RequestBatch.of(VIEWS[:1]), 8, 8)),
+    "limits does not know what a token takes": ("limits", _limits(token_ms=None)),
+    "limits names drafters of another batch": ("limits", _limits(drafters=np.ones(3, np.uint32))),
+    "limits names drafters by fractions": ("limits", _limits(drafters=np.ones(2))),
+    "limits is no array": ("limits", _limits(max_nodes=[8, 8])),
+    "steps_off is no number": ("steps_off", lambda num_requests: "many"),
+    "choose tells of nodes that are not there": ("choose", _plan(reach=np.ones(9, np.float32))),
+    "choose does not know what a step takes": ("choose", _plan(expected_ms=None)),
+    "choose does not know whether it pays": ("choose", _plan(pays=np.ones(2, np.bool_))),
     "choose raises": ("choose", _raise),
     "choose forgets a request": ("choose", _forgets),
     "choose makes something up": ("choose", _makes_up),
@@ -214,6 +234,43 @@ def test_a_budget_that_errs_is_left_alone(fault: str, caplog: pytest.LogCaptureF
     assert speculator.guard.failures == {"budget": 1}
     assert "budget failed; drafting is off; it is tried again in 64 steps" in caplog.text
     assert speculator.propose(BATCH, 30).plan.trees.num_nodes == 0
+
+
+@pytest.mark.parametrize("method", ["narrowed", "learn"])
+def test_whom_a_dear_drafter_is_asked_for_is_the_budgets_business_when_it_goes_wrong(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Previews(FixedBudget):
+        def limits(self, batch: RequestBatch) -> DraftLimits:
+            return replace(super().limits(batch), token_ms=1.0)
+
+        def preview(self, proposals: object, limits: object, batch: RequestBatch, draft_ms: float) -> StepPlan:
+            return StepPlan(empty_trees(batch.request_ids), "nothing", reach=np.zeros(0, np.float32), expected_ms=1.0)
+
+    ticks = itertools.count()
+    speculator = Speculator(
+        [Sound()], Previews(8, 8), vocab_size=VOCAB, guard=Guard(is_strict=False), clock=lambda: next(ticks)
+    )
+    monkeypatch.setattr(speculator.worth, method, _raise)
+    _run(speculator)
+    assert speculator.guard.failures == {"budget": 1} and [d.name for d in speculator.drafters] == ["sound"]
+
+
+def test_a_drafter_that_compares_its_contents_drafts_as_others_do() -> None:
+    @dataclass
+    class Compares(BaseDrafter):
+        table: np.ndarray
+        name: str = "compares"
+
+        def propose(self, batch: RequestBatch, limits: object) -> TreeBatch:
+            return batch_of([_tree([-1, 0])] * batch.size, batch.request_ids)
+
+    drafters = [Compares(np.zeros(3)), Compares(np.zeros(3), "other")]
+    speculator = Speculator(drafters, FixedBudget(8, 8), vocab_size=VOCAB, guard=Guard(is_strict=False))
+    assert all(trees.num_nodes for trees in _run(speculator)) and speculator.guard.failures == {}
+    speculator.drop(drafters[1], RuntimeError("gone"))
+    speculator.draft_with(drafters[:1])
+    assert all(trees.num_nodes for trees in _run(speculator)) and len(speculator.drafters) == 1
 
 
 def test_counting_that_fails_costs_no_drafts() -> None:
@@ -249,3 +306,28 @@ def test_keyboard_interrupts_are_nobodys_failure() -> None:
     with pytest.raises(KeyboardInterrupt):
         speculator.propose(BATCH, 0)
     assert len(speculator.drafters) == 1
+
+
+class Deaf(Metrics):
+    """Fails at whatever it is told, failures included."""
+
+    def _fails(self, *_: object) -> None:
+        raise ZeroDivisionError
+
+    admitted = planned = paused = stepped = finished = failed = drafters_alive = closed = _fails
+
+
+@pytest.mark.parametrize("drafter", ["sound", "broken"])
+def test_a_listener_that_fails_at_being_told_of_failures_ends_nothing(drafter: str) -> None:
+    metrics = Metrics(("bad", "sound"))
+    drafters = [_faulty("forget" if drafter == "broken" else "nothing", _raise), Sound(source=1)]
+    guard = Guard(is_strict=False)
+    speculator = Speculator(drafters, FixedBudget(8, 8), guard=guard, listeners=[Deaf(("bad",)), metrics])
+    assert any(trees.num_nodes for trees in _run(speculator))
+    speculator.drop(speculator.drafters[-1], RuntimeError("gone"))
+    speculator.close()
+    counts = metrics.take()
+    # the others are told all the same
+    assert counts["failures/drafter sound"] == 1 and counts["failures/watching"] > 30
+    assert guard.failures["drafter sound"] == 1 and guard.failures["watching"] > 60
+    assert guard.failures.get("drafter bad", 0) == (drafter == "broken")

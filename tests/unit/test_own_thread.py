@@ -178,6 +178,23 @@ def test_one_that_raises_at_an_ending_fails_when_it_is_called_next(drafter: Wait
     assert speculator.drafters == [] and speculator.guard.failures == {"drafter waits": 1}
 
 
+def test_the_call_at_which_an_earlier_error_shows_is_heard_as_well(drafter: Waits) -> None:
+    drafter.go.set()
+    drafter.rollback = lambda request_id, num_tokens: 1 / 0
+    speculator = contained(drafter)
+    thread = thread_of(speculator)
+    thread.rollback("0", 0)
+    while thread._error is None:
+        pass
+    speculator.finish(ENDING)
+    assert speculator.drafters == []
+    speculator.forget("0")
+    speculator.close()
+    thread._thread.join(PATIENT_S)
+    # once each, and in order
+    assert drafter.story == ["finish", "forget 0"]
+
+
 def test_one_that_does_not_come_back_for_very_long_has_failed(drafter: Waits) -> None:
     speculator = contained(drafter)
     step(speculator, 0)

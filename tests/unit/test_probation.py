@@ -143,7 +143,7 @@ def test_on_its_return_a_drafter_hears_of_what_came_and_went_meanwhile() -> None
 def test_what_is_kept_for_those_on_probation_is_bounded() -> None:
     missed = Missed()
     for i in range(70_000):
-        missed.endings.append(ending(str(i)))
+        missed.finish(ending(str(i)))
         missed.forget(str(i))
     assert len(missed.endings) == MOST_MISSED and len(missed.gone) <= 65_536
 
@@ -254,3 +254,129 @@ def test_several_that_fail_at_different_times_come_back_at_their_own() -> None:
     assert probation.failed(one, "one", error, 10) == probation.failed(other, "other", error, 20) == FIRST_PATIENCE
     assert probation.next_due == 75 and [part for part, _ in probation.due(75)] == [one]
     assert probation.next_due == 85 and probation.steps_left(other, 80) == 5 and probation.steps_left(one, 80) == 0
+
+
+def test_a_drafter_that_takes_the_place_of_one_that_was_given_up_is_alive() -> None:
+    drafter = Faulty()
+    speculator = contained(drafter)
+    speculator.drop(drafter, RuntimeError("gone"))
+    assert speculator.health()["drafters"]["faulty"]["state"] == "given up"
+    speculator.replace_drafters([Says("faulty", [1])])
+    assert speculator.health()["drafters"]["faulty"]["state"] == "alive" and not speculator.probation.given_up
+
+
+def test_a_budget_that_takes_the_place_of_one_that_was_given_up_is_alive() -> None:
+    speculator = contained(Says("a", [1, 2]), budget=Falters())
+    run(speculator, range(8000))
+    assert speculator.health()["budget"]["state"] == "given up"
+    speculator.budget = FixedBudget(8, 8)
+    assert speculator.health()["budget"]["state"] == "alive"
+
+
+def test_who_stays_when_drafters_are_replaced_stays_on_probation_and_hears_what_it_missed() -> None:
+    drafter, sound = Faulty(), Says("sound", [3], source=1)
+    speculator = contained(drafter, sound)
+    run(speculator, range(1))
+    drafter.is_broken = False
+    speculator.finish(ending("a"))
+    speculator.forget("a")
+    speculator.replace_drafters([drafter, Says("other", [4], source=1)])
+    assert [d.name for d in speculator.drafters] == ["other"]
+    assert speculator.health()["drafters"]["faulty"]["state"] == "probation"
+    assert run(speculator, range(1, 66))[-1] == 3
+    assert [e.request_id for e in drafter.finished] == drafter.forgotten == ["a"]
+
+
+def test_one_alone_is_replaced_and_the_others_keep_their_sources_and_their_probation() -> None:
+    gone, failed, old = Faulty(), Faulty(source=1), Says("old", [1], source=2)
+    gone.name = "gone"
+    speculator = contained(gone, failed, old)
+    run(speculator, range(1))
+    speculator.drop(gone, RuntimeError("for good"))
+    failed.is_broken = False
+    new = Says("new", [5, 6], source=2)
+    speculator.replace_one(speculator.names.index("old"), new)
+    assert speculator.drafters == [new] and speculator.all_drafters() == [failed, new]
+    # asked for what is wanted of its own source
+    assert run(speculator, range(1, 66))[-1] == 4 and speculator.drafters == [failed, new]
+    states = {name: own["state"] for name, own in speculator.health()["drafters"].items()}
+    assert states == {"faulty": "alive", "new": "alive", "gone": "given up"}
+    speculator.replace_one(0, Says("gone", [9, 9]))
+    assert [d.name for d in speculator.drafters] == ["gone", "faulty", "new"]
+    assert speculator.health()["drafters"]["gone"]["state"] == "alive"
+
+
+def test_who_rests_is_told_of_requests_and_not_asked() -> None:
+    asked, rests = Says("asked", [1]), Says("rests", [2], source=1)
+    speculator = contained(asked, rests)
+    first, second = views_of(2)
+    speculator.admit(first)
+    speculator.draft_with([asked])
+    speculator.admit(second)
+    assert run(speculator, range(3)) == [1] * 3
+    speculator.finish(ending("0"))
+    speculator.forget("0")
+    assert rests.asked == [] and rests.admitted == ["0", "1"]
+    assert [e.request_id for e in rests.finished] == rests.forgotten == ["0"]
+    assert speculator.all_drafters() == [asked, rests]
+    speculator.draft_with([asked, rests])
+    assert run(speculator, range(3, 4)) == [2]
+
+
+def test_who_fails_at_what_it_is_told_while_it_rests_goes_on_probation_and_goes_on_resting() -> None:
+    asked, rests = Says("asked", [1]), Says("rests", [2], source=1)
+    speculator = contained(asked, rests)
+    speculator.draft_with([asked])
+    rests.forget = lambda request_id: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    speculator.forget("0")
+    assert speculator.health()["drafters"]["rests"]["state"] == "probation"
+    del rests.forget
+    speculator.forget("1")
+    run(speculator, range(70))
+    assert rests.forgotten == ["1"] and speculator.drafters == [asked]
+
+
+def test_what_comes_after_what_it_failed_at_is_told_the_next_time() -> None:
+    class Chokes(Faulty):
+        def finish(self, ending: FinishedRequest) -> None:
+            self.finished.append(ending)
+            if ending.request_id == "poison":
+                raise ValueError("cannot be read")
+
+    drafter = Chokes()
+    speculator = contained(drafter)
+    run(speculator, range(1))
+    drafter.is_broken = False
+    for name in ("a", "poison", "b"):
+        speculator.finish(ending(name))
+        speculator.forget(name)
+    run(speculator, range(1, 400))
+    assert [e.request_id for e in drafter.finished] == ["a", "poison", "b"]
+    assert drafter.forgotten == ["a", "poison", "b"] and speculator.drafters == [drafter]
+
+
+def test_of_endings_beyond_those_kept_it_hears_that_they_are_over() -> None:
+    missed, drafter = Missed(), Says("a", [])
+    for name in ("known", "preempted"):
+        missed.finish(ending(name)) if name == "known" else missed.forget(name)
+    missed.forget("known")
+    for i in range(MOST_MISSED):
+        view = views_of(1)[0]
+        view.request_id = str(i)
+        missed.admit(view)
+        missed.finish(ending(str(i)))
+        missed.forget(str(i))
+    missed.tell(drafter)
+    assert len(drafter.finished) == MOST_MISSED + 1
+    over = [e for e in drafter.finished if e.request_id == "known"]
+    assert [len(e.token_ids) for e in over] == [0] and drafter.forgotten == ["known", "preempted"]
+
+
+def test_at_the_end_who_is_on_probation_hears_what_it_missed() -> None:
+    drafter, broken = Faulty(), Faulty(source=1)
+    broken.name, broken.finish = "broken", lambda ending: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    speculator = contained(drafter, broken)
+    run(speculator, range(1))
+    speculator.finish(ending("a"))
+    speculator.close()
+    assert [e.request_id for e in drafter.finished] == ["a"]

@@ -7,6 +7,7 @@ by the one rule that is here; whom a dear drafter is asked for is in worth.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -135,11 +136,30 @@ def bounded(
     return DraftLimits(nodes, depth, chain_only, token_ms=token_ms)
 
 
-def one_each(limits: DraftLimits, count: int) -> DraftLimits:
-    """Raises: they are not one for each request."""
-    if not len(limits.max_nodes) == len(limits.max_depth) == len(limits.is_chain) == count:
-        raise ValueError(f"limits of {len(limits.max_nodes)} requests for {count}")
+def sound_limits(limits: DraftLimits, count: int) -> DraftLimits:
+    """Raises: they are not one for each request, or of other types: drafters would fail at what the budget did."""
+    columns = [(limits.max_nodes, "i"), (limits.max_depth, "i"), (limits.is_chain, "b")]
+    if limits.drafters is not None:
+        columns.append((limits.drafters, "u"))
+    for column, kind in columns:
+        if column.shape != (count,):
+            raise ValueError(f"limits of shape {column.shape} for {count} requests")
+        if column.dtype.kind != kind:
+            raise TypeError(f"limits of type {column.dtype}")
+    if not math.isfinite(limits.token_ms):
+        raise ValueError(f"a token takes {limits.token_ms} ms")
     return limits
+
+
+def sound_plan(plan: StepPlan) -> StepPlan:
+    """Raises: what a plan says of its trees is not of them, or no number. The trees themselves are looked at apart."""
+    if plan.reach is not None and plan.reach.shape != (plan.trees.num_nodes,):
+        raise ValueError(f"a plan of {plan.trees.num_nodes} nodes that tells of {len(plan.reach)}")
+    if math.isnan(plan.expected_ms) or math.isnan(plan.plain_ms):
+        raise ValueError("a plan whose times are no numbers")
+    if not isinstance(plan.pays, bool | np.bool_):
+        raise TypeError(f"a plan that pays {plan.pays!r}")
+    return plan
 
 
 class Backoff:

@@ -184,15 +184,13 @@ class TunableMixin:
             ConfigError: the engine has no `oracle`, or the file or the accuracy cannot be used.
         """
         speculator = self.model_runner.spec_rollout
-        drafters = list(speculator.drafters)
-        at = next((i for i, drafter in enumerate(drafters) if drafter.name == "oracle"), None)
-        if at is None:
+        if "oracle" not in speculator.names:
             raise ConfigError("the engine has no `oracle` drafter", 'start it with {"drafters": ["oracle"]}')
         answers = load_continuations(path, self.vllm_config.model_config.get_vocab_size())
+        at = speculator.names.index("oracle")
         first = OracleDrafter(OracleConfig(path=path, accuracy=tuple(accuracy)), answers, at)
         if position is None:
-            drafters[at] = first
+            speculator.replace_one(at, first)
         else:
             second = OracleDrafter(OracleConfig(path=path, accuracy=tuple(then)), answers, at)
-            drafters[at] = ChangingOracle(first, second, position)
-        speculator.replace_drafters(drafters)
+            speculator.replace_one(at, ChangingOracle(first, second, position))
