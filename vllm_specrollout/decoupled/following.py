@@ -140,7 +140,11 @@ class Requests:
     def put(self, drafts: Drafts) -> None:
         """A tree has come. Anything may come out of another process: tokens that the target does not have, too."""
         following = self._by_handle.get(drafts.handle)
-        if following is not None and bool((drafts.token_ids < self._vocab_size).all()):
+        if not len(drafts.token_ids):
+            # asked whether it still runs; that the drafter knows of it says nothing of its drafts
+            if following is None:
+                self._send(Close(drafts.handle))
+        elif following is not None and bool((drafts.token_ids < self._vocab_size).all()):
             following.received.put(drafts)
             following.silent = 0
             self.counts.trees += 1
