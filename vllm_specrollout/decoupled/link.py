@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_specrollout.decoupled.child import DrafterProcess, DrafterProcessError
 from vllm_specrollout.decoupled.following import Requests, TargetNoise
-from vllm_specrollout.decoupled.mailbox import Mailbox
+from vllm_specrollout.decoupled.mailbox import Mailbox, drained
 from vllm_specrollout.decoupled.messages import Beat, Bye, Drafts, Hello, Message, Noise, Role
 
 logger = logging.getLogger("vllm.specrollout")
@@ -127,8 +127,8 @@ class Link:
             self.greet()
 
     def receive(self) -> None:
-        """Take in what has come."""
-        for message in self.line.receive():
+        """Take in what has come; of each request's trees the newest is kept."""
+        for message in drained(self.line.receive):
             self.requests.told_at = None
             self._take(message)
 

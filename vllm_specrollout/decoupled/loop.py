@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.decoupled.mailbox import Mailbox
+from vllm_specrollout.decoupled.mailbox import Mailbox, drained
 from vllm_specrollout.decoupled.messages import (
     Beat,
     Bye,
@@ -106,7 +106,7 @@ class Loop:
 
     def turn(self) -> None:
         """Once around."""
-        for message in self._mailbox.receive():
+        for message in drained(self._mailbox.receive):
             self._take(message)
             self._was_heard = True
         may_draft, begin = self._engine.may_draft, self._clock()

@@ -84,6 +84,30 @@ def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_fligh
     assert engine.step().tree(0).token_ids.tolist() == [9]
 
 
+def test_of_more_trees_than_one_look_brings_the_newest_is_proposed(engine: Engine) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    engine.say("one", HELLO)
+    engine.step()
+    for number in range(1000):
+        engine.say("one", drafts(1, 3, (number % VOCABULARY, -1, -0.5)))
+        engine.say("one", drafts(2, 3, (number % VOCABULARY, -1, -0.5)))
+    engine.say("one", drafts(2, 3, (7, -1, -0.5)))
+    trees = engine.step()
+    assert [trees.tree(i).token_ids.tolist() for i in range(2)] == [[999 % VOCABULARY], [7]]
+
+
+def test_a_flood_of_messages_is_taken_in_over_several_steps(engine: Engine) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    for _ in range(10_000):
+        engine.say("one", Beat(0.0, 0))
+    left = engine.lines["ipc://one"].ends[0].own
+    found = []
+    while left:
+        engine.step()
+        found.append(len(left))
+    assert found == [5904, 1808, 0]
+
+
 def test_branches_of_two_drafters_are_one_tree(engine: Engine) -> None:
     for name in ("one", "two"):
         engine.drafter.attach(name, f"ipc://{name}")
