@@ -22,7 +22,9 @@ from vllm_specrollout.errors import SpecRolloutError
 MOST_RESTARTS = 5
 """Times that a process which ends is begun anew, each after twice the patience of the last one."""
 _PATIENCE_S = 1.0
-_END_S = 5.0  # given to a process that was asked to end
+# Seconds given to a process that was asked to end. vLLM kills an engine 5 s after it told it to end, and until then
+# the engine has to have ended its drafters. One that stays has its address to remove, and a pool, which is in no hurry.
+_GRACE_S, _STAYING_GRACE_S = 2.0, 5.0
 
 
 class DrafterProcessError(SpecRolloutError):
@@ -93,6 +95,8 @@ class DrafterProcess:
         """Seconds in which the process that began it waited for its end."""
         self._clock = clock
         self._begin_at: float | None = None
+        # when it is killed; None: it was not asked to end
+        self._kill_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._begin()
 
@@ -110,6 +114,9 @@ class DrafterProcess:
         Raises:
             DrafterProcessError: it has ended too often.
         """
+        if self._kill_at is not None:
+            self.see_off()
+            return False
         if self._begin_at is not None:
             if self._clock() >= self._begin_at:
                 self._begin()
@@ -132,22 +139,35 @@ class DrafterProcess:
             self._process.kill()
 
     def dismiss(self) -> None:
-        """Ask it to end, without waiting until it has, and watch no more; `stop` sees to that it does."""
+        """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to that it ends."""
         self._begin_at = None
-        if self.is_alive:
-            assert self._process is not None
-            self._process.terminate()
+        if self._kill_at is None:
+            self._kill_at = self._clock() + (_STAYING_GRACE_S if self.command.stays else _GRACE_S)
+            if self.is_alive:
+                assert self._process is not None
+                self._process.terminate()
+
+    def see_off(self) -> bool:
+        """Look after one that was dismissed, now and then: it is killed once it had its time. True: it has ended.
+
+        Without that one that is stopped, or hangs, would keep its cores and its memory as long as its engine lives.
+        """
+        if not self.is_alive:
+            return True
+        if self._kill_at is not None and self._clock() >= self._kill_at:
+            self.kill()
+        return False
 
     def stop(self) -> None:
-        """End it for good."""
-        process, self._process, self._begin_at = self._process, None, None
+        """End it for good, and wait until it has. One that was dismissed before has had part of its time already."""
+        self.dismiss()
+        process, self._process, begin = self._process, None, self._clock()
         if process is None or process.poll() is not None:
             return
-        process.terminate()
-        begin = self._clock()
+        assert self._kill_at is not None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+                process.wait(max(self._kill_at - begin, 0.0))
                 return
             process.kill()
             process.wait()

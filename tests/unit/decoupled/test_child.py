@@ -1,7 +1,10 @@
 """A drafter's process: begun with patience, ended with its engine."""
 
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -71,6 +74,54 @@ def test_a_process_that_hangs_is_begun_anew_once_it_is_killed() -> None:
     process.watch()
     assert process.is_alive
     process.stop()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(stays: bool) -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x", stays=stays), clock)
+    popen = process._process
+    assert popen is not None
+    popen.send_signal(signal.SIGSTOP)
+    process.dismiss()
+    clock.now += 4.9 if stays else 1.9
+    process.dismiss()  # a second time it gets no more of it
+    assert not process.see_off() and not process.watch() and process.is_alive
+    clock.now += 0.1
+    assert not process.see_off(), "nobody waits for its end"
+    assert popen.wait() == -signal.SIGKILL
+    assert process.see_off() and process.waited_s == 0.0
+    clock.now += 100.0
+    assert not process.watch() and not process.is_alive, "nor is it begun anew"
+    process.stop()
+
+
+def test_processes_that_were_dismissed_together_hang_for_the_time_of_one() -> None:
+    """An engine that ends has only so long before it is killed itself."""
+    clock = Clock()
+    processes = [DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock) for _ in range(3)]
+    waits: list[float | None] = []
+    for process in processes:
+        assert process._process is not None
+        process._process.send_signal(signal.SIGSTOP)
+        process.dismiss()
+        process._process.wait = hanging(process._process, clock, waits)  # type: ignore[method-assign]
+    for process in processes:
+        process.stop()
+    assert waits == [2.0, None, 0.0, None, 0.0, None]
+
+
+def hanging(popen: subprocess.Popen[bytes], clock: Clock, waits: list[float | None]) -> Callable[..., int]:
+    wait = popen.wait
+
+    def hang(timeout: float | None = None) -> int:
+        waits.append(timeout)
+        if timeout is None:
+            return wait()
+        clock.now += timeout
+        raise subprocess.TimeoutExpired("it", timeout)
+
+    return hang
 
 
 def test_a_dismissed_process_ends_without_anybody_waiting() -> None:

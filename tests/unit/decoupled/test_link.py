@@ -261,6 +261,44 @@ def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine) -> No
     assert "status 3" in engine.drafter.state()["dead"]["error"]
 
 
+class Stubborn:
+    """A process that does not end when it is asked to, and what it was told."""
+
+    pid, restarts, waited_s, is_ready = 7, 0, 0.0, False
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.has_ended = False
+
+    def watch(self) -> bool:
+        self.told.append("watch")
+        return False
+
+    def dismiss(self) -> None:
+        self.told.append("dismiss")
+
+    def see_off(self) -> bool:
+        self.told.append("see off")
+        return self.has_ended
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+
+def test_a_detached_process_is_looked_after_in_each_step_until_it_has_ended(engine: Engine) -> None:
+    process: Any = Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)
+    engine.drafter.detach("own")
+    engine.step()
+    engine.step()
+    assert process.told == ["dismiss", "see off", "see off"]
+    process.has_ended = True
+    engine.step()
+    engine.step()
+    engine.drafter.close()
+    assert process.told == ["dismiss", "see off", "see off", "see off"]
+
+
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
     engine.drafter.attach("one", "ipc://one")
     engine.say("one", HELLO)
