@@ -108,6 +108,8 @@ class Link:
     def watch(self) -> None:
         """Look after the drafter: whether it still lives, and whether it is to be greeted again."""
         if self.error:
+            if self.process is not None:
+                self.process.see_off()
             return
         told_at, now = self.requests.told_at, self._clock()
         if self.is_there and told_at is not None and now - told_at > HANG_S:
@@ -196,6 +198,8 @@ class Link:
     def _refuse(self, why: str) -> None:
         """It is no drafter for this engine. That is no failure of ours: requests go on without it."""
         self._lose()
+        if self.process is not None:
+            self.process.dismiss()  # nobody else would use it, and its model is loaded
         if why != self.error:
             logger.warning("Spec rollout: drafter `%s` drafts no more: %s", self.name, why)
         self.error = why

@@ -248,6 +248,9 @@ class Hopeless:
 
     def dismiss(self) -> None: ...
 
+    def see_off(self) -> bool:
+        return True
+
 
 def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine) -> None:
     """Its faults are not ours: even where failures of ours end a test, the other drafters go on."""
@@ -297,6 +300,17 @@ def test_a_detached_process_is_looked_after_in_each_step_until_it_has_ended(engi
     engine.step()
     engine.drafter.close()
     assert process.told == ["dismiss", "see off", "see off", "see off"]
+
+
+def test_a_process_of_the_engines_with_another_vocabulary_ends_and_keeps_no_memory(engine: Engine) -> None:
+    process: Any = Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)
+    engine.step()
+    engine.say("two", Hello(Role.DRAFTER, VOCABULARY + 1, Noise.TAPE, 64, 0))
+    engine.step()
+    engine.step()
+    assert process.told == ["watch", "dismiss", "see off", "see off"]
+    assert "vocabulary has 51 tokens" in engine.drafter.state()["own"]["error"]
 
 
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
