@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,7 +140,7 @@ class DrafterProcess:
             self._process.kill()
 
     def dismiss(self) -> None:
-        """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to that it ends."""
+        """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to its end."""
         self._begin_at = None
         if self._kill_at is None:
             self._kill_at = self._clock() + (_STAYING_GRACE_S if self.command.stays else _GRACE_S)
@@ -176,7 +177,13 @@ class DrafterProcess:
 
     def _begin(self) -> None:
         self._begin_at = None
+        # The kernel ends it with the thread that begins it, so that one that hangs outlives no engine. Only the first
+        # thread is known to live as long as its process; and one that stays has an address to remove.
+        is_bound = threading.get_native_id() == os.getpid() and not self.command.stays
         # its own group: an interrupt from the keyboard reaches the engine, which ends it in order
         self._process = subprocess.Popen(
-            self.command.argv, env=self.command.environment, stdin=subprocess.DEVNULL, start_new_session=True
+            [*self.command.argv, *(["--bound"] if is_bound else [])],
+            env=self.command.environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )

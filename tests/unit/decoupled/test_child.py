@@ -29,6 +29,13 @@ class Clock:
         return self.now
 
 
+def stand_still(process: DrafterProcess) -> None:
+    """It hears no further signal once it has stopped."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
 def ended(process: DrafterProcess) -> None:
     assert process._process is not None
     process._process.wait()
@@ -76,13 +83,27 @@ def test_a_process_that_hangs_is_begun_anew_once_it_is_killed() -> None:
     process.stop()
 
 
+@pytest.mark.parametrize(
+    ("is_first", "stays", "is_bound"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_process_is_bound_to_the_thread_that_begins_it_where_that_lives_as_long_as_the_engine(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool, stays: bool, is_bound: bool
+) -> None:
+    """One that stays is not: it has something to remove at its end."""
+    monkeypatch.setattr("threading.get_native_id", lambda: os.getpid() + (not is_first))
+    script = "import sys; raise SystemExit(10 + sys.argv.count('--bound'))"
+    process = DrafterProcess(Script(script, "shm://x", stays=stays))
+    assert process._process is not None
+    assert process._process.wait() == 10 + is_bound
+
+
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(stays: bool) -> None:
     clock = Clock()
     process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x", stays=stays), clock)
     popen = process._process
     assert popen is not None
-    popen.send_signal(signal.SIGSTOP)
+    stand_still(process)
     process.dismiss()
     clock.now += 4.9 if stays else 1.9
     process.dismiss()  # a second time it gets no more of it
@@ -103,7 +124,7 @@ def test_processes_that_were_dismissed_together_hang_for_the_time_of_one() -> No
     waits: list[float | None] = []
     for process in processes:
         assert process._process is not None
-        process._process.send_signal(signal.SIGSTOP)
+        stand_still(process)
         process.dismiss()
         process._process.wait = hanging(process._process, clock, waits)  # type: ignore[method-assign]
     for process in processes:
