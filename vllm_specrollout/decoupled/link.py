@@ -158,6 +158,7 @@ class Link:
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
             "verdicts": counts.verdicts,
             "opened": counts.opened,
+            "unfit": counts.unfit,
             "trees": counts.trees,
             "nodes": counts.nodes,
             "drafted": self.drafted,

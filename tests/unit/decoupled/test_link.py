@@ -13,7 +13,19 @@ from vllm_specrollout.decoupled.child import DrafterProcessError
 from vllm_specrollout.decoupled.link import HANG_S
 from vllm_specrollout.decoupled.link import Line as Watched
 from vllm_specrollout.decoupled.mailbox import MailboxError
-from vllm_specrollout.decoupled.messages import Beat, Bye, Close, Drafts, Hello, Message, Noise, Open, Role, Verdict
+from vllm_specrollout.decoupled.messages import (
+    MAX_TOKENS,
+    Beat,
+    Bye,
+    Close,
+    Drafts,
+    Hello,
+    Message,
+    Noise,
+    Open,
+    Role,
+    Verdict,
+)
 from vllm_specrollout.drafters.decoupled import MOST_LINKS, DecoupledDrafter
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch
@@ -311,6 +323,28 @@ def test_a_process_of_the_engines_with_another_vocabulary_ends_and_keeps_no_memo
     engine.step()
     assert process.told == ["watch", "dismiss", "see off", "see off"]
     assert "vocabulary has 51 tokens" in engine.drafter.state()["own"]["error"]
+
+
+def test_a_request_longer_than_a_message_decodes_plainly_and_the_others_are_drafted_for(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    engine.say("one", HELLO)
+    engine.tokens["0"] = [1] * (MAX_TOKENS + 1)
+    engine.tokens["2"] = [1] * (MAX_TOKENS + 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            engine.step()
+            engine.tokens["1"].append(1)
+    engine.say("one", drafts(1, 6, (9, -1, -0.5)))
+    trees = engine.step()
+    assert [len(trees.tree(i).token_ids) for i in range(3)] == [0, 1, 0]
+    assert engine.drafter.state()["one"]["unfit"] == 2 and len(caplog.records) == 1
+    del engine.tokens["0"]
+    engine.drafter.forget("0")
+    engine.tokens["0"] = [1, 2]  # another request of that name
+    engine.step()
+    assert set(engine.drafter.links["one"].requests.open) == {"0", "1"}
 
 
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
