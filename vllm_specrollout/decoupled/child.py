@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,8 +21,14 @@ from typing import Any
 from vllm_specrollout import envs
 from vllm_specrollout.errors import SpecRolloutError
 
+logger = logging.getLogger("vllm.specrollout")
+
 MOST_RESTARTS = 5
 """Times that a process which ends is begun anew, each after twice the patience of the last one."""
+RECOVERED_S = 3600.0
+"""Seconds of life after which earlier ends count no more: what ends once a week is not given up."""
+LOAD_S = 1800.0
+"""Seconds that a process may load for. One that takes longer counts as hanging, and is begun anew."""
 _PATIENCE_S = 1.0
 # Seconds given to a process that was asked to end. vLLM kills an engine 5 s after it told it to end, and until then
 # the engine has to have ended its drafters. One that stays has its address to remove, and a pool, which is in no hurry.
@@ -93,9 +100,15 @@ class DrafterProcess:
         self.command = command
         self.restarts = 0
         self.waited_s = 0.0
-        """Seconds in which the process that began it waited for its end."""
+        """Seconds in which the process that began it waited for its end, or began it anew."""
+        self.is_ready = False
+        """Whether it has loaded its model: whoever hears that from it says so here."""
         self._clock = clock
         self._begin_at: float | None = None
+        # restarts that count; when it was begun, and how long it was seen to live
+        self._tries, self._begun_at, self._lived_s = 0, 0.0, 0.0
+        # why there is none
+        self._why = ""
         # when it is killed; None: it was not asked to end
         self._kill_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -110,28 +123,30 @@ class DrafterProcess:
         return self._process is not None and self._process.poll() is None
 
     def watch(self) -> bool:
-        """Begin it anew if it has ended, not at once; True: it was found to have ended.
+        """Begin it anew if it has ended, not at once; True: it was found to have ended, or could not be begun.
 
         Raises:
             DrafterProcessError: it has ended too often.
         """
+        now = self._clock()
         if self._kill_at is not None:
             self.see_off()
             return False
         if self._begin_at is not None:
-            if self._clock() >= self._begin_at:
+            if now >= self._begin_at:
                 self._begin()
+                self.waited_s += self._clock() - now
             return False
         if self.is_alive:
+            self._lived_s = now - self._begun_at
+            if not self.is_ready and self._lived_s > LOAD_S:
+                logger.warning(
+                    "Spec rollout: drafter %s loads for over %.0f s and is killed", self.command.model, LOAD_S
+                )
+                self.kill()
+                self._begun_at = now  # said once, however long it takes to end
             return False
-        status = None if self._process is None else self._process.returncode
-        if self.restarts >= MOST_RESTARTS:
-            raise DrafterProcessError(
-                f"the drafter's process ended with status {status}, and was begun anew {self.restarts} times",
-                "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
-            )
-        self._begin_at = self._clock() + _PATIENCE_S * 2**self.restarts
-        self.restarts += 1
+        self._plan(now)
         return True
 
     def kill(self) -> None:
@@ -175,15 +190,32 @@ class DrafterProcess:
         finally:
             self.waited_s += self._clock() - begin
 
+    def _plan(self, now: float) -> None:
+        """When it is begun anew."""
+        if self.is_ready and self._lived_s >= RECOVERED_S:
+            self._tries = 0
+        if self._process is not None:
+            self._why = f"ended with status {self._process.returncode}"
+        if self._tries >= MOST_RESTARTS:
+            raise DrafterProcessError(
+                f"the drafter's process {self._why}, and was begun anew {self._tries} times",
+                "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
+            )
+        self._begin_at = now + _PATIENCE_S * 2**self._tries
+        self._tries += 1
+        self.restarts += 1
+
     def _begin(self) -> None:
-        self._begin_at = None
+        self._begin_at, self._process = None, None
+        self._begun_at, self._lived_s, self.is_ready = self._clock(), 0.0, False
         # The kernel ends it with the thread that begins it, so that one that hangs outlives no engine. Only the first
         # thread is known to live as long as its process; and one that stays has an address to remove.
         is_bound = threading.get_native_id() == os.getpid() and not self.command.stays
         # its own group: an interrupt from the keyboard reaches the engine, which ends it in order
-        self._process = subprocess.Popen(
-            [*self.command.argv, *(["--bound"] if is_bound else [])],
-            env=self.command.environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        argv = [*self.command.argv, *(["--bound"] if is_bound else [])]
+        environment = self.command.environment
+        try:
+            self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            # no memory or no process left on this host: a try like any other, which may pass
+            self._why = f"could not be begun ({error.strerror or error})"

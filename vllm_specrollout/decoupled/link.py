@@ -94,8 +94,9 @@ class Link:
         """Seconds that the verifier has waited for this drafter; 0.0 unless something is broken.
 
         Two things can block: a mailbox's `wait`, which verifiers never call, and the wait for the end of a process.
-        Both are timed where they happen. A step does neither: it takes what has come, and begins and signals processes
-        without waiting for them. The engine's start may wait for drafters, before there are any requests.
+        Both are timed where they happen, and so is how long it takes to begin a process anew, which a step does where
+        one has ended. Else a step does none of it: it takes what has come, and signals processes without waiting for
+        them. The engine's start may wait for drafters, before there are any requests.
         """
         return self.line.waited_s + (0.0 if self.process is None else self.process.waited_s)
 
@@ -186,6 +187,8 @@ class Link:
     def _greeted(self, hello: Hello) -> None:
         # it has begun anew; two greetings may cross, and what was opened between them is closed as well
         self.requests.forget_all()
+        if self.process is not None:
+            self.process.is_ready = True
         if hello.vocab_size == self._vocab_size:
             self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
         else:

@@ -6,11 +6,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from vllm_specrollout import envs
-from vllm_specrollout.decoupled.child import MOST_RESTARTS, Command, DrafterProcess, DrafterProcessError, cores_of
+from vllm_specrollout.decoupled.child import (
+    LOAD_S,
+    MOST_RESTARTS,
+    RECOVERED_S,
+    Command,
+    DrafterProcess,
+    DrafterProcessError,
+    cores_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,84 @@ def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
     ended(process)
     with pytest.raises(DrafterProcessError, match="status 3, and was begun anew 5 times"):
         process.watch()
+    process.stop()
+
+
+def test_ends_before_an_hour_of_work_do_not_count() -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    for number in range(3 * MOST_RESTARTS):
+        process.is_ready = True
+        clock.now += RECOVERED_S
+        assert not process.watch()
+        process.kill()
+        ended(process)
+        assert process.watch()
+        clock.now += 1.0
+        assert not process.watch() and process.is_alive, "with the patience of a first time"
+        assert process.restarts == number + 1, "all of them are told"
+    process.stop()
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_an_hour_in_which_nobody_saw_it_live_or_work_is_none_of_work(is_ready: bool) -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    for _ in range(MOST_RESTARTS):
+        process.is_ready = is_ready
+        process.kill()
+        ended(process)
+        clock.now += RECOVERED_S + 1.0
+        assert process.watch()
+        clock.now += 100.0
+        process.watch()
+    process.kill()
+    ended(process)
+    with pytest.raises(DrafterProcessError, match="begun anew 5 times"):
+        process.watch()
+
+
+def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    clock.now = LOAD_S
+    assert not process.watch() and process.is_alive, "large models take their time"
+    clock.now += 1.0
+    assert not process.watch()
+    ended(process)
+    assert process.watch()
+    clock.now += 1.0
+    assert not process.watch()
+    process.is_ready = True
+    clock.now += LOAD_S + 1.0
+    assert not process.watch() and not process.watch() and process.is_alive, "the next one has loaded"
+    process.stop()
+
+
+def test_a_host_without_processes_or_memory_left_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    popen = subprocess.Popen
+
+    def refused(*_: Any, **__: Any) -> None:
+        clock.now += 0.25
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    assert process.pid is None and process.watch(), "its engine starts all the same"
+    clock.now += 1.0
+    assert not process.watch() and process.watch()
+    assert process.waited_s == 0.25, "the first one was begun before there were any requests"
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    clock.now += 2.0
+    assert not process.watch() and process.is_alive and process.restarts == 2
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    process.kill()
+    ended(process)
+    with pytest.raises(DrafterProcessError, match=r"could not be begun .Resource .* begun anew 5 times"):
+        for _ in range(20):
+            process.watch()
+            clock.now += 100.0
     process.stop()
 
 

@@ -347,6 +347,16 @@ def test_a_request_longer_than_a_message_decodes_plainly_and_the_others_are_draf
     assert set(engine.drafter.links["one"].requests.open) == {"0", "1"}
 
 
+def test_a_process_of_the_engines_has_loaded_once_it_greets(engine: Engine) -> None:
+    process: Any = Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)
+    engine.step()
+    assert not process.is_ready
+    engine.say("two", HELLO)
+    engine.step()
+    assert process.is_ready
+
+
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
     engine.drafter.attach("one", "ipc://one")
     engine.say("one", HELLO)
