@@ -228,6 +228,16 @@ def way(name: str) -> Callable[[Row], str]:
     return show
 
 
+def line(name: str) -> Callable[[Row], str]:
+    """What a step or a pass takes."""
+
+    def show(row: Row) -> str:
+        fixed, each = row["facts"][name]
+        return f"{fixed:.2f} + {each:.3f} n"
+
+    return show
+
+
 _DECOUPLED: Columns = {
     **{name: field(name) for name in ("drafter", "batch", "window")},
     "coupled; estimated": way("coupled"),
@@ -235,6 +245,14 @@ _DECOUPLED: Columns = {
     **{name: field(name) for name in ("fastest", "planned")},
     "auto": field("chosen"),
     "auto loses": field("chosen_lost"),
+}
+_FACTS: Columns = {
+    **{name: field(name) for name in ("drafter", "batch", "window")},
+    "V": line("verify"),
+    "D": lambda row: number(row["facts"]["draft"]),
+    "V beside": line("verify_beside"),
+    "D beside": line("draft_beside"),
+    "among 1, 2, 4": lambda row: ", ".join(number(share) for share in row["facts"]["match"]["among"][:3]),
 }
 _LADDER: Columns = {
     "ladder": field("ladder"),
@@ -261,6 +279,17 @@ _SOAK: Columns = {
 }
 
 
+def _known_before(rows: Sequence[Row]) -> str:
+    """What estimates are made of, where it was kept."""
+    known = [row for row in rows if row.get("facts")]
+    meaning = (
+        "Estimates are made of this, learned from earlier answers. V and D are what a step of the target and a pass of"
+        " the drafter take, in plain steps: without drafts, and more for each node. Beside: on fewer cores, while the"
+        " other works. Among: how often the target's token is among so many choices of the drafter."
+    )
+    return f"\n\n{meaning}\n\n{table(known, _FACTS)}" if known else ""
+
+
 def _judged(row: Row, name: str) -> str:
     """Of memory, the growth as a share; of all else a number."""
     value = row.get(name)
@@ -285,7 +314,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "sweep": sweep_table,
     "load": lambda run: table(run["rows"], _LOAD),
     "drafters": drafters_tables,
-    "decoupled": lambda run: table(run["rows"], _DECOUPLED),
+    "decoupled": lambda run: table(run["rows"], _DECOUPLED) + _known_before(run["rows"]),
     "ladder": lambda run: table(run["rows"], _LADDER),
     "hang": lambda run: table(_parts(run["rows"]), _HANG),
     "soak": lambda run: table(run["rows"], _SOAK),

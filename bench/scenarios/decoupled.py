@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,6 +70,8 @@ class Row:
     # the placement that `auto` found to be faster, and by how much the other one is faster after all; None: not settled
     chosen: str | None
     chosen_lost: float | None
+    # what the estimates were made of, see `Facts`
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +98,15 @@ class Decoupled(EngineScenario):
         report = session.display.steps(1 + 4 * len(self.drafters) + runs)
         shape = {"seqs": max(self.batches), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         rows: list[Row] = []
-        facts: dict[str, dict[int, dict[int, Facts]]] = {}
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
             for drafter in self.drafters:
                 model = quarter_drafter(self.size, self.cache) if drafter == QUARTER else DRAFT
                 bench = _Bench(self, engines, drafter, str(model))
-                facts[drafter], own = bench.run()
-                rows += own
+                rows += bench.run()
                 # those of all drafters, and the drafters' processes, are too many for 24 GB
                 bench.stop()
-        told = {
-            name: {batch: {window: one.as_dict() for window, one in by.items()} for batch, by in own.items()}
-            for name, own in facts.items()
-        }
-        return Found(model=title, rows=rows, extra={"facts": told})
+        return Found(model=title, rows=rows)
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
@@ -188,9 +184,9 @@ class _Bench:
         params = self._params(seed, arm is not None)
         return engines.run(name, prompts, params, "generate_in_waves", arrives_after=arrivals)
 
-    def run(self) -> tuple[dict[int, dict[int, Facts]], list[Row]]:
+    def run(self) -> list[Row]:
         """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
-        scenario, facts, rows = self._scenario, {}, []
+        scenario, rows = self._scenario, []
         match = self._match()
         for batch in scenario.batches:
             learned = Learned(match)
@@ -202,11 +198,10 @@ class _Bench:
                     learned.add(window, self._round(batch, window, self._before, round_), self._ask_streams())
                     for arm, pair in self._round(batch, window, scenario.seed, round_).items():
                         own[arm].append(pair)
-            facts[batch] = {window: learned.facts(window) for window in found}
             for window, own in found.items():
                 chosen, own[AUTO] = self._settled(batch, window)
-                rows.append(self._row(facts[batch][window], batch, window, own, chosen))
-        return facts, rows
+                rows.append(self._row(learned.facts(window), batch, window, own, chosen))
+        return rows
 
     def _settled(self, batch: int, window: int) -> tuple[str | None, list[Pair]]:
         """What `auto` finds, given some time; None: it is not sure."""
@@ -276,6 +271,7 @@ class _Bench:
             chosen_lost=None
             if fastest is None or chosen is None
             else 1.0 - speeds[chosen] / max(speeds[COUPLED], speeds[DECOUPLED]),
+            facts=facts.as_dict(),
         )
 
 

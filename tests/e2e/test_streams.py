@@ -116,6 +116,32 @@ def test_after_any_verdicts_a_tree_is_that_of_a_fresh_stream(streams: StreamEngi
     assert not streams.scheduler.streams and not streams.scheduler.requests
 
 
+def test_verdicts_that_come_before_the_first_pass_are_part_of_what_a_stream_follows(
+    streams: StreamEngine, sampled: list[int]
+) -> None:
+    streams.take(opened(10, PROMPT, fan_out=1))
+    for count in (1, 2, 3):
+        streams.take(verdict(10, PROMPT + sampled[:count], 1))
+    assert chain(drafted(streams, 10)) == sampled[3:11]
+    streams.take(verdict(10, PROMPT + sampled[:5], 2))
+    assert chain(drafted(streams, 10)) == sampled[5:13]
+    streams.take(Close(10))
+    assert not streams.scheduler.requests
+
+
+def test_more_streams_than_there_are_places_draft_as_if_the_last_ones_were_not_there(streams: StreamEngine) -> None:
+    for handle in range(20, 30):
+        streams.take(opened(handle, [*PROMPT, handle]))
+    assert len(streams.scheduler.streams) == streams.max_requests == 8
+    drafted(streams, 20)
+    for handle in range(20, 30):
+        streams.take(verdict(handle, [*PROMPT, handle, 7], 1))
+    # all of them at once
+    drafted(streams, 20)
+    streams.close_all()
+    assert not streams.scheduler.requests
+
+
 def test_streams_of_several_requests_do_not_touch_each_other(streams: StreamEngine, sampled: list[int]) -> None:
     streams.take(opened(4, PROMPT, fan_out=1))
     streams.take(opened(5, [*PROMPT, 50, 51, 52], temperature=0.0))

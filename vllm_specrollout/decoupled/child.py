@@ -89,6 +89,48 @@ def cores_of(devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(cores))
 
 
+class Restarts:
+    """When a process that has ended is begun anew: `MOST_RESTARTS` times, and never at once.
+
+    Args:
+        clock: seconds, from any zero.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.count = 0
+        """How often in all."""
+        self._tries = 0  # that count
+        self._clock = clock
+        self._due_at: float | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is to be begun anew, now or later."""
+        return self._due_at is not None
+
+    @property
+    def is_due(self) -> bool:
+        return self._due_at is not None and self._clock() >= self._due_at
+
+    def ended(self) -> bool:
+        """It has ended, or could not be begun; False: that was too often."""
+        self._due_at = None
+        if self._tries >= MOST_RESTARTS:
+            return False
+        self._due_at = self._clock() + _PATIENCE_S * 2**self._tries
+        self._tries += 1
+        self.count += 1
+        return True
+
+    def forgive(self) -> None:
+        """It has worked for long: what ended it before counts no more."""
+        self._tries = 0
+
+    def leave(self) -> None:
+        """It is begun, or no longer wanted."""
+        self._due_at = None
+
+
 class DrafterProcess:
     """One process.
 
@@ -98,15 +140,14 @@ class DrafterProcess:
 
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
         self.command = command
-        self.restarts = 0
         self.waited_s = 0.0
         """Seconds in which the process that began it waited for its end, or began it anew."""
         self.is_ready = False
         """Whether it has loaded its model: whoever hears that from it says so here."""
         self._clock = clock
-        self._begin_at: float | None = None
-        # restarts that count; when it was begun, and how long it was seen to live
-        self._tries, self._begun_at, self._lived_s = 0, 0.0, 0.0
+        self._restarts = Restarts(clock)
+        # when it was begun, and how long it was seen to live
+        self._begun_at, self._lived_s = 0.0, 0.0
         # why there is none
         self._why = ""
         # when it is killed; None: it was not asked to end
@@ -119,11 +160,15 @@ class DrafterProcess:
         return None if self._process is None else self._process.pid
 
     @property
+    def restarts(self) -> int:
+        return self._restarts.count
+
+    @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def watch(self) -> bool:
-        """Begin it anew if it has ended, not at once; True: it was found to have ended, or could not be begun.
+        """Begin it anew if it has ended, not at once; True: it was found to have ended.
 
         Raises:
             DrafterProcessError: it has ended too often.
@@ -132,21 +177,22 @@ class DrafterProcess:
         if self._kill_at is not None:
             self.see_off()
             return False
-        if self._begin_at is not None:
-            if now >= self._begin_at:
+        if self._restarts.is_waiting:
+            if self._restarts.is_due:
                 self._begin()
                 self.waited_s += self._clock() - now
+                if self._process is None:
+                    self._ended()
             return False
         if self.is_alive:
             self._lived_s = now - self._begun_at
             if not self.is_ready and self._lived_s > LOAD_S:
-                logger.warning(
-                    "Spec rollout: drafter %s loads for over %.0f s and is killed", self.command.model, LOAD_S
-                )
+                model = self.command.model
+                logger.warning("Spec rollout: drafter %s loads for over %.0f s and is killed", model, LOAD_S)
                 self.kill()
                 self._begun_at = now  # said once, however long it takes to end
             return False
-        self._plan(now)
+        self._ended()
         return True
 
     def kill(self) -> None:
@@ -156,7 +202,7 @@ class DrafterProcess:
 
     def dismiss(self) -> None:
         """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to its end."""
-        self._begin_at = None
+        self._restarts.leave()
         if self._kill_at is None:
             self._kill_at = self._clock() + (_STAYING_GRACE_S if self.command.stays else _GRACE_S)
             if self.is_alive:
@@ -190,23 +236,20 @@ class DrafterProcess:
         finally:
             self.waited_s += self._clock() - begin
 
-    def _plan(self, now: float) -> None:
-        """When it is begun anew."""
+    def _ended(self) -> None:
         if self.is_ready and self._lived_s >= RECOVERED_S:
-            self._tries = 0
+            self._restarts.forgive()
         if self._process is not None:
             self._why = f"ended with status {self._process.returncode}"
-        if self._tries >= MOST_RESTARTS:
+        if not self._restarts.ended():
             raise DrafterProcessError(
-                f"the drafter's process {self._why}, and was begun anew {self._tries} times",
+                f"the drafter's process {self._why}, and was begun anew {self.restarts} times",
                 "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
             )
-        self._begin_at = now + _PATIENCE_S * 2**self._tries
-        self._tries += 1
-        self.restarts += 1
 
     def _begin(self) -> None:
-        self._begin_at, self._process = None, None
+        self._restarts.leave()
+        self._process = None
         self._begun_at, self._lived_s, self.is_ready = self._clock(), 0.0, False
         # The kernel ends it with the thread that begins it, so that one that hangs outlives no engine. Only the first
         # thread is known to live as long as its process; and one that stays has an address to remove.
@@ -217,5 +260,5 @@ class DrafterProcess:
         try:
             self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
-            # no memory or no process left on this host: a try like any other, which may pass
-            self._why = f"could not be begun ({error.strerror or error})"
+            # the host has no room for a process now: that costs a try
+            self._why = f"could not be begun: {error}"

@@ -9,6 +9,7 @@ weights and its KV cache; without requests it takes no time.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from typing import Self
 
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, DrafterProcessError
 from vllm_specrollout.errors import ConfigError
+
+logger = logging.getLogger("vllm.specrollout")
 
 
 class WarmPool:
@@ -80,6 +83,7 @@ class WarmPool:
                         ended.append(name)
                 except DrafterProcessError as error:
                     self.failures[name] = str(error)
+                    logger.warning("Spec rollout: drafter `%s` drafts no more: %s", name, error)
                     ended.append(name)
         return ended
 

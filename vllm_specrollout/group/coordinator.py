@@ -82,12 +82,14 @@ class Coordinator:
     # --- what is over -------------------------------------------------------------------------------------------------
 
     def _detaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
-        """Drafters whose worker is gone or has requests on its devices again, and those that draft for nobody."""
+        """Drafters whose worker is gone or has requests on its devices again, those that are dead, and those that draft
+        for nobody."""
         out: list[tuple[str, Command]] = []
         for name, report in reports.items():
             own = {one.request for one in report.running}
             for link in report.links:
-                is_lent = link.drafter in reports and _is_free(link.drafter, reports)
+                lender = reports.get(link.drafter)
+                is_lent = lender is not None and lender.drafter and _is_free(link.drafter, reports)
                 if not is_lent or not own.intersection(link.requests):
                     out.append((name, Detach(link.drafter)))
         return out

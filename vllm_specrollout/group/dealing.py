@@ -3,6 +3,9 @@
 A request may run at several workers at once. Each copy's tokens are kept apart, so an answer is always one worker's.
 The first copy to end is the answer. All copies end with the same tokens; where rounding ever made two differ, that is
 counted, and the answer is still one that the target gave.
+
+Messages may be lost. So workers are called now and then, and name what they run. Each side hears the other in order: a
+request that was given before a call, and that its answer does not name, is not there, and no word of it is on its way.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.group.messages import Cancel, Here, Message, Piece, Progress, Run, Want
+from vllm_specrollout.group.messages import Call, Cancel, Here, Message, Piece, Progress, Run, Want
 
 # what of `SamplingParams` keeps state that tokens do not bring back: such a request is begun anew elsewhere
 _KEEPS_STATE = ("stop", "structured_outputs", "thinking_token_budget", "watermarking", "trace_decode_token_ids")
 MOST_RUNS = 5
-"""Times that a request is given to a worker in place of one that died; then the request may be what they die of."""
+"""Times that a request is lost, with its worker or on its way; then the request may be why."""
 
 
 class GroupError(SpecRolloutError):
@@ -64,6 +67,10 @@ class _Copy:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    # number of the last call before it was given, or cancelled for its gap
+    since: int = 0
+    # some of its tokens were lost on their way, so that what comes behind them is of no use
+    has_gap: bool = False
 
 
 @dataclass(slots=True)
@@ -86,9 +93,11 @@ class Dealer:
 
     Args:
         asks: in the order that they are dealt in.
+        called: number of the last call that workers had.
     """
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
+    def __init__(self, asks: Sequence[Ask], called: int = 0) -> None:
+        self._called = called
         self._open = {ask.request: _State(ask) for ask in asks}
         self._queue = deque(self._open)
         # worker -> requests it may run
@@ -100,7 +109,7 @@ class Dealer:
         self._left: dict[str, set[str]] = {}
         self.answers: dict[str, Answer] = {}
         self.resubmitted = 0
-        """Requests that were given to another worker because theirs was gone."""
+        """Requests that were given to a worker again, because theirs was gone or knew nothing of them."""
         self.disagreements = 0
         """Copies that differed from the answer, which rounding alone can do."""
 
@@ -113,19 +122,26 @@ class Dealer:
         """Requests that no worker has."""
         return len(self._queue)
 
-    def busy(self, worker: str) -> bool:
-        """Whether it has a request of this batch."""
-        return self._load[worker] > 0
+    def call(self, has_drafter: Mapping[str, bool], number: int) -> None:
+        """Ask workers what they run.
+
+        Args:
+            has_drafter: worker -> whether the drafter on its cores can draft.
+            number: above that of all calls before.
+        """
+        self._called = number
+        self._out += [(worker, Call(number, can_draft)) for worker, can_draft in has_drafter.items()]
 
     def take(self, worker: str, message: Message) -> None:
         """What a worker says.
 
         Raises:
-            GroupError: it refused a request.
+            GroupError: it refused a request, or one was lost too often.
         """
         match message:
             case Here():
                 self._places[worker] = message.places
+                self._compare(worker, message)
             case Want():
                 self._copy(worker, message.request)
             case Progress():
@@ -139,24 +155,12 @@ class Dealer:
             GroupError: a request has lost too many workers.
         """
         self._places.pop(worker, None)
-        del self._load[worker]
         for names in self._left.values():
             names.discard(worker)
         for request, state in reversed(self._open.items()):
-            copy = state.copies.pop(worker, None)
-            if copy is None:
-                continue
-            if len(copy.tokens) > len(state.known.tokens):
-                state.known = copy
-            if state.copies:
-                continue
-            if state.runs >= MOST_RUNS:
-                raise GroupError(
-                    f"request {request} was lost {state.runs} times with the worker that ran it",
-                    "look at the workers' own messages: the request may be what ends them",
-                )
-            self._queue.appendleft(request)
-            self.resubmitted += 1
+            if worker in state.copies:
+                self._lost(worker, request)
+        del self._load[worker]
 
     def due(self) -> list[tuple[str, Message]]:
         """(worker, message) of all that is to be said now."""
@@ -179,10 +183,40 @@ class Dealer:
     def _begin(self, worker: str, request: str, *, is_copy: bool) -> None:
         state = self._open[request]
         best = state.best() if state.ask.is_resumable else _Copy()
-        state.copies[worker] = _Copy(list(best.tokens), list(best.logprobs))
+        state.copies[worker] = _Copy(list(best.tokens), list(best.logprobs), self._called)
         state.runs += not is_copy
         self._load[worker] += 1
         self._out.append((worker, Run(request, state.ask.prompt, state.ask.params, tuple(best.tokens), is_copy)))
+
+    def _compare(self, worker: str, here: Here) -> None:
+        """What a worker runs, with what it was given."""
+        running = set(here.running)
+        for request, state in reversed(self._open.items()):
+            copy = state.copies.get(worker)
+            if copy is not None and copy.since < here.number and request not in running:
+                self._lost(worker, request)
+        for request in here.running:
+            own = self._open.get(request)
+            copy = None if own is None else own.copies.get(worker)
+            if copy is None or copy.has_gap:
+                self._out.append((worker, Cancel(request)))
+
+    def _lost(self, worker: str, request: str) -> None:
+        """A worker does not run this request any more, and has not answered it."""
+        state = self._open[request]
+        copy = state.copies.pop(worker)
+        self._load[worker] -= 1
+        if len(copy.tokens) > len(state.known.tokens):
+            state.known = copy
+        if state.copies:
+            return
+        if state.runs >= MOST_RUNS:
+            raise GroupError(
+                f"request {request} was lost {state.runs} times, with the worker that ran it or on its way there",
+                "look at the workers' own messages: the request may be what ends them, or what they cannot read",
+            )
+        self._queue.appendleft(request)
+        self.resubmitted += 1
 
     def _copy(self, worker: str, request: str) -> None:
         """A worker would race for this request; not while others have no worker at all."""
@@ -199,8 +233,13 @@ class Dealer:
                 self._left.get(piece.request, set()).discard(worker)
             return
         copy = state.copies.get(worker)
-        if copy is None or piece.start != len(copy.tokens):
+        if copy is None or copy.has_gap or piece.start < len(copy.tokens):
             return  # of a run that is over: it was lost, and has come back
+        if piece.start > len(copy.tokens):
+            # given again once it is known to have ended there
+            copy.has_gap, copy.since = True, self._called
+            self._out.append((worker, Cancel(piece.request)))
+            return
         copy.tokens += piece.tokens
         copy.logprobs += piece.logprobs
         if piece.finish == "error":

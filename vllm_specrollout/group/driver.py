@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_specrollout.checks import check_choice, check_real
+from vllm_specrollout.checks import check_real
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.group import given
 from vllm_specrollout.group.channel import ZmqHub, wait
-from vllm_specrollout.group.coordinator import MODES, Rules
 from vllm_specrollout.group.dealing import Answer, Ask, Dealer, GroupError
-from vllm_specrollout.group.messages import Here
+from vllm_specrollout.group.member import BEAT_S
+from vllm_specrollout.group.messages import Call, Here
 from vllm_specrollout.group.processes import CoordinatorProcess, begin_worker, end, shares_of
 
-LADDERS = ("off", *MODES)
+LADDERS = given.LADDERS
 _POLL_S = 0.05
-_GREEDY = 1e-5
 
 
 class RolloutGroup:
@@ -43,7 +41,7 @@ class RolloutGroup:
         drafter: for attaching: the model that drafts, warm on each worker's cores; of several, the workers have one in
             turns, and a straggler may get one of each.
         drafter_engine: arguments of its engine.
-        patience_s: seconds without a word after which a worker that has requests is ended, and others get them.
+        patience_s: seconds without a word after which a worker is ended, and others get its requests.
         start_s: seconds that the engines may take to start.
         seed: of the seeds that requests without one get.
 
@@ -71,7 +69,7 @@ class RolloutGroup:
         shares = shares_of(cores)
         models = [drafter] if isinstance(drafter, str) else list(drafter)
         drafters = [models[i % len(models)] for i in range(len(shares))] if any(models) else []
-        rules = _rules(ladder, methods, most, drafter)
+        rules = given.rules(ladder, methods, most, drafter)
         check_real("patience_s", patience_s, 1.0, 86400.0)
         if not spec_rollout:
             raise ConfigError(
@@ -83,7 +81,10 @@ class RolloutGroup:
         self.resubmitted = self.disagreements = 0
         """Of all batches so far: see `Dealer`."""
         self._patience_s, self._rng, self._batches = patience_s, random.Random(seed), 0
-        self._heard: dict[str, float] = {}
+        # calls so far, and when the next one is due; workers answer them, since between two batches nobody listens
+        self._called, self._call_at = 0, 0.0
+        # worker -> calls before its last word; a driver that stood still itself has called nobody
+        self._heard: dict[str, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="specrollout-")
         self._hub = ZmqHub(self._address("driver"))
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -91,7 +92,7 @@ class RolloutGroup:
         self._warm: Any = None
         try:
             if drafters:
-                self._begin_drafters(drafters, shares, drafter_engine or {}, _most_nodes(spec_rollout))
+                self._begin_drafters(drafters, shares, drafter_engine or {}, given.most_nodes(spec_rollout))
             if rules is not None:
                 self._coordinator = CoordinatorProcess(self._address("coordinator"), rules)
             arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
@@ -127,19 +128,19 @@ class RolloutGroup:
             [R] the answers, in the prompts' order.
 
         Raises:
-            ConfigError: parameters that cannot be used.
+            ConfigError: token ids or parameters that cannot be used.
             GroupError: an engine refused a request, or no worker is left.
         """
         asks = self._asks(prompt_token_ids, sampling_params)
-        dealer = Dealer(asks)
+        dealer = Dealer(asks, self._called)
         for name, places in self.places.items():
             dealer.take(name, Here(places))
-            # it may have slept since the last batch
-            self._heard[name] = time.monotonic()
+            self._heard[name] = self._called
         try:
             while not dealer.is_done:
-                self._watch(dealer)
                 self._listen(dealer)
+                self._watch(dealer)
+                self._call(dealer)
                 for name, message in dealer.due():
                     self._hub.send(name, message)
                 if not dealer.is_done:
@@ -195,6 +196,7 @@ class RolloutGroup:
         until = time.monotonic() + most_s
         while len(self.places) < len(self._workers):
             self._listen(None)
+            self._call(None)
             for name, process in self._workers.items():
                 if process.poll() is not None or time.monotonic() > until:
                     raise GroupError(
@@ -207,11 +209,24 @@ class RolloutGroup:
         for name, message in self._hub.receive():
             if name not in self._workers:
                 continue
-            self._heard[name] = time.monotonic()
+            self._heard[name] = self._called
             if isinstance(message, Here):
                 self.places[name] = message.places
             if dealer is not None:
                 dealer.take(name, message)
+
+    def _call(self, dealer: Dealer | None) -> None:
+        """Ask the workers what they run, now and then: that shows that they are there, and what was lost."""
+        if (now := time.monotonic()) < self._call_at:
+            return
+        self._call_at = now + BEAT_S
+        self._called += 1
+        has_drafter = {name: self._warm is not None and self._warm.is_ready(name) for name in self._workers}
+        if dealer is not None:
+            dealer.call(has_drafter, self._called)
+        else:
+            for name, can_draft in has_drafter.items():
+                self._hub.send(name, Call(self._called, can_draft))
 
     def _watch(self, dealer: Dealer) -> None:
         """Look after the processes; requests of those that have ended go elsewhere."""
@@ -219,9 +234,8 @@ class RolloutGroup:
             self._coordinator.watch()
         if self._warm is not None:
             self._warm.watch()
-        now = time.monotonic()
         for name, process in list(self._workers.items()):
-            if dealer.busy(name) and now - self._heard.get(name, now) > self._patience_s:
+            if (self._called - self._heard.get(name, self._called)) * BEAT_S > self._patience_s:
                 process.kill()
                 process.wait()
             if process.poll() is None:
@@ -240,57 +254,15 @@ class RolloutGroup:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _asks(
-        self, prompts: Sequence[Sequence[int]], given: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> list[Ask]:
-        many = [given] * len(prompts) if isinstance(given, Mapping) else list(given)
+        many = [params] * len(prompts) if isinstance(params, Mapping) else list(params)
         if len(many) != len(prompts):
             raise ConfigError(
                 f"there are {len(prompts)} prompts and {len(many)} `sampling_params`", "give one for each"
             )
         self._batches += 1
         return [
-            Ask(f"{self._batches}-{i}", tuple(map(int, prompt)), self._params(params))
-            for i, (prompt, params) in enumerate(zip(prompts, many, strict=True))
+            Ask(f"{self._batches}-{i}", given.tokens(i, prompt), given.params(one, self._rng))
+            for i, (prompt, one) in enumerate(zip(prompts, many, strict=True))
         ]
-
-    def _params(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"`sampling_params` holds a {type(given).__name__}", 'give its arguments, as {"max_tokens": 64}'
-            )
-        params = dict(given)
-        for key, allowed in (("n", (1,)), ("logprobs", (None, 0)), ("prompt_logprobs", (None,))):
-            if key in params and params[key] not in allowed:
-                raise ConfigError(
-                    f"`{key}` is {params[key]!r}, and a group takes {' or '.join(map(str, allowed))}",
-                    "ask for each answer by itself, with a seed of its own; or use one engine",
-                )
-        if params.get("seed") is None and params.get("temperature", 1.0) >= _GREEDY:
-            # drawn here: every copy of the request has the same noise
-            params["seed"] = self._rng.randrange(1 << 62)
-        try:
-            json.dumps(params)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"`sampling_params` cannot be written as JSON: {error}", "use plain values") from None
-        return params
-
-
-def _most_nodes(spec_rollout: bool | Mapping[str, Any]) -> int | None:
-    """As the workers' own drafters would have it; None: the default. What is wrong with it, a worker says."""
-    own = spec_rollout.get("decoupled") if isinstance(spec_rollout, Mapping) else None
-    most = own.get("most_nodes") if isinstance(own, Mapping) else None
-    return most if isinstance(most, int) else None
-
-
-def _rules(ladder: str, methods: Sequence[str], most: int, drafter: str | Sequence[str]) -> Rules | None:
-    check_choice("ladder", ladder, LADDERS)
-    if not isinstance(drafter, str) and not all(isinstance(model, str) and model for model in drafter):
-        raise ConfigError(f"`drafter` is {drafter!r}", "name a model, or a list of models")
-    if (ladder == "attach") != bool(drafter):
-        raise ConfigError(
-            f"`ladder` is {ladder!r}, and `drafter` is {drafter!r}",
-            "drafters are attached with `ladder` `attach`, and that needs one",
-        )
-    if ladder == "off":
-        return None
-    return replace(Rules(mode=ladder, most=most), methods=tuple(methods))

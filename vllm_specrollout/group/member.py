@@ -5,6 +5,7 @@ Neither of the two is ever waited for. Where the coordinator is gone, the worker
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,6 +14,7 @@ from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.group.channel import Line
 from vllm_specrollout.group.messages import (
     Attach,
+    Call,
     Cancel,
     Detach,
     Here,
@@ -27,8 +29,10 @@ from vllm_specrollout.group.messages import (
     Want,
 )
 
+logger = logging.getLogger("vllm.specrollout")
+
 BEAT_S = 0.5
-"""Seconds between two signs of life, and between two reports of a state that does not change."""
+"""Seconds between two calls of the driver, and between two reports of a state that does not change."""
 
 
 class Engine(Protocol):
@@ -38,7 +42,7 @@ class Engine(Protocol):
 
     @property
     def drafter(self) -> str:
-        """Where a warm drafter on its cores listens; empty: none does."""
+        """Where a warm drafter on its cores listens, once it can draft; empty: none does."""
         ...
 
     @property
@@ -110,11 +114,13 @@ class Member:
         self._running: dict[str, bool] = {}
         self._finished: list[str] = []
         self._method = ""
-        self._beat_at = float("-inf")
+        # number of the call that is to be answered; None: none is
+        self._called: int | None = 0
+        self._has_drafter = False
         self._report_at = float("-inf")
         self._has_changed = True
-        self.failures: list[str] = []
-        """Commands that could not be followed, and why; each costs a help, and nothing else."""
+        # kinds of commands that could not be followed once: they come again and again
+        self._refused: set[str] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -141,6 +147,10 @@ class Member:
         match message:
             case Run():
                 self._run(message)
+            case Call(number, has_drafter):
+                self._called = number
+                self._has_changed |= has_drafter != self._has_drafter
+                self._has_drafter = has_drafter
             case Cancel(request):
                 if request in self._running:
                     self._engine.abort(request)
@@ -150,9 +160,9 @@ class Member:
             case Attach(drafter, address, requests):
                 own = tuple(request for request in requests if request in self._running)
                 if own:
-                    self._follow(lambda: self._engine.attach(drafter, address, own))
+                    self._follow("attach", lambda: self._engine.attach(drafter, address, own))
             case Detach(drafter):
-                self._follow(lambda: self._engine.detach(drafter))
+                self._follow("detach", lambda: self._engine.detach(drafter))
 
     def _run(self, run: Run) -> None:
         if run.request in self._running:
@@ -176,16 +186,19 @@ class Member:
             self._driver.send(Want(request))
 
     def _draft_with(self, method: str) -> bool:
-        if not self._follow(lambda: self._engine.draft_with(method)):
+        if not self._follow("race", lambda: self._engine.draft_with(method)):
             return False
         self._method, self._has_changed = method, True
         return True
 
-    def _follow(self, what: Callable[[], None]) -> bool:
+    def _follow(self, kind: str, what: Callable[[], None]) -> bool:
         try:
             what()
         except (SpecRolloutError, OSError) as error:
-            self.failures.append(str(error))
+            # it costs a help, and nothing else
+            if kind not in self._refused:
+                self._refused.add(kind)
+                logger.warning("Spec rollout: a worker cannot follow `%s`: %s", kind, error)
             return False
         self._has_changed = True
         return True
@@ -196,9 +209,9 @@ class Member:
 
     def _tell(self) -> None:
         now = self._clock()
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_S
-            self._driver.send(Here(self._engine.places))
+        if self._called is not None:
+            self._driver.send(Here(self._engine.places, self._called, tuple(self._running)))
+            self._called = None
         if self._coordinator is None or not (self._has_changed or now >= self._report_at):
             return
         self._report_at, self._has_changed = now + BEAT_S, False
@@ -211,7 +224,7 @@ class Member:
             self._method,
             running,
             finished,
-            engine.drafter,
+            engine.drafter if self._has_drafter else "",
             engine.drafter_model,
             links=tuple(engine.links()),
             devices=self._devices,

@@ -2,7 +2,8 @@
 
 Three kinds of processes speak. The driver has the requests, workers run them, and the coordinator decides which idle
 worker helps which request. What workers tell the coordinator is their whole state each time, so nothing has to be
-remembered, and a message that is lost costs nothing but time.
+remembered, and a message that is lost costs nothing but time. What the driver and a worker have told each other may be
+lost as well: the driver asks, and compares what the worker runs with what it was given.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
-VERSION = 3
+VERSION = 4
 MOST_BYTES = 1 << 26
 """Of one message: a prompt of a million tokens, and some."""
+LIMIT = 1 << 31
+"""Whole numbers are below it, and none is negative."""
 _MOST_NAME = 256  # characters
 
 
@@ -40,11 +43,25 @@ class GroupMessageError(SpecRolloutError):
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Driver to worker, now and then while a batch runs: say what you run. Nobody is to speak while nobody listens."""
+
+    # of the calls so far; what was sent before this one has come before it, or is lost
+    number: int
+    # whether the drafter on its cores can draft now: it may be loading, or be dead
+    has_drafter: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Here:
-    """Worker to driver, at its start and as a sign of life."""
+    """Worker to driver, at its start and to each call."""
 
     # requests that it runs at once, at most
     places: int
+    # of the call that it answers; 0: of none
+    number: int = 0
+    # the requests that it runs
+    running: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +152,7 @@ class Report:
     running: tuple[Running, ...] = ()
     # requests that it completed since its last report
     finished: tuple[str, ...] = ()
-    # where its own drafter listens; empty: it has none
+    # where its own drafter listens; empty: it has none that can draft now
     drafter: str = ""
     # what drafts there: two of one model draft the same
     drafter_model: str = ""
@@ -170,7 +187,7 @@ class Detach:
 
 
 Command = Race | Attach | Detach
-Message = Here | Run | Cancel | Want | Progress | Report | Race | Attach | Detach
+Message = Call | Here | Run | Cancel | Want | Progress | Report | Race | Attach | Detach
 _KINDS: Mapping[str, type] = {kind.__name__.lower(): kind for kind in typing.get_args(Message)}
 
 
@@ -231,7 +248,7 @@ def _value(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LIMIT:
             return value
     elif isinstance(value, hint) and not (hint is str and len(value) > _MOST_NAME and not name.endswith(".reason")):
         return value

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout import envs
 from vllm_specrollout.checks import check_range
+from vllm_specrollout.decoupled.child import Restarts
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.coordinator import Rules
 
+logger = logging.getLogger("vllm.specrollout")
+
 _END_S = 10.0
-_AGAIN_S = 1.0  # until a coordinator that has ended is begun anew
 
 
 def begin_worker(
@@ -53,9 +56,15 @@ def begin_worker(
 
 
 class CoordinatorProcess:
-    """The coordinator, begun anew whenever it has ended: it keeps nothing, and learns all from the workers' reports."""
+    """The coordinator, begun anew when it has ended: it keeps nothing, and learns all from the workers' reports.
 
-    def __init__(self, address: str, rules: Rules) -> None:
+    One that ends too often is left, and the group goes on without: it costs help, and nothing else.
+
+    Args:
+        clock: seconds, from any zero.
+    """
+
+    def __init__(self, address: str, rules: Rules, clock: Callable[[], float] = time.monotonic) -> None:
         self._argv = [
             "-c",
             "from vllm_specrollout.cli import main; main()",
@@ -64,18 +73,38 @@ class CoordinatorProcess:
             *("--most", str(rules.most), "--silence-s", str(rules.silence_s), "--parent", str(os.getpid())),
         ]
         self.process = _begin(self._argv, dict(os.environ))
-        self._again_at: float | None = None
+        self.is_given_up = False
+        self._restarts = Restarts(clock)
 
     def watch(self) -> None:
         """Call it now and then."""
-        if self.process.poll() is None:
+        if self.is_given_up:
             return
-        now = time.monotonic()
-        if self._again_at is None:
-            self._again_at = now + _AGAIN_S
-        elif now >= self._again_at:
-            self._again_at = None
+        if self._restarts.is_waiting:
+            if self._restarts.is_due:
+                self._begin_anew()
+        elif self.process.poll() is not None:
+            self._ended(f"ended with status {self.process.returncode}")
+
+    def _begin_anew(self) -> None:
+        try:
             self.process = _begin(self._argv, dict(os.environ))
+        except OSError as error:
+            # the host has no room for a process now: that costs a try
+            self._ended(f"could not be begun: {error}")
+        else:
+            self._restarts.leave()
+
+    def _ended(self, how: str) -> None:
+        if self._restarts.ended():
+            return
+        self.is_given_up = True
+        logger.warning(
+            "Spec rollout: the coordinator %s, and was begun anew %d times: from now on idle workers help nobody; look"
+            " at its own messages above",
+            how,
+            self._restarts.count,
+        )
 
 
 def shares_of(cores: int | Sequence[Sequence[int]]) -> list[list[int]]:

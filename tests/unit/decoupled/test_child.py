@@ -1,5 +1,6 @@
 """A drafter's process: begun with patience, ended with its engine."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -130,7 +131,9 @@ def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
     process.stop()
 
 
-def test_a_host_without_processes_or_memory_left_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_room_fails_no_engines_start_and_each_try_is_counted_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
     popen = subprocess.Popen
 
@@ -142,18 +145,39 @@ def test_a_host_without_processes_or_memory_left_costs_a_try(monkeypatch: pytest
     process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
     assert process.pid is None and process.watch(), "its engine starts all the same"
     clock.now += 1.0
-    assert not process.watch() and process.watch()
+    assert not process.watch() and process.restarts == 2
     assert process.waited_s == 0.25, "the first one was begun before there were any requests"
     monkeypatch.setattr(subprocess, "Popen", popen)
-    clock.now += 2.0
+    clock.now += 2.25
     assert not process.watch() and process.is_alive and process.restarts == 2
-    monkeypatch.setattr(subprocess, "Popen", refused)
-    process.kill()
+    process.stop()
+
+
+def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    process = DrafterProcess(Script("raise SystemExit(3)", "shm://x"), clock)
     ended(process)
-    with pytest.raises(DrafterProcessError, match=r"could not be begun .Resource .* begun anew 5 times"):
-        for _ in range(20):
-            process.watch()
-            clock.now += 100.0
+    assert process.watch()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, "no process left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        clock.now += 1.0
+        assert not process.watch() and process.restarts == 2 and not process.is_alive
+        clock.now += 1.9
+        assert not process.watch() and process.restarts == 2, "with more patience"
+    clock.now += 0.1
+    assert not process.watch() and process.pid is not None
+    ended(process)
+    assert process.watch()
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        with pytest.raises(DrafterProcessError, match="could not be begun: .* no process left, and was begun anew 5 t"):
+            while True:
+                clock.now += 100.0
+                process.watch()
     process.stop()
 
 

@@ -1,5 +1,6 @@
 """Drafters kept warm: ready when they say so, begun anew when they end, and gone with their pool."""
 
+import errno
 import os
 import sys
 import time
@@ -79,7 +80,7 @@ def test_one_that_never_gets_ready_is_begun_anew_and_one_that_is_ready_stays() -
         assert pool.pid("fast") == pids[0] and pool.pid("slow") != pids[1]
 
 
-def test_one_that_ends_too_often_is_left_and_the_others_stay() -> None:
+def test_one_that_ends_too_often_is_left_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     with WarmPool({"bad": Script("raise SystemExit(3)", "shm://a"), "good": Script(READY, "shm://b")}, clock) as pool:
         end = time.monotonic() + PATIENCE_S
@@ -90,7 +91,25 @@ def test_one_that_ends_too_often_is_left_and_the_others_stay() -> None:
             time.sleep(0.01)
         assert f"begun anew {MOST_RESTARTS} times" in pool.failures["bad"]
         assert pool.watch() == []
+        assert [one.message for one in caplog.records if "`bad` drafts no more" in one.message]
         until_ready(pool, "good")
+
+
+def test_a_host_without_room_for_a_drafter_costs_a_try_and_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with WarmPool({"it": Script("raise SystemExit(3)", "shm://a")}, clock) as pool:
+        end = time.monotonic() + PATIENCE_S
+        while not pool.watch():
+            assert time.monotonic() < end
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise OSError(errno.ENOMEM, "no memory left")
+
+        monkeypatch.setattr("subprocess.Popen", refuse)
+        while not pool.failures:
+            clock.now += 100.0
+            pool.watch()
+        assert "no memory left" in pool.failures["it"] and not pool.is_ready("it")
 
 
 def test_two_drafters_cannot_have_one_address() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_specrollout.group.coordinator import Coordinator, Rules
 from vllm_specrollout.group.dealing import Ask, Dealer
-from vllm_specrollout.group.member import Member
+from vllm_specrollout.group.member import BEAT_S, Member
 from vllm_specrollout.group.messages import Link, Message, Piece, Run, decode, encode
 from vllm_specrollout.group.serving import turn
 
@@ -146,6 +146,9 @@ class World:
         # workers that are gone, and the driver does not know
         self.unnoticed: list[str] = []
         self._names = 0
+        self._called, self._call_at = 0, 0.0
+        # workers whose drafters are dead, or load
+        self.without_drafter: set[str] = set()
         for _ in range(workers):
             self.hire()
 
@@ -175,7 +178,17 @@ class World:
         for name, message in self.driver.receive():
             if name in self.members or name in self.unnoticed:
                 self.dealer.take(name, message)
+        if self.now >= self._call_at:
+            self._called, self._call_at = self._called + 1, self.now + BEAT_S
+            self.dealer.call({name: name not in self.without_drafter for name in self.members}, self._called)
         self.send(self.dealer.due())
+
+    def lose_one(self) -> None:
+        """One message between the driver and a worker does not arrive."""
+        on_the_way = [own for wire in self.driver.wires.values() for own in (wire.out, wire.to_come) if own]
+        if on_the_way:
+            own = self.rng.choice(on_the_way)
+            del own[self.rng.randrange(len(own))]
 
     def send(self, out: Sequence[tuple[str, Message]]) -> None:
         for name, message in out:

@@ -176,6 +176,16 @@ def test_a_drafter_goes_home_when_its_worker_has_requests_again() -> None:
     assert decided({"a": linked, "b": own("s", drafter="ipc:///b")}, rules) == [("a", Detach("b"))]
 
 
+def test_a_drafter_that_cannot_draft_is_let_go_and_another_of_its_model_is_lent() -> None:
+    rules = Rules(mode="attach")
+    dead, other = Report(drafter_model="small"), lending("small", "c")
+    assert decided({"a": own("r"), "b": dead, "c": other}, rules) == [("a", Attach("c", "ipc:///c", ("r",)))]
+    linked = own("r", links=(Link("b", ("r",)),))
+    assert decided({"a": linked, "b": dead, "c": other}, rules) == [
+        ("a", Detach("b")), ("a", Attach("c", "ipc:///c", ("r",))),
+    ]  # fmt: skip
+
+
 def test_a_drafter_goes_home_when_another_worker_of_its_device_has_requests() -> None:
     linked = own("r", links=(Link("b", ("r",)),), devices=("cpu:0",))
     reports = {"a": linked, "b": Report(drafter="ipc:///b", devices=("cpu:1",))}

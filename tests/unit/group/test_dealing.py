@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_specrollout.group.dealing import Ask, Dealer, GroupError
-from vllm_specrollout.group.messages import Cancel, Here, Message, Piece, Progress, Run, Want
+from vllm_specrollout.group.dealing import MOST_RUNS, Ask, Dealer, GroupError
+from vllm_specrollout.group.messages import Call, Cancel, Here, Message, Piece, Progress, Run, Want
 
 PROMPT = (1, 2)
 
@@ -98,3 +98,104 @@ def test_a_batch_that_is_given_up_is_cancelled_where_it_runs() -> None:
     with pytest.raises(GroupError):
         dealer.take("a", piece("0", 0, finish="error"))
     assert set(dealer.leave()) == {("a", Cancel("0")), ("b", Cancel("1"))}
+
+
+# --- what does not arrive ---------------------------------------------------------------------------------------------
+
+
+def called(dealer: Dealer, number: int, *workers: str) -> None:
+    dealer.call(dict.fromkeys(workers, False), number)
+    assert dealer.due() == [(worker, Call(number)) for worker in workers]
+
+
+def test_a_request_that_a_worker_does_not_name_is_given_again() -> None:
+    dealer = dealt(ask("0"), ask("1"), workers=("a",))
+    first = dealer.due()
+    called(dealer, 1, "a")
+    dealer.take("a", Here(2, 1, ("1",)))
+    assert dealer.due() == first[:1] and dealer.resubmitted == 1
+    called(dealer, 2, "a")
+    dealer.take("a", Here(2, 2, ("0", "1")))
+    assert dealer.due() == []
+
+
+def test_an_answer_to_a_call_before_the_request_says_nothing_of_it() -> None:
+    dealer = Dealer([ask("r")], called=6)
+    dealer.take("a", Here(1, 6))
+    called_first = dealer.due()
+    assert [type(message) for _, message in called_first] == [Run]
+    dealer.take("a", Here(1, 5))
+    dealer.take("a", Here(1, 6))
+    assert dealer.due() == []
+    called(dealer, 7, "a")
+    dealer.take("a", Here(1, 7))
+    assert dealer.due() == called_first
+
+
+def test_an_answer_whose_end_was_lost_goes_on_where_it_was_told_to() -> None:
+    dealer = dealt(ask("r"), workers=("a",))
+    dealer.due()
+    dealer.take("a", piece("r", 0, 5, 6))
+    called(dealer, 1, "a")
+    dealer.take("a", Here(2, 1))
+    assert dealer.due() == [("a", Run("r", PROMPT, {}, (5, 6)))]
+
+
+def test_behind_lost_tokens_a_request_ends_there_and_is_given_again() -> None:
+    dealer = dealt(ask("r"), workers=("a",))
+    dealer.due()
+    dealer.take("a", piece("r", 0, 5))
+    dealer.take("a", piece("r", 2, 7))
+    dealer.take("a", piece("r", 3, 8, finish="stop"))
+    assert dealer.due() == [("a", Cancel("r"))] and not dealer.is_done
+    called(dealer, 1, "a")
+    dealer.take("a", Here(2, 1, ("r",)))
+    assert dealer.due() == [("a", Cancel("r"))], "it runs on: that was lost as well"
+    dealer.take("a", Here(2, 1))
+    assert dealer.due() == [("a", Run("r", PROMPT, {}, (5,)))]
+
+
+def test_what_cannot_be_resumed_is_begun_anew_behind_lost_tokens() -> None:
+    dealer = dealt(ask("r", stop=["a"]), workers=("a",))
+    dealer.due()
+    dealer.take("a", piece("r", 0, 5))
+    called(dealer, 1, "a")
+    dealer.take("a", Here(2, 1))
+    assert dealer.due() == [("a", Run("r", PROMPT, {"stop": ["a"]}))]
+    dealer.take("a", piece("r", 0, 5, 6, finish="stop"))
+    assert dealer.answers["r"].token_ids == (5, 6)
+
+
+def test_a_request_that_nobody_wants_is_cancelled_until_nobody_names_it() -> None:
+    dealer = dealt(ask("r"))
+    dealer.due()
+    dealer.take("b", Want("r"))
+    dealer.due()
+    dealer.take("a", piece("r", 0, 5, finish="stop"))
+    assert dealer.due() == [("b", Cancel("r"))]
+    dealer.take("b", Here(2, 0, ("r", "of an old batch")))
+    assert dealer.due() == [("b", Cancel("r")), ("b", Cancel("of an old batch"))]
+
+
+def test_a_lost_copy_is_left_to_whoever_runs_the_request_as_well() -> None:
+    dealer = dealt(ask("r"))
+    dealer.due()
+    dealer.take("b", Want("r"))
+    dealer.due()
+    called(dealer, 1, "a", "b")
+    dealer.take("b", Here(2, 1))
+    assert dealer.due() == [] and dealer.resubmitted == 0
+    dealer.take("a", piece("r", 0, 5, finish="stop"))
+    assert dealer.answers["r"].copies == 1
+
+
+def test_a_request_that_never_arrives_fails_the_batch_and_is_named() -> None:
+    dealer = dealt(ask("r"), workers=("a",))
+    for number in range(1, MOST_RUNS):
+        assert [type(message) for _, message in dealer.due()] == [Run]
+        called(dealer, number, "a")
+        dealer.take("a", Here(2, number))
+    dealer.due()
+    called(dealer, MOST_RUNS, "a")
+    with pytest.raises(GroupError, match=f"request r was lost {MOST_RUNS} times"):
+        dealer.take("a", Here(2, MOST_RUNS))

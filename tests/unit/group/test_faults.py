@@ -16,7 +16,8 @@ def mischief(world: World) -> None:
     """One thing that may happen at any time."""
     rng = world.rng
     what = rng.choices(
-        ["turn", "driver", "coordinator", "kill", "hire", "end", "begin", "lose"], [60, 20, 15, 1, 1, 2, 3, 1]
+        ["turn", "driver", "coordinator", "kill", "hire", "end", "begin", "lose", "lose one", "drafter"],
+        [60, 20, 15, 1, 1, 2, 3, 1, 1, 1],
     )[0]
     match what:
         case "turn":
@@ -42,6 +43,10 @@ def mischief(world: World) -> None:
             world.commands.receive()
             for wire in world.commands.wires.values():
                 wire.to_come.clear()
+        case "lose one":
+            world.lose_one()
+        case "drafter":
+            world.without_drafter ^= {rng.choice(list(world.members))}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,12 +82,44 @@ def test_faults_do_what_they_say() -> None:
     assert resubmitted > 20 and copies > 20 and won > 80
 
 
+def test_whatever_the_driver_and_its_workers_do_not_hear_of_each_other_no_request_is_stuck() -> None:
+    lost = 0
+    for seed in range(60):
+        world = World(REQUESTS, workers=2, rules=Rules(), seed=seed)
+        for _ in range(400):
+            if world.dealer.is_done:
+                break
+            if world.rng.random() < 0.2:
+                world.lose_one()
+            world.turn_all()
+        assert {name: one.token_ids for name, one in world.dealer.answers.items()} == {r: truth(r) for r in REQUESTS}
+        lost += world.dealer.resubmitted
+        world.send(world.dealer.leave())
+        world.turn_all()
+        assert not any(engine.held for engine in world.engines.values())
+    assert lost > 30
+
+
 def test_without_a_coordinator_workers_go_on_with_what_they_have() -> None:
     world = World(REQUESTS, workers=2, rules=Rules(), seed=1)
     world.coordinator = None
     world.turn_all(200)
     assert world.dealer.is_done
     assert all(answer.copies == 1 for answer in world.dealer.answers.values())
+
+
+def test_a_lent_drafter_that_dies_is_let_go_and_an_idle_workers_of_the_same_model_is_lent() -> None:
+    world = World(["r7"], workers=5, rules=Rules(mode="attach"), seed=1)
+    world.without_drafter = {"w1"}
+    straggler = world.engines["w0"]
+    straggler.step = lambda: ()
+    lent = []
+    for dead in ("w1", "w2", "w1"):
+        # of the even ones' model, whose turn it is; `w0` has the request itself
+        world.without_drafter = {dead, "w1", "w3"}
+        world.turn_all(20)
+        lent.append([link.drafter for link in straggler.links()])
+    assert lent == [["w2"], ["w4"], ["w4"]]
 
 
 @pytest.mark.parametrize("mode", MODES)

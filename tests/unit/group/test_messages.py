@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm_specrollout.group.messages import (
     VERSION,
     Attach,
+    Call,
     Cancel,
     Detach,
     GroupMessageError,
@@ -30,7 +31,8 @@ from vllm_specrollout.group.messages import (
 )
 
 MESSAGES: list[Message] = [
-    Here(8),
+    Call(3),
+    Here(8, 3, ("1-0",)),
     Run("1-0", (5, 6), {"seed": 2**61, "stop": ["a"], "logit_bias": {"7": 1.0}}, (9,), True),
     Cancel("1-0"),
     Want("1-0"),

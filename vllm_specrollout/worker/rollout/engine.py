@@ -10,33 +10,11 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.messages import Link, Piece, Run
-from vllm_specrollout.observe.listener import Listener
+from vllm_specrollout.group.tries import Tries
 from vllm_specrollout.resuming import resumed
-from vllm_specrollout.types import StepRecord
 from vllm_specrollout.worker.request import external_name
 
 _MOST_REASON = 1000  # characters
-
-
-class Tries(Listener):
-    """How many drafted tokens of each request the target got to, and how many of them it sampled itself."""
-
-    def __init__(self) -> None:
-        # request, by its client's name -> (tried, matched)
-        self.counts: dict[str, tuple[int, int]] = {}
-
-    def stepped(self, record: StepRecord) -> None:
-        trees = record.trees
-        accepted = record.result.num_accepted.tolist()
-        for i, (name, own) in enumerate(zip(trees.request_ids, accepted, strict=True)):
-            start, end = trees.node_start[i : i + 2]
-            if end == start:
-                continue
-            request = external_name(name)
-            tried, matched = self.counts.get(request, (0, 0))
-            # a path that is accepted to its leaf was missed nowhere
-            missed = own < int(trees.depth[start:end].max())
-            self.counts[request] = (tried + own + missed, matched + own)
 
 
 class RolloutEngine:
@@ -57,7 +35,7 @@ class RolloutEngine:
         runner = self.core.model_executor.driver_worker.worker.model_runner
         self._speculator = runner.spec_rollout
         self._all_drafters = self._speculator.all_drafters()
-        self._tries = Tries()
+        self._tries = Tries(external_name)
         self._speculator.listeners.append(self._tries)
         # request -> tokens of its answer so far
         self._positions: dict[str, int] = {}
@@ -71,6 +49,7 @@ class RolloutEngine:
         prompt, params = resumed(sampling(run.params), run.prompt, run.answer)
         self._engine.add_request(run.request, {"prompt_token_ids": prompt}, params)
         self._positions[run.request] = len(run.answer)
+        self._tries.begin(run.request)
 
     def abort(self, request: str) -> None:
         self._engine.abort_request([request])
@@ -124,7 +103,7 @@ class RolloutEngine:
 
     def _forget(self, request: str) -> None:
         self._positions.pop(request, None)
-        self._tries.counts.pop(request, None)
+        self._tries.forget(request)
 
     def _ask(self, method: str, *args: Any, **kwargs: Any) -> None:
         (found,) = self.llm.collective_rpc(method, args=args, kwargs=kwargs)

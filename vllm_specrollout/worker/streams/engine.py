@@ -92,8 +92,8 @@ class StreamEngine:
     def _open(self, opened: Open) -> None:
         name = str(opened.handle)
         self._close(name)
-        if len(opened.token_ids) > self._most_tokens:
-            return  # longer than this model can see: the request goes on without its drafts
+        if len(opened.token_ids) > self._most_tokens or len(self.scheduler.streams) >= self.max_requests:
+            return  # longer than this model can see, or one too many: the request goes on without its drafts
         self.scheduler.streams[name] = Stream(opened, self._most_tokens, self._most_nodes, self.survival)
         # it never samples: what it does is said by the stream
         params = SamplingParams(temperature=0.0, max_tokens=self._most_tokens, ignore_eos=True, detokenize=False)

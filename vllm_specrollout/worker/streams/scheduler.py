@@ -48,7 +48,14 @@ class StreamScheduler(Scheduler):
 
     def grow(self, name: str, tokens: list[int]) -> None:
         """These hold as well: the worker learns of them with the next pass."""
-        self.requests[name].append_output_token_ids(tokens)
+        request = self.requests[name]
+        if request.status == RequestStatus.WAITING:
+            # no worker knows it yet, and it will be told of the prompt alone: so they are part of that
+            prompt, params = [*request.all_token_ids, *tokens], request.sampling_params
+            self.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            self.add_request(Request(name, prompt, params, None))
+            return
+        request.append_output_token_ids(tokens)
         self._grown.setdefault(name, []).extend(tokens)
 
     def end(self, name: str) -> None:
