@@ -17,7 +17,7 @@ import numpy as np
 from vllm_specrollout.decoupled.following import Sampling
 from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Pace, Verdict
+from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Pace, Verdict, validate
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
 
@@ -67,6 +67,7 @@ class End:
 
     def send(self, message: Message) -> bool:
         assert not self.is_closed
+        validate(message)
         rng, chance = self.line.rng, self.line.chance
         if rng.random() < chance:
             return rng.random() < 0.5  # lost, or refused

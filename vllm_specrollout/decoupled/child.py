@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +21,18 @@ from typing import Any
 from vllm_specrollout import envs
 from vllm_specrollout.errors import SpecRolloutError
 
+logger = logging.getLogger("vllm.specrollout")
+
 MOST_RESTARTS = 5
 """Times that a process which ends is begun anew, each after twice the patience of the last one."""
+RECOVERED_S = 3600.0
+"""Seconds of life after which earlier ends count no more: what ends once a week is not given up."""
+LOAD_S = 1800.0
+"""Seconds that a process may load for. One that takes longer counts as hanging, and is begun anew."""
 _PATIENCE_S = 1.0
-_END_S = 5.0  # given to a process that was asked to end
+# Seconds given to a process that was asked to end. vLLM kills an engine 5 s after it told it to end, and until then
+# the engine has to have ended its drafters. One that stays has its address to remove, and a pool, which is in no hurry.
+_GRACE_S, _STAYING_GRACE_S = 2.0, 5.0
 
 
 class DrafterProcessError(SpecRolloutError):
@@ -88,6 +98,8 @@ class Restarts:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
+        """How often in all."""
+        self._tries = 0  # that count
         self._clock = clock
         self._due_at: float | None = None
 
@@ -103,11 +115,16 @@ class Restarts:
     def ended(self) -> bool:
         """It has ended, or could not be begun; False: that was too often."""
         self._due_at = None
-        if self.count >= MOST_RESTARTS:
+        if self._tries >= MOST_RESTARTS:
             return False
-        self._due_at = self._clock() + _PATIENCE_S * 2**self.count
+        self._due_at = self._clock() + _PATIENCE_S * 2**self._tries
+        self._tries += 1
         self.count += 1
         return True
+
+    def forgive(self) -> None:
+        """It has worked for long: what ended it before counts no more."""
+        self._tries = 0
 
     def leave(self) -> None:
         """It is begun, or no longer wanted."""
@@ -124,9 +141,17 @@ class DrafterProcess:
     def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
         self.command = command
         self.waited_s = 0.0
-        """Seconds in which the process that began it waited for its end."""
+        """Seconds in which the process that began it waited for its end, or began it anew."""
+        self.is_ready = False
+        """Whether it has loaded its model: whoever hears that from it says so here."""
         self._clock = clock
         self._restarts = Restarts(clock)
+        # when it was begun, and how long it was seen to live
+        self._begun_at, self._lived_s = 0.0, 0.0
+        # why there is none
+        self._why = ""
+        # when it is killed; None: it was not asked to end
+        self._kill_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._begin()
 
@@ -148,14 +173,26 @@ class DrafterProcess:
         Raises:
             DrafterProcessError: it has ended too often.
         """
+        now = self._clock()
+        if self._kill_at is not None:
+            self.see_off()
+            return False
         if self._restarts.is_waiting:
             if self._restarts.is_due:
-                self._begin_anew()
+                self._begin()
+                self.waited_s += self._clock() - now
+                if self._process is None:
+                    self._ended()
             return False
         if self.is_alive:
+            self._lived_s = now - self._begun_at
+            if not self.is_ready and self._lived_s > LOAD_S:
+                model = self.command.model
+                logger.warning("Spec rollout: drafter %s loads for over %.0f s and is killed", model, LOAD_S)
+                self.kill()
+                self._begun_at = now  # said once, however long it takes to end
             return False
-        status = None if self._process is None else self._process.returncode
-        self._ended(f"ended with status {status}")
+        self._ended()
         return True
 
     def kill(self) -> None:
@@ -164,47 +201,64 @@ class DrafterProcess:
             self._process.kill()
 
     def dismiss(self) -> None:
-        """Ask it to end, without waiting until it has, and watch no more; `stop` sees to that it does."""
+        """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to its end."""
         self._restarts.leave()
-        if self.is_alive:
-            assert self._process is not None
-            self._process.terminate()
+        if self._kill_at is None:
+            self._kill_at = self._clock() + (_STAYING_GRACE_S if self.command.stays else _GRACE_S)
+            if self.is_alive:
+                assert self._process is not None
+                self._process.terminate()
+
+    def see_off(self) -> bool:
+        """Look after one that was dismissed, now and then: it is killed once it had its time. True: it has ended.
+
+        Without that one that is stopped, or hangs, would keep its cores and its memory as long as its engine lives.
+        """
+        if not self.is_alive:
+            return True
+        if self._kill_at is not None and self._clock() >= self._kill_at:
+            self.kill()
+        return False
 
     def stop(self) -> None:
-        """End it for good."""
-        process, self._process = self._process, None
-        self._restarts.leave()
+        """End it for good, and wait until it has. One that was dismissed before has had part of its time already."""
+        self.dismiss()
+        process, self._process, begin = self._process, None, self._clock()
         if process is None or process.poll() is not None:
             return
-        process.terminate()
-        begin = self._clock()
+        assert self._kill_at is not None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+                process.wait(max(self._kill_at - begin, 0.0))
                 return
             process.kill()
             process.wait()
         finally:
             self.waited_s += self._clock() - begin
 
-    def _begin_anew(self) -> None:
-        try:
-            self._begin()
-        except OSError as error:
-            # the host has no room for a process now: that costs a try
-            self._process = None
-            self._ended(f"could not be begun: {error}")
-
-    def _ended(self, how: str) -> None:
+    def _ended(self) -> None:
+        if self.is_ready and self._lived_s >= RECOVERED_S:
+            self._restarts.forgive()
+        if self._process is not None:
+            self._why = f"ended with status {self._process.returncode}"
         if not self._restarts.ended():
             raise DrafterProcessError(
-                f"the drafter's process {how}, and was begun anew {self.restarts} times",
+                f"the drafter's process {self._why}, and was begun anew {self.restarts} times",
                 "look at its own messages above; `specrollout drafter MODEL --listen ADDRESS` runs it by hand",
             )
 
     def _begin(self) -> None:
         self._restarts.leave()
+        self._process = None
+        self._begun_at, self._lived_s, self.is_ready = self._clock(), 0.0, False
+        # The kernel ends it with the thread that begins it, so that one that hangs outlives no engine. Only the first
+        # thread is known to live as long as its process; and one that stays has an address to remove.
+        is_bound = threading.get_native_id() == os.getpid() and not self.command.stays
         # its own group: an interrupt from the keyboard reaches the engine, which ends it in order
-        self._process = subprocess.Popen(
-            self.command.argv, env=self.command.environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        argv = [*self.command.argv, *(["--bound"] if is_bound else [])]
+        environment = self.command.environment
+        try:
+            self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            # the host has no room for a process now: that costs a try
+            self._why = f"could not be begun: {error}"

@@ -5,6 +5,7 @@ What belongs here: what that drafter is told of each request and when, and what 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +15,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Pace, Verdict
+from vllm_specrollout.decoupled.messages import Close, Drafts, Message, MessageError, Open, Pace, Verdict
 from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.received import Fitting, Received, Score
 from vllm_specrollout.decoupled.reconfigure import MatchCounts, OwnPlan
 from vllm_specrollout.types import RequestView
+
+logger = logging.getLogger("vllm.specrollout")
 
 SILENCE = 64
 """Verdicts without an answer after which a stream is opened anew: it was preempted, or messages of its are lost."""
@@ -71,6 +74,7 @@ class Counts:
     opened: int = 0
     trees: int = 0
     nodes: int = 0  # proposed
+    unfit: int = 0  # requests that no message can say
     over: Score = Score()  # of requests that are over
 
 
@@ -111,6 +115,8 @@ class Requests:
         # by the engine's name
         self.open: dict[str, Following] = {}
         self._by_handle: dict[int, Following] = {}
+        # requests that run, and that no message can say: longer than one may be
+        self._unfit: set[str] = set()
         self._next_handle = 1
         self._send, self._noise, self._vocab_size, self._clock = send, noise, vocab_size, clock
 
@@ -129,9 +135,9 @@ class Requests:
         """Tell the drafter how the request stands; what of its drafts may be verified next, as `Received.fitting`."""
         following = self.open.get(view.request_id)
         if following is None:
-            self._open(view)
+            self._attempt(self._open, view)
             return None
-        self._tell(view, following)
+        self._attempt(self._tell, view, following)
         fitting = following.received.fitting(view.token_ids, most, most_depth, is_chain)
         if fitting is not None:
             self.counts.nodes += len(fitting.token_ids)
@@ -140,13 +146,18 @@ class Requests:
     def put(self, drafts: Drafts) -> None:
         """A tree has come. Anything may come out of another process: tokens that the target does not have, too."""
         following = self._by_handle.get(drafts.handle)
-        if following is not None and bool((drafts.token_ids < self._vocab_size).all()):
+        if not len(drafts.token_ids):
+            # asked whether it still runs; that the drafter knows of it says nothing of its drafts
+            if following is None:
+                self._send(Close(drafts.handle))
+        elif following is not None and bool((drafts.token_ids < self._vocab_size).all()):
             following.received.put(drafts)
             following.silent = 0
             self.counts.trees += 1
 
     def forget(self, request_id: str) -> None:
         """The request is over, or drafted for elsewhere."""
+        self._unfit.discard(request_id)
         following = self.open.pop(request_id, None)
         if following is not None:
             del self._by_handle[following.handle]
@@ -181,6 +192,19 @@ class Requests:
     def wasted(self) -> int:
         """As in `score`, without counting the rest."""
         return self.counts.over.wasted + sum(following.received.wasted for following in self.open.values())
+
+    def _attempt(self, tell: Callable[..., None], view: RequestView, *more: Following) -> None:
+        """Tell the drafter of a request, unless no message can. Such a request goes on without its drafts, alone."""
+        if view.request_id in self._unfit:
+            return
+        try:
+            tell(view, *more)
+        except MessageError as error:
+            self.forget(view.request_id)
+            self._unfit.add(view.request_id)
+            self.counts.unfit += 1
+            if self.counts.unfit == 1:
+                logger.warning("Spec rollout: a request decodes plainly, and others like it will: %s", error)
 
     def _open(self, view: RequestView) -> None:
         sampling = self._noise.sampling(view.request_id)

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_specrollout.decoupled.child import DrafterProcess, DrafterProcessError
 from vllm_specrollout.decoupled.following import Requests, TargetNoise
-from vllm_specrollout.decoupled.mailbox import Mailbox
+from vllm_specrollout.decoupled.mailbox import Mailbox, drained
 from vllm_specrollout.decoupled.messages import Beat, Bye, Drafts, Hello, Message, Noise, Role
 
 logger = logging.getLogger("vllm.specrollout")
@@ -94,8 +94,9 @@ class Link:
         """Seconds that the verifier has waited for this drafter; 0.0 unless something is broken.
 
         Two things can block: a mailbox's `wait`, which verifiers never call, and the wait for the end of a process.
-        Both are timed where they happen. A step does neither: it takes what has come, and begins and signals processes
-        without waiting for them. The engine's start may wait for drafters, before there are any requests.
+        Both are timed where they happen, and so is how long it takes to begin a process anew, which a step does where
+        one has ended. Else a step does none of it: it takes what has come, and signals processes without waiting for
+        them. The engine's start may wait for drafters, before there are any requests.
         """
         return self.line.waited_s + (0.0 if self.process is None else self.process.waited_s)
 
@@ -108,6 +109,8 @@ class Link:
     def watch(self) -> None:
         """Look after the drafter: whether it still lives, and whether it is to be greeted again."""
         if self.error:
+            if self.process is not None:
+                self.process.see_off()
             return
         told_at, now = self.requests.told_at, self._clock()
         if self.is_there and told_at is not None and now - told_at > HANG_S:
@@ -127,8 +130,8 @@ class Link:
             self.greet()
 
     def receive(self) -> None:
-        """Take in what has come."""
-        for message in self.line.receive():
+        """Take in what has come; of each request's trees the newest is kept."""
+        for message in drained(self.line.receive):
             self.requests.told_at = None
             self._take(message)
 
@@ -156,6 +159,7 @@ class Link:
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
             "verdicts": counts.verdicts,
             "opened": counts.opened,
+            "unfit": counts.unfit,
             "trees": counts.trees,
             "nodes": counts.nodes,
             "drafted": self.drafted,
@@ -183,6 +187,8 @@ class Link:
     def _greeted(self, hello: Hello) -> None:
         # it has begun anew; two greetings may cross, and what was opened between them is closed as well
         self.requests.forget_all()
+        if self.process is not None:
+            self.process.is_ready = True
         if hello.vocab_size == self._vocab_size:
             self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
         else:
@@ -196,6 +202,8 @@ class Link:
     def _refuse(self, why: str) -> None:
         """It is no drafter for this engine. That is no failure of ours: requests go on without it."""
         self._lose()
+        if self.process is not None:
+            self.process.dismiss()  # nobody else would use it, and its model is loaded
         if why != self.error:
             logger.warning("Spec rollout: drafter `%s` drafts no more: %s", self.name, why)
         self.error = why

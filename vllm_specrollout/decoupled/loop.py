@@ -11,8 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.messages import Beat, Bye, Drafts, Hello, Message, Noise, Role
+import numpy as np
+
+from vllm_specrollout.decoupled.mailbox import Mailbox, drained
+from vllm_specrollout.decoupled.messages import (
+    Beat,
+    Bye,
+    Close,
+    Drafts,
+    Hello,
+    Message,
+    Noise,
+    Open,
+    Role,
+    Verdict,
+)
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
@@ -79,6 +92,8 @@ class Loop:
         self._next_beat = 0.0
         self._was_heard = self._has_greeted = False
         self._busy_s = 0.0
+        # handle of each request that was opened -> whether anything was said of it since the last beat
+        self._opened: dict[int, bool] = {}
 
     def run(self) -> None:
         """Until the verifier says goodbye, or the process should end."""
@@ -91,7 +106,7 @@ class Loop:
 
     def turn(self) -> None:
         """Once around."""
-        for message in self._mailbox.receive():
+        for message in drained(self._mailbox.receive):
             self._take(message)
             self._was_heard = True
         may_draft, begin = self._engine.may_draft, self._clock()
@@ -108,6 +123,7 @@ class Loop:
                 work = self._engine.work
                 done = (work.passes, work.streams, work.rows)
                 self._mailbox.send(Beat(self._busy_s * 1e3, self._engine.drafted, *done))
+                self._ask()
             self._next_beat, self._busy_s, self._was_heard = now + BEAT_S, 0.0, False
             self._engine.work = Work()
         self._is_ended = self._is_ended or self._is_over()
@@ -115,16 +131,43 @@ class Loop:
     def _take(self, message: Message) -> None:
         match message:
             case Hello():
-                self._engine.close_all()
+                self._forget_all()
                 self._greet()
             case Bye():
-                self._engine.close_all()
+                self._forget_all()
                 self._is_ended = not self._stays
             case _:
+                self._note(message)
                 if not self._has_greeted:
                     # one that it drafted for in a former life, and that nothing could be sent to before it spoke
                     self._greet()
                 self._engine.take(message)
+
+    def _note(self, message: Message) -> None:
+        """Of which requests the verifier speaks."""
+        match message:
+            case Open():
+                self._opened[message.handle] = True
+            case Verdict():
+                if message.handle in self._opened:
+                    self._opened[message.handle] = True
+            case Close():
+                self._opened.pop(message.handle, None)
+
+    def _ask(self) -> None:
+        """Ask after the requests that nothing was said of lately: where one's end was lost, its stream would stay.
+
+        A question that is lost is asked again with the next beat, so neither end has to keep what it said.
+        """
+        for handle, was_told in self._opened.items():
+            if not was_told:
+                ints = np.zeros(0, dtype=np.int32)
+                self._mailbox.send(Drafts(handle, 0, 0, ints, ints, np.zeros(0, dtype=np.float32)))
+            self._opened[handle] = False
+
+    def _forget_all(self) -> None:
+        self._engine.close_all()
+        self._opened.clear()
 
     def _greet(self) -> None:
         self._has_greeted = self._mailbox.send(

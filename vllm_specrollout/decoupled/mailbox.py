@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,6 +21,10 @@ logger = logging.getLogger("vllm.specrollout")
 
 _MOST_RETIRED = 64
 """Former sessions of the other end that are remembered, so that what is left of them is not taken for a restart."""
+
+
+_ROUNDS = 16
+"""Times that a mailbox is asked at once, at most: 4,096 messages. A full ring holds 5,000 trees of 64 nodes."""
 
 
 class MailboxError(SpecRolloutError):
@@ -75,6 +80,22 @@ class Mailbox(Protocol):
     def close(self) -> None:
         """Let go of it; what is still on the way is lost. A second time it does nothing."""
         ...
+
+
+def drained(receive: Callable[[], list[Message]]) -> Iterator[Message]:
+    """All that has arrived, in order. Of more than may be heard without a pause, the rest comes the next time.
+
+    Whoever took less than comes in its turn would fall behind for good, by as much as lies between the ends: what it
+    heard then would always be old.
+
+    Args:
+        receive: of the mailbox.
+    """
+    for _ in range(_ROUNDS):
+        messages = receive()
+        if not messages:
+            return
+        yield from messages
 
 
 class Tracker:

@@ -138,7 +138,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
-    """Drafter: a draft tree. Its first chain is the stream, what branches off are exits."""
+    """Drafter: a draft tree. Its first chain is the stream, what branches off are exits.
+
+    One without nodes asks whether the request is still drafted for; where it is not, the answer is `Close`.
+    """
 
     handle: int  # u64
     generation: int  # u32: of the last `Open` or `Verdict` that the drafter followed

@@ -82,10 +82,11 @@ def create(name: str, size: int) -> Segment:
 
 def _fill(name: str, descriptor: int, size: int) -> Segment:
     try:
+        # before the header: what has a header and no owner was left behind (`sweep`)
+        _lock(descriptor, _OWNER)
+        os.pwrite(descriptor, HEADER.pack(MAGIC, VERSION, 0, size), 0)
         # reserved now: a page that the host cannot give later would kill the process that touches it
         os.posix_fallocate(descriptor, 0, size)
-        os.pwrite(descriptor, HEADER.pack(MAGIC, VERSION, 0, size), 0)
-        _lock(descriptor, _OWNER)
         return Segment(name, descriptor, size, is_owner=True)
     except OSError as error:
         os.close(descriptor)
@@ -175,6 +176,38 @@ def _remove_abandoned(name: str) -> None:
             cause = f"shared memory `{name}` is served by another mailbox"
             raise MailboxError(cause, "choose another name, or stop the process that serves it")
         _unlink(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(beginning: str) -> int:
+    """Remove what owners of this user left behind that were killed; returns how many segments.
+
+    Only the lock is asked: a process id may be another process's by now, or of another container.
+
+    Args:
+        beginning: of their names, which must be such as are never given twice: whoever wanted to serve at one anew
+            could find it locked for a moment.
+    """
+    # beside those that were finished, those whose owner was killed while it made them
+    found = [*FOLDER.glob(f"{PREFIX}{beginning}*"), *FOLDER.glob(f".{PREFIX}{beginning}*")]
+    return sum(_remove_if_left(path) for path in found)
+
+
+def _remove_if_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone, or none of ours
+    try:
+        status = os.fstat(descriptor)
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_ours or os.pread(descriptor, len(MAGIC), 0) != MAGIC or not _lock(descriptor, _OWNER):
+            return False
+        _unlink(path, descriptor)
+        return True
+    except OSError:
+        return False  # whatever it is, it can stay
     finally:
         os.close(descriptor)
 

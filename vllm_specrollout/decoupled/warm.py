@@ -76,6 +76,8 @@ class WarmPool:
         ended = []
         for name, process in self._processes.items():
             if name not in self.failures:
+                # what has not loaded in good time is begun anew
+                process.is_ready = process.is_ready or self.is_ready(name)
                 try:
                     if process.watch():
                         ended.append(name)

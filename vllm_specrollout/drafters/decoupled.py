@@ -65,7 +65,7 @@ class DecoupledDrafter(BaseDrafter):
         self._connect, self._clock = connect, clock
         # of links that are no more: trees that came, and tokens wasted
         self._gone = (0, 0)
-        # begun by the engine and told to end
+        # begun by the engine, told to end, and not known to have ended
         self._dismissed: list[DrafterProcess] = []
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -89,6 +89,7 @@ class DecoupledDrafter(BaseDrafter):
         for link in self.links.values():
             link.receive()
             link.watch()
+        self._dismissed = [process for process in self._dismissed if not process.see_off()]
 
     def rest(self, is_resting: bool) -> None:
         """Whether what comes is left unused, and the drafters are told of no more tokens."""

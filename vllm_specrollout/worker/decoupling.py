@@ -30,6 +30,7 @@ from vllm_specrollout.worker.common import config_of, is_first_rank
 logger = init_logger(__name__)
 
 _POLL_S = 0.02  # while the engine starts
+_SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with
 _KV_CACHE = 1 << 30  # bytes of the drafter's, where its settings name no other
 
 
@@ -90,8 +91,12 @@ def begin(runner: Any) -> DecoupledDrafter | None:
     if not config.is_decoupled or not is_first_rank():
         return None
     # imported late: engines without a drafter elsewhere need no sockets
+    from vllm_specrollout.decoupled import segment
     from vllm_specrollout.decoupled.address import open_mailbox
 
+    # 8 MiB each, whose names nobody will ask for again
+    if left := segment.sweep(_SHARED):
+        logger.info("Spec rollout: removed the shared memory of %d links whose engines were killed", left)
     own = config.decoupled
     drafter = DecoupledDrafter(
         V1Noise(runner),
@@ -104,7 +109,7 @@ def begin(runner: Any) -> DecoupledDrafter | None:
         drafter.link(SINGLE, open_mailbox(own.address, serve=False, keys=own.keys or None))
     for started in _started(config):
         # a name that no other engine has
-        address = f"shm://spec-rollout-{os.getpid()}-{time.monotonic_ns():x}"
+        address = f"shm://{_SHARED}{os.getpid()}-{time.monotonic_ns():x}"
         mailbox = open_mailbox(address, serve=True)
         drafter.link(started.name, mailbox, DrafterProcess(_command(started, vllm_config, address, own.most_nodes)))
     return drafter

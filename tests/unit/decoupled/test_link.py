@@ -13,7 +13,19 @@ from vllm_specrollout.decoupled.child import DrafterProcessError
 from vllm_specrollout.decoupled.link import HANG_S
 from vllm_specrollout.decoupled.link import Line as Watched
 from vllm_specrollout.decoupled.mailbox import MailboxError
-from vllm_specrollout.decoupled.messages import Beat, Bye, Close, Drafts, Hello, Message, Noise, Open, Role, Verdict
+from vllm_specrollout.decoupled.messages import (
+    MAX_TOKENS,
+    Beat,
+    Bye,
+    Close,
+    Drafts,
+    Hello,
+    Message,
+    Noise,
+    Open,
+    Role,
+    Verdict,
+)
 from vllm_specrollout.drafters.decoupled import MOST_LINKS, DecoupledDrafter
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch
@@ -82,6 +94,30 @@ def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_fligh
     assert opened[0].seeds[0] == 5, "its noise begins behind the tokens that it has"
     engine.say("one", drafts(1, 5, (9, -1, -0.5)))
     assert engine.step().tree(0).token_ids.tolist() == [9]
+
+
+def test_of_more_trees_than_one_look_brings_the_newest_is_proposed(engine: Engine) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    engine.say("one", HELLO)
+    engine.step()
+    for number in range(1000):
+        engine.say("one", drafts(1, 3, (number % VOCABULARY, -1, -0.5)))
+        engine.say("one", drafts(2, 3, (number % VOCABULARY, -1, -0.5)))
+    engine.say("one", drafts(2, 3, (7, -1, -0.5)))
+    trees = engine.step()
+    assert [trees.tree(i).token_ids.tolist() for i in range(2)] == [[999 % VOCABULARY], [7]]
+
+
+def test_a_flood_of_messages_is_taken_in_over_several_steps(engine: Engine) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    for _ in range(10_000):
+        engine.say("one", Beat(0.0, 0))
+    left = engine.lines["ipc://one"].ends[0].own
+    found = []
+    while left:
+        engine.step()
+        found.append(len(left))
+    assert found == [5904, 1808, 0]
 
 
 def test_branches_of_two_drafters_are_one_tree(engine: Engine) -> None:
@@ -224,6 +260,9 @@ class Hopeless:
 
     def dismiss(self) -> None: ...
 
+    def see_off(self) -> bool:
+        return True
+
 
 def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine) -> None:
     """Its faults are not ours: even where failures of ours end a test, the other drafters go on."""
@@ -235,6 +274,87 @@ def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine) -> No
     engine.say("one", drafts(1, 3, (9, -1, -0.5)))
     assert engine.step().num_nodes == 1
     assert "status 3" in engine.drafter.state()["dead"]["error"]
+
+
+class Stubborn:
+    """A process that does not end when it is asked to, and what it was told."""
+
+    pid, restarts, waited_s, is_ready = 7, 0, 0.0, False
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.has_ended = False
+
+    def watch(self) -> bool:
+        self.told.append("watch")
+        return False
+
+    def dismiss(self) -> None:
+        self.told.append("dismiss")
+
+    def see_off(self) -> bool:
+        self.told.append("see off")
+        return self.has_ended
+
+    def stop(self) -> None:
+        self.told.append("stop")
+
+
+def test_a_detached_process_is_looked_after_in_each_step_until_it_has_ended(engine: Engine) -> None:
+    process: Any = Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)
+    engine.drafter.detach("own")
+    engine.step()
+    engine.step()
+    assert process.told == ["dismiss", "see off", "see off"]
+    process.has_ended = True
+    engine.step()
+    engine.step()
+    engine.drafter.close()
+    assert process.told == ["dismiss", "see off", "see off", "see off"]
+
+
+def test_a_process_of_the_engines_with_another_vocabulary_ends_and_keeps_no_memory(engine: Engine) -> None:
+    process: Any = Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)
+    engine.step()
+    engine.say("two", Hello(Role.DRAFTER, VOCABULARY + 1, Noise.TAPE, 64, 0))
+    engine.step()
+    engine.step()
+    assert process.told == ["watch", "dismiss", "see off", "see off"]
+    assert "vocabulary has 51 tokens" in engine.drafter.state()["own"]["error"]
+
+
+def test_a_request_longer_than_a_message_decodes_plainly_and_the_others_are_drafted_for(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    engine.say("one", HELLO)
+    engine.tokens["0"] = [1] * (MAX_TOKENS + 1)
+    engine.tokens["2"] = [1] * (MAX_TOKENS + 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            engine.step()
+            engine.tokens["1"].append(1)
+    engine.say("one", drafts(1, 6, (9, -1, -0.5)))
+    trees = engine.step()
+    assert [len(trees.tree(i).token_ids) for i in range(3)] == [0, 1, 0]
+    assert engine.drafter.state()["one"]["unfit"] == 2 and len(caplog.records) == 1
+    del engine.tokens["0"]
+    engine.drafter.forget("0")
+    engine.tokens["0"] = [1, 2]  # another request of that name
+    engine.step()
+    assert set(engine.drafter.links["one"].requests.open) == {"0", "1"}
+
+
+def test_a_process_of_the_engines_has_loaded_once_it_greets(engine: Engine) -> None:
+    process: Any = Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)
+    engine.step()
+    assert not process.is_ready
+    engine.say("two", HELLO)
+    engine.step()
+    assert process.is_ready
 
 
 def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:

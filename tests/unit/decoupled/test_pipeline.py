@@ -26,12 +26,13 @@ class Elsewhere:
         self.line = Line(random.Random(seed), chance)
         self.rng = random.Random(seed + 1)
         self.hangs_until = 0
+        self.now = 0.0
         self.begin()
 
     def begin(self) -> None:
         """A process that knows of nothing."""
         self.engine = FakeEngine(random.Random(self.rng.random()))
-        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: 0.0, stays=True)
+        self.loop = Loop(self.engine, self.line.ends[1], clock=lambda: self.now, stays=True)
 
     def restart(self) -> None:
         """The process is gone with all that it knew; another one begins."""
@@ -115,6 +116,7 @@ class Rollout:
 
     def turn(self) -> None:
         for other in self.others:
+            other.now += 0.2
             if other.hangs_until <= self.steps:
                 other.loop.turn()
 
@@ -152,6 +154,22 @@ class Rollout:
             chosen = [name for name in self.lengths if self.rng.random() < 0.7]
             modes = (Mode.COUPLED, Mode.DECOUPLED)
             link.requests.plans = {name: OwnPlan(self.rng.randint(1, 16), self.rng.choice(modes)) for name in chosen}
+
+    def check_calm(self) -> None:
+        """Once faults have ended, drafters lose all streams of requests that are over, without a greeting."""
+        for i, other in enumerate(self.others):
+            other.hangs_until, other.line.chance = 0, 0.0
+            if str(i) not in self.drafter.links:
+                self.attach(i)
+        # of the last one they hear: a drafter asks nothing while its verifier is silent
+        name = str(len(self.lengths))
+        self.lengths[name], self.tokens[name], self.steps = 150, list(PROMPT), 0
+        while not self.is_over:
+            self.turn()
+            self.step()
+            self.now += 1.0
+        self.turn()
+        assert not any(other.engine.streams for other in self.others)
 
     def check_end(self) -> None:
         """Whoever hears that its verifier leaves has nothing left of it, nor of one that left without being heard."""
@@ -218,6 +236,8 @@ def test_faults_of_drafters_and_of_their_lines_change_no_token(
         rollout.step()
         rollout.now += rng.choice((0.1, 1.0, 10.0))
     rollout.check()
+    if rng.random() < 0.5:
+        rollout.check_calm()
     rollout.check_end()
 
 
@@ -425,6 +445,40 @@ def test_a_drafter_keeps_to_the_levels_and_branches_that_are_allowed() -> None:
             trees = rollout.drafter.propose(batch, limits)
             assert trees.depth.max(initial=0) <= depth
             assert not is_chain or trees.num_nodes == trees.depth.max(initial=0)
+
+
+def test_requests_whose_ends_a_drafter_could_not_be_told_are_closed_once_it_listens_again() -> None:
+    rollout = Rollout(5, [*[3] * 50, 60], [4], 2)
+    rollout.turn()
+    rollout.step()
+    rollout.turn()
+    assert len(rollout.engine.streams) == 51
+    send = rollout.link.line.send
+    rollout.link.requests._send = lambda message: False  # it stands still, and its ring is full
+    while len(rollout.link.requests.open) > 1:
+        rollout.step()
+    rollout.link.requests._send = send
+    for _ in range(11):
+        rollout.step()
+        rollout.turn()
+    assert list(rollout.engine.streams) == [51], "the one that still runs"
+    assert rollout.link.requests.counts.opened == 51
+    rollout.run()
+    rollout.check()
+
+
+def test_a_question_after_a_stream_that_makes_no_drafts_does_not_keep_it() -> None:
+    """Its verdicts were lost, so it can follow no more: only a request that is opened anew helps."""
+    rollout = Rollout(5, [400], [4], 2)
+    rollout.turn()
+    rollout.step()
+    rollout.turn()
+    rollout.engine.step = list  # type: ignore[method-assign]
+    for _ in range(70):
+        rollout.step()
+        for _ in range(6):
+            rollout.turn()
+    assert rollout.link.requests.counts.opened == 2
 
 
 def test_streams_opened_between_two_greetings_are_closed() -> None:

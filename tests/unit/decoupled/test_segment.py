@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,58 @@ def test_a_killed_process_gives_its_place_up(name: str, role: str) -> None:
     owner = owner or segment.create(name, SIZE)
     segment.attach(name).close()
     owner.close()
+
+
+@pytest.fixture
+def swept(name: str) -> Iterator[str]:
+    """A killed owner's name, and what it must not be taken for."""
+    with opened(f"{name}-killed", "owner", "stay") as process:
+        assert process.stdout is not None and process.stdout.readline() == "opened\n"
+        process.kill()
+    yield f"{name}-killed"
+    for path in segment.FOLDER.glob(f"*{name}*"):
+        path.unlink()
+
+
+def test_what_killed_owners_left_is_swept_and_what_lives_stays(name: str, swept: str) -> None:
+    owner = segment.create(f"{name}-lives", SIZE)
+    with opened(f"{name}-other", "owner", "stay") as process:
+        assert process.stdout is not None and process.stdout.readline() == "opened\n"
+        assert segment.sweep(name) == 1
+        process.terminate()
+    assert not path_of(swept).exists()
+    assert path_of(f"{name}-lives").exists() and path_of(f"{name}-other").exists()
+    assert segment.sweep(name) == 1 and segment.sweep(name) == 0, "once that one is killed, too"
+    segment.attach(f"{name}-lives").close()
+    owner.close()
+
+
+def test_half_a_segment_whose_owner_was_killed_is_swept_and_one_in_the_making_is_not(name: str) -> None:
+    left = segment.FOLDER / f".{segment.PREFIX}{name}.left"
+    left.write_bytes(segment.HEADER.pack(segment.MAGIC, 1, 0, SIZE))
+    new = segment.FOLDER / f".{segment.PREFIX}{name}.new"
+    new.touch()  # not locked yet
+    assert segment.sweep(name) == 1
+    assert not left.exists() and new.exists()
+    new.unlink()
+
+
+def test_what_is_not_ours_is_never_swept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").write_bytes(segment.HEADER.pack(segment.MAGIC, 1, 0, SIZE))
+    path_of(f"{name}-link").symlink_to(tmp_path / "elsewhere")
+    path_of(f"{name}-other").write_bytes(b"something else")
+    path_of(f"{name}-folder").mkdir()
+    os.mkfifo(path_of(f"{name}-fifo"))
+    path_of(f"{name}-user").write_bytes(segment.HEADER.pack(segment.MAGIC, 1, 0, SIZE))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        assert segment.sweep(name) == 0
+    path_of(f"{name}-user").unlink()
+    assert segment.sweep(name) == 0 and segment.sweep("nothing-of-this-name") == 0
+    assert len(list(segment.FOLDER.glob(f"*{name}*"))) == 4
+    path_of(f"{name}-folder").rmdir()
+    for path in segment.FOLDER.glob(f"*{name}*"):
+        path.unlink()
 
 
 def test_the_header_s_layout_is_the_one_that_is_documented(name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specrollout.decoupled.child import MOST_RESTARTS, Command
+from vllm_specrollout.decoupled.child import LOAD_S, MOST_RESTARTS, Command
 from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.errors import ConfigError
 
@@ -64,6 +64,20 @@ def test_one_that_ends_is_begun_anew_and_says_anew_that_it_is_ready() -> None:
         clock.now += 1.0
         assert pool.watch() == [] and pool.pid("it") != pid
         until_ready(pool, "it")
+
+
+def test_one_that_never_gets_ready_is_begun_anew_and_one_that_is_ready_stays() -> None:
+    clock = Clock()
+    with WarmPool({"fast": Script(READY, "shm://a"), "slow": Script(SLOW, "shm://b")}, clock) as pool:
+        until_ready(pool, "fast")
+        pids = pool.pid("fast"), pool.pid("slow")
+        clock.now = LOAD_S + 1.0
+        end = time.monotonic() + PATIENCE_S
+        while pool.watch() != ["slow"]:
+            assert time.monotonic() < end
+        clock.now += 1.0
+        assert pool.watch() == []
+        assert pool.pid("fast") == pids[0] and pool.pid("slow") != pids[1]
 
 
 def test_one_that_ends_too_often_is_left_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_specrollout.decoupled.address import open_mailbox
 from vllm_specrollout.decoupled.loop import Loop
-from vllm_specrollout.worker.ending import Ending
+from vllm_specrollout.worker.ending import Ending, end_with
 
 MOST_NODES = 16
 """Nodes of a stream that are looked behind, unless something else is asked for."""
@@ -24,12 +24,15 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("address")
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--bound", action="store_true")
     parser.add_argument("--engine-args", type=json.loads, default={})
     parser.add_argument("--cores", default="")
     parser.add_argument("--most-nodes", type=int, default=MOST_NODES)
     parser.add_argument("--stay", action="store_true")
     parser.add_argument("--ready", default="")
     given = parser.parse_args()
+    if given.bound:
+        end_with(given.parent)
     cores = [int(core) for core in given.cores.split(",") if core]
     with contextlib.suppress(KeyboardInterrupt):
         serve(
