@@ -189,7 +189,7 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
     until(is_back)
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     assert link.requests.score.tried > tried[0], "what it drafts is verified again"
-    assert link.waited_s == 0.0
+    assert link.line.waited_s == 0.0
 
 
 def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
