@@ -44,12 +44,19 @@ class HistoryError(SpecRolloutError):
 
 
 class Descriptor:
-    """An open file that closes with its last user: a reader may still be at an answer when the file is replaced."""
+    """An open file that closes with its last user: a reader may still be at an answer when the file is replaced.
+
+    Raises:
+        HistoryError: it is no regular file; with `O_NOFOLLOW`, a link.
+        OSError: it cannot be opened.
+    """
 
     __slots__ = ("fd",)
 
     def __init__(self, path: Path, flags: int) -> None:
         self.fd = -1
+        if flags & os.O_NOFOLLOW and path.is_symlink():
+            raise HistoryError(f"`{path}` is a link, and where it leads is not written", "name the file it leads to")
         # a pipe without anybody at its other end is not waited for
         self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
         if not stat.S_ISREG(os.fstat(self.fd).st_mode):
