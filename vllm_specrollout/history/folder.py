@@ -6,6 +6,7 @@ wait for the disk and are for one thread at a time; they take the lock themselve
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -45,11 +46,11 @@ class Folder:
     """Opens the directory, claims a file in it and reads all others, but for those that it cannot use.
 
     Args:
-        expects_own: a file in another vocabulary is an error.
+        expects_own: a file in another vocabulary is an error, now; one that comes later is left out.
 
     Raises:
         HistoryError: the directory cannot be used.
-        ForeignError: it holds a file in another vocabulary, and none was expected.
+        ForeignError: it holds a file in another vocabulary now, and none was expected.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class Folder:
         self.writer = claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary, self._pass_over)
         own.reader = self.writer.reader
         self.refresh()
+        # from here on nobody would hear of an error, and upkeep would end with it
+        self._expects_own = False
 
     @property
     def path(self) -> Path:
@@ -85,6 +88,11 @@ class Folder:
 
     def readers(self) -> list[log.Reader]:
         return [source.reader for source in list(self._sources.values()) if source.reader is not None]
+
+    def num_bytes(self) -> int:
+        """Of all files, as far as they were read."""
+        others = [reader.seen_bytes for reader in self.readers() if reader is not self.writer.reader]
+        return self.writer.size + sum(others)
 
     def reader(self, file: int) -> log.Reader:
         """Who reads the file now; it goes on reading it even if another one is put in its place."""
@@ -227,17 +235,20 @@ class Folder:
 
         Only files that this engine might have written: named like its own, of its vocabulary, and nobody's now.
         """
-        others = [source.reader for number, source in self._sources.items() if number != OWN and source.reader]
-        stale = [reader for reader in others if is_ours_by_name(reader.path)]
-        by_age = sorted(stale, key=lambda reader: os.fstat(reader.descriptor.fd).st_mtime)
-        room = most_bytes - sum(reader.descriptor.size() for reader in stale)
-        for reader in by_age:
-            number = next(number for number, source in self._sources.items() if source.reader is reader)
+        stale: list[tuple[float, int, int, log.Reader]] = []
+        for number, source in self._sources.items():
+            if number != OWN and source.reader is not None and is_ours_by_name(source.reader.path):
+                # one that its file server no longer knows is nobody's to remove
+                with contextlib.suppress(OSError):
+                    found = os.fstat(source.reader.descriptor.fd)
+                    stale.append((found.st_mtime, number, found.st_size, source.reader))
+        room = most_bytes - sum(size for _, _, size, _ in stale)
+        for _, number, size, reader in sorted(stale, key=lambda one: one[:2]):
             with self._lock:
                 is_alive = any(self._table.place(row).epoch >= oldest for row in self._table.rows_of(number))
             if (is_alive and room >= 0) or not unlink_if_unused(reader):
                 continue
-            room += reader.descriptor.size()
+            room += size
             self._forget(number)
 
     def rewrite(self, epoch: int) -> set[int]:

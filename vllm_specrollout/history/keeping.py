@@ -209,11 +209,12 @@ class Keeping:
         oldest = epoch - self._config.epochs
         self.write()
         if self.folder is not None:
-            try:
-                self.folder.writer.sync()
-                self.folder.refresh()
-            except OSError as error:
-                self.note_error(error)
+            for step in (self.folder.writer.sync, self.folder.refresh):
+                try:
+                    step()
+                except Exception as error:
+                    # whatever it was: old answers are dropped all the same
+                    self.note_error(error)
         self.drop_old(epoch)
         if len(self.table) > self._most:
             # a sixteenth more than has to go, so that this is not done for every answer

@@ -226,17 +226,17 @@ class HistoryStore:
         with self._lock:
             kept, folder = self._kept, self._kept.folder
             readers = folder.readers() if folder else []
-            scanners = [scanner for reader in readers if (scanner := reader.scanner()) is not None]
             return StoreStats(
                 epoch=self._epoch,
                 answers=len(kept.table),
                 problems=kept.table.num_problems,
                 tokens=kept.table.num_tokens(),
                 files=len(readers),
-                file_bytes=sum(reader.descriptor.size() for reader in readers),
+                # as last read: what is asked here waits for no disk, and fails with none
+                file_bytes=folder.num_bytes() if folder else 0,
                 memory_bytes=kept.memory.num_bytes,
                 waiting=kept.num_waiting,
-                damaged=sum(scanner.missing for scanner in scanners),
+                damaged=sum(reader.missing for reader in readers),
                 evicted=kept.evicted,
                 write_errors=kept.write_errors,
                 foreign_files=len(folder.foreign) if folder else 0,
