@@ -20,6 +20,7 @@ from tests.unit.replay.builders import header
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.replay import codec, files
+from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.files import ThreadSink, read_trace, write_trace
 from vllm_specrollout.replay.records import Step, TraceError
 from vllm_specrollout.replay.simulate import replay
@@ -119,6 +120,24 @@ def test_prompts_that_memory_has_no_room_for_are_refused(lines: list[dict[str, A
     path.write_text("\n".join(map(json.dumps, longer)) + "\n")
     with pytest.raises(TraceError, match="tokens of prompts"):
         replay(read_trace(path), make_budget(SpecRolloutConfig(budget="off")))
+
+
+@pytest.mark.parametrize("share", [1e12, 1.5])
+def test_a_prompt_of_more_rows_than_tokens_is_refused(
+    lines: list[dict[str, Any]], tmp_path: Path, share: float
+) -> None:
+    path = tmp_path / "t.jsonl"
+    cost = {"fixed": 1.0, "prompt_share": share}
+    path.write_text("\n".join(map(json.dumps, [lines[0] | {"cost": cost}, *lines[1:]])) + "\n")
+    with pytest.raises(TraceError, match="a number from 0 to 1 belongs"):
+        read_trace(path)
+
+
+def test_prompts_that_take_too_many_steps_are_refused_whoever_says_how_many_rows_they_have() -> None:
+    trace = make_trace(Plan(requests=4, median=20, sibling=0.3))
+    budget = make_budget(SpecRolloutConfig(budget="off"))
+    with pytest.raises(TraceError, match="rows of prompts"):
+        replay(trace, budget, CostLine(fixed=1.0, prompt_share=1e18))
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
