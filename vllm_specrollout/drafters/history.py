@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from vllm_specrollout._core import HistoryIndex, propose_history
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
@@ -74,7 +74,7 @@ class HistoryDrafter(BaseDrafter):
         self._max_nodes = max_nodes
         self._source = source
         # what waits for a disk must not hold the engine up
-        background = ThreadPoolExecutor(1, "specrollout-history-store").submit
+        background = Background("specrollout-history-store").submit
         self.store = store if store is not None else HistoryStore(config, background, vocabulary)
         self.cache = cache if cache is not None else IndexCache(config, self.store, self._make_index)
         self._live: dict[str, _Live] = {}
@@ -212,6 +212,6 @@ class HistoryDrafter(BaseDrafter):
         }
 
     def close(self) -> None:
-        """Write what is left to write; nothing drafts afterwards."""
+        """Write what is left to write, unless the disk stands still; nothing drafts afterwards."""
         self.cache.close()
         self.store.close()

@@ -199,7 +199,7 @@ class Keeping:
         self.write()
         try:
             self.folder.writer.close()
-        except OSError as error:
+        except Exception as error:
             self.note_error(error)
 
     # --- settling, in the background ---------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ and no lock that a caller needs is held meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 import threading
 from collections.abc import Callable
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.background import PATIENCE_S, wait_for
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.keeping import Keeping
 from vllm_specrollout.history.memory import decode_answer
@@ -21,6 +23,8 @@ from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.table import key_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 class HistoryStore:
@@ -244,8 +248,18 @@ class HistoryStore:
                 rewards=dict(self._rewards),
             )
 
-    def close(self) -> None:
-        """Wait until all is on disk, and let others have the file. What is in memory only is lost."""
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait until all is on disk, and let others have the file. What is in memory only is lost.
+
+        A disk that stands still is not waited for longer than `patience_s` (seconds); that is said.
+        """
+        thread = threading.Thread(target=self._close, name="specrollout-history-close", daemon=True)
+        thread.start()
+        if not wait_for(thread, lambda: self._kept.num_waiting, patience_s):
+            what = "the disk of the history in `%s` stands still: %d answers are not written"
+            logger.warning(what, self._config.dir, self._kept.num_waiting)
+
+    def _close(self) -> None:
         with self._disk:
             if not self._is_closed:
                 self._kept.close()
