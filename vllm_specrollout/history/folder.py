@@ -32,6 +32,7 @@ from vllm_specrollout.history.records import (
 )
 from vllm_specrollout.history.source import NO_ROW, Source
 from vllm_specrollout.history.table import Place, Table, key_of
+from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,12 @@ class Folder:
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            self._table.drop(self._table.rows_of(number))
+            known = self._table.of_file(number)
+        # only this thread drops answers of files
+        for rows in parts(known.rows.tolist()):
+            with self._lock:
+                self._table.drop(rows)
+        with self._lock:
             del self._sources[number]
 
     def dropped(self, places: list[Place]) -> None:
@@ -222,13 +228,15 @@ class Folder:
         return is_old or 2 * own.reward_bytes > self.writer.size
 
     def oldest_beyond(self, most_bytes: int) -> list[int]:
-        """Rows of the own file's answers for which there is no room in so many bytes. Called with the lock."""
-        rows, offsets, epochs = self._table.in_file(OWN)
+        """Tickets of the own file's answers for which there is no room in so many bytes."""
+        with self._lock:
+            found = self._table.of_file(OWN)
+        found = found.picked(np.argsort(found.offsets))
         # an answer ends where the next one begins, at the latest
-        sizes = np.diff(offsets, append=self.writer.size)
-        newest_first = np.lexsort((-offsets, -epochs))
+        sizes = np.diff(found.offsets, append=self.writer.size)
+        newest_first = np.lexsort((-found.offsets, -found.epochs))
         beyond = np.cumsum(sizes[newest_first]) > most_bytes
-        return [int(row) for row in rows[newest_first][beyond]]
+        return found.picked(newest_first[beyond]).tickets()
 
     def remove_stale(self, oldest: int, most_bytes: int) -> None:
         """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
@@ -245,7 +253,8 @@ class Folder:
         room = most_bytes - sum(size for _, _, size, _ in stale)
         for _, number, size, reader in sorted(stale, key=lambda one: one[:2]):
             with self._lock:
-                is_alive = any(self._table.place(row).epoch >= oldest for row in self._table.rows_of(number))
+                epochs = self._table.of_file(number).epochs
+            is_alive = bool(np.any(epochs >= oldest))
             if (is_alive and room >= 0) or not unlink_if_unused(reader):
                 continue
             room += size
@@ -261,8 +270,9 @@ class Folder:
         """
         # numbers rather than objects: a file may hold a million answers
         with self._lock:
-            rows, _, _ = self._table.in_file(OWN)
+            found = self._table.of_file(OWN)
             reader = self.writer.reader
+        rows = found.rows[np.argsort(found.offsets)]
         # of the answers that could be read: row; and, with the epoch before them, where they are now
         written, offsets = array("i"), array("q")
 
@@ -276,13 +286,12 @@ class Folder:
                     yield with_reward(payload, place.reward)
 
         last = self.writer.rewrite(live(), lambda frame: offsets.append(frame.offset))
+        own = Source(self.writer.reader)
+        first = last.sequence + 1 - len(written)
+        own.rows = array("i", [NO_ROW]) * first + written
         with self._lock:
-            own = Source(self.writer.reader)
-            for number, row in enumerate(written):
-                sequence = last.sequence + 1 - len(written) + number
-                self._table.move(row, OWN, offsets[number + 1], sequence)
-                own.set_row(sequence, row)
-                own.num_tokens += self._table.place(row).num_tokens
+            # all at once: from here on, places are those in the new file
+            own.num_tokens = self._table.move_all(np.array(written, dtype=np.int64), OWN, offsets[1:], first)
             self._sources[OWN] = own
             lost = set(rows.tolist()) - set(written) if len(written) < len(rows) else set()
             self._table.drop(lost)

@@ -22,6 +22,7 @@ from vllm_specrollout.history.memory import decode_answer
 from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.table import key_of
+from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -202,10 +203,9 @@ class HistoryStore:
         table, rewardable = self._kept.table, max(self._epoch - self._config.epochs, self._epoch - 1)
         with self._lock:
             names = list(self._requests)
-        for start in range(0, len(names), 1000):
-            # a few at a time: whoever wants the lock need not wait for all of them
+        for some in parts(names):
             with self._lock:
-                for name in names[start : start + 1000]:
+                for name in some:
                     ticket = self._requests.get(name)
                     row = None if ticket is None else table.row(ticket)
                     if ticket is not None and (row is None or table.place(row).epoch < rewardable):
@@ -213,10 +213,16 @@ class HistoryStore:
 
     def find(self, problem_id: str | None) -> list[Located]:
         """A problem's answers (None: all problems') that may draft now, older epochs first."""
+        table, located = self._kept.table, list[Located]()
         with self._lock:
-            places = self._kept.table.find(None if problem_id is None else key_of(problem_id))
+            found = table.of_problem(None if problem_id is None else key_of(problem_id))
             oldest = self._epoch - self._config.epochs
-            return [Located(place, self._kept.source(place)) for place in places if place.epoch >= oldest]
+        # all answers may be one problem's
+        for tickets in parts(found.picked(found.epochs >= oldest).oldest_first().tickets()):
+            with self._lock:
+                places = [table.place(row) for ticket in tickets if (row := table.row(ticket)) is not None]
+                located += [Located(place, self._kept.source(place)) for place in places]
+        return located
 
     def read(self, located: Located, problem_id: str | None = None) -> Answer | None:
         """The answer; None: damaged since it was found, another problem's with the same hash, or another model's."""

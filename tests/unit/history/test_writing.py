@@ -200,8 +200,7 @@ def test_an_answer_that_is_dropped_while_it_is_written_is_nobodys(
 
     def drop() -> None:
         with store._lock:
-            (row,) = [store._kept.table.row(ticket) for ticket in store._requests.values()]
-            store._kept._drop([row])
+            store._kept._drop(list(store._requests.values()))
 
     disk.first = drop
     disk.go.set()
