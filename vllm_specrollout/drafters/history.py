@@ -18,7 +18,7 @@ import numpy as np
 from vllm_specrollout._core import HistoryIndex, propose_history
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.answers import MOST_TAIL, Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome
@@ -33,7 +33,6 @@ _CHECKED_EVERY = 16
 Asking in each step, `propose` took 0.21, 0.64 and 2.79 ms at batch 16, 64 and 256; now it takes 0.16, 0.33 and 1.84.
 Meanwhile indices may exceed `max_mib` by what so many steps add to them.
 """
-_TAIL = 64  # tokens of the prompt that contexts of an answer's beginning may reach into: the longest context there is
 
 
 @dataclass(slots=True)
@@ -152,7 +151,7 @@ class HistoryDrafter(BaseDrafter):
             ending.weights_version,
             ending.status,
             ending.token_ids,
-            ending.prompt_ids[-_TAIL:],
+            ending.prompt_ids[-MOST_TAIL:],
         )
         # with its reward, if that came before the end
         answer = self.store.append(answer)

@@ -89,8 +89,12 @@ class Reader:
             HistoryError: the file is not a history file, or not one of these versions.
         """
         self.scanner()
-        first = self.read(HEADER.size)
-        return first if isinstance(first, Vocabulary) else ANY_VOCABULARY
+        payload = self.payload(HEADER.size)
+        with contextlib.suppress(ValueError):
+            # no more than its head is decoded: it may be a long answer as well
+            first = None if payload is None else decode_head(payload)
+            return first if isinstance(first, Vocabulary) else ANY_VOCABULARY
+        return ANY_VOCABULARY
 
     def payload(self, offset: int) -> bytes | None:
         """The bytes of the record at this place; None: it was damaged since it was found. Any thread may call this."""
