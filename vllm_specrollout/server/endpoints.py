@@ -12,7 +12,7 @@ from typing import Annotated, Any, NotRequired
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WrapValidator
 from starlette.datastructures import Headers, State
 from typing_extensions import TypedDict
 
@@ -20,7 +20,7 @@ from vllm_specrollout import envs, health, reports
 from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server.command_line import readable_errors
-from vllm_specrollout.server.endpoints_body import let_others_run
+from vllm_specrollout.server.endpoints_body import in_place
 from vllm_specrollout.server.endpoints_guard import (
     SpecRolloutErrorResponse,
     SpecRolloutUnauthorized,
@@ -55,14 +55,18 @@ class SpecRolloutReward(TypedDict):
     request_id: Annotated[
         str, Field(min_length=1, max_length=reports.MAX_ID_LENGTH, description="The `id` of the server's answer.")
     ]
-    reward: Annotated[float, Field(allow_inf_nan=False), AfterValidator(let_others_run)]
+    reward: Annotated[float, Field(allow_inf_nan=False)]
     index: NotRequired[Annotated[_Index | None, Field(description="The choice's `index`, if there are several.")]]
 
 
 class SpecRolloutRewards(BaseModel):
     model_config = _STRICT
     # of a list with mistakes, the first is told
-    rewards: Annotated[list[SpecRolloutReward], FailFast(), Field(max_length=reports.MAX_REWARDS)]
+    rewards: Annotated[
+        list[Annotated[SpecRolloutReward, WrapValidator(in_place)]],
+        FailFast(),
+        Field(max_length=reports.MAX_REWARDS),
+    ]
 
 
 class SpecRolloutRewardCounts(BaseModel):
