@@ -62,6 +62,11 @@ _TITLES = {
         "A server under load and faults: what it holds, and whether its answers are stock's"
         " ([picture](concepts/soak.png)).",
     ),
+    "bounds": (
+        "Bounds",
+        "Without an engine: memory and disk where no problem ever comes back, and how long the worst bodies let a"
+        " server's event loop stand still.",
+    ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
@@ -278,6 +283,15 @@ _SOAK: Columns = {
     "holds": lambda row: {True: "yes", False: "no", None: "-"}[row.get("passed")],
 }
 
+_BOUNDS: Columns = {
+    "what": field("what"),
+    "measured": field("name"),
+    "value": lambda row: f"{row['value']:.4g}" if row["value"] < 1000 else f"{row['value']:.0f}",
+    "limit": lambda row: "-" if row.get("limit") is None else f"{row['limit']:.10g}",
+    "unit": lambda row: row.get("unit") or "-",
+    "holds": lambda row: {True: "yes", False: "no", None: "-"}[row.get("passed")],
+}
+
 
 def _known_before(rows: Sequence[Row]) -> str:
     """What estimates are made of, where it was kept."""
@@ -318,6 +332,7 @@ _TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "ladder": lambda run: table(run["rows"], _LADDER),
     "hang": lambda run: table(_parts(run["rows"]), _HANG),
     "soak": lambda run: table(run["rows"], _SOAK),
+    "bounds": lambda run: table(run["rows"], _BOUNDS),
     "index": lambda run: table(run["rows"], _INDEX),
     "kernels": lambda run: table(run["rows"], _GPU),
 }

@@ -21,6 +21,7 @@ SCENARIOS = (
     "ladder",
     "hang",
     "soak",
+    "bounds",
     "index",
     "host",
     "kernels",
@@ -120,7 +121,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 _ROWS = {
     **{"grpo": _epochs, "drafters": _drafters, "gpu first hour": _first_hour},
-    **dict.fromkeys(("index", "decoupled", "ladder", "hang", "soak"), _plain),
+    **dict.fromkeys(("index", "decoupled", "ladder", "hang", "soak", "bounds"), _plain),
 }
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from vllm_specrollout.types import FinishReason, IntArray
 
+MOST_TAIL = 64
+"""Tokens of a prompt that are kept with its answer: the longest context there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -20,7 +23,7 @@ class Answer:
     status: FinishReason
     # [num_tokens] the answer
     token_ids: IntArray
-    # [at most 64] the prompt's last tokens: contexts of the answer's first tokens reach into them
+    # [at most MOST_TAIL] the prompt's last tokens: contexts of the answer's first tokens reach into them
     prompt_tail: IntArray
     # as last reported; None: not reported (yet)
     reward: float | None = None

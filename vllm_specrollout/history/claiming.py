@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from vllm_specrollout.history.frames import HistoryError
-from vllm_specrollout.history.log import SUFFIX, LockedError, Reader, Visit, Writer, lock
+from vllm_specrollout.history.locking import LockedError, lock
+from vllm_specrollout.history.log import SUFFIX, Reader, Visit, Writer
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.private import make_folder
+
+# of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
+# that its file server no longer knows
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 
 
 def claim(
@@ -21,7 +27,7 @@ def claim(
 ) -> Writer:
     """Open the first file of the folder that nobody writes and that is of this vocabulary, or a new one.
 
-    Files of another user, and what is no file, are passed over.
+    Files of another user, links, and what is no file, are passed over.
 
     Args:
         passed_over: told of a file that is of another vocabulary, damaged in its header, or no file at all. May raise.
@@ -43,7 +49,7 @@ def claim(
         except HistoryError as error:
             passed_over(path, error)
         except OSError as error:
-            if isinstance(error, (PermissionError, IsADirectoryError)) and os.path.lexists(path):
+            if error.errno in _NOT_OURS and os.path.lexists(path):
                 continue
             raise HistoryError(f"the history in `{folder}` cannot be kept: {error.strerror}", way) from None
     raise HistoryError(f"all {1 << 16} history files in `{folder}` are others'", "name another `history.dir`")

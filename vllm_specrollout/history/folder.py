@@ -6,6 +6,7 @@ wait for the disk and are for one thread at a time; they take the lock themselve
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -31,6 +32,7 @@ from vllm_specrollout.history.records import (
 )
 from vllm_specrollout.history.source import NO_ROW, Source
 from vllm_specrollout.history.table import Place, Table, key_of
+from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -45,11 +47,11 @@ class Folder:
     """Opens the directory, claims a file in it and reads all others, but for those that it cannot use.
 
     Args:
-        expects_own: a file in another vocabulary is an error.
+        expects_own: a file in another vocabulary is an error, now; one that comes later is left out.
 
     Raises:
         HistoryError: the directory cannot be used.
-        ForeignError: it holds a file in another vocabulary, and none was expected.
+        ForeignError: it holds a file in another vocabulary now, and none was expected.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Folder:
         self.writer = claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary, self._pass_over)
         own.reader = self.writer.reader
         self.refresh()
+        # from here on nobody would hear of an error, and upkeep would end with it
+        self._expects_own = False
 
     @property
     def path(self) -> Path:
@@ -85,6 +89,11 @@ class Folder:
 
     def readers(self) -> list[log.Reader]:
         return [source.reader for source in list(self._sources.values()) if source.reader is not None]
+
+    def num_bytes(self) -> int:
+        """Of all files, as far as they were read."""
+        others = [reader.seen_bytes for reader in self.readers() if reader is not self.writer.reader]
+        return self.writer.size + sum(others)
 
     def reader(self, file: int) -> log.Reader:
         """Who reads the file now; it goes on reading it even if another one is put in its place."""
@@ -196,7 +205,12 @@ class Folder:
 
     def _forget(self, number: int) -> None:
         with self._lock:
-            self._table.drop(self._table.rows_of(number))
+            known = self._table.of_file(number)
+        # only this thread drops answers of files
+        for rows in parts(known.rows.tolist()):
+            with self._lock:
+                self._table.drop(rows)
+        with self._lock:
             del self._sources[number]
 
     def dropped(self, places: list[Place]) -> None:
@@ -214,30 +228,36 @@ class Folder:
         return is_old or 2 * own.reward_bytes > self.writer.size
 
     def oldest_beyond(self, most_bytes: int) -> list[int]:
-        """Rows of the own file's answers for which there is no room in so many bytes. Called with the lock."""
-        rows, offsets, epochs = self._table.in_file(OWN)
+        """Tickets of the own file's answers for which there is no room in so many bytes."""
+        with self._lock:
+            found = self._table.of_file(OWN)
+        found = found.picked(np.argsort(found.offsets))
         # an answer ends where the next one begins, at the latest
-        sizes = np.diff(offsets, append=self.writer.size)
-        newest_first = np.lexsort((-offsets, -epochs))
+        sizes = np.diff(found.offsets, append=self.writer.size)
+        newest_first = np.lexsort((-found.offsets, -found.epochs))
         beyond = np.cumsum(sizes[newest_first]) > most_bytes
-        return [int(row) for row in rows[newest_first][beyond]]
+        return found.picked(newest_first[beyond]).tickets()
 
     def remove_stale(self, oldest: int, most_bytes: int) -> None:
         """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
 
         Only files that this engine might have written: named like its own, of its vocabulary, and nobody's now.
         """
-        others = [source.reader for number, source in self._sources.items() if number != OWN and source.reader]
-        stale = [reader for reader in others if is_ours_by_name(reader.path)]
-        by_age = sorted(stale, key=lambda reader: os.fstat(reader.descriptor.fd).st_mtime)
-        room = most_bytes - sum(reader.descriptor.size() for reader in stale)
-        for reader in by_age:
-            number = next(number for number, source in self._sources.items() if source.reader is reader)
+        stale: list[tuple[float, int, int, log.Reader]] = []
+        for number, source in self._sources.items():
+            if number != OWN and source.reader is not None and is_ours_by_name(source.reader.path):
+                # one that its file server no longer knows is nobody's to remove
+                with contextlib.suppress(OSError):
+                    found = os.fstat(source.reader.descriptor.fd)
+                    stale.append((found.st_mtime, number, found.st_size, source.reader))
+        room = most_bytes - sum(size for _, _, size, _ in stale)
+        for _, number, size, reader in sorted(stale, key=lambda one: one[:2]):
             with self._lock:
-                is_alive = any(self._table.place(row).epoch >= oldest for row in self._table.rows_of(number))
+                epochs = self._table.of_file(number).epochs
+            is_alive = bool(np.any(epochs >= oldest))
             if (is_alive and room >= 0) or not unlink_if_unused(reader):
                 continue
-            room += reader.descriptor.size()
+            room += size
             self._forget(number)
 
     def rewrite(self, epoch: int) -> set[int]:
@@ -250,8 +270,9 @@ class Folder:
         """
         # numbers rather than objects: a file may hold a million answers
         with self._lock:
-            rows, _, _ = self._table.in_file(OWN)
+            found = self._table.of_file(OWN)
             reader = self.writer.reader
+        rows = found.rows[np.argsort(found.offsets)]
         # of the answers that could be read: row; and, with the epoch before them, where they are now
         written, offsets = array("i"), array("q")
 
@@ -265,13 +286,12 @@ class Folder:
                     yield with_reward(payload, place.reward)
 
         last = self.writer.rewrite(live(), lambda frame: offsets.append(frame.offset))
+        own = Source(self.writer.reader)
+        first = last.sequence + 1 - len(written)
+        own.rows = array("i", [NO_ROW]) * first + written
         with self._lock:
-            own = Source(self.writer.reader)
-            for number, row in enumerate(written):
-                sequence = last.sequence + 1 - len(written) + number
-                self._table.move(row, OWN, offsets[number + 1], sequence)
-                own.set_row(sequence, row)
-                own.num_tokens += self._table.place(row).num_tokens
+            # all at once: from here on, places are those in the new file
+            own.num_tokens = self._table.move_all(np.array(written, dtype=np.int64), OWN, offsets[1:], first)
             self._sources[OWN] = own
             lost = set(rows.tolist()) - set(written) if len(written) < len(rows) else set()
             self._table.drop(lost)

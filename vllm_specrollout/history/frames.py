@@ -35,6 +35,8 @@ _CHUNK = 1 << 20
 # frames that a file may have lost, beside those that its size has room for; a number above that is damage or malice,
 # and no memory is spent on it
 _MOST_MISSING = 1 << 16
+# bytes of damaged payloads, in sizes of the file, after which a frame's own word for its length is taken
+_MOST_REREAD = 4
 
 
 class HistoryError(SpecRolloutError):
@@ -42,12 +44,19 @@ class HistoryError(SpecRolloutError):
 
 
 class Descriptor:
-    """An open file that closes with its last user: a reader may still be at an answer when the file is replaced."""
+    """An open file that closes with its last user: a reader may still be at an answer when the file is replaced.
+
+    Raises:
+        HistoryError: it is no regular file; with `O_NOFOLLOW`, a link.
+        OSError: it cannot be opened.
+    """
 
     __slots__ = ("fd",)
 
     def __init__(self, path: Path, flags: int) -> None:
         self.fd = -1
+        if flags & os.O_NOFOLLOW and path.is_symlink():
+            raise HistoryError(f"`{path}` is a link, and where it leads is not written", "name the file it leads to")
         # a pipe without anybody at its other end is not waited for
         self.fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
         if not stat.S_ISREG(os.fstat(self.fd).st_mode):
@@ -143,45 +152,65 @@ class Window:
 
     def __init__(self, fd: int, end: int, chunk: int = _CHUNK) -> None:
         self._fd = fd
-        self._end = end
+        self.end = end
         self._chunk = chunk
         self._start = 0
         self._data = b""
 
     def take(self, offset: int, count: int) -> bytes:
-        count = max(0, min(count, self._end - offset))
+        count = max(0, min(count, self.end - offset))
         start = offset - self._start
         if start < 0 or start + count > len(self._data):
-            self._data = os.pread(self._fd, min(max(count, self._chunk), self._end - offset), offset)
+            self._data = os.pread(self._fd, min(max(count, self._chunk), self.end - offset), offset)
             self._start, start = offset, 0
         return self._data[start : start + count]
 
     def find(self, pattern: bytes, offset: int) -> int:
         """Where the pattern next starts, at or after `offset`; -1: nowhere."""
-        while offset + len(pattern) <= self._end:
+        while offset + len(pattern) <= self.end:
             # fills the buffer if less than the pattern is left of it
             if len(self.take(offset, len(pattern))) < len(pattern):
                 return -1
             found = self._data.find(pattern, offset - self._start)
             if found >= 0:
                 found += self._start
-                return found if found + len(pattern) <= self._end else -1
+                return found if found + len(pattern) <= self.end else -1
             offset = self._start + len(self._data) - len(pattern) + 1
         return -1
 
 
-def frame_at(window: Window, seed: int, offset: int) -> Frame | None:
-    """The frame at this very place, if it is whole and both its checksums are right."""
+class _Head(NamedTuple):
+    """What a frame says of itself, with the right checksum."""
+
+    sequence: int
+    # bytes of its payload
+    length: int
+    # checksums: its own, and its payload's
+    own: int
+    payload: int
+
+
+def _head_at(window: Window, seed: int, offset: int) -> _Head | None:
     start = window.take(offset, FRAME.size)
     if len(start) < FRAME.size:
         return None
-    marker, length, sequence, head, body = FRAME.unpack(start)
-    if marker != MARKER or length > MAX_PAYLOAD or zlib.crc32(start[:12], seed) != head:
+    marker, length, sequence, own, payload = FRAME.unpack(start)
+    # what claims to go on beyond the end is not read at all
+    if marker != MARKER or length > min(MAX_PAYLOAD, window.end - offset - FRAME.size):
         return None
-    payload = window.take(offset + FRAME.size, length)
-    if len(payload) < length or zlib.crc32(payload, head) != body:
-        return None
-    return Frame(offset, sequence, payload)
+    return _Head(sequence, length, own, payload) if zlib.crc32(start[:12], seed) == own else None
+
+
+def _payload_at(window: Window, head: _Head, offset: int) -> bytes | None:
+    payload = window.take(offset + FRAME.size, head.length)
+    return payload if len(payload) == head.length and zlib.crc32(payload, head.own) == head.payload else None
+
+
+def frame_at(window: Window, seed: int, offset: int) -> Frame | None:
+    """The frame at this very place, if it is whole and both its checksums are right."""
+    head = _head_at(window, seed, offset)
+    payload = None if head is None else _payload_at(window, head, offset)
+    return None if head is None or payload is None else Frame(offset, head.sequence, payload)
 
 
 class Scanner:
@@ -210,16 +239,20 @@ class Scanner:
     def frames(self, fd: int, end: int) -> Iterator[Frame]:
         """Frames not yet read that end by `end`; what follows the last one is looked at again the next time."""
         window = Window(fd, end)
-        offset = self.position
+        offset, spare = self.position, _MOST_REREAD * end
         while offset < end:
-            frame = frame_at(window, self.seed, offset)
-            if frame is None:
-                # not past the claimed length: the length itself may be what is wrong, or a piece may be missing
-                offset = window.find(MARKER, offset + 1)
+            head = _head_at(window, self.seed, offset)
+            payload = None if head is None else _payload_at(window, head, offset)
+            if head is None or payload is None:
+                # not past the claimed length, as a piece of the payload may be missing; but payloads that overlap, each
+                # of them damaged, would be read again and again
+                spare -= 0 if head is None else head.length
+                offset = window.find(MARKER, offset + (1 if head is None or spare >= 0 else FRAME.size + head.length))
                 if offset < 0:
                     return
                 continue
             self.damaged += offset > self.position
+            frame = Frame(offset, head.sequence, payload)
             offset = self.position = frame.end
             if frame.sequence <= end // FRAME.size + _MOST_MISSING and self.note(frame.sequence):
                 yield frame

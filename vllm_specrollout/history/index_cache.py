@@ -11,10 +11,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Generic
 
 from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
 from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.store import HistoryStore
@@ -51,7 +52,7 @@ class IndexCache(Generic[IndexType]):
         self._config = config
         self._store = store
         self._make_index = make_index
-        self._executor = executor or ThreadPoolExecutor(1, "specrollout-history")
+        self._executor = executor or Background("specrollout-history")
         self._clock = clock
         self._lock = threading.RLock()
         # least recently used first
@@ -141,7 +142,7 @@ class IndexCache(Generic[IndexType]):
             )
 
     def close(self) -> None:
-        """Give up what is being built."""
+        """Give up what is being built; one build may go on reading from a disk that stands still."""
         with self._lock:
             self._entries.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -19,6 +19,7 @@ from vllm_specrollout.history.memory import Memory
 from vllm_specrollout.history.records import EpochRecord, RewardRecord, with_reward
 from vllm_specrollout.history.source import NO_ROW
 from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
+from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class Keeping:
         self.write()
         try:
             self.folder.writer.close()
-        except OSError as error:
+        except Exception as error:
             self.note_error(error)
 
     # --- settling, in the background ---------------------------------------------------------------------------------
@@ -209,26 +210,26 @@ class Keeping:
         oldest = epoch - self._config.epochs
         self.write()
         if self.folder is not None:
-            try:
-                self.folder.writer.sync()
-                self.folder.refresh()
-            except OSError as error:
-                self.note_error(error)
+            for step in (self.folder.writer.sync, self.folder.refresh):
+                try:
+                    step()
+                except Exception as error:
+                    # whatever it was: old answers are dropped all the same
+                    self.note_error(error)
         self.drop_old(epoch)
         if len(self.table) > self._most:
             # a sixteenth more than has to go, so that this is not done for every answer
             with self._lock:
-                surplus = self.table.oldest(len(self.table) - self._most * 15 // 16)
-            self._drop(surplus, is_evicted=True)
+                found = self.table.of_problem(None)
+            surplus = len(found.rows) - self._most * 15 // 16
+            self._drop(found.oldest_first().tickets()[:surplus], is_evicted=True)
         if self.folder is not None:
             self._settle_folder(self.folder, epoch, oldest)
 
     def _settle_folder(self, folder: Folder, epoch: int, oldest: int) -> None:
         try:
             if folder.writer.size > self._most_bytes:
-                with self._lock:
-                    beyond = folder.oldest_beyond(self._most_bytes // 2)
-                self._drop(beyond, is_evicted=True)
+                self._drop(folder.oldest_beyond(self._most_bytes // 2), is_evicted=True)
                 is_dead = True
             else:
                 with self._lock:
@@ -249,16 +250,13 @@ class Keeping:
     def drop_old(self, epoch: int) -> None:
         """Drop the answers that are too old in this epoch."""
         with self._lock:
-            rows = self.table.rows_before(epoch - self._config.epochs)
-        self._drop(rows)
+            old = self.table.before(epoch - self._config.epochs)
+        self._drop(old.tickets())
 
-    def _drop(self, rows: list[int], is_evicted: bool = False) -> None:
-        with self._lock:
-            tickets = [self.table.ticket(row) for row in rows]
-        for start in range(0, len(tickets), 1000):
-            # a few at a time: whoever wants the lock need not wait for all of them
+    def _drop(self, tickets: list[int], is_evicted: bool = False) -> None:
+        for some in parts(tickets):
             with self._lock:
-                found = (self.table.row(ticket) for ticket in tickets[start : start + 1000])
+                found = (self.table.row(ticket) for ticket in some)
                 dropped = self.table.drop([row for row in found if row is not None])
                 self.evicted += len(dropped) if is_evicted else 0
                 for place in dropped:

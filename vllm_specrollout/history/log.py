@@ -6,6 +6,7 @@ record it was writing. Power is another matter: only what was written before the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -25,16 +26,13 @@ from vllm_specrollout.history.frames import (
     new_header,
     read_header,
 )
+from vllm_specrollout.history.locking import lock
 from vllm_specrollout.history.records import Record, RecordHead, decode_head, decode_record, encode_record
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 SUFFIX = ".history"
 
 Visit = Callable[[Frame, RecordHead], object]
-
-
-class LockedError(HistoryError):
-    """Another process writes the file."""
 
 
 class ForeignError(HistoryError):
@@ -91,8 +89,12 @@ class Reader:
             HistoryError: the file is not a history file, or not one of these versions.
         """
         self.scanner()
-        first = self.read(HEADER.size)
-        return first if isinstance(first, Vocabulary) else ANY_VOCABULARY
+        payload = self.payload(HEADER.size)
+        with contextlib.suppress(ValueError):
+            # no more than its head is decoded: it may be a long answer as well
+            first = None if payload is None else decode_head(payload)
+            return first if isinstance(first, Vocabulary) else ANY_VOCABULARY
+        return ANY_VOCABULARY
 
     def payload(self, offset: int) -> bytes | None:
         """The bytes of the record at this place; None: it was damaged since it was found. Any thread may call this."""
@@ -111,10 +113,17 @@ class Reader:
             return None
 
     @property
+    def missing(self) -> int:
+        """Frames that were written before others that could be read, and could not be read."""
+        return self._scanner.missing if self._scanner else 0
+
+    @property
     def is_current(self) -> bool:
-        """Whether the path still leads to this file, with at least what was read of it."""
+        """Whether the path still leads to this file, with at least what was read of it; not if nobody can say."""
         position = self._scanner.position if self._scanner else 0
-        return self.descriptor.is_at(self.path) and self.descriptor.size() >= position
+        with contextlib.suppress(OSError):
+            return self.descriptor.is_at(self.path) and self.descriptor.size() >= position
+        return False
 
 
 class Writer:
@@ -247,38 +256,6 @@ class Writer:
 def files(folder: Path) -> list[Path]:
     """The folder's history files, by name."""
     return sorted(folder.glob(f"*{SUFFIX}"))
-
-
-def is_locked(path: Path) -> bool:
-    """Whether some process writes the file now."""
-    descriptor = Descriptor(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
-
-
-def lock(path: Path, create: bool = False) -> Descriptor:
-    """Open a file for as long as the descriptor lives, so that no other process writes it meanwhile.
-
-    Raises:
-        LockedError: another process writes it.
-    """
-    # a lock of the open file (flock), not of the process (lockf): closing a reader of the same file keeps it. NFS makes
-    # the one into the other: there the lock is lost with the first reader that closes, so a directory on NFS is for one
-    # engine alone
-    while True:
-        descriptor = Descriptor(path, os.O_RDWR | (os.O_CREAT if create else 0))
-        try:
-            fcntl.flock(descriptor.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LockedError(
-                f"`{path}` is being written by another process", "end the engine that uses this `history.dir` first"
-            ) from None
-        # its writer may have put another file in its place between the two calls
-        if descriptor.is_at(path):
-            return descriptor
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:

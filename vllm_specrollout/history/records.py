@@ -10,7 +10,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.answers import MOST_TAIL, Answer
 from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
 from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.types import FinishReason
@@ -113,6 +113,9 @@ def decode_head(payload: bytes) -> RecordHead:
     problem, request, tail = (sum(lengths[:count]) + _ANSWER.size for count in (1, 2, 3))
     if kind != _KIND_ANSWER or status >= len(_STATUSES) or tail > len(payload):
         raise ValueError(f"a record of kind {kind} with parts of {lengths} bytes in {len(payload)}")
+    if (count := count_tokens(payload[request : min(tail, request + 8)])) > MOST_TAIL:
+        # what is not counted anywhere is to be small
+        raise ValueError(f"{count} tokens of a prompt, above the {MOST_TAIL} that are kept of one")
     return AnswerHead(
         problem_id=_as_text(payload[_ANSWER.size : problem]),
         request_id=_as_text(payload[problem:request]),

@@ -8,19 +8,24 @@ and no lock that a caller needs is held meanwhile.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 import threading
 from collections.abc import Callable
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.background import PATIENCE_S, wait_for
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.keeping import Keeping
 from vllm_specrollout.history.memory import decode_answer
 from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.table import key_of
+from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 class HistoryStore:
@@ -198,10 +203,9 @@ class HistoryStore:
         table, rewardable = self._kept.table, max(self._epoch - self._config.epochs, self._epoch - 1)
         with self._lock:
             names = list(self._requests)
-        for start in range(0, len(names), 1000):
-            # a few at a time: whoever wants the lock need not wait for all of them
+        for some in parts(names):
             with self._lock:
-                for name in names[start : start + 1000]:
+                for name in some:
                     ticket = self._requests.get(name)
                     row = None if ticket is None else table.row(ticket)
                     if ticket is not None and (row is None or table.place(row).epoch < rewardable):
@@ -209,10 +213,16 @@ class HistoryStore:
 
     def find(self, problem_id: str | None) -> list[Located]:
         """A problem's answers (None: all problems') that may draft now, older epochs first."""
+        table, located = self._kept.table, list[Located]()
         with self._lock:
-            places = self._kept.table.find(None if problem_id is None else key_of(problem_id))
+            found = table.of_problem(None if problem_id is None else key_of(problem_id))
             oldest = self._epoch - self._config.epochs
-            return [Located(place, self._kept.source(place)) for place in places if place.epoch >= oldest]
+        # all answers may be one problem's
+        for tickets in parts(found.picked(found.epochs >= oldest).oldest_first().tickets()):
+            with self._lock:
+                places = [table.place(row) for ticket in tickets if (row := table.row(ticket)) is not None]
+                located += [Located(place, self._kept.source(place)) for place in places]
+        return located
 
     def read(self, located: Located, problem_id: str | None = None) -> Answer | None:
         """The answer; None: damaged since it was found, another problem's with the same hash, or another model's."""
@@ -226,17 +236,17 @@ class HistoryStore:
         with self._lock:
             kept, folder = self._kept, self._kept.folder
             readers = folder.readers() if folder else []
-            scanners = [scanner for reader in readers if (scanner := reader.scanner()) is not None]
             return StoreStats(
                 epoch=self._epoch,
                 answers=len(kept.table),
                 problems=kept.table.num_problems,
                 tokens=kept.table.num_tokens(),
                 files=len(readers),
-                file_bytes=sum(reader.descriptor.size() for reader in readers),
+                # as last read: what is asked here waits for no disk, and fails with none
+                file_bytes=folder.num_bytes() if folder else 0,
                 memory_bytes=kept.memory.num_bytes,
                 waiting=kept.num_waiting,
-                damaged=sum(scanner.missing for scanner in scanners),
+                damaged=sum(reader.missing for reader in readers),
                 evicted=kept.evicted,
                 write_errors=kept.write_errors,
                 foreign_files=len(folder.foreign) if folder else 0,
@@ -244,8 +254,18 @@ class HistoryStore:
                 rewards=dict(self._rewards),
             )
 
-    def close(self) -> None:
-        """Wait until all is on disk, and let others have the file. What is in memory only is lost."""
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait until all is on disk, and let others have the file. What is in memory only is lost.
+
+        A disk that stands still is not waited for longer than `patience_s` (seconds); that is said.
+        """
+        thread = threading.Thread(target=self._close, name="specrollout-history-close", daemon=True)
+        thread.start()
+        if not wait_for(thread, lambda: self._kept.num_waiting, patience_s):
+            what = "the disk of the history in `%s` stands still: %d answers are not written"
+            logger.warning(what, self._config.dir, self._kept.num_waiting)
+
+    def _close(self) -> None:
         with self._disk:
             if not self._is_closed:
                 self._kept.close()

@@ -1,4 +1,4 @@
-"""Where each answer is: some 40 bytes of memory per answer, however long it is. Neither files nor locks.
+"""Where each answer is: some 60 bytes of memory per answer, however long it is. Neither files nor locks.
 
 Columns instead of objects: an object per answer would cost more than the compressed tokens of a short one.
 """
@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,29 @@ class Place(NamedTuple):
     num_tokens: int
 
 
+class Selection(NamedTuple):
+    """Answers as they stood when they were asked for, in no order: what takes long is done with these."""
+
+    # each [answers]
+    rows: npt.NDArray[np.int64]
+    # in the order in which they were added
+    serials: npt.NDArray[np.uint64]
+    epochs: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+    def tickets(self) -> list[int]:
+        """Their names, which lead to nothing once they are dropped."""
+        return (self.serials << np.uint64(32) | self.rows.astype(np.uint64)).tolist()
+
+    def picked(self, which: npt.NDArray[Any]) -> Selection:
+        """Those of these numbers, in this order; or those where it is true."""
+        return Selection(*(column[which] for column in self))
+
+    def oldest_first(self) -> Selection:
+        """By epoch; within an epoch in the order in which they were added."""
+        return self.picked(np.lexsort((self.serials, self.epochs)))
+
+
 def key_of(problem_id: str) -> int:
     """64 bits of a problem's id. Two problems with the same bits are told apart when their answers are read."""
     data = problem_id.encode("utf-8", "surrogatepass")
@@ -55,7 +78,9 @@ class Table:
         # of answers ever added: a row is used again, its number is not
         self._serials = array("Q")
         self._next_serial = 0
-        # [rows of the problem] in the order they came
+        # where it stands among its problem's rows
+        self._positions = array("i")
+        # [rows of the problem] in no order
         self._rows: dict[int, array[int]] = {}
         self._free = array("i")
 
@@ -82,12 +107,14 @@ class Table:
         self._num_tokens[row] = place.num_tokens
         self.move(row, place.file, place.offset, place.sequence)
         self.set_reward(row, place.reward)
-        self._rows.setdefault(problem, array("i")).append(row)
+        rows = self._rows.setdefault(problem, array("i"))
+        self._positions[row] = len(rows)
+        rows.append(row)
         return row
 
     def _whole_numbers(self) -> tuple[array[int], ...]:
         columns = (self._problems, self._files, self._offsets, self._sequences, self._epochs, self._num_tokens)
-        return (*columns, self._serials)
+        return (*columns, self._serials, self._positions)
 
     def ticket(self, row: int) -> int:
         """Names the answer of a row, and never another one."""
@@ -98,12 +125,19 @@ class Table:
         row = ticket & 0xFFFF_FFFF
         return row if self._serials[row] == ticket >> 32 and self._files[row] != _NO_FILE else None
 
-    def oldest(self, count: int) -> list[int]:
-        """Rows of so many answers: those of the earliest epochs, and of these what was added first."""
-        files = np.array(self._files)
-        rows = np.flatnonzero(files != _NO_FILE)
-        order = np.lexsort((np.array(self._serials)[rows], np.array(self._epochs)[rows]))
-        return [int(row) for row in rows[order[:count]]]
+    def move_all(self, rows: npt.NDArray[np.int64], file: int, offsets: array[int], first: int) -> int:
+        """Say where in a file these answers are now, one behind the other from that sequence number on.
+
+        Args:
+            offsets: [rows] bytes.
+
+        Returns:
+            Their tokens.
+        """
+        np.asarray(self._files)[rows] = file
+        np.asarray(self._offsets)[rows] = offsets
+        np.asarray(self._sequences)[rows] = np.arange(first, first + len(rows))
+        return int(np.asarray(self._num_tokens)[rows].sum(dtype=np.int64))
 
     def move(self, row: int, file: int, offset: int, sequence: int) -> None:
         self._files[row] = file
@@ -124,28 +158,28 @@ class Table:
             self._num_tokens[row],
         )
 
-    def find(self, problem: int | None) -> list[Place]:
-        """The problem's answers (None: all problems'), older epochs first, within an epoch in the order they came."""
-        groups = self._rows.values() if problem is None else (self._rows.get(problem, ()),)
-        return sorted((self.place(row) for rows in groups for row in rows), key=lambda place: place.epoch)
+    def of_problem(self, problem: int | None) -> Selection:
+        """The problem's answers; None: all problems'."""
+        if problem is None:
+            return self._selection(np.flatnonzero(np.asarray(self._files) != _NO_FILE))
+        return self._selection(np.array(self._rows.get(problem, array("i")), dtype=np.int64))
 
-    def rows_before(self, epoch: int) -> list[int]:
-        """Rows of answers of earlier epochs."""
-        return np.flatnonzero(np.array(self._epochs) < epoch).tolist()
+    def of_file(self, file: int) -> Selection:
+        return self._selection(np.flatnonzero(np.asarray(self._files) == file))
 
-    def rows_of(self, file: int) -> list[int]:
-        return np.flatnonzero(np.array(self._files) == file).tolist()
+    def before(self, epoch: int) -> Selection:
+        """Answers of earlier epochs."""
+        return self._selection(np.flatnonzero(np.asarray(self._epochs) < epoch))
 
-    def in_file(self, file: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Each [answers of the file]: rows, their offsets and their epochs, in the order of the file."""
-        rows = np.flatnonzero(np.array(self._files) == file)
-        rows = rows[np.argsort(np.array(self._offsets)[rows])]
-        return rows, np.array(self._offsets)[rows], np.array(self._epochs)[rows]
+    def _selection(self, rows: npt.NDArray[np.int64]) -> Selection:
+        # looked at in place, and copied where they are picked from: no column may grow while somebody looks at it
+        columns = (self._serials, self._epochs, self._offsets)
+        return Selection(rows, *(np.asarray(column)[rows] for column in columns))
 
     def num_tokens(self, file: int | None = None) -> int:
         """Of the file's answers, or of all."""
-        tokens = np.array(self._num_tokens, dtype=np.int64)
-        return int(tokens.sum() if file is None else tokens[np.array(self._files) == file].sum())
+        tokens = np.asarray(self._num_tokens)
+        return int(tokens.sum(dtype=np.int64) if file is None else tokens[np.asarray(self._files) == file].sum())
 
     def drop(self, dead: Iterable[int]) -> list[Place]:
         """Drop rows; returns what they held."""
@@ -153,8 +187,11 @@ class Table:
         for row in dead:
             places.append(self.place(row))
             problem = self._problems[row]
-            rows = self._rows[problem]
-            rows.remove(row)
+            rows, at = self._rows[problem], self._positions[row]
+            # the last one takes its place: a problem may have all answers, and looking for one of them would take long
+            rows[at] = last = rows[-1]
+            self._positions[last] = at
+            rows.pop()
             if not rows:
                 del self._rows[problem]
             # so that no search over the columns finds it

@@ -13,6 +13,7 @@ from pathlib import Path
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.frames import HEADER, HistoryError, expect_history
+from vllm_specrollout.history.locking import is_locked, lock
 from vllm_specrollout.history.log import SUFFIX, Reader, Writer
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
@@ -106,7 +107,7 @@ def inspect(path: Path) -> FileReport:
         version=reader.version,
         model=vocabulary.model,
         vocab_size=None if vocabulary == ANY_VOCABULARY else vocabulary.size,
-        is_being_written=log.is_locked(path),
+        is_being_written=is_locked(path),
         records=num_records,
         answers=len(answers),
         rewards=len(rewarded & answers),
@@ -218,7 +219,7 @@ def clear(paths: list[Path]) -> int:
         LockedError: one of the files is being written; then none is removed.
         HistoryError: one of them is no history file, whatever it is called; likewise.
     """
-    held = [log.lock(path) for path in paths]
+    held = [lock(path) for path in paths]
     for descriptor, path in zip(held, paths, strict=True):
         expect_history(descriptor, path)
     freed = sum(descriptor.size() for descriptor in held)

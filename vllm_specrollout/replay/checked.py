@@ -67,7 +67,8 @@ def header(values: Mapping[str, Any]) -> Header:
         raise ValueError(f"a runner {found.runner!r:.80} that drafts a {found.shape!r:.80}")
     for name, value in mapping(found.cost).items():
         for term in listed(value) if name == "rows" else [value]:
-            real(term)
+            # a token of a prompt is computed once at most
+            real(term, most=1.0 if name == "prompt_share" else MOST)
     return found
 
 

@@ -29,6 +29,10 @@ _CHUNK = 1 << 16
 _PACKED_CHUNK = 1 << 10
 _IDLE_S = 0.5
 _LEVEL = 9
+MOST_WAITING = 1 << 28
+"""Bytes, about, of records that wait for the disk: some 20 seconds of a busy engine."""
+PATIENCE_S = 10.0
+"""Seconds without any progress after which the disk is not waited for any longer."""
 _NOT_A_TRACE = 'give a file that `--spec-rollout \'{"record": "FILE.jsonl.zst"}\'` has written'
 
 
@@ -74,22 +78,46 @@ class TraceWriter:
 
 
 class ThreadSink:
-    """Packs and writes in a thread of its own. A full disk or any other error ends the recording, never the engine."""
+    """Packs and writes in a thread of its own. A full disk or any other error ends the recording, never the engine.
 
-    def __init__(self, path: Path) -> None:
+    So does a disk that stands still: once there is no room for a record, no later one is taken. A trace has no holes.
+    `close` leaves the disk to itself after `patience_s` without any progress.
+    """
+
+    def __init__(self, path: Path, patience_s: float = PATIENCE_S) -> None:
         self._path = path
+        self._patience_s = patience_s
+        # bytes: the one is changed by `write` alone, the other by the thread alone
+        self._put = self._taken = 0
+        self.dropped = 0
+        """Records that there was no room for."""
         self._writer = TraceWriter(path)
         self._queue: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="specrollout-record", daemon=True)
         self._thread.start()
 
     def write(self, record: Record) -> None:
+        size = _bytes_of(record)
+        waiting = self._put - self._taken
+        if self.dropped or (waiting and waiting + size > MOST_WAITING):
+            if not self.dropped:
+                what = "The disk of the trace %s stands still; the recording ends, and the engine goes on without it"
+                logger.error(what, self._path)
+            self.dropped += 1
+            return
+        self._put += size
         self._queue.put(record)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all is written, as long as the disk takes any of it."""
         self._queue.put(None)
-        self._thread.join()
+        before = -1
+        while self._thread.is_alive() and self._taken != before:
+            before = self._taken
+            self._thread.join(self._patience_s)
+        if self._thread.is_alive() or self.dropped:
+            what = "The trace %s is not whole: %d records of its end are missing"
+            logger.error(what, self._path, self.dropped + self._queue.qsize())
 
     def _run(self) -> None:
         try:
@@ -103,14 +131,25 @@ class ThreadSink:
                     continue
                 if record is None:
                     break
+                self._taken += _bytes_of(record)
                 self._writer.write(record)
                 is_flushed = False
             self._writer.close()
         except Exception:
             # whatever it was: nobody else would take what the engine goes on putting into the queue
             logger.exception("The trace %s cannot be written any further; the engine goes on without it", self._path)
-            while self._queue.get() is not None:
-                pass
+            while (record := self._queue.get()) is not None:
+                self._taken += _bytes_of(record)
+
+
+def _bytes_of(record: Record) -> int:
+    """Of a record in memory, about."""
+    if isinstance(record, End):
+        return 512 + record.token_ids.nbytes
+    if isinstance(record, Step):
+        trees = sum(16 * candidates.tree.size for candidates in record.candidates)
+        return 512 + 1024 * len(record.candidates) + trees + 128 * len(record.verified)
+    return 512
 
 
 def write_trace(path: Path, trace: Trace) -> None:

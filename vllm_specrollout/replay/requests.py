@@ -74,9 +74,13 @@ def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
     Raises:
         TraceError: there are more prompt tokens than memory is spent on, or a replay would have too many steps.
     """
-    num_tokens = sum(arrival.num_prompt_tokens for arrival in trace.arrivals if arrival.request in trace.ends)
-    if num_tokens > MOST_TOKENS or num_tokens > MOST_PROMPT_STEPS * trace.header.max_num_batched_tokens:
-        cause = f"the trace has {num_tokens} tokens of prompts, {trace.header.max_num_batched_tokens} in a step at most"
+    prompts = [arrival.num_prompt_tokens for arrival in trace.arrivals if arrival.request in trace.ends]
+    num_tokens, num_rows = sum(prompts), sum(_rows(prompt, prompt_share) for prompt in prompts)
+    if num_tokens > MOST_TOKENS or num_rows > MOST_PROMPT_STEPS * trace.header.max_num_batched_tokens:
+        cause = (
+            f"the trace has {num_tokens} tokens of prompts and {num_rows} rows of prompts,"
+            f" {trace.header.max_num_batched_tokens} in a step at most"
+        )
         raise TraceError(cause, f"record a shorter run: at most {MOST_TOKENS}, and {MOST_PROMPT_STEPS} steps of them")
     requests = []
     for arrival in trace.arrivals:
@@ -85,9 +89,14 @@ def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
             continue
         prompt: IntArray = np.zeros(arrival.num_prompt_tokens, dtype=np.int32)
         token_ids = np.concatenate([prompt, end.token_ids])
-        rows = max(1, round(prompt_share * arrival.num_prompt_tokens))
+        rows = _rows(arrival.num_prompt_tokens, prompt_share)
         requests.append(Request(arrival, end, f"r{arrival.request}", token_ids, rows))
     return requests
+
+
+def _rows(num_prompt_tokens: int, prompt_share: float) -> int:
+    """Rows of the forward pass that compute a prompt."""
+    return max(1, round(prompt_share * num_prompt_tokens))
 
 
 def take_rows(request: Request, room: int, rows: dict[str, int]) -> int:

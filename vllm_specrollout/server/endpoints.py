@@ -12,7 +12,7 @@ from typing import Annotated, Any, NotRequired
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, WrapValidator
 from starlette.datastructures import Headers, State
 from typing_extensions import TypedDict
 
@@ -20,6 +20,7 @@ from vllm_specrollout import envs, health, reports
 from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server.command_line import readable_errors
+from vllm_specrollout.server.endpoints_body import in_place
 from vllm_specrollout.server.endpoints_guard import (
     SpecRolloutErrorResponse,
     SpecRolloutUnauthorized,
@@ -61,7 +62,11 @@ class SpecRolloutReward(TypedDict):
 class SpecRolloutRewards(BaseModel):
     model_config = _STRICT
     # of a list with mistakes, the first is told
-    rewards: Annotated[list[SpecRolloutReward], FailFast(), Field(max_length=reports.MAX_REWARDS)]
+    rewards: Annotated[
+        list[Annotated[SpecRolloutReward, WrapValidator(in_place)]],
+        FailFast(),
+        Field(max_length=reports.MAX_REWARDS),
+    ]
 
 
 class SpecRolloutRewardCounts(BaseModel):

@@ -10,7 +10,8 @@ from vllm_specrollout import cli
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.frames import MAGIC, HistoryError
-from vllm_specrollout.history.log import LockedError, Writer
+from vllm_specrollout.history.locking import LockedError
+from vllm_specrollout.history.log import Writer
 from vllm_specrollout.history.records import EpochRecord, RewardRecord
 
 

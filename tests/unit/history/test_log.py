@@ -16,7 +16,8 @@ from vllm_specrollout.history import frames
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.claiming import claim
 from vllm_specrollout.history.frames import HistoryError
-from vllm_specrollout.history.log import LockedError, Reader, Writer
+from vllm_specrollout.history.locking import LockedError
+from vllm_specrollout.history.log import Reader, Writer
 from vllm_specrollout.history.records import (
     AnswerHead,
     EpochRecord,

@@ -438,6 +438,6 @@ def test_rows_that_are_dropped_are_used_again():
     for round_number in range(50):
         row = rows.add(1, table.Place(0, round_number, 0, round_number, None, 3))
         assert row <= 1
-        rows.drop(rows.rows_before(round_number))
-        assert rows.rows_of(0) == [row] and rows.num_tokens() == rows.num_tokens(0) == 3
+        rows.drop(rows.before(round_number).rows.tolist())
+        assert rows.of_file(0).rows.tolist() == [row] and rows.num_tokens() == rows.num_tokens(0) == 3
     assert len(rows) == 1 and rows.num_problems == 1

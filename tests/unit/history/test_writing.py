@@ -152,6 +152,36 @@ def test_closing_writes_what_waits(tmp_path: Path, make_answer: MakeAnswer) -> N
     assert store.stats().write_errors == 0
 
 
+def test_closing_does_not_wait_for_a_disk_that_stands_still_and_says_what_is_lost(
+    tmp_path: Path, disk: Disk, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, background = opened(tmp_path, disk)
+    for name in "abc":
+        store.append(make_answer(name))
+    assert disk.is_asked.wait(PATIENCE_S)
+    store.close(patience_s=0.0)
+    assert not disk.go.is_set() and "stands still: 3 answers are not written" in caplog.text
+    # a disk that comes back in time gets them all the same
+    disk.go.set()
+    background.settle()
+    store.close()
+    assert names(HistoryStore(HistoryConfig(dir=str(tmp_path)))) == ["a", "b", "c"]
+
+
+def test_closing_waits_as_long_as_answers_are_written(tmp_path: Path, disk: Disk, make_answer: MakeAnswer) -> None:
+    tasks: list[Callable[[], None]] = []
+    disk.go.set()
+    store = HistoryStore(HistoryConfig(dir=str(tmp_path)), tasks.append)
+    disk.go.clear()
+    for number in range(5):
+        store.append(make_answer(str(number)))
+    writing = threading.Thread(target=store.close)
+    writing.start()
+    disk.go.set()
+    writing.join(PATIENCE_S)
+    assert not writing.is_alive() and store.stats().waiting == 0
+
+
 def test_a_reward_that_comes_while_its_answer_is_written_is_written_after_it(
     tmp_path: Path, disk: Disk, make_answer: MakeAnswer
 ) -> None:
@@ -170,8 +200,7 @@ def test_an_answer_that_is_dropped_while_it_is_written_is_nobodys(
 
     def drop() -> None:
         with store._lock:
-            (row,) = [store._kept.table.row(ticket) for ticket in store._requests.values()]
-            store._kept._drop([row])
+            store._kept._drop(list(store._requests.values()))
 
     disk.first = drop
     disk.go.set()

@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from tests.unit.replay.builders import header
 from vllm_specrollout.budgets.registry import make_budget, names
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.replay import codec, files
-from vllm_specrollout.replay.files import ThreadSink, read_trace, write_trace
-from vllm_specrollout.replay.records import Step, TraceError
+from vllm_specrollout.replay.cost import CostLine
+from vllm_specrollout.replay.files import ThreadSink, TraceWriter, read_trace, write_trace
+from vllm_specrollout.replay.records import Record, Step, TraceError
 from vllm_specrollout.replay.simulate import replay
 from vllm_specrollout.replay.synthetic import Plan, make_trace
 
+PATIENCE_S = 60  # no test waits so long unless it fails
 WEIRD: list[Any] = [
     None, True, -1, 0, 1, 2**31 - 1, 2**31, 2**63, 10**30, -(2**31) - 1, 1e308, float("nan"), float("inf"), -0.5,
     "x", "", [], {}, [[]], "tree", "off", "\ud800",
@@ -121,6 +124,24 @@ def test_prompts_that_memory_has_no_room_for_are_refused(lines: list[dict[str, A
         replay(read_trace(path), make_budget(SpecRolloutConfig(budget="off")))
 
 
+@pytest.mark.parametrize("share", [1e12, 1.5])
+def test_a_prompt_of_more_rows_than_tokens_is_refused(
+    lines: list[dict[str, Any]], tmp_path: Path, share: float
+) -> None:
+    path = tmp_path / "t.jsonl"
+    cost = {"fixed": 1.0, "prompt_share": share}
+    path.write_text("\n".join(map(json.dumps, [lines[0] | {"cost": cost}, *lines[1:]])) + "\n")
+    with pytest.raises(TraceError, match="a number from 0 to 1 belongs"):
+        read_trace(path)
+
+
+def test_prompts_that_take_too_many_steps_are_refused_whoever_says_how_many_rows_they_have() -> None:
+    trace = make_trace(Plan(requests=4, median=20, sibling=0.3))
+    budget = make_budget(SpecRolloutConfig(budget="off"))
+    with pytest.raises(TraceError, match="rows of prompts"):
+        replay(trace, budget, CostLine(fixed=1.0, prompt_share=1e18))
+
+
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_file_that_expands_without_end_is_given_up_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
@@ -147,6 +168,59 @@ def test_any_error_ends_a_recording_and_not_its_thread(
         sink.close()
     assert not sink._thread.is_alive() and sink._queue.empty()
     assert "cannot be written any further" in caplog.text
+
+
+class Disk:
+    """A file whose writes wait until they are let go."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self.go, self._write = threading.Event(), writer.write
+
+    def write(self, record: Record) -> None:
+        assert self.go.wait(PATIENCE_S)
+        self._write(record)
+
+
+def test_a_recording_onto_a_disk_that_stands_still_ends_where_memory_does_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.jsonl"
+    sink = ThreadSink(path, patience_s=0.0)
+    disk = Disk(sink._writer)
+    monkeypatch.setattr(sink._writer, "write", disk.write)
+    monkeypatch.setattr(files, "MOST_WAITING", 100 * 512)
+    sink.write(header())
+    for number in range(1000):
+        sink.write(Step(at_ms=float(number)))
+    assert sink._queue.qsize() <= 101 and sink.dropped >= 1000 - 101
+    assert caplog.text.count("stands still") == 1
+    # what comes when there is room again would leave a hole
+    disk.go.set()
+    dropped = sink.dropped
+    sink.write(Step(at_ms=1e6))
+    assert sink.dropped == dropped + 1
+    sink._patience_s = PATIENCE_S
+    sink.close()
+    assert f"{sink.dropped} records of its end are missing" in caplog.text
+    back = read_trace(path)
+    assert [step.at_ms for step in back.steps] == [float(number) for number in range(1000 - dropped)]
+
+
+def test_closing_a_recording_does_not_wait_for_a_disk_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = ThreadSink(tmp_path / "t.jsonl", patience_s=0.0)
+    disk = Disk(sink._writer)
+    monkeypatch.setattr(sink._writer, "write", disk.write)
+    for _ in range(3):
+        sink.write(header())
+    sink.close()
+    assert not disk.go.is_set() and "is not whole" in caplog.text
+    # nor does the interpreter's end
+    assert sink._thread.is_alive() and sink._thread.daemon
+    disk.go.set()
+    sink._thread.join(PATIENCE_S)
+    assert not sink._thread.is_alive()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 
 import pytest
@@ -287,6 +288,22 @@ def test_what_takes_long_to_parse_is_refused_unparsed(monkeypatch):
 def test_a_full_report_is_read_whatever_its_ids_are(client):
     body = of_one_mebibyte('{"rewards":[', lambda i: f'{{"request_id":"run:3:7:{{{i}}}","reward":1}}', "]}")
     assert client.post("/spec_rollout/rewards", content=body, headers=JSON).status_code == 200
+
+
+def test_whoever_parses_a_report_lets_others_run_at_every_object_and_every_reward():
+    """A parser of C or Rust holds Python's lock until it is done, but for calls of Python code."""
+    calls = []
+    own = (endpoints_body.let_others_run.__code__, endpoints_body.in_place.__code__)
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if frame.f_code in own and event == "call" else None)
+    try:
+        parse(
+            of_one_mebibyte('{"rewards":[', lambda i: '{"request_id":"a","reward":1}', "]}", most=500),
+            endpoints.SpecRolloutRewards,
+        )
+    finally:
+        sys.setprofile(None)
+    # the report and its rewards when they are read, the rewards once more when they are checked
+    assert len(calls) == 1 + 2 * 500
 
 
 @pytest.mark.parametrize("content", [b'{"rewards": []}', b'{"rewards": [{}]}', b'{"rewards": [0', b'{"seed": 1}'])
