@@ -125,6 +125,36 @@ def test_what_a_push_does_not_name_keeps_its_weights(ours: Engine, policies: lis
     assert pushed not in [policy.answers for policy in policies]
 
 
+def by_kind(new: Weights) -> Weights:
+    """All first kinds of weights of a layer, then all second ones: so every layer is amid its weights for long."""
+    return dict(sorted(new.items(), key=lambda item: item[0].rpartition(".layers.")[2].partition(".")[2]))
+
+
+def in_one_call(one: Engine, new: Weights) -> None:
+    """From a buffer that is used again for the next."""
+    buffer = torch.empty(max(tensor.numel() for tensor in new.values()), dtype=torch.bfloat16)
+    sent = ((name, buffer[: tensor.numel()].view_as(tensor).copy_(tensor)) for name, tensor in new.items())
+    one.runner.model.load_weights(sent)
+    one.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("order", [dict, by_kind], ids=["by layer", "by kind"])
+@pytest.mark.parametrize("send", [push, in_one_call], ids=["a call per parameter", "one call"])
+def test_a_push_goes_over_a_part_of_another_that_no_step_computed_with(
+    ours: Engine, policies: list[Policy], send: Any, order: Any
+) -> None:
+    new, old = policies[1], policies[0]
+    push(ours, old.weights)
+    assert answers(ours) == old.answers
+    version = ours.runner.weights_version.number
+    # it begins with a layer that the one before did not name, and then comes to one that is packed already
+    push(ours, {name: one for name, one in old.weights.items() if ".layers.1." in name})
+    layers = {name: one for name, one in new.weights.items() if ".layers." in name}
+    send(ours, {**order(layers), **new.weights})
+    assert answers(ours) == new.answers
+    assert ours.runner.weights_version.number == version + 1
+
+
 def test_a_part_of_a_packed_layer_is_refused_before_a_token_is_made_of_it(ours: Engine, policies: list[Policy]) -> None:
     push(ours, {name: one for name, one in policies[0].weights.items() if "layers.0.self_attn.q_proj" in name})
     with pytest.raises(UnsupportedError, match=r"`model.layers.0.self_attn.qkv_proj` got \d+ of its \d+ weights"):
