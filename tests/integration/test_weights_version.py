@@ -82,6 +82,44 @@ def test_a_fingerprint_sees_any_parameter_that_was_written_and_one_replaced() ->
     assert len(set(seen)) == len(seen)
 
 
+class Wrapped(torch.Tensor):
+    """Weights in another form, as torchao's are: tensors of which few operations are defined."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"no {func} of such weights")
+
+
+@torch.no_grad()
+def test_parameters_that_cannot_be_looked_at_are_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    for layer in (model.layers[0], model.layers[1]):
+        layer.weight = torch.nn.Parameter(Wrapped(torch.randn(96, 64)), requires_grad=False)
+    version = watched(model)
+    # one that comes later, in the place of one that was looked at
+    model.transposed = torch.nn.Parameter(Wrapped(torch.randn(48, 32)), requires_grad=False)
+    begin_step(version, signalled())
+    number = version.number
+    begin_step(version, signalled())
+    assert version.number == number
+    model.layers[0].bias.add_(1.0)
+    begin_step(version, signalled())
+    assert version.number == number + 1, "all others are looked at"
+    assert [record.message for record in caplog.records if "Wrapped" in record.message] == [
+        "Spec rollout: parameters of type Wrapped cannot be looked at (no aten.as_strided.default of such weights). "
+        "That such weights are written in place goes unnoticed; weights that come through vLLM are noticed all the same"
+    ]
+
+
 @torch.no_grad()
 def test_of_large_models_little_is_looked_at_and_a_small_update_in_bfloat16_is_seen_all_the_same() -> None:
     torch.manual_seed(0)
