@@ -52,6 +52,24 @@ def tied_model(folder: Path, seed: int) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def packed() -> Iterator[None]:
+    """Linear layers without a weight that could be written to, as vLLM leaves them where the CPU has the kernels."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        stock(layer, remove_weight)
+        if remove_weight and layer.weight.ndim == 2 and not layer.weight.is_meta:
+            own = layer.weight.detach()
+            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, own, bias)
+            layer.weight = torch.nn.Parameter(torch.empty(0, dtype=own.dtype), requires_grad=False)
+
+    stock = utils.dispatch_cpu_unquantized_gemm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
     """Two sets of weights for one model."""
