@@ -98,6 +98,7 @@ versions: setup
 # one engine process at a time: each has all cores; what `make test` runs too is run again, as the trees are new to it
 versions-test: versions
 	$(BIN)/python -m pytest --update-snapshots tests/versions
+	$(BIN)/python -m pytest -m versions tests/trainers
 	$(BIN)/python docs/reference/generate.py
 
 docs: setup
