@@ -22,9 +22,11 @@ from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseed
 PROMPT = [5, 6, 7, 8]
 
 
-def arrivals(seed: int = 7) -> Arrivals:
+def arrivals(seed: int = 7, connector: Any = None) -> Arrivals:
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(seed=seed), parallel_config=SimpleNamespace(data_parallel_rank=0)
+        model_config=SimpleNamespace(seed=seed),
+        parallel_config=SimpleNamespace(data_parallel_rank=0),
+        kv_transfer_config=connector,
     )
     return Arrivals(config)
 
@@ -79,6 +81,17 @@ def test_a_resumed_request_is_its_own_prompts_and_a_session_counts() -> None:
     assert door.add(request("c", params(), [3, 3], session_id="s")) == Attribution(found, True)
     # its priority says nothing of the problem
     assert door.add(request("d", params(), priority=3)) == Attribution(prompt_hash(PROMPT))
+
+
+def test_beside_a_connector_a_resumed_request_alone_reads_no_cached_keys_and_values() -> None:
+    resumed = params(seed=1, extra_args={"spec_rollout": {"resume": {"prompt_tokens": 4}}})
+    for connector in (None, object()):
+        door, found = arrivals(connector=connector), []
+        for given in (params(seed=1), resumed):
+            one = request("a", given, [*PROMPT, 1, 2])
+            door.add(one)
+            found.append(one.skip_reading_prefix_cache)
+        assert found == [False, connector is not None]
 
 
 def test_a_salt_and_an_adapter_make_problems_of_their_own() -> None:

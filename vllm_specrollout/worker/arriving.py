@@ -30,6 +30,7 @@ class Arrivals:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._seeds = RequestSeeds.of(vllm_config)
+        self._has_connector = vllm_config.kv_transfer_config is not None
         self._problems = Problems()
         self._guard = Guard()
 
@@ -41,7 +42,7 @@ class Arrivals:
                 input). Of this one vLLM keeps the new tokens and the parameters, so all else stays the session's.
         """
         if session is None:
-            take_up(request)
+            take_up(request, has_connector=self._has_connector)
         params = request.sampling_params
         if params is None:
             return Attribution("")

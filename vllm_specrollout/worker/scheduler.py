@@ -182,8 +182,7 @@ class SchedulerMixin(_Base):
     # --- requests that come and go -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        # what streaming input brings for a session comes under the session's name
-        session = self.requests.get(request.request_id)
+        session = self.requests.get(request.request_id)  # streaming input comes under its session's name
         problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
         if self._queue is None or session is not None:
