@@ -7,7 +7,7 @@
 # make bench   decoding speed against stock vLLM
 # make identity  the long token-by-token comparison with stock vLLM
 # make versions       trees of the other supported vLLM versions, for tests
-# make versions-test  a short comparison with stock vLLM on each of them; tests/versions/tested.json remembers it
+# make versions-test  their source, and a short comparison with stock vLLM on each; tests/versions/tested.json remembers it
 # make docs    the generated reference pages
 # make lock    the hashes of all pins, from requirements/*.in into requirements/*.txt
 # make sbom    what is installed, with licences and dependencies, as CycloneDX (out/sbom.cdx.json)
@@ -95,9 +95,10 @@ faults: setup
 versions: setup
 	$(BIN)/python -m tests.versions.trees
 
-# one engine process at a time: each has all cores
+# one engine process at a time: each has all cores; what `make test` runs too is run again, as the trees are new to it
 versions-test: versions
-	$(BIN)/python -m pytest -m versions --update-snapshots tests/versions
+	$(BIN)/python -m pytest --update-snapshots tests/versions
+	$(BIN)/python -m pytest -m versions tests/trainers
 	$(BIN)/python docs/reference/generate.py
 
 docs: setup

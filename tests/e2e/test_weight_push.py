@@ -52,6 +52,24 @@ def tied_model(folder: Path, seed: int) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def packed() -> Iterator[None]:
+    """Linear layers without a weight that could be written to, as vLLM leaves them where the CPU has the kernels."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        stock(layer, remove_weight)
+        if remove_weight and layer.weight.ndim == 2 and not layer.weight.is_meta:
+            own = layer.weight.detach()
+            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, own, bias)
+            layer.weight = torch.nn.Parameter(torch.empty(0, dtype=own.dtype), requires_grad=False)
+
+    stock = utils.dispatch_cpu_unquantized_gemm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "dispatch_cpu_unquantized_gemm", dispatch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
     """Two sets of weights for one model."""
@@ -123,6 +141,36 @@ def test_what_a_push_does_not_name_keeps_its_weights(ours: Engine, policies: lis
     reload(ours, mixed)
     assert answers(ours) == pushed
     assert pushed not in [policy.answers for policy in policies]
+
+
+def by_kind(new: Weights) -> Weights:
+    """All first kinds of weights of a layer, then all second ones: so every layer is amid its weights for long."""
+    return dict(sorted(new.items(), key=lambda item: item[0].rpartition(".layers.")[2].partition(".")[2]))
+
+
+def in_one_call(one: Engine, new: Weights) -> None:
+    """From a buffer that is used again for the next."""
+    buffer = torch.empty(max(tensor.numel() for tensor in new.values()), dtype=torch.bfloat16)
+    sent = ((name, buffer[: tensor.numel()].view_as(tensor).copy_(tensor)) for name, tensor in new.items())
+    one.runner.model.load_weights(sent)
+    one.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("order", [dict, by_kind], ids=["by layer", "by kind"])
+@pytest.mark.parametrize("send", [push, in_one_call], ids=["a call per parameter", "one call"])
+def test_a_push_goes_over_a_part_of_another_that_no_step_computed_with(
+    ours: Engine, policies: list[Policy], send: Any, order: Any
+) -> None:
+    new, old = policies[1], policies[0]
+    push(ours, old.weights)
+    assert answers(ours) == old.answers
+    version = ours.runner.weights_version.number
+    # it begins with a layer that the one before did not name, and then comes to one that is packed already
+    push(ours, {name: one for name, one in old.weights.items() if ".layers.1." in name})
+    layers = {name: one for name, one in new.weights.items() if ".layers." in name}
+    send(ours, {**order(layers), **new.weights})
+    assert answers(ours) == new.answers
+    assert ours.runner.weights_version.number == version + 1
 
 
 def test_a_part_of_a_packed_layer_is_refused_before_a_token_is_made_of_it(ours: Engine, policies: list[Policy]) -> None:

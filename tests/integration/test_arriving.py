@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
+from vllm_specrollout import envs
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.admission import Desk
@@ -21,9 +22,11 @@ from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseed
 PROMPT = [5, 6, 7, 8]
 
 
-def arrivals(seed: int = 7) -> Arrivals:
+def arrivals(seed: int = 7, connector: Any = None) -> Arrivals:
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(seed=seed), parallel_config=SimpleNamespace(data_parallel_rank=0)
+        model_config=SimpleNamespace(seed=seed),
+        parallel_config=SimpleNamespace(data_parallel_rank=0),
+        kv_transfer_config=connector,
     )
     return Arrivals(config)
 
@@ -80,6 +83,17 @@ def test_a_resumed_request_is_its_own_prompts_and_a_session_counts() -> None:
     assert door.add(request("d", params(), priority=3)) == Attribution(prompt_hash(PROMPT))
 
 
+def test_beside_a_connector_a_resumed_request_alone_reads_no_cached_keys_and_values() -> None:
+    resumed = params(seed=1, extra_args={"spec_rollout": {"resume": {"prompt_tokens": 4}}})
+    for connector in (None, object()):
+        door, found = arrivals(connector=connector), []
+        for given in (params(seed=1), resumed):
+            one = request("a", given, [*PROMPT, 1, 2])
+            door.add(one)
+            found.append(one.skip_reading_prefix_cache)
+        assert found == [False, connector is not None]
+
+
 def test_a_salt_and_an_adapter_make_problems_of_their_own() -> None:
     door = arrivals()
     named = {"extra_args": {"spec_rollout": {"problem_id": "mine"}}}
@@ -99,3 +113,42 @@ def test_a_salt_and_an_adapter_make_problems_of_their_own() -> None:
         )
     ]
     assert found[0] == prompt_hash(PROMPT) and len(set(found[:4])) == 4 and found[4:] == ["mine"] * 3
+
+
+def test_a_failure_in_finding_a_problem_costs_drafts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.STRICT, "0")
+    door, sound = arrivals(), arrivals()
+    monkeypatch.setattr(door._problems, "arrive", broken)
+    monkeypatch.setattr(door._problems, "end", broken)
+    named = params(temperature=0.7, extra_args={"spec_rollout": {"problem_id": "mine"}})
+    for given, problem in ((params(temperature=0.7), ""), (named, "mine")):
+        one, other = request(f"a {problem}", given), request(f"a {problem}", given)
+        sound.add(other)
+        assert door.add(one) == attribution_of(one.sampling_params) == Attribution(problem)
+        assert one.sampling_params.seed == other.sampling_params.seed, "a seed decides tokens"
+        door.end(one.request_id)
+    assert list(door._guard.failures.values()) == [4]
+
+
+def broken(*args: Any, **options: Any) -> Attribution:
+    raise KeyError("unknown")
+
+
+def test_what_streaming_input_brings_is_of_its_sessions_problem() -> None:
+    door = arrivals()
+    session = request("a", params(), resumable=True)
+    problem = door.add(session).problem_id
+    session.append_output_token_ids([11, 12, 13])
+    for prompt in ([21, 22], [31, 32]):
+        # that it is to be resumed says nothing of a part of a session
+        options = {"spec_rollout": {"resume": {"prompt_tokens": 1}}}
+        part = request("a", params(extra_args=options), prompt, resumable=True)
+        assert door.add(part, session) == attribution_of(part.sampling_params) == Attribution(problem, continues=True)
+        assert is_unseeded(part.sampling_params) and part.prompt_token_ids == prompt and not part.num_output_tokens
+    # nobody else's request goes on from a part, and the session is known to run
+    assert door.add(request("b", params(), [21, 22])) == Attribution(prompt_hash([21, 22]))
+    assert door.add(request("c", params(), [*PROMPT, 11, 12])) == Attribution(problem, continues=True)
+    door.end("a")
+    assert door.add(request("d", params(), [*PROMPT, 11, 12, 13, 1])) == Attribution(problem, continues=True)
+    # no part counts as a request that ended without a token
+    assert door.add(request("e", params(), [31, 32])) == Attribution(prompt_hash([31, 32]))

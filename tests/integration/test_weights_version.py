@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.faults.devices import Device, RunnerV1
@@ -19,6 +20,7 @@ from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.worker import adapters
 from vllm_specrollout.worker.drafting import begin_step
 from vllm_specrollout.worker.fingerprint import MOST_ELEMENTS, MOST_PARAMETERS, Fingerprint
 from vllm_specrollout.worker.weights_version import WeightsMixin, WeightsVersion
@@ -78,6 +80,44 @@ def test_a_fingerprint_sees_any_parameter_that_was_written_and_one_replaced() ->
         write()
         seen.append(look())
     assert len(set(seen)) == len(seen)
+
+
+class Wrapped(torch.Tensor):
+    """Weights in another form, as torchao's are: tensors of which few operations are defined."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(f"no {func} of such weights")
+
+
+@torch.no_grad()
+def test_parameters_that_cannot_be_looked_at_are_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    for layer in (model.layers[0], model.layers[1]):
+        layer.weight = torch.nn.Parameter(Wrapped(torch.randn(96, 64)), requires_grad=False)
+    version = watched(model)
+    # one that comes later, in the place of one that was looked at
+    model.transposed = torch.nn.Parameter(Wrapped(torch.randn(48, 32)), requires_grad=False)
+    begin_step(version, signalled())
+    number = version.number
+    begin_step(version, signalled())
+    assert version.number == number
+    model.layers[0].bias.add_(1.0)
+    begin_step(version, signalled())
+    assert version.number == number + 1, "all others are looked at"
+    assert [record.message for record in caplog.records if "Wrapped" in record.message] == [
+        "Spec rollout: parameters of type Wrapped cannot be looked at (no aten.as_strided.default of such weights). "
+        "That such weights are written in place goes unnoticed; weights that come through vLLM are noticed all the same"
+    ]
 
 
 @torch.no_grad()
@@ -230,6 +270,24 @@ class Base:
         self.model = model
         self.model_runner = SimpleNamespace(weights_version=WeightsVersion(), get_model=lambda: model)
         self.vllm_config = None
+        # LoRA adapters by number; as many as `most`
+        self.loaded: dict[int, str] = {}
+        self.most = 2
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        if request.lora_path == "/broken":
+            raise ValueError("no adapter")
+        if request.lora_int_id not in self.loaded or request.load_inplace:
+            self.loaded[request.lora_int_id] = request.lora_path
+            while len(self.loaded) > self.most:
+                del self.loaded[next(iter(self.loaded))]
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self.loaded.pop(lora_id, None) is not None
+
+    def list_loras(self) -> set[int]:
+        return set(self.loaded)
 
     def load_model(self) -> None:
         pass
@@ -300,3 +358,69 @@ def test_methods_that_a_trainer_calls_by_name_are_followed_by_a_look(monkeypatch
     worker.finish_weight_update()
     begin_step(version, step())
     assert version.number == 5, "what a step computed with between two pieces was a version of its own"
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr("vllm_specrollout.worker.weights_version.PackedWeights.of", lambda model, config: None)
+    one = Worker(Model())
+    one.load_model()
+    begin_step(one.model_runner.weights_version, step())
+    return one
+
+
+def changes(worker: Worker, *acts: Any) -> list[int]:
+    """How many versions each act brings, with a step after it."""
+    version, found = worker.model_runner.weights_version, []
+    for act in acts:
+        before = version.number
+        act()
+        begin_step(version, step())
+        found.append(version.number - before)
+    return found
+
+
+def test_an_adapter_that_takes_the_place_of_another_is_a_new_version(worker: Worker) -> None:
+    def add(name: str, number: int, path: str = "/policy", **options: Any) -> Any:
+        return lambda: worker.add_lora(LoRARequest(name, number, path, **options))
+
+    def replace() -> None:
+        worker.remove_lora(123)
+        add("policy", 123)()
+
+    # one name and one number, taken back before it comes again
+    assert changes(worker, add("policy", 123), replace, replace) == [0, 1, 1]
+    # loaded already: vLLM keeps it, unless it is told otherwise
+    assert changes(worker, add("policy", 123), add("policy", 123, load_inplace=True)) == [0, 1]
+    # one name and new numbers or paths; one number and new names
+    assert changes(worker, add("policy", 124), add("policy", 125, "/step-2")) == [1, 1]
+    assert changes(worker, lambda: worker.remove_lora(125), add("step 3", 125)) == [0, 1]
+    with pytest.raises(ValueError):
+        worker.add_lora(LoRARequest("step 3", 126, "/broken"))
+    assert changes(worker, lambda: None) == [0]
+
+
+def test_an_adapter_that_requests_brought_may_be_replaced_too(worker: Worker) -> None:
+    worker.loaded[1] = "/policy"
+    assert worker.remove_lora(1) and not worker.remove_lora(1)
+    worker.add_lora(LoRARequest("policy", 1, "/policy"))
+    assert worker.model_runner.weights_version.number == 1
+
+
+def test_many_adapters_on_demand_change_no_version(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MOST_NAMES", 8)
+    asked = [*range(1, 6), *range(1, 6), *range(1, 40)]
+    acts = [lambda n=n: worker.add_lora(LoRARequest(f"adapter {n}", n, f"/adapters/{n}")) for n in asked]
+    acts += [lambda: worker.add_lora(LoRARequest("first loaded so", 99, "/adapters/99", load_inplace=True))]
+    assert changes(worker, *acts) == [0] * len(acts)
+    known = worker.model_runner.weights_version.adapters
+    assert len(known._by_name) == len(known._names) == 8
+
+
+def test_an_adapter_in_pieces_between_two_steps_is_one_version(worker: Worker) -> None:
+    worker.add_lora(LoRARequest("a", 1, "/a"))
+    worker.add_lora(LoRARequest("b", 2, "/b"))
+    begin_step(worker.model_runner.weights_version, step())
+    for number, name in enumerate("ab", start=3):
+        worker.add_lora(LoRARequest(name, number, f"/{name}"))
+    assert changes(worker, lambda: None) == [0] and worker.model_runner.weights_version.number == 1

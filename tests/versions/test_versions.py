@@ -1,6 +1,7 @@
 """The supported vLLM versions: their source is the known one, and ours yields stock's tokens on each.
 
-The source of a version is compared wherever its tree is. Engines run only where the marker `versions` is asked for.
+The source of a version is compared wherever its tree is. What runs one is left out of `make test`, by the marker
+`versions`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,14 @@ def tree(request: pytest.FixtureRequest) -> Path | None:
     return None if version == supported.installed_vllm() else trees.FOLDER / version
 
 
+def test_making_the_trees_and_testing_them_leaves_nothing_out() -> None:
+    """Where there is no tree yet, `make test` skips the source of a version: so whoever builds it has to look."""
+    recipe = trees.ROOT.joinpath("Makefile").read_text(encoding="utf-8").partition("\nversions-test: versions\n")[2]
+    command, _trainers = [line for line in recipe.partition("\n\n")[0].splitlines() if "pytest" in line]
+    assert command.endswith(" --update-snapshots tests/versions") and " -m pytest " in command
+    assert " -m versions" not in command and " -k " not in command
+
+
 def test_every_version_but_the_installed_one_has_a_pinned_tree() -> None:
     pytest.importorskip("vllm")
     assert {*trees.pins(), supported.installed_vllm()} == set(features.TABLE)
@@ -58,6 +67,13 @@ def test_every_definition_of_a_version_is_as_recorded(version: str, tree: Path |
     assert supported.fingerprints(recorded, tree) == recorded
 
 
+@pytest.mark.versions
+@pytest.mark.parametrize("version", trees.pins())
+def test_signatures_and_patches_of_a_version_are_those_that_we_count_on(version: str, tree: Path) -> None:
+    run = _python(version, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "tests/patches/test_drift.py")
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
 @pytest.mark.parametrize("version", features.TABLE)
 def test_the_tables_columns_name_what_that_version_has(version: str, tree: Path | None) -> None:
     root = tree or Path(str(supported._module_file("vllm"))).parents[1]
@@ -82,12 +98,14 @@ def test_the_tables_columns_name_what_that_version_has(version: str, tree: Path 
     assert ("wait_for_inflight_requests" in pausing) == (row.pause_keyword == "wait_for_inflight_requests")
 
 
+def _python(version: str, *arguments: str, **chosen: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, *arguments], trees.environment(version, **chosen)
+    return subprocess.run(command, env=environment, cwd=trees.ROOT, capture_output=True, text=True, timeout=1500)
+
+
 def _run(version: str, runner: str) -> dict[str, Any]:
     chosen = {"VLLM_PLUGINS": "spec_rollout", envs.STRICT: "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "tests.versions.suite", runner]
-    run = subprocess.run(
-        command, env=trees.environment(version, **chosen), cwd=trees.ROOT, capture_output=True, text=True, timeout=1500
-    )
+    run = _python(version, "-m", "tests.versions.suite", runner, **chosen)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from vllm_specrollout.types import IntArray
 
 MOST_PROMPTS = 16_384
-"""Prompts remembered, and sessions; those seen least recently go first."""
+"""Prompts remembered, and sessions; those seen least recently go first. Whatever has requests that run is kept."""
 MOST_TOKENS = 1 << 22
 """Tokens of answers remembered that have ended, 4 bytes each; the oldest go first."""
 _EACH = 32  # tokens that an answer counts for beside its own: what Python adds to it
@@ -65,8 +65,10 @@ class Problems:
 
     def __init__(self, most_prompts: int = MOST_PROMPTS, most_tokens: int = MOST_TOKENS) -> None:
         self._most_prompts, self._most_tokens = most_prompts, most_tokens
-        # by name; the one seen least recently first
-        self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
+        # by name
+        self._prompts: dict[str, _Prompt] = {}
+        # the names of those that no request runs for; the one that waits longest first
+        self._idle: OrderedDict[str, None] = OrderedDict()
         # by length, the word that stands for the tokens, and what keeps apart; equal words are looked at again
         self._by_key: dict[tuple[int, int, bytes], str] = {}
         self._lengths: Counter[int] = Counter()
@@ -114,7 +116,7 @@ class Problems:
         known = self._prompts.get(name)
         if known is None or (given and known.found.problem_id != given):
             known = self._remember(name, prompt, given, session, apart)
-        self._prompts.move_to_end(name)
+        self._idle.pop(name, None)
         is_again = known.unanswered > 0
         known.unanswered -= is_again
         known.live[request_id] = answer
@@ -133,8 +135,13 @@ class Problems:
             return
         answer = np.array(prompt.live.pop(request_id), dtype=np.int32)
         prompt.unanswered += not answer.size
-        if not answer.size or self._prompts.get(prompt.name) is not prompt:
-            return
+        if answer.size:
+            self._keep(prompt, answer)
+        if not prompt.live:
+            self._idle[prompt.name] = None
+            self._forget_surplus()
+
+    def _keep(self, prompt: _Prompt, answer: IntArray) -> None:
         prompt.ended.append(answer)
         self._ended.append(prompt)
         self.num_tokens += answer.size + _EACH
@@ -167,8 +174,7 @@ class Problems:
         if not self._lengths[known.num_tokens]:
             bisect.insort(self._sorted_lengths, known.num_tokens)
         self._lengths[known.num_tokens] += 1
-        if len(self._prompts) > self._most_prompts:
-            self._forget_one()
+        self._forget_surplus()
         return known
 
     def _continued(self, tokens: IntArray, words: Words, apart: bytes) -> _Prompt | None:
@@ -185,19 +191,17 @@ class Problems:
                 return known
         return None
 
-    def _forget_one(self) -> None:
-        """Drop the prompt seen least recently; of those that run, none."""
-        prompt = next((one for one in self._prompts.values() if not one.live), None)
-        if prompt is None:
-            return
-        name = prompt.name
-        del self._prompts[name]
-        if self._by_key.get(prompt.key) == name:
-            del self._by_key[prompt.key]
-        self._lengths[prompt.num_tokens] -= 1
-        if not self._lengths[prompt.num_tokens]:
-            del self._lengths[prompt.num_tokens]
-            self._sorted_lengths.remove(prompt.num_tokens)
+    def _forget_surplus(self) -> None:
+        """Drop prompts beyond the limit; none that a request runs for, nor one that has just come."""
+        while len(self._prompts) > self._most_prompts and self._idle:
+            name, _ = self._idle.popitem(last=False)
+            prompt = self._prompts.pop(name)
+            if self._by_key.get(prompt.key) == name:
+                del self._by_key[prompt.key]
+            self._lengths[prompt.num_tokens] -= 1
+            if not self._lengths[prompt.num_tokens]:
+                del self._lengths[prompt.num_tokens]
+                self._sorted_lengths.remove(prompt.num_tokens)
 
 
 def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None, apart: bytes = b"") -> str:

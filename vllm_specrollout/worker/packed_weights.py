@@ -41,24 +41,60 @@ class PackedWeights:
         return cls(model, vllm_config) if current_platform.is_cpu() else None
 
     def load(self, load_weights: Any, weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        """What `load_weights` returns, called with these weights in a reload of ours, or in vLLM's if that is on."""
+        """What `load_weights` returns, called with these weights in a reload of ours, or in vLLM's if that is on.
+
+        It is called once, or once more at each name that was loaded before: it looks at the layers when it begins, and
+        what was packed meanwhile has to be opened first.
+        """
         if not self._is_open and any(get_layerwise_info(layer).can_load() for layer in self._model.modules()):
             return load_weights(weights, *args, **kwargs)
         rest = iter(weights)
-        first = list(islice(rest, 1))
-        if first and first[0][0] in self._loaded:
-            self.end()  # another push, and nobody asked for an answer after the last one
+        ahead = list(islice(rest, 1))
+        found: list[Any] = []
         with set_current_vllm_config(self._config), torch.no_grad():
-            if not self._is_open:
-                initialize_layerwise_reload(self._model)
-                self._is_open = True
-            return load_weights(self._kept(chain(first, rest)), *args, **kwargs)
+            while ahead or not found:
+                if ahead and ahead[0][0] in self._loaded:
+                    self._begin_again(ahead[0][0])
+                elif not self._is_open:
+                    self._begin()
+                found.append(load_weights(self._kept(ahead, rest), *args, **kwargs))
+        return found[0] if len(found) == 1 else set().union(*filter(None, found))
 
-    def _kept(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def _begin(self) -> None:
+        initialize_layerwise_reload(self._model)
+        self._is_open = True
+
+    def _kept(self, ahead: list[tuple[str, torch.Tensor]], rest: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Up to the next name that was loaded before: that one is left in `ahead`."""
+        first = ahead.pop() if ahead else None
         # a layer of several weights waits for the last one, and senders write the next weights where the last ones were
-        for name, weight in weights:
+        for name, weight in chain([first] if first is not None else [], rest):
+            if name in self._loaded:
+                ahead.append((name, weight))
+                return
             self._loaded.add(name)
             yield name, weight.clone()
+
+    def _begin_again(self, name: str) -> None:
+        """Another push, and nobody asked for an answer after the last one, so what that one packed is opened anew.
+
+        This push may be amid a layer itself: what such a layer was given, it keeps.
+
+        Raises:
+            UnsupportedError: the last one ended amid a layer that the name may belong to.
+        """
+        parts = [(part, layer) for part, layer in self._model.named_modules() if _is_part(layer)]
+        if any(_may_be_of(name, part) for part, _ in parts):
+            self.end()  # raises
+        loaded = {one for one in self._loaded if any(_may_be_of(one, part) for part, _ in parts)}
+        given = [(layer, _taken_back(layer)) for _, layer in parts]
+        self.end()
+        self._begin()
+        self._loaded = loaded
+        for layer, (count, weights) in given:
+            info = get_layerwise_info(layer)
+            info.load_numel = count
+            info.loaded_weights.extend(weights)
 
     def end(self) -> None:
         """Make what was loaded, here or by vLLM's own reloading, the weights of the next forward pass.
@@ -72,7 +108,10 @@ class PackedWeights:
             if self._is_open:
                 self._is_open = False
                 self._loaded.clear()
-                parts = [_taken_back(name, layer) for name, layer in self._model.named_modules() if _is_part(layer)]
+                for name, layer in self._model.named_modules():
+                    if _is_part(layer):
+                        total = get_layerwise_info(layer).load_numel_total
+                        parts.append(f"`{name}` got {_taken_back(layer)[0]} of its {total}")
                 finalize_layerwise_reload(self._model, self._config.model_config)
             _pack_tied_head(self._model)
         if parts:
@@ -92,6 +131,12 @@ def _pack_tied_head(model: torch.nn.Module) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
+def _may_be_of(weight: str, layer: str) -> bool:
+    """Whether a weight may be one of a layer's: not where their names say that they are of different blocks."""
+    blocks = [next((part for part in name.split(".") if part.isdigit()), None) for name in (weight, layer)]
+    return None in blocks or blocks[0] == blocks[1]
+
+
 def _is_part(layer: torch.nn.Module) -> bool:
     # other layers may be padded, and then are never full
     if not isinstance(layer, LinearBase) or not isinstance(layer.quant_method, UnquantizedLinearMethod):
@@ -100,10 +145,10 @@ def _is_part(layer: torch.nn.Module) -> bool:
     return info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
 
 
-def _taken_back(name: str, layer: torch.nn.Module) -> str:
-    """Forget what the layer was given, so that it gets its old weights back; returns what to say of it."""
+def _taken_back(layer: torch.nn.Module) -> tuple[int, list[Any]]:
+    """Forget what the layer was given, so that it gets its old weights back: how many elements, and how to load."""
     info = get_layerwise_info(layer)
-    text = f"`{name}` got {info.load_numel} of its {info.load_numel_total}"
+    given = info.load_numel, list(info.loaded_weights)
     info.load_numel = 0
     info.loaded_weights.clear()
-    return text
+    return given

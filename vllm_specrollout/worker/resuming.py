@@ -18,8 +18,12 @@ from vllm_specrollout.config import parse_request
 _RESUMED = "spec_rollout_resumed"
 
 
-def take_up(request: Request) -> None:
-    """Make the scheduler's request what it was when it was interrupted: the tokens behind the prompt are output."""
+def take_up(request: Request, *, has_connector: bool = False) -> None:
+    """Make the scheduler's request what it was when it was interrupted: the tokens behind the prompt are output.
+
+    Args:
+        has_connector: keys and values may come from elsewhere, too: of the prompt alone.
+    """
     params = request.sampling_params
     resume = parse_request(((params and params.extra_args) or {}).get("spec_rollout")).resume
     if params is None or resume is None or request.prompt_token_ids is None:
@@ -36,6 +40,8 @@ def take_up(request: Request) -> None:
         params.min_tokens += len(answer)
     # vLLM counts cached tokens of a prompt there, and holds that they are no more than it has
     request.prefill_stats = None
+    # a connector takes what is cached here from the prompt's length, and may find that less than nothing is left
+    request.skip_reading_prefix_cache |= has_connector
 
 
 def mark(output: SchedulerOutput, requests: dict[str, Request]) -> None:

@@ -182,9 +182,10 @@ class SchedulerMixin(_Base):
     # --- requests that come and go -----------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        problem_id = self._arrivals.add(request).problem_id
+        session = self.requests.get(request.request_id)  # streaming input comes under its session's name
+        problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
-        if self._queue is None:
+        if self._queue is None or session is not None:
             return
         if len(self.waiting) <= 1:
             self._arrived = 0

@@ -1,7 +1,8 @@
 """How often the policy has changed: every way in which trainers bring new weights into a running engine.
 
-Where vLLM is given weights, that is a change. What may only mean one (a sign from the scheduler, a call by name, waking
-up) has a few weights looked at before the next step: an empty sign changes nothing, and a silent change is noticed.
+Where vLLM is given weights, or an adapter in another's place, that is a change. What may only mean one (a sign from the
+scheduler, a call by name, waking up) has a few weights looked at before the next step: an empty sign changes nothing,
+and a silent change is noticed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_specrollout.worker.adapters import Adapters
 from vllm_specrollout.worker.fingerprint import Fingerprint
 from vllm_specrollout.worker.packed_weights import PackedWeights
 
 _Base: Any = object
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
 _NAMES = re.compile("update|refit|load|weight", re.IGNORECASE)
@@ -38,6 +41,7 @@ class WeightsVersion:
         # of the weights that the last step computed with; None: none did
         self._seen: bytes | None = None
         self._packed: PackedWeights | None = None
+        self.adapters = Adapters()
 
     def touch(self) -> None:
         """Weights were written."""
@@ -113,6 +117,19 @@ class WeightsMixin(_Base):
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> Any:
         self.model_runner.weights_version.touch()
         return super().finish_weight_update(*args, **kwargs)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        # an adapter's weights are none of the model's parameters, so no look at these would tell
+        version, is_loaded = self.model_runner.weights_version, lora_request.lora_int_id in self.list_loras()
+        is_added = super().add_lora(lora_request)
+        if version.adapters.given(lora_request, is_loaded=is_loaded):
+            version.touch()
+        return is_added
+
+    def remove_lora(self, lora_id: int) -> bool:
+        is_loaded = lora_id in self.list_loras()
+        self.model_runner.weights_version.adapters.removed(lora_id, is_loaded=is_loaded)
+        return super().remove_lora(lora_id)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         # after sleep level 2 the weights come anew, after level 1 they are the old ones

@@ -122,7 +122,24 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
         ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=4)])
         report = compare(requests, truth, generate(ours), "float32")
         assert ours.runner.stats.accepted > 0
+        _replace_adapter(ours, chosen, generate)
     assert not report.failures, report.failures
+
+
+def _replace_adapter(ours: Engine, chosen: list[Any], generate: Any) -> None:
+    """Other adapters are no new policy; one under an old name is, as trainers of adapters send it."""
+    from vllm.lora.request import LoRARequest
+
+    llm, version, path = ours.llm.llm_engine, ours.runner.weights_version, chosen[1].lora_path
+    assert llm.add_lora(chosen[1]) and llm.add_lora(LoRARequest("b", 2, path)) and llm.add_lora(chosen[1])
+    generate(ours)
+    assert version.number == 0
+    llm.remove_lora(1)
+    assert llm.add_lora(chosen[1])
+    generate(ours)
+    assert llm.add_lora(LoRARequest("a", 3, path))
+    generate(ours)
+    assert version.number == version.computed == 2
 
 
 def test_models_with_two_kinds_of_cache_draft_chains(models: Path) -> None:

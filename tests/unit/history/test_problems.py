@@ -169,6 +169,38 @@ def test_memory_stays_bounded_and_the_oldest_goes_first():
     assert known.arrive("c", [1, 1, 1]) == Attribution(prompt_hash([1, 1, 1]))
 
 
+def test_more_prompts_than_are_remembered_may_run_at_once():
+    known = Problems(most_prompts=4)
+    problems_of = [known.arrive(f"{number}", [number, 1, 2], []).problem_id for number in range(12)]
+    assert problems_of == [prompt_hash([number, 1, 2]) for number in range(12)] and len(known) == 12
+    # of those, none was forgotten: a sibling is of the same problem, and so is whoever goes on
+    known._running["0"].live["0"] += ANSWER
+    assert known.arrive("again", [0, 1, 2, *ANSWER[:3]]) == Attribution(problems_of[0], continues=True)
+    for number in range(12):
+        known.end(f"{number}")
+    assert len(known) == 4 == len(known._by_key) == sum(known._lengths.values()), "the longer one runs"
+    known.end("again")
+    assert len(known) == 4 == len(known._idle) and not known._running
+    assert not known.arrive("0", [0, 1, 2], []).continues, "the first to end was the first to go"
+
+
+def test_any_order_of_coming_and_ending_keeps_the_limit_and_loses_none_that_runs():
+    chance = random.Random(3)
+    known, running = Problems(most_prompts=5, most_tokens=1000), {}
+    for number in range(3000):
+        if running and chance.random() < 0.5:
+            known.end(chance.choice([*running]))
+            running = {name: prompt for name, prompt in running.items() if name in known._running}
+        else:
+            prompt = [chance.randrange(30)] * chance.randrange(1, 4)
+            running[f"{number}"] = prompt_hash(prompt)
+            known.arrive(f"{number}", prompt, [1, 2][: chance.randrange(3)], given=chance.choice(["", "mine"]))
+        names = set(running.values())
+        assert names <= known._prompts.keys() and not names & known._idle.keys()
+        assert known._prompts.keys() == names | known._idle.keys()
+        assert len(known) <= max(5, len(names)) and len(known._by_key) == len(known) == sum(known._lengths.values())
+
+
 def test_equal_words_are_looked_at_again(monkeypatch):
     monkeypatch.setattr(problems, "_words_of", lambda tokens: tokens.astype("uint64") * 0)
     known = Problems()
