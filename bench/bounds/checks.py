@@ -46,13 +46,10 @@ def of_problems(
     if growth_mib is not None:
         rows.append(judged(what, name, "MiB", growth, growth_mib))
     else:
-        # indices have limits of their own
-        each = (growth - last.index_mib + first.index_mib) * 2**20 / max(1, last.answers - first.answers)
+        each = growth * 2**20 / max(1, last.answers - first.answers)
         rows.append(Row(what=what, name=name, unit="MiB", value=growth))
-        rows.append(Row(what=what, name="an answer, without its index", unit="bytes", value=each))
-        rows.append(
-            Row(what=what, name="all answers there is room for", unit="MiB", value=each * max_mib * PER_MIB / 2**20)
-        )
+        # not to be multiplied by all answers: of indices there are fewer, 128 for each MiB
+        rows.append(Row(what=what, name="an answer and its index", unit="bytes", value=each))
     # one for each call that makes room at once
     most = max_mib * PER_MIB
     rows.append(

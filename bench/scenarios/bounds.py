@@ -38,7 +38,7 @@ class Bounds(Scenario):
     max_mib: int = flag(
         16, "`history.max_mib` where growth is judged; with the default it is told.", within=(1, 1 << 20)
     )
-    max_disk_mib: int = flag(16, "`history.max_disk_mib`.", within=(1, 1 << 30))
+    max_disk_mib: int = flag(16, "`history.max_disk_mib` there.", within=(1, 1 << 30))
     growth_mib: float = flag(5.0, "MiB by which memory may grow from then on.", within=(0, 1 << 20))
     body_mib: int = flag(8, "MiB of a body that the server takes, and that bodies have at most.", within=(1, 1024))
     times: int = flag(
@@ -69,10 +69,11 @@ class Bounds(Scenario):
         return Found(rows=rows)
 
     def _problems(self, folder: str, max_mib: int) -> list[Row]:
-        held = _alone(ask_each_once, folder, max_mib, self.max_disk_mib, [self.settled, self.problems])
+        max_disk_mib = self.max_disk_mib if max_mib else HistoryConfig().max_disk_mib
+        held = _alone(ask_each_once, folder, max_mib, max_disk_mib, [self.settled, self.problems])
         most = max_mib or HistoryConfig().max_mib
         what = f"one-off problems {'on disk' if folder else 'in memory'}, max_mib {most}"
-        growth_mib, disk_mib = self.growth_mib if max_mib else None, self.max_disk_mib if folder else None
+        growth_mib, disk_mib = self.growth_mib if max_mib else None, max_disk_mib if folder else None
         return of_problems(what, held, most, growth_mib, disk_mib)
 
     def show(self, found: Found, out: Console) -> None:
