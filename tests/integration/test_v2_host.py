@@ -204,3 +204,14 @@ def test_a_request_that_may_not_branch_is_asked_for_a_chain(ticking):
     host.plan({"a": 2}, may_branch=False, step=1, is_paused=False)
     batch = host.drafting.planned.batch
     assert batch.is_chain.tolist() == [True]
+
+
+def test_a_request_whose_end_was_told_does_not_begin_when_its_first_token_comes_home(ticking):
+    recorder, told = Recorder(), []
+    recorder.finish = lambda ending: told.append(ending.request_id)
+    host, one = host_of(recorder, ticking), request()
+    host.add(one)
+    host.sent(step([one], [[7]], [1]))
+    host.end("a", 0, FinishReason.ABORTED)
+    host.settle()
+    assert told == ["a"] and recorder.begun == []

@@ -36,7 +36,7 @@ from vllm_specrollout.worker.v2.in_flight import InFlight, Settled, timing_of
 class HostRequest(RequestState):
     """One request's tokens as far as the host knows them. A request that comes back after preemption is a new one."""
 
-    __slots__ = ("admission", "begins_at", "buffer", "length", "num_prompt", "request_id", "temperature")
+    __slots__ = ("admission", "begins_at", "buffer", "is_told", "length", "num_prompt", "request_id", "temperature")
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class HostRequest(RequestState):
         self.buffer: IntArray = np.empty(len(tokens) + 256, dtype=np.int32)
         self.buffer[: len(tokens)] = tokens
         self.length = len(tokens)
+        # whether its end was told: nothing follows, though a step that computes it may still be in flight
+        self.is_told = False
         super().__init__(request_id, admission, self.buffer[: self.length], num_prompt)
 
     @property
@@ -169,6 +171,7 @@ class Host:
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
                 continue
             del self._over[request_id]
+            over.request.is_told = True
             self.speculator.finish(over.request.ended(over.num_tokens, over.status, over.weights_version))
             self.drafting.forget(request_id)
 
@@ -216,7 +219,7 @@ class Host:
             self.drafting.timed(timing)
             self.came_home(step, counts, VerifyResult(num_accepted, accepted))
             version = self.weights_version.number
-            for request in self._begun:
+            for request in [one for one in self._begun if not one.is_told]:
                 self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))
             self._begun.clear()
             total.steps += 1
