@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.e2e.identity.engines import Engine
 from vllm_specrollout import resumed
@@ -65,6 +66,8 @@ class Trainer:
         self._wanted: list[Asked] = []
         self._count = 0
         self._weights = self._stepped_with = 0
+        # whether weights came by `load_weights` since the last step: that counts, whatever they are
+        self._were_loaded = False
         self._version: int = ours.runner.weights_version.number
         # by request: its problem, and the version that it was last computed with
         self._attributed: dict[str, tuple[str, int]] = {}
@@ -129,8 +132,8 @@ class Trainer:
     def _step(self) -> None:
         if not self._engine.has_unfinished_requests():
             return
-        if self._stepped_with != self._weights:
-            self._stepped_with = self._weights
+        if self._stepped_with != self._weights or self._were_loaded:
+            self._stepped_with, self._were_loaded = self._weights, False
             self._version += 1
         for one in self._wanted:
             if one.name is not None:
@@ -148,11 +151,26 @@ class Trainer:
     # --- the engine --------------------------------------------------------------------------------------------------
 
     def _pause(self, chance: random.Random) -> None:
-        self._core.pause_scheduler(mode="keep", clear_cache=chance.random() < 0.5)
-        for act in chance.sample([self._abort, self._ask_again, self._empty_sign], chance.randrange(3)):
-            act(chance)
+        mode, clear_cache = chance.choice(["keep", "abort", "wait"]), chance.random() < 0.5
+        if mode == "wait":
+            # `pause_scheduler` leaves that to engines in a process of their own, which go on with their loop meanwhile
+            self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self._act(chance)
+            while self._core.scheduler.running:
+                self._step()
+            self._core._finish_pause(clear_cache)
+        else:
+            self._core.pause_scheduler(mode=mode, clear_cache=clear_cache)
+            if mode == "abort":
+                self._abort(chance, share=1.0)  # the front end is told by outputs, which there are none of here
+            self._act(chance)
         self._core.resume_scheduler()
         self.did["pause"] += 1
+        self.did[f"pause, {mode}"] += 1
+
+    def _act(self, chance: random.Random) -> None:
+        for act in chance.sample([self._abort, self._ask_again, self._empty_sign], chance.randrange(3)):
+            act(chance)
 
     def _reset(self, chance: random.Random) -> None:
         self._engine.reset_prefix_cache(reset_running_requests=chance.random() < 0.5)
@@ -181,7 +199,10 @@ class Trainer:
         self.did["push"] += 1
 
     def _write(self, chance: random.Random | None = None) -> None:
-        self._ours.llm.collective_rpc("write_in_place", args=(self._weights,))
+        is_loaded = chance is not None and chance.random() < 0.5
+        self._ours.llm.collective_rpc("load_norm" if is_loaded else "write_in_place", args=(self._weights,))
+        self._were_loaded |= is_loaded
+        self.did["load"] += is_loaded
 
     # --- what must have come of it -----------------------------------------------------------------------------------
 

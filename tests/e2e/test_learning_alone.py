@@ -15,6 +15,7 @@ from vllm import SamplingParams
 
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.schedules import Trainer
+from vllm_specrollout import resumed
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.problems import prompt_hash
 from vllm_specrollout.types import FinishedRequest
@@ -147,7 +148,9 @@ def test_random_schedules_of_what_trainers_do_change_no_token_and_no_attribution
     trainer.check()
     # what was meant to happen has happened, and often
     assert all(trainer.did[what] >= SCHEDULES // 8 for what in ("abort", "push", "pause", "reset", "empty sign"))
+    assert all(trainer.did[f"pause, {mode}"] >= SCHEDULES // 16 for mode in ("keep", "abort", "wait"))
     assert trainer.did["went on"] > SCHEDULES // 2 and trainer.did["whole"] > SCHEDULES
+    assert trainer.did["load"] > SCHEDULES // 8 and trainer.did["told"] > SCHEDULES
 
 
 def test_a_kv_connector_that_moves_prompts_changes_no_token(path: str, tmp_path: Path) -> None:
@@ -175,3 +178,37 @@ def test_a_kv_connector_that_moves_prompts_changes_no_token(path: str, tmp_path:
         assert [list(one.outputs[0].token_ids) for one in outputs] == truth
         assert all(one.num_cached_tokens == 96 for one in outputs)
         assert ours.runner.stats.accepted > 0
+
+
+def test_a_kv_connector_and_the_prefix_cache_change_no_token_of_a_resumed_answer(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import KVTransferConfig
+
+    prompts = [[9 + i, *([40, 41, 42, 43] * 25)] for i in range(3)]
+    connector = KVTransferConfig(
+        kv_connector="ExampleConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
+    )
+    settings = {"drafters": ["history", "ngram"], "ngram": {"min_match": 1}}
+    own: dict[str, Any] = {"kv_transfer_config": connector, "enable_prefix_caching": True, "block_size": 32}
+    with engine(path, "float32", is_ours=True, spec_rollout=settings, **own) as ours:
+        connector_of = ours.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        match, matched = connector_of.get_num_new_matched_tokens, []
+        monkeypatch.setattr(
+            connector_of, "get_num_new_matched_tokens", lambda *a: matched.append(match(*a)) or matched[-1]
+        )
+        truth = rollout(ours, prompts, max_tokens=80)
+        # so much of each answer is cached here that it is more than the connector knows of its prompt
+        for count in (40, 70, 3):
+            asked = [
+                resumed(SamplingParams(seed=3, max_tokens=80, ignore_eos=True), prompt, answer[:count])
+                for prompt, answer in zip(prompts, truth, strict=True)
+            ]
+            outputs = ours.llm.generate(
+                [{"prompt_token_ids": one[0]} for one in asked], [one[1] for one in asked], use_tqdm=False
+            )
+            assert [list(one.outputs[0].token_ids) for one in outputs] == [answer[count:] for answer in truth]
+        # a count of hits that falls ends a server's metrics
+        assert len(matched) == 4 * len(prompts) and min(count for count, _ in matched) >= 0

@@ -20,11 +20,17 @@ class TrainersWorker(CPUWorker):
     @torch.no_grad()
     def write_in_place(self, seed: int) -> int:
         """Another last norm, 0 being the first one; returns how often this class has loaded a model."""
-        norm = self.model_runner.get_model().model.norm.weight
-        self.__dict__.setdefault("_first", norm.clone())
-        factor = 0.6 + 0.8 * torch.rand(norm.shape, generator=torch.Generator().manual_seed(seed)) if seed else 1.0
-        norm.copy_(self._first * factor)
+        self.model_runner.get_model().model.norm.weight.copy_(self._norm(seed))
         return self.loaded
+
+    def load_norm(self, seed: int) -> None:
+        """The same, by the model's own way."""
+        self.model_runner.get_model().load_weights([("model.norm.weight", self._norm(seed))])
+
+    def _norm(self, seed: int) -> torch.Tensor:
+        first = self.__dict__.setdefault("_first", self.model_runner.get_model().model.norm.weight.clone())
+        chance = torch.Generator().manual_seed(seed)
+        return first * (0.6 + 0.8 * torch.rand(first.shape, generator=chance)) if seed else first
 
     def refit_later(self) -> None:
         """By its name it may bring weights, and it does not."""
