@@ -78,6 +78,7 @@ class Speculator(Contained):
         self.backoff = Backoff()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
+        self._begun: set[str] = set()  # and not over
 
     # --- before the forward pass -------------------------------------------------------------------------------------
 
@@ -89,6 +90,7 @@ class Speculator(Contained):
 
     def begin(self, view: RequestView) -> None:
         """The request's first token is known: it can be drafted for from now on."""
+        self._begun.add(view.request_id)
         self._tell(lambda listener: listener.admitted(view))
 
     def is_paused(self, step: int, num_requests: int) -> bool:
@@ -185,10 +187,8 @@ class Speculator(Contained):
         if without is None or self._late.owes(drafter):
             return limits
         source, price = self._sources[id(drafter)], self._asking.prices[drafter.name]
-        narrowed = self._budget_does(
-            lambda budget: self.worth.narrowed(limits, source, drafter.name, price, without, step)
-        )
-        return limits if narrowed is None else narrowed
+        narrowed = functools.partial(self.worth.narrowed, limits, source, drafter.name, price, without, step)
+        return self._budget_does(lambda budget: narrowed()) or limits
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
         """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
@@ -258,12 +258,14 @@ class Speculator(Contained):
         self._tell(lambda listener: listener.stepped(record))
 
     def finish(self, ending: FinishedRequest) -> None:
-        """A request is over; `forget` follows. Without a token it never began: drafters alone have heard of it."""
+        """A request is over; `forget` follows. Drafters hear of each; listeners of one that began or has a token."""
         self._missed(lambda missed: missed.finish(ending))
         for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
         if len(ending.token_ids):
             self._budget_does(lambda budget: budget.finish(ending))
+        if len(ending.token_ids) or ending.request_id in self._begun:
+            self._begun.discard(ending.request_id)
             self._tell(lambda listener: listener.finished(ending))
 
     def forget(self, request_id: str) -> None:

@@ -215,3 +215,17 @@ def test_a_request_whose_end_was_told_does_not_begin_when_its_first_token_comes_
     host.end("a", 0, FinishReason.ABORTED)
     host.settle()
     assert told == ["a"] and recorder.begun == []
+
+
+def test_nor_does_one_that_came_back_from_preemption_and_left(ticking):
+    recorder, told = Recorder(), []
+    recorder.finish = lambda ending: told.append(ending.request_id)
+    host, before, after = host_of(recorder, ticking), request(), request(tokens=(1, 2, 3, 7))
+    host.add(before)
+    host.sent(step([before], [[7]], [1]))
+    host.leave("a", is_preempted=True)
+    host.add(after)
+    host.end("a", 0, FinishReason.ABORTED)
+    host.leave("a")
+    host.settle()
+    assert told == ["a"] and recorder.begun == []

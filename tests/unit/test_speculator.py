@@ -127,6 +127,23 @@ def test_of_a_request_that_ended_without_a_token_only_drafters_are_told():
     assert drafter.finished == [nothing]
 
 
+def test_of_a_request_that_began_and_ended_without_a_token_listeners_are_told():
+    """An engine that steps ahead knows tokens that its client no longer gets."""
+
+    class Listens(Listener):
+        told = []
+
+        def finished(self, ending):
+            self.told.append(ending)
+
+    speculator = Speculator([], FixedBudget(8, 8), guard=Guard(is_strict=True), listeners=[Listens()])
+    nothing = replace(ENDING, token_ids=ENDING.token_ids[:0])
+    speculator.begin(views_of(1)[0])
+    for _ in range(2):
+        speculator.finish(nothing)
+    assert Listens.told == [nothing]
+
+
 class Remembers(FixedBudget):
     def __init__(self) -> None:
         super().__init__(8, 8)

@@ -71,7 +71,7 @@ class Listener:
         """
 
     def finished(self, ending: FinishedRequest) -> None:
-        """A request is over."""
+        """A request is over; without a token, if it ended before its client got the first one."""
 
     def failed(self, part: str) -> None:
         """A part of ours failed and was contained.

@@ -57,7 +57,7 @@ class HostRequest(RequestState):
         self.buffer: IntArray = np.empty(len(tokens) + 256, dtype=np.int32)
         self.buffer[: len(tokens)] = tokens
         self.length = len(tokens)
-        # whether its end was told: nothing follows, though a step that computes it may still be in flight
+        # whether its end was told
         self.is_told = False
         super().__init__(request_id, admission, self.buffer[: self.length], num_prompt)
 
@@ -175,6 +175,12 @@ class Host:
             self.speculator.finish(over.request.ended(over.num_tokens, over.status, over.weights_version))
             self.drafting.forget(request_id)
 
+    def _may_begin(self, request: HostRequest) -> bool:
+        """Not once its end was told, though steps that compute it, also from before a preemption, come home later."""
+        name = request.request_id
+        now = self._requests.get(name) or self._away.get(name)
+        return name in self._over or (now is not None and not now.is_told)
+
     def sent(self, step: InFlight) -> None:
         """A step was launched; nobody waits for it yet."""
         self._in_flight.append(step)
@@ -219,7 +225,7 @@ class Host:
             self.drafting.timed(timing)
             self.came_home(step, counts, VerifyResult(num_accepted, accepted))
             version = self.weights_version.number
-            for request in [one for one in self._begun if not one.is_told]:
+            for request in filter(self._may_begin, self._begun):
                 self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))
             self._begun.clear()
             total.steps += 1
