@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.specrollout")
 
 RESTS = "the budget failed"
 """Why steps go without drafts while the budget is on probation."""
-_UNWATCHED = "metrics, a timeline or a recording lack a step"
+UNWATCHED = "metrics, a timeline or a recording lack a step"
 """What comes of a listener that fails."""
 _BUDGET = "budget"
 _CLOSING_S = 10.0
@@ -207,12 +207,9 @@ class Contained:
             self._try_again(NEVER)
 
     def _tell_alive(self) -> None:
-        self._tell(lambda listener: listener.drafters_alive(len(self.drafters)))
-
-    def _tell(self, what: Callable[[Listener], None]) -> None:
         for listener in self.listeners:
-            with self.guard.over("watching", _UNWATCHED):
-                what(listener)
+            with self.guard.over("watching", UNWATCHED):
+                listener.drafters_alive(len(self.drafters))
 
     def health(self) -> dict[str, Any]:
         """How drafters and budget are, in plain JSON types: name -> "state" (`alive`, `probation`, `given up`), how

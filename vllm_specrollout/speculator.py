@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, sound_limits, sound_plan
-from vllm_specrollout.contained import RESTS, Contained
+from vllm_specrollout.contained import RESTS, UNWATCHED, Contained
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -298,3 +298,8 @@ class Speculator(Contained):
         except CONTAINED as error:
             self._budget_failed(error)
             return None
+
+    def _tell(self, what: Callable[[Listener], None]) -> None:
+        for listener in self.listeners:
+            with self.guard.over("watching", UNWATCHED):
+                what(listener)

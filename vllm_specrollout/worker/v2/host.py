@@ -61,6 +61,10 @@ class HostRequest(RequestState):
         self.is_told = False
         super().__init__(request_id, admission, self.buffer[: self.length], num_prompt)
 
+    def close(self) -> None:
+        """Its end is told."""
+        self.is_told = True
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
@@ -171,7 +175,7 @@ class Host:
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:
                 continue
             del self._over[request_id]
-            over.request.is_told = True
+            over.request.close()
             self.speculator.finish(over.request.ended(over.num_tokens, over.status, over.weights_version))
             self.drafting.forget(request_id)
 
