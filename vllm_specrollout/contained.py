@@ -28,8 +28,6 @@ logger = logging.getLogger("vllm.specrollout")
 
 RESTS = "the budget failed"
 """Why steps go without drafts while the budget is on probation."""
-UNWATCHED = "metrics, a timeline or a recording lack a step"
-"""What comes of a listener that fails."""
 _BUDGET = "budget"
 _CLOSING_S = 10.0
 """Given to what was given up, to close its files, when the engine ends."""
@@ -207,9 +205,7 @@ class Contained:
             self._try_again(NEVER)
 
     def _tell_alive(self) -> None:
-        for listener in self.listeners:
-            with self.guard.over("watching", UNWATCHED):
-                listener.drafters_alive(len(self.drafters))
+        self.guard.watching(self.listeners, lambda listener: listener.drafters_alive(len(self.drafters)))
 
     def health(self) -> dict[str, Any]:
         """How drafters and budget are, in plain JSON types: name -> "state" (`alive`, `probation`, `given up`), how

@@ -6,8 +6,9 @@ What belongs here: what counts as a failure, and who is told. Whoever uses a gua
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import TypeVar
 
 from vllm_specrollout import envs
 
@@ -15,6 +16,8 @@ logger = logging.getLogger("vllm.specrollout")
 
 CONTAINED = (Exception, SystemExit)
 """Whatever a part of ours may raise; a library that ends the process on an error is one of the cases."""
+_UNWATCHED = "metrics, a timeline or a recording lack a step"
+Watcher = TypeVar("Watcher")
 
 
 class Guard:
@@ -35,6 +38,12 @@ class Guard:
     def over(self, part: str, effect: str) -> _Region:
         """A block of code whose failure leaves it early, and nothing else; see `failed`."""
         return _Region(self, part, effect)
+
+    def watching(self, listeners: Iterable[Watcher], what: Callable[[Watcher], None]) -> None:
+        """Tell all who watch; one that fails at it lacks what it was told."""
+        for listener in listeners:
+            with self.over("watching", _UNWATCHED):
+                what(listener)
 
     def failed(self, part: str, error: BaseException, effect: str, *, is_last: bool = False) -> None:
         """Count a failure, and name it if it is the part's first.

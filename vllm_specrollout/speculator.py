@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, sound_limits, sound_plan
-from vllm_specrollout.contained import RESTS, UNWATCHED, Contained
+from vllm_specrollout.contained import RESTS, Contained
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
@@ -73,7 +73,7 @@ class Speculator(Contained):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(drafters, budget, guard, listeners, time_share, clock)
-        self.guard.listener = lambda part: self._tell(lambda listener: listener.failed(part))
+        self.guard.listener = lambda part: self.guard.watching(self.listeners, lambda listener: listener.failed(part))
         self.vocab_size = vocab_size
         self.backoff = Backoff()
         # steps whose time is not known yet
@@ -91,7 +91,7 @@ class Speculator(Contained):
     def begin(self, view: RequestView) -> None:
         """The request's first token is known: it can be drafted for from now on."""
         self._begun.add(view.request_id)
-        self._tell(lambda listener: listener.admitted(view))
+        self.guard.watching(self.listeners, lambda listener: listener.admitted(view))
 
     def is_paused(self, step: int, num_requests: int) -> bool:
         """Whether this engine step is known to go without drafts; if so, it need not be proposed for.
@@ -109,7 +109,7 @@ class Speculator(Contained):
             reason = RESTS
         else:
             return False
-        self._tell(lambda listener: listener.paused(num_requests, reason))
+        self.guard.watching(self.listeners, lambda listener: listener.paused(num_requests, reason))
         return True
 
     def steps_off(self, step: int, num_requests: int) -> int:
@@ -155,7 +155,7 @@ class Speculator(Contained):
     ) -> PlannedStep:
         draft_ms = (self._clock() - begin) * 1e3
         if limits is not None:
-            self._tell(lambda listener: listener.planned(batch, limits, proposals, plan, draft_ms))
+            self.guard.watching(self.listeners, lambda one: one.planned(batch, limits, proposals, plan, draft_ms))
         return PlannedStep(plan, batch, proposals)
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
@@ -255,7 +255,7 @@ class Speculator(Contained):
         self._asking.passed(timing)
         record = StepRecord(over.plan, over.trees, over.result, timing, over.batch, over.proposals)
         self._budget_does(lambda budget: budget.observe(record))
-        self._tell(lambda listener: listener.stepped(record))
+        self.guard.watching(self.listeners, lambda listener: listener.stepped(record))
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Drafters hear of each; listeners of one that began or has a token."""
@@ -266,7 +266,7 @@ class Speculator(Contained):
             self._budget_does(lambda budget: budget.finish(ending))
         if len(ending.token_ids) or ending.request_id in self._begun:
             self._begun.discard(ending.request_id)
-            self._tell(lambda listener: listener.finished(ending))
+            self.guard.watching(self.listeners, lambda listener: listener.finished(ending))
 
     def forget(self, request_id: str) -> None:
         self._missed(lambda missed: missed.forget(request_id))
@@ -278,7 +278,7 @@ class Speculator(Contained):
         while self._untimed:
             self.timed(None)
         self.tell_missed()
-        self._tell(lambda listener: listener.closed())
+        self.guard.watching(self.listeners, lambda listener: listener.closed())
         self._close_drafters()
 
     # --- calls that may fail -----------------------------------------------------------------------------------------
@@ -298,8 +298,3 @@ class Speculator(Contained):
         except CONTAINED as error:
             self._budget_failed(error)
             return None
-
-    def _tell(self, what: Callable[[Listener], None]) -> None:
-        for listener in self.listeners:
-            with self.guard.over("watching", UNWATCHED):
-                what(listener)
