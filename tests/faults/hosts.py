@@ -12,8 +12,7 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +29,7 @@ from tests.faults.breaking import HARMLESS, PATIENT_S, Broken, Deaf, Errs, Hangs
 from tests.faults.devices import Device, RunnerV1, RunnerV2, prompted
 from tests.faults.leftovers import KEPT, leftovers
 from tests.faults.schedule import Act, Schedule
+from tests.faults.stand_ins import Background, Clock, Event, Grammars, Plain
 from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
 from tests.unit.replay.builders import ListSink
 from vllm_specrollout.budgets.fixed import FixedBudget
@@ -59,73 +59,6 @@ MOST_REQUESTS = 6
 MOST_STEPS = 3000
 MOST_ASKED = 200
 PWRITE = os.pwrite
-
-
-class Background(Executor):
-    """Does what others do in threads of their own when it is let: between two steps."""
-
-    def __init__(self) -> None:
-        self._tasks: deque[Callable[[], Any]] = deque()
-
-    def submit(self, what: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._tasks.append(lambda: what(*args, **kwargs))
-        return Future()
-
-    def let(self) -> None:
-        while self._tasks:
-            self._tasks.popleft()()
-
-
-class Event:
-    """Of a device that is never late."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Clock:
-    """Seconds that go by whenever somebody looks, sometimes many."""
-
-    def __init__(self, chance: random.Random) -> None:
-        self._now, self._chance = 0.0, chance
-        self.is_even = False
-
-    def __call__(self) -> float:
-        if self.is_even:
-            self._now += 3e-3
-            return self._now
-        self._now += self._chance.choice((1e-5, 1e-4, 1e-3, 1e-2)) if self._chance.random() < 0.99 else 10.0
-        return self._now
-
-
-class Grammars:
-    """In place of vLLM's manager: a grammar by which even and odd tokens take turns."""
-
-    vllm_config: Any = None
-
-    def grammar_init(self, request: Request) -> None:
-        if request.structured_output_request is not None:
-            request.structured_output_request.grammar = self  # type: ignore[assignment]
-
-    def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
-        if not request.use_structured_output:
-            return tokens
-        at = request.num_output_tokens
-        good = [token % 2 == (at + i) % 2 for i, token in enumerate(tokens)]
-        return tokens[: good.index(False)] if False in good else tokens
-
-    def grammar_bitmask(self, requests: Any, names: Iterable[str], drafts: Any) -> list[list[int]]:
-        masks = []
-        for name in names:
-            at, own = requests[name].num_output_tokens, list(drafts.get(name, ()))
-            size = 1 + (own.index(-1) if -1 in own else len(own))
-            masks.append([(at + i) % 2 for i in range(size)])
-        return masks
-
-    def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
-        begin = request.num_output_tokens - len(tokens)
-        return not request.use_structured_output or all(t % 2 == (begin + i) % 2 for i, t in enumerate(tokens))
 
 
 @dataclass
@@ -544,7 +477,7 @@ class Engine:
     def _ask_until(self, holds: Callable[[], bool], otherwise: str) -> None:
         """One request after the other; who has taken more than its share of the time has to be waited for."""
         for _ in range(MOST_ASKED):
-            self._ask(_Plain(), self._prompts[0], 80)
+            self._ask(Plain(), self._prompts[0], 80)
             self._finish()
             self.runner.settle()
             if holds():
@@ -590,16 +523,3 @@ class Engine:
         for _, stretches in self.timeline.segments():
             assert all(a.end <= b.first for a, b in itertools.pairwise(stretches)), "stretches overlap"
         self.seen.add("a trace")
-
-
-class _Plain(random.Random):
-    """Chooses the first of everything, and never what is rare."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def random(self) -> float:
-        return 1.0 - 1e-9
-
-    def choice(self, seq: Any) -> Any:
-        return seq[0]

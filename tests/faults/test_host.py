@@ -21,9 +21,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import SCHEDULERS
 from tests.faults.devices import MOST_TOKENS
-from tests.faults.hosts import KINDS, MOST_DRAFTED, MOST_REQUESTS, Engine, Grammars
+from tests.faults.hosts import KINDS, MOST_DRAFTED, MOST_REQUESTS, Engine
 from tests.faults.schedule import Schedule
 from tests.faults.seeds import ON_HOSTS, repeatable, seeds
+from tests.faults.stand_ins import Grammars
 
 PARTS = 8
 
