@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.runner.results import SCENARIOS
+from bench.runner.tables import TABLES, speedup
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "bench" / "results").glob("*"))
@@ -37,16 +38,16 @@ def test_there_is_at_most_one_short_file_per_scenario():
     assert [path.name for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 200] == []
 
 
-def test_a_row_whose_outputs_differ_shows_no_speed(generator):
-    assert generator.speedup({"identical": False, "speedup": None}) == "outputs differ"
-    assert generator.speedup({"speedup": 2.0, "speedup_quartiles": [1.5, 2.5], "rounds": 3}) == "2.00x (1.50 to 2.50)"
-    assert generator.speedup({"speedup": 2.0, "speedup_quartiles": [2.0, 2.0], "rounds": 1}) == "2.00x"
+def test_a_row_whose_outputs_differ_shows_no_speed():
+    assert speedup({"identical": False, "speedup": None}) == "outputs differ"
+    assert speedup({"speedup": 2.0, "speedup_quartiles": [1.5, 2.5], "rounds": 3}) == "2.00x (1.50 to 2.50)"
+    assert speedup({"speedup": 2.0, "speedup_quartiles": [2.0, 2.0], "rounds": 1}) == "2.00x"
 
 
-def test_gpu_rows_have_a_table_of_their_own(generator):
+def test_gpu_rows_have_a_table_of_their_own():
     times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}}
     rows = [{"step": "kernels", "name": "verify", "is_right": True, "times": times, "roof_us": 1.0}]
-    text = generator._TABLES["kernels"]({"rows": rows})
+    text = TABLES["kernels"]({"rows": rows})
     assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | - | 1.00 | - | - | - |" in text
 
 
