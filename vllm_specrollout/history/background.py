@@ -14,25 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-PATIENCE_S = 10.0
-"""Seconds without any progress after which a thread is left to itself, and what it was to do is lost."""
+from vllm_specrollout.patience import PATIENCE_S, wait_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _Task = tuple[Future[Any], Callable[[], Any]]
-
-
-def wait_for(thread: threading.Thread, progress: Callable[[], int], patience_s: float) -> bool:
-    """Wait for the end of a thread as long as it gets on; returns whether it came.
-
-    Args:
-        progress: a number that changes when it does.
-    """
-    before: int | None = None
-    while thread.is_alive() and (now := progress()) != before:
-        before = now
-        thread.join(patience_s)
-    return not thread.is_alive()
 
 
 class Background(Executor):

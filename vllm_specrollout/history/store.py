@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.background import PATIENCE_S, wait_for
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.keeping import Keeping
 from vllm_specrollout.history.memory import decode_answer
@@ -24,6 +23,7 @@ from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.table import key_of
 from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
+from vllm_specrollout.patience import PATIENCE_S, wait_for
 
 logger = logging.getLogger(__name__)
 

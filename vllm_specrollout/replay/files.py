@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from vllm_specrollout.patience import PATIENCE_S, wait_for
 from vllm_specrollout.private import new_file
 from vllm_specrollout.replay import codec
 from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Record, Step, Trace, TraceError
@@ -31,8 +32,6 @@ _IDLE_S = 0.5
 _LEVEL = 9
 MOST_WAITING = 1 << 28
 """Bytes, about, of records that wait for the disk: some 20 seconds of a busy engine."""
-PATIENCE_S = 10.0
-"""Seconds without any progress after which the disk is not waited for any longer."""
 _NOT_A_TRACE = 'give a file that `--spec-rollout \'{"record": "FILE.jsonl.zst"}\'` has written'
 
 
@@ -111,11 +110,8 @@ class ThreadSink:
     def close(self) -> None:
         """Wait until all is written, as long as the disk takes any of it."""
         self._queue.put(None)
-        before = -1
-        while self._thread.is_alive() and self._taken != before:
-            before = self._taken
-            self._thread.join(self._patience_s)
-        if self._thread.is_alive() or self.dropped:
+        has_ended = wait_for(self._thread, lambda: self._taken, self._patience_s)
+        if not has_ended or self.dropped:
             what = "The trace %s is not whole: %d records of its end are missing"
             logger.error(what, self._path, self.dropped + self._queue.qsize())
 

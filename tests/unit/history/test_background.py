@@ -12,7 +12,7 @@ import pytest
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
-from vllm_specrollout.history.background import Background, wait_for
+from vllm_specrollout.history.background import Background
 
 PATIENCE_S = 60  # no test waits so long unless it fails
 
@@ -41,22 +41,6 @@ def test_shutting_down_waits_for_no_task_that_stands_still_and_cancels_the_other
     assert not go.is_set() and second.cancelled() and not first.done()
     go.set()
     assert first.result(PATIENCE_S)
-
-
-def test_who_gets_on_is_waited_for() -> None:
-    go, left = threading.Event(), [3]
-    thread = threading.Thread(target=go.wait, args=(PATIENCE_S,))
-    thread.start()
-    waits: list[int] = []
-
-    def progress() -> int:
-        waits.append(left[0])
-        left[0] -= left[0] > 0
-        return left[0]
-
-    assert not wait_for(thread, progress, patience_s=0.0) and waits == [3, 2, 1, 0]
-    go.set()
-    assert wait_for(thread, lambda: 0, PATIENCE_S)
 
 
 def test_a_background_that_is_forgotten_ends_its_thread() -> None:
