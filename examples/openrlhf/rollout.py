@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
 }
 LENGTH = 160
+DTYPE = "bfloat16"
 
 Answers = list[list[int]]
 
@@ -46,7 +47,7 @@ def start(model: Path, variables: dict[str, str]) -> Any:
         # all prompts fit: on CPU, stock vLLM fails on a seeded request whose prompt it computes in pieces
         max_num_batched_tokens=16384,
         enable_prefix_caching=True,
-        dtype="bfloat16",
+        dtype=DTYPE,
         trust_remote_code=True,
         full_determinism=False,
         gpu_memory_utilization=0.1,

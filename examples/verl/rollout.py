@@ -37,6 +37,7 @@ ENVIRONMENT = {
 }
 os.environ.update(ENVIRONMENT)
 LENGTH = 160
+DTYPE = "bfloat16"
 
 Answers = list[list[int]]
 
@@ -47,6 +48,7 @@ def configuration(model: Path, overrides: list[str]) -> Any:
 
     rollout = {
         "name": "vllm",
+        "dtype": DTYPE,
         "load_format": "auto",
         "tensor_model_parallel_size": 1,
         "prompt_length": 96,

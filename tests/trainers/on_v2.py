@@ -25,11 +25,12 @@ def main(example: str) -> int:
     paths = [str(folder), str(Path(__file__).with_name("interpreted")), *sys.path]
     sys.path.insert(0, str(folder))
     rollout = importlib.import_module("rollout")
-    rollout.LENGTH = 24
+    # interpreted products round as the host's BLAS does, and in bfloat16 a near tie may fall otherwise for that
+    rollout.LENGTH, rollout.DTYPE = 24, "float32"
     # for what the trainer starts; this process has no engine
     rollout.ENVIRONMENT.update(interpreter.ENVIRONMENT, PYTHONPATH=os.pathsep.join(paths))
     with tempfile.TemporaryDirectory() as scratch:
-        model = small_model(Path(scratch), "qwen3", "bfloat16")
+        model = small_model(Path(scratch), "qwen3", rollout.DTYPE)
         sys.argv[1:] = ["--model", model, "--problems", "4", "--samples", "2", *sys.argv[2:]]
         return int(rollout.main())
 
