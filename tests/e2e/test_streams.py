@@ -14,8 +14,11 @@ import torch
 from vllm import SamplingParams
 
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.decoupled.messages import Close, Drafts, Open, Verdict
+from vllm_specrollout.decoupled.counter import HASHES, TAPE, NoiseKind
+from vllm_specrollout.decoupled.messages import Close, Drafts, Noise, Open, Verdict
 from vllm_specrollout.worker.streams.engine import StreamEngine
+from vllm_specrollout.worker.streams.sampler import choices_of
+from vllm_specrollout.worker.streams.step import Follow, StreamStep
 
 PROMPT = [9, 40, 41, 42, 17, 5]
 # what a request with seed 3 draws on CPU
@@ -172,3 +175,54 @@ def test_a_request_longer_than_the_drafter_can_see_is_left_alone(streams: Stream
     drafted(streams, 8)
     streams.take(verdict(8, [5] * 260, 6))
     assert not streams.scheduler.streams
+
+
+@pytest.mark.parametrize("name", HASHES)
+@pytest.mark.parametrize("vocab", [300, 5000])
+def test_with_noise_that_is_counted_each_row_draws_what_vllms_v2_runner_would(name: str, vocab: int) -> None:
+    """Over more tokens than noise is counted for as well: a tail so unlikely is never drawn here."""
+    from vllm_specrollout.kernels.tree_verify.naive import sample_rows
+
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=generator) * 4.0
+    seeds, places, temperatures = [3, 3, 3, -5, None], [7, 8, 9, 7, 7], [0.7, 0.7, 0.7, 1.0, 1.0]
+    follow = {
+        str(i): Follow(temperatures[at], 0, 1.0, 0.0, seeds[at : at + count], places[at : at + count])
+        for i, (at, count) in enumerate([(0, 3), (3, 1), (4, 1)])
+    }
+    step = StreamStep(follow=follow, fan_out=3, noise=NoiseKind(Noise.COUNTER, name), is_trial=True)
+    found = choices_of(logits, list(follow), [3, 1, 1], step)
+    left = logits / torch.tensor(temperatures)[:, None]
+    log_q = left.log_softmax(dim=-1)
+    index, own = [0, 1, 2, 3, 4], [0.7, 0.7, 0.7, 1.0, 0.0]
+    for rank in range(3):
+        wanted = sample_rows(left, index, own, [seed or 0 for seed in seeds], places, is_philox=name == "philox")
+        assert [row.token_ids[rank] for row in found] == wanted
+        np.testing.assert_allclose(
+            [row.log_q[rank] for row in found], [log_q[i, token] for i, token in enumerate(wanted)], atol=1e-4
+        )
+        left = left.scatter(1, torch.tensor(wanted)[:, None], float("-inf"))
+    assert found[4].trial is None, "a greedy row teaches nothing"
+    for row in found[:4]:
+        assert row.trial is not None and row.trial[0] == row.trial[1] == row.token_ids[0], "plain coupling, here"
+
+
+def test_an_engine_draws_with_the_noise_that_it_is_told_of(streams: StreamEngine) -> None:
+    """Other seeds draw other tokens, the same one the same, and the best are taken where there is none."""
+    chains = []
+    streams.meet(NoiseKind(Noise.COUNTER, "murmur"))
+    try:
+        for seed in (5, 6, 5):
+            own = replace(opened(31, PROMPT, fan_out=1), seeds=np.array([seed], np.int64), temperature=2.0)
+            streams.take(own)
+            chains.append(chain(drafted(streams, 31)))
+            streams.take(Close(31))
+        streams.take(opened(31, PROMPT, fan_out=1, temperature=0.0))
+        greedy = chain(drafted(streams, 31))
+    finally:
+        streams.close_all()
+        streams.meet(TAPE)
+    assert chains[0] == chains[2] != chains[1] and len(greedy) == len(chains[0]) == 8
+    streams.take(opened(31, PROMPT, fan_out=1, temperature=0.0))
+    assert chain(drafted(streams, 31)) == greedy
+    streams.close_all()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.following import Sampling
 from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.mailbox import Mailbox
@@ -150,14 +151,20 @@ class FakeEngine:
     wasted: list[tuple[int, int]] = field(default_factory=list)
     # handle -> levels that its stream may have: those that it was allowed when they were drafted, less what holds now
     levels: dict[int, int] = field(default_factory=dict)
+    # what the verifier said of its seeds
+    noise: NoiseKind = TAPE
 
     @property
     def may_draft(self) -> bool:
         return any(stream.may_draft for stream in self.streams.values())
 
+    def meet(self, noise: NoiseKind) -> None:
+        assert not self.streams
+        self.noise = noise
+
     def take(self, message: Message) -> None:
         if isinstance(message, Open):
-            self.streams[message.handle] = Stream(message, self.most_tokens, 16, Survival())
+            self.streams[message.handle] = Stream(message, self.most_tokens, 16, Survival(), self.noise.noise)
             self.levels[message.handle] = allowed(message)
         elif isinstance(message, Close):
             self.streams.pop(message.handle, None)
@@ -191,8 +198,10 @@ class FakeEngine:
         self.levels.clear()
 
     def _choices(self, stream: Stream, depth: int) -> Choices:
-        # the seed says whose position it is
+        # the seed says whose position it is; one that is counted from, whose request
         request, position = divmod(int(stream.seed(depth) or 0), 1 << 20)
+        if self.noise != TAPE:
+            position = stream.place(depth) + 1
         token = token_at(request, position)
         others = [(token + 1 + i) % VOCABULARY for i in range(7)]
         drawn = self.rng.random()
@@ -208,14 +217,17 @@ def allowed(message: Open | Verdict) -> int:
 
 
 class FakeNoise:
-    """Requests are called by their number; a position's seed says which it is."""
+    """Requests are called by their number; a position's seed says which it is, or, where noise is counted, a request's."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: NoiseKind = TAPE) -> None:
+        self.kind = kind
         self.lengths: dict[str, int] = {}
 
     def sampling(self, request_id: str) -> Sampling:
         return Sampling(1.0)
 
     def seeds(self, request_id: str, count: int) -> np.ndarray:
+        if self.kind != TAPE:
+            return np.array([int(request_id) << 20], dtype=np.int64)
         begin = (int(request_id) << 20) + self.lengths[request_id]
         return np.arange(begin, begin + count, dtype=np.int64)

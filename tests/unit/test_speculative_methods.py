@@ -5,7 +5,7 @@ import pytest
 from vllm_specrollout.config import SpecRolloutConfig, parse
 from vllm_specrollout.drafter_config import DecoupledConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
-from vllm_specrollout.speculative_methods import METHODS, check, check_auto, check_decoupled, moved
+from vllm_specrollout.speculative_methods import METHODS, check, check_auto, check_begun, check_decoupled, moved
 
 EAGLE = {"method": "eagle", "model": "head", "num_speculative_tokens": 4}
 
@@ -109,8 +109,8 @@ def test_a_decoupled_model_is_a_source_of_its_own_and_none_of_vllms() -> None:
     assert config.sources == ("ngram", "decoupled", "decoupled_alternatives")
     assert config.coupled_model is None
     assert SpecRolloutConfig(speculative_config=model).coupled_model == model
-    check_decoupled(model, has_cpu_noise=True)
-    check_decoupled({"model": "small"}, has_cpu_noise=True)
+    check_decoupled(model, has_noise=True)
+    check_decoupled({"model": "small"}, has_noise=True)
 
 
 def test_auto_has_both_drafters_and_their_sources() -> None:
@@ -131,7 +131,7 @@ def test_auto_without_anything_to_choose_between_is_refused() -> None:
 
 
 def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> None:
-    check_decoupled(None, has_cpu_noise=True)
+    check_decoupled(None, has_noise=True)
     assert SpecRolloutConfig(placement="decoupled").sources[-2:] == ("decoupled", "decoupled_alternatives")
     given = {
         "placement": "decoupled",
@@ -144,16 +144,31 @@ def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "has_cpu_noise", "word"),
+    ("given", "has_noise", "word"),
     [
         (EAGLE, True, "hidden states"),
         ({}, True, "no `model`"),
-        ({"model": "small"}, False, "V1 runner on CPU"),
-        (None, False, "V1 runner on CPU"),
+        ({"model": "small"}, False, "V1 runner on CUDA"),
+        (None, False, "V1 runner on CUDA"),
     ],
 )
 def test_what_cannot_draft_in_a_process_of_its_own_is_refused(
-    given: dict | None, has_cpu_noise: bool, word: str
+    given: dict | None, has_noise: bool, word: str
 ) -> None:
     with pytest.raises(SpecRolloutError, match=word):
-        check_decoupled(given, has_cpu_noise=has_cpu_noise)
+        check_decoupled(given, has_noise=has_noise)
+
+
+def test_drafters_are_begun_only_where_they_can_run() -> None:
+    model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+    own = SpecRolloutConfig(placement="decoupled", speculative_config=model)
+    started = parse({"placement": "decoupled", "decoupled": {"drafters": [{"model": "small"}]}})
+    assert started is not None
+    for config in (own, started):
+        check_begun(config, has_cpu_kernels=True)
+        with pytest.raises(UnsupportedError, match="no kernels for CPU") as refused:
+            check_begun(config, has_cpu_kernels=False)
+        assert "`decoupled.address`" in refused.value.hint
+    elsewhere = DecoupledConfig(address="ipc:///tmp/drafter")
+    check_begun(replace(own, decoupled=elsewhere), has_cpu_kernels=False)
+    check_begun(SpecRolloutConfig(placement="decoupled"), has_cpu_kernels=False)

@@ -69,9 +69,11 @@ class Command:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The engine's own, without what switches spec rollout on: the drafter is another kind of engine."""
-        own = {name: value for name, value in os.environ.items() if name != envs.SPEC_ROLLOUT}
+        """The engine's own, without what switches spec rollout on: the drafter is another kind of engine. It runs on
+        CPU, whatever the target runs on, with vLLM's V1 runner, and its kernels are not interpreted."""
+        own = {name: value for name, value in os.environ.items() if name not in (envs.SPEC_ROLLOUT, "TRITON_INTERPRET")}
         own |= {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        own |= {"VLLM_TARGET_DEVICE": "cpu", envs.USE_V2_MODEL_RUNNER: "0"}
         if self.cores:
             own["OMP_NUM_THREADS"] = str(len(self.cores))
         # a rank's place in its group is the target's alone

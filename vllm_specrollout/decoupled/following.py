@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specrollout.decoupled.counter import NoiseKind
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, MessageError, Open, Pace, Verdict
 from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.received import Fitting, Received, Score
@@ -43,12 +44,17 @@ class Sampling:
 class TargetNoise(Protocol):
     """What an engine knows of its requests that a drafter elsewhere needs."""
 
+    @property
+    def kind(self) -> NoiseKind:
+        """What `seeds` gives; it never changes."""
+        ...
+
     def sampling(self, request_id: str) -> Sampling:
         """How the request's tokens are chosen."""
         ...
 
     def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
-        """[count] the noise of its next tokens; empty where it has none."""
+        """[count] the noise of its next tokens, or [1] what all of it is counted from; empty where it has none."""
         ...
 
 

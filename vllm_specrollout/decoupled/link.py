@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_specrollout.decoupled.child import DrafterProcess, DrafterProcessError
+from vllm_specrollout.decoupled.counter import NoiseKind
 from vllm_specrollout.decoupled.following import Requests, TargetNoise
 from vllm_specrollout.decoupled.mailbox import Mailbox, drained
 from vllm_specrollout.decoupled.messages import Beat, Bye, Drafts, Hello, Message, Noise, Role
@@ -24,6 +25,9 @@ logger = logging.getLogger("vllm.specrollout")
 HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""
 _BEATS = 600  # kept
+_MOST_UNTOLD = 3
+"""Greetings in a row that say another noise than the target's, after which a drafter is taken not to know it. One may be
+on its way when the target greets; the others are for a drafter that is begun anew meanwhile."""
 # seconds after which a drafter that has not answered is greeted again: at first, and at most
 _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
 
@@ -85,7 +89,9 @@ class Link:
         """Tokens, and seconds spent on them, by the drafter's own word."""
         self.beats: deque[Beat] = deque(maxlen=_BEATS)
         """What the process did, about a second each, newest last."""
-        self._vocab_size, self._clock = vocab_size, clock
+        self._vocab_size, self._noise, self._clock = vocab_size, noise.kind, clock
+        # greetings, one behind another, that did not say the target's noise
+        self._untold = 0
         # when it is greeted again
         self._greet_at, self._patience_s = 0.0, _FIRST_PATIENCE_S
 
@@ -102,13 +108,13 @@ class Link:
 
     def greet(self) -> None:
         """Say that the engine is here; the drafter says the same once it is ready."""
-        self.line.send(Hello(Role.VERIFIER, self._vocab_size, Noise.TAPE, 0, 0, {}))
+        self.line.send(Hello(Role.VERIFIER, self._vocab_size, self._noise.noise, 0, 0, self._noise.details))
         self._greet_at = self._clock() + self._patience_s
         self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S)
 
     def watch(self) -> None:
         """Look after the drafter: whether it still lives, and whether it is to be greeted again."""
-        if self.error:
+        if self.error and self._untold < _MOST_UNTOLD:
             if self.process is not None:
                 self.process.see_off()
             return
@@ -125,6 +131,7 @@ class Link:
                 self._refuse(str(error))
                 return
             if has_ended:
+                self._untold = 0
                 self._lose()
         if not self.is_there and now >= self._greet_at:
             self.greet()
@@ -189,10 +196,21 @@ class Link:
         self.requests.forget_all()
         if self.process is not None:
             self.process.is_ready = True
-        if hello.vocab_size == self._vocab_size:
-            self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
-        else:
+        noise = NoiseKind.of(hello)
+        if hello.vocab_size != self._vocab_size:
             self._refuse(f"its vocabulary has {hello.vocab_size} tokens, the target's {self._vocab_size}")
+        elif noise == self._noise:
+            self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
+            self._untold = 0
+        elif noise.noise is Noise.NONE or self._untold >= _MOST_UNTOLD:
+            patience_s = self._patience_s
+            self._refuse(f"the target's noise is {self._noise}, which it does not know: it says {noise}")
+            self._patience_s = patience_s  # it may be begun anew, and know better: it is asked ever more seldom
+        else:
+            # it has not heard yet what the seeds of this target are
+            self._untold += 1
+            self._lose()
+            self.greet()
 
     def _lose(self) -> None:
         """It is gone, or may be. What it was told of is opened anew once it is back."""

@@ -6,6 +6,7 @@ the next one.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.mailbox import Mailbox, drained
 from vllm_specrollout.decoupled.messages import (
     Beat,
@@ -26,6 +28,8 @@ from vllm_specrollout.decoupled.messages import (
     Role,
     Verdict,
 )
+
+logger = logging.getLogger("vllm.specrollout")
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
@@ -53,6 +57,10 @@ class Engine(Protocol):
     @property
     def may_draft(self) -> bool:
         """Whether a step would draft anything."""
+        ...
+
+    def meet(self, noise: NoiseKind) -> None:
+        """What seeds of requests to come are; there are none now."""
         ...
 
     def take(self, message: Message) -> None:
@@ -92,6 +100,8 @@ class Loop:
         self._next_beat = 0.0
         self._was_heard = self._has_greeted = False
         self._busy_s = 0.0
+        # what the verifier said last; one that this end does not know is answered with none
+        self._noise = TAPE
         # handle of each request that was opened -> whether anything was said of it since the last beat
         self._opened: dict[int, bool] = {}
 
@@ -132,6 +142,7 @@ class Loop:
         match message:
             case Hello():
                 self._forget_all()
+                self._meet(NoiseKind.of(message))
                 self._greet()
             case Bye():
                 self._forget_all()
@@ -141,7 +152,8 @@ class Loop:
                 if not self._has_greeted:
                     # one that it drafted for in a former life, and that nothing could be sent to before it spoke
                     self._greet()
-                self._engine.take(message)
+                if self._noise.is_known:
+                    self._engine.take(message)
 
     def _note(self, message: Message) -> None:
         """Of which requests the verifier speaks."""
@@ -169,7 +181,16 @@ class Loop:
         self._engine.close_all()
         self._opened.clear()
 
+    def _meet(self, noise: NoiseKind) -> None:
+        """The verifier's noise is this one."""
+        if noise.is_known:
+            self._engine.meet(noise)
+        elif noise != self._noise:
+            logger.warning("Spec rollout: nothing is drafted: this drafter does not know the target's noise, %s", noise)
+        self._noise = noise
+
     def _greet(self) -> None:
+        said = self._noise if self._noise.is_known else NoiseKind(Noise.NONE)
         self._has_greeted = self._mailbox.send(
-            Hello(Role.DRAFTER, self._engine.vocab_size, Noise.TAPE, self._engine.max_requests, 0, {})
+            Hello(Role.DRAFTER, self._engine.vocab_size, said.noise, self._engine.max_requests, 0, said.details)
         )

@@ -69,7 +69,7 @@ class Noise(IntEnum):
 
     NONE = 0  # there are none
     TAPE = 1  # one 64-bit integer per position (V1 on CPU)
-    COUNTER = 2  # one 64-bit seed per request; position and token do the rest (V2)
+    COUNTER = 2  # one 64-bit seed per request; place and token do the rest (V2), by the hash that `Hello.details` names
 
 
 class Pace(IntEnum):
@@ -120,7 +120,7 @@ class Verdict:
     num_tokens: int  # u32: that hold now, prompt included
     # [k] int32: the last k of them
     token_ids: IntArray
-    # [s] int64: noise of the positions first_seed, first_seed+1, ...
+    # [s] int64: noise of the positions first_seed, first_seed+1, ...; or as in `Open`
     seeds: SeedArray
     first_seed: int  # u32
     # those of the request from now on

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.decoupled.messages import Drafts, Open, Pace, Verdict
+from vllm_specrollout.decoupled.messages import Drafts, Noise, Open, Pace, Verdict
 from vllm_specrollout.decoupled.survival import Survival
 from vllm_specrollout.types import MOST_NODES, ROOT
 
@@ -80,9 +80,12 @@ class Stream:
         most_tokens: that the engine can hold, prompt included.
         most_nodes: nodes that are looked behind, at most.
         survival: how often choices hold; all streams share it, and teach it.
+        noise: what the verifier's seeds are.
     """
 
-    def __init__(self, opened: Open, most_tokens: int, most_nodes: int, survival: Survival) -> None:
+    def __init__(
+        self, opened: Open, most_tokens: int, most_nodes: int, survival: Survival, noise: Noise = Noise.TAPE
+    ) -> None:
         self.opened = opened
         # those that hold
         self.tokens: list[int] = opened.token_ids.tolist()
@@ -96,6 +99,7 @@ class Stream:
         self._most_tokens = min(most_tokens, len(self.tokens) + opened.max_tokens)
         self._most_nodes = min(most_nodes, MOST_NODES)
         self._survival = survival
+        self._is_counted = noise is Noise.COUNTER
         self._seeds, self._first_seed = opened.seeds, len(self.tokens)
         self._root = _Node(self.tokens[-1], None, 0.0, 0, 0, 0.0)
         # tokens of the request where the window without a verdict ends
@@ -127,12 +131,18 @@ class Stream:
         return bool(self._frontier())
 
     def seed(self, depth: int) -> int | None:
-        """The noise of the choices behind a node of this depth; None: the best token is taken."""
+        """The noise of the choices behind a node of this depth, or what it is counted from; None: the best token is
+        taken."""
         if self.is_greedy:
             return None
-        at = len(self.tokens) + depth - self._first_seed
+        at = 0 if self._is_counted else len(self.tokens) + depth - self._first_seed
         # a verifier that names no noise for it gets poor drafts, no more
         return int(self._seeds[at]) if 0 <= at < len(self._seeds) else 0
+
+    def place(self, depth: int) -> int:
+        """Of a node of this depth, counted from 0 over the request's tokens. vLLM counts a token's noise by the place of
+        the token before it, so this is the place of the choices behind the node."""
+        return len(self.tokens) - 1 + depth
 
     def look(self) -> Look:
         """What the next pass computes: leaves, and all that stands above them."""
@@ -220,7 +230,8 @@ class Stream:
 
     def _may_be_deeper(self, depth: int) -> bool:
         at = len(self.tokens) + depth
-        has_noise = self.is_greedy or 0 <= at - self._first_seed < len(self._seeds)
+        seed = 0 if self._is_counted else at - self._first_seed
+        has_noise = self.is_greedy or 0 <= seed < len(self._seeds)
         return depth < self.most_levels and at < self._most_tokens and has_noise
 
     def _children(self, node: _Node, own: Choices) -> list[_Node]:

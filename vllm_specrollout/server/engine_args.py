@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -87,8 +88,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
             if config.is_decoupled:
-                has_seeds = engine is engines.CPU_V1 and features.installed().cpu_noise == "integer"
-                speculative_methods.check_decoupled(config.speculative_config, has_cpu_noise=has_seeds)
+                _check_decoupled(config, engine)
             if config.placement == "auto":
                 speculative_methods.check_auto(config)
             if config.coupled_model is not None:
@@ -126,6 +126,15 @@ def _check_models_draft() -> None:
             f"a model is to draft, and vLLM {supported.installed_vllm()} is installed: models draft on {able} so far",
             "drop `--speculative-config` and `decoupled`, or take that version",
         )
+
+
+def _check_decoupled(config: SpecRolloutConfig, engine: engines.Engine) -> None:
+    on_cpu = engine in (engines.CPU_V1, engines.CPU_V2)
+    has_seeds = engine is engines.CPU_V1 and features.installed().cpu_noise == "integer"
+    speculative_methods.check_decoupled(config.speculative_config, has_noise=engine.uses_v2 or has_seeds)
+    # beside kernels for AVX-512, every wheel for CPU on x86 has these; elsewhere the name is that of CUDA's own
+    has_cpu_kernels = on_cpu or importlib.util.find_spec("vllm._C_AVX2") is not None
+    speculative_methods.check_begun(config, has_cpu_kernels=has_cpu_kernels)
 
 
 def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:

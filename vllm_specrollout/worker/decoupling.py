@@ -8,14 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
-from vllm_specrollout.decoupled.following import Sampling
+from vllm_specrollout.decoupled.following import TargetNoise
 from vllm_specrollout.decoupled.reconfigure import Reconfigurer
 from vllm_specrollout.decoupled.replanning import Replanning
 from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
@@ -24,7 +22,6 @@ from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
-from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.common import config_of, is_first_rank
 
 logger = init_logger(__name__)
@@ -32,33 +29,6 @@ logger = init_logger(__name__)
 _POLL_S = 0.02  # while the engine starts
 _SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with
 _KV_CACHE = 1 << 30  # bytes of the drafter's, where its settings name no other
-
-
-class V1Noise:
-    """What the V1 runner on CPU knows of its requests.
-
-    Args:
-        runner: our V1 runner.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def sampling(self, request_id: str) -> Sampling:
-        entry = self._entry(request_id)
-        if entry.is_greedy:
-            return Sampling(0.0)
-        params = entry.state.sampling_params
-        return Sampling(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
-
-    def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
-        tape = self._entry(request_id).tape
-        if not isinstance(tape, SeedTape):
-            return np.zeros(0, dtype=np.int64)
-        return tape.peek(count).copy()
-
-    def _entry(self, request_id: str) -> Any:
-        return self._runner.book.get(self._runner.requests[request_id])
 
 
 class LinkCounter(Listener):
@@ -81,10 +51,14 @@ class LinkCounter(Listener):
         self._told = (trees, wasted)
 
 
-def begin(runner: Any) -> DecoupledDrafter | None:
+def begin(runner: Any, noise: TargetNoise) -> DecoupledDrafter | None:
     """Start what the configuration asks for; None: no drafter elsewhere is wanted, or another rank drafts.
 
     They get ready while the target's weights are loaded.
+
+    Args:
+        runner: our V1 or V2 runner.
+        noise: its own.
     """
     vllm_config = runner.vllm_config
     config = config_of(vllm_config)
@@ -99,7 +73,7 @@ def begin(runner: Any) -> DecoupledDrafter | None:
         logger.info("Spec rollout: removed the shared memory of %d links whose engines were killed", left)
     own = config.decoupled
     drafter = DecoupledDrafter(
-        V1Noise(runner),
+        noise,
         config.sources.index(DECOUPLED_SOURCES[0]),
         vocab_size=vllm_config.model_config.get_vocab_size(),
         window=own.window,
@@ -134,7 +108,7 @@ def attached(runner: Any) -> DecoupledDrafter:
     if drafter is None:
         raise UnsupportedError(
             "no drafter can be attached to this engine: its `placement` is `coupled`",
-            'start it with {"placement": "decoupled"}; that takes vLLM\'s V1 runner on CPU, and no drafter at first',
+            'start it with {"placement": "decoupled"}; that takes no drafter at first',
         )
     if drafter not in runner.spec_rollout.all_drafters():
         raise UnsupportedError(

@@ -26,7 +26,7 @@ class Placing(Listener):
     """Tells the duel what steps took, and does what it says.
 
     Args:
-        runner: our V1 runner, with a model that drafts here, and drafters elsewhere.
+        runner: ours, with a model that drafts here, and drafters elsewhere.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -291,3 +291,11 @@ def test_the_drafters_engine_is_told_its_model_and_cores_and_not_to_speculate(mo
     assert command.environment["OMP_NUM_THREADS"] == "3"
     assert command.environment["VLLM_PLUGINS"] == "none"
     assert envs.SPEC_ROLLOUT not in command.environment and "RANK" not in command.environment
+
+
+def test_the_drafters_engine_is_vllms_v1_runner_on_cpu_whatever_the_targets_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_INTERPRET", envs.USE_V2_MODEL_RUNNER):
+        monkeypatch.setenv(name, "1")
+    environment = Command("small", "shm://x").environment
+    assert "TRITON_INTERPRET" not in environment and environment[envs.USE_V2_MODEL_RUNNER] == "0"
+    assert environment["VLLM_TARGET_DEVICE"] == "cpu"

@@ -10,6 +10,7 @@ import pytest
 
 from tests.reference.decoupled import VOCABULARY, FakeNoise, Line
 from vllm_specrollout.decoupled.child import DrafterProcessError
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.link import HANG_S
 from vllm_specrollout.decoupled.link import Line as Watched
 from vllm_specrollout.decoupled.mailbox import MailboxError
@@ -31,15 +32,16 @@ from vllm_specrollout.errors import ConfigError, SpecRolloutError
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch
 
 HELLO = Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0)
+COUNTED = NoiseKind(Noise.COUNTER, "murmur")
 
 
 class Engine:
     """An engine's side, and the other ends of its mailboxes."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: NoiseKind = TAPE) -> None:
         self.lines = {name: Line(random.Random(1)) for name in ("ipc://one", "ipc://two")}
         self.now = 0.0
-        self.noise = FakeNoise()
+        self.noise = FakeNoise(kind)
         self.drafter = DecoupledDrafter(
             self.noise, 0, vocab_size=VOCABULARY, connect=self.connect, clock=lambda: self.now
         )
@@ -404,3 +406,66 @@ def test_steps_never_wait_even_where_waiting_would_be_possible(engine: Engine, m
         engine.now += 1.0
         engine.step()
     engine.drafter.detach("one")
+
+
+def hello(kind: NoiseKind) -> Hello:
+    return Hello(Role.DRAFTER, VOCABULARY, kind.noise, 64, 0, kind.details)
+
+
+def test_a_drafter_that_was_not_told_yet_which_noise_is_counted_is_told_and_drafts() -> None:
+    engine = Engine(COUNTED)
+    engine.drafter.attach("one", "ipc://one")
+    engine.say("one", HELLO)  # begun before it could hear
+    engine.step()
+    told = engine.heard("one")
+    assert [(type(message), NoiseKind.of(message)) for message in told] == 2 * [(Hello, COUNTED)]
+    assert not engine.drafter.state()["one"]["is_there"]
+    engine.say("one", hello(COUNTED))
+    engine.step()
+    opened = engine.heard("one")
+    assert [message.seeds.tolist() for message in opened if isinstance(message, Open)] == [[0], [1 << 20]]
+    engine.tokens["1"].append(7)
+    engine.step()
+    (verdict,) = engine.heard("one")
+    assert isinstance(verdict, Verdict) and verdict.seeds.tolist() == [1 << 20]
+    # it is begun anew, without a word
+    engine.say("one", HELLO)
+    engine.step()
+    engine.say("one", hello(COUNTED))
+    engine.step()
+    assert engine.drafter.state()["one"]["is_there"] and not engine.drafter.state()["one"]["error"]
+
+
+@pytest.mark.parametrize("said", [NoiseKind(Noise.NONE), TAPE, NoiseKind(Noise.COUNTER, "philox")], ids=str)
+def test_a_drafter_that_does_not_know_the_targets_noise_is_said_once_and_asked_ever_more_seldom(
+    said: NoiseKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(COUNTED)
+    engine.drafter.attach("one", "ipc://one")
+    heard = []
+    with caplog.at_level(logging.WARNING):
+        for _ in range(200):
+            engine.step()
+            messages = engine.heard("one")
+            heard.append(len(messages))
+            if messages:
+                assert {type(message) for message in messages} == {Hello}
+                engine.say("one", hello(said))
+            engine.now += 1.0
+    state = engine.drafter.state()["one"]
+    assert not state["is_there"] and state["opened"] == 0
+    assert f"the target's noise is `counter` with hash `murmur`, which it does not know: it says {said}" in state["error"]
+    assert len(caplog.records) == 1
+    assert sum(heard) <= 12 and sum(heard[-60:]) <= 1
+    engine.say("one", hello(COUNTED))  # the right one at last
+    engine.step()
+    assert engine.drafter.state()["one"]["is_there"] and not engine.drafter.state()["one"]["error"]
+
+
+def test_a_process_of_the_engines_that_does_not_know_its_noise_ends_and_keeps_no_memory() -> None:
+    engine, process = Engine(COUNTED), Stubborn()
+    engine.drafter.link("own", engine.lines["ipc://two"].reopened(), process)  # type: ignore[arg-type]
+    engine.say("two", hello(NoiseKind(Noise.NONE)))
+    engine.step()
+    engine.step()
+    assert "dismiss" in process.told and process.told[-1] == "see off"

@@ -1,11 +1,16 @@
-"""A drafter's loop: how much of what its verifier says is taken in at once."""
+"""A drafter's loop: how much of what its verifier says is taken in at once, and which noise it meets."""
 
+import logging
 import random
+from typing import Any
 
-from tests.reference.decoupled import FakeEngine, Line
+import pytest
+
+from tests.reference.decoupled import VOCABULARY, FakeEngine, Line
 from tests.unit.decoupled.builders import HELLO, OPEN, VERDICT, ints, seeds
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.loop import Loop
-from vllm_specrollout.decoupled.messages import Verdict
+from vllm_specrollout.decoupled.messages import Hello, Noise, Role, Verdict
 
 
 def test_a_drafter_hears_all_verdicts_before_it_drafts() -> None:
@@ -23,3 +28,53 @@ def test_a_drafter_hears_all_verdicts_before_it_drafts() -> None:
         )
     loop.turn()
     assert engine.streams[OPEN.handle].tokens == held
+
+
+COUNTED = NoiseKind(Noise.COUNTER, "murmur")
+
+
+def greeted(line: Line, kind: NoiseKind, **details: Any) -> None:
+    said = {**kind.details, **details}
+    line.ends[0].send(Hello(Role.VERIFIER, VOCABULARY, kind.noise, 0, 0, said))
+
+
+def answers(line: Line) -> list[NoiseKind]:
+    return [NoiseKind.of(message) for message in line.ends[0].receive() if isinstance(message, Hello)]
+
+
+def test_a_drafter_says_back_which_noise_it_was_told() -> None:
+    line = Line(random.Random(1))
+    engine = FakeEngine(random.Random(1))
+    loop = Loop(engine, line.ends[1], clock=lambda: 0.0)
+    loop._greet()
+    assert answers(line) == [TAPE], "until it is told"
+    for kind in (COUNTED, NoiseKind(Noise.COUNTER, "philox"), TAPE, COUNTED):
+        line.ends[0].send(OPEN)
+        greeted(line, kind, model="target")
+        loop.turn()
+        assert answers(line) == [kind] and engine.noise == kind and not engine.streams
+    line.ends[0].send(OPEN)
+    loop.turn()
+    assert engine.streams[OPEN.handle].seed(5) == int(OPEN.seeds[0])
+
+
+def test_noise_that_a_drafter_does_not_know_is_refused_until_it_is_told_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    line = Line(random.Random(1))
+    engine = FakeEngine(random.Random(1))
+    loop = Loop(engine, line.ends[1], clock=lambda: 0.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            greeted(line, NoiseKind(Noise.COUNTER, "sha"))
+            line.ends[0].send(OPEN)
+            loop.turn()
+            assert answers(line) == [NoiseKind(Noise.NONE)]
+    assert not engine.streams and engine.noise == TAPE
+    assert [record.message for record in caplog.records] == [
+        "Spec rollout: nothing is drafted: this drafter does not know the target's noise, `counter` with hash `sha`"
+    ]
+    greeted(line, COUNTED)
+    line.ends[0].send(OPEN)
+    loop.turn()
+    assert answers(line) == [COUNTED] and OPEN.handle in engine.streams

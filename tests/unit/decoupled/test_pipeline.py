@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, Line, token_at
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.loop import Loop
 from vllm_specrollout.decoupled.messages import Hello, Noise, Role
@@ -17,6 +18,8 @@ from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
 
 PROMPT = [7, 8, 9]
+COUNTED = NoiseKind(Noise.COUNTER, "murmur")
+KINDS = st.sampled_from((TAPE, COUNTED))
 
 
 class Elsewhere:
@@ -45,11 +48,20 @@ class Rollout:
 
     Args:
         windows: of each drafter.
+        kind: of noise.
     """
 
-    def __init__(self, seed: int, lengths: list[int], windows: list[int], fan_out: int, chance: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        lengths: list[int],
+        windows: list[int],
+        fan_out: int,
+        chance: float = 0.0,
+        kind: NoiseKind = TAPE,
+    ) -> None:
         self.rng = random.Random(seed)
-        self.noise = FakeNoise()
+        self.noise = FakeNoise(kind)
         self.others = [Elsewhere(seed + 10 * i, chance) for i in range(1, 1 + len(windows))]
         self.now = 0.0
         self.drafter = DecoupledDrafter(
@@ -189,11 +201,12 @@ class Rollout:
     windows=st.lists(st.integers(1, 16), min_size=1, max_size=3),
     fan_out=st.integers(1, 3),
     turns=st.integers(0, 6),
+    kind=KINDS,
 )
 def test_drafters_ahead_change_no_token(
-    seed: int, lengths: list[int], windows: list[int], fan_out: int, turns: int
+    seed: int, lengths: list[int], windows: list[int], fan_out: int, turns: int, kind: NoiseKind
 ) -> None:
-    rollout = Rollout(seed, lengths, windows, fan_out)
+    rollout = Rollout(seed, lengths, windows, fan_out, kind=kind)
     rollout.run(turns)
     rollout.check()
     for _ in range(2):
@@ -209,13 +222,14 @@ def test_drafters_ahead_change_no_token(
     chance=st.floats(0.0, 0.5),
     mischief=st.floats(0.0, 0.2),
     changes=st.floats(0.0, 0.5),
+    kind=KINDS,
 )
 def test_faults_of_drafters_and_of_their_lines_change_no_token(
-    seed: int, lengths: list[int], windows: list[int], chance: float, mischief: float, changes: float
+    seed: int, lengths: list[int], windows: list[int], chance: float, mischief: float, changes: float, kind: NoiseKind
 ) -> None:
     """Messages are late, lost, doubled and shuffled; drafters die, hang, are detached, and come back; and requests
     change their windows and modes at any step."""
-    rollout = Rollout(seed, lengths, windows, 2, chance)
+    rollout = Rollout(seed, lengths, windows, 2, chance, kind)
     rng = rollout.rng
     while not rollout.is_over:
         for i, other in enumerate(rollout.others):
@@ -241,8 +255,9 @@ def test_faults_of_drafters_and_of_their_lines_change_no_token(
     rollout.check_end()
 
 
-def test_a_drafter_that_is_always_right_saves_most_steps() -> None:
-    rollout = Rollout(1, [200], [4], 1)
+@pytest.mark.parametrize("kind", [TAPE, COUNTED], ids=str)
+def test_a_drafter_that_is_always_right_saves_most_steps(kind: NoiseKind) -> None:
+    rollout = Rollout(1, [200], [4], 1, kind=kind)
     rollout.engine.accuracy = (1.0, 1.0)
     rollout.run(turns=4)
     rollout.check()

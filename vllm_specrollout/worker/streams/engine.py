@@ -10,6 +10,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
+from vllm_specrollout.decoupled.counter import NoiseKind
 from vllm_specrollout.decoupled.loop import Work
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
 from vllm_specrollout.decoupled.stream import Stream
@@ -59,6 +60,10 @@ class StreamEngine:
     def may_draft(self) -> bool:
         return self.scheduler.may_draft
 
+    def meet(self, noise: NoiseKind) -> None:
+        """What seeds of streams to come are; there are none now."""
+        self.scheduler.noise = noise
+
     def take(self, message: Message) -> None:
         """What the verifier says."""
         match message:
@@ -94,7 +99,8 @@ class StreamEngine:
         self._close(name)
         if len(opened.token_ids) > self._most_tokens or len(self.scheduler.streams) >= self.max_requests:
             return  # longer than this model can see, or one too many: the request goes on without its drafts
-        self.scheduler.streams[name] = Stream(opened, self._most_tokens, self._most_nodes, self.survival)
+        noise = self.scheduler.noise.noise
+        self.scheduler.streams[name] = Stream(opened, self._most_tokens, self._most_nodes, self.survival, noise)
         # it never samples: what it does is said by the stream
         params = SamplingParams(temperature=0.0, max_tokens=self._most_tokens, ignore_eos=True, detokenize=False)
         self.core.add_request(Request(name, opened.token_ids.tolist(), params, None))

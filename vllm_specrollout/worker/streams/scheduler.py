@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_specrollout.decoupled.counter import TAPE
 from vllm_specrollout.decoupled.stream import Look, Stream
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
 from vllm_specrollout.trees.batch import batch_of
@@ -33,6 +34,8 @@ class StreamScheduler(Scheduler):
         # request -> its stream
         self.streams: dict[str, Stream] = {}
         self.sharpness, self.second_sharpness = Sharpness(), Sharpness()
+        self.noise = TAPE
+        """What the seeds of the streams are."""
         self.passes = 0
         # [streams of the last pass] nodes that it looked at
         self.looked: list[int] = []
@@ -103,14 +106,15 @@ class StreamScheduler(Scheduler):
                 max((self.streams[name].fan_out for name in names), default=1),
                 (self.sharpness.value, self.second_sharpness.value),
                 self.passes % _LEARN_EVERY == 1,
+                self.noise,
             ),
         )
         return output
 
     def _follow(self, name: str, look: Look) -> Follow:
         stream, opened = self.streams[name], self.streams[name].opened
-        seeds = [stream.seed(depth) for depth in look.depths]
-        return Follow(opened.temperature or 1.0, opened.top_k, opened.top_p, opened.min_p, seeds)
+        seeds, places = [stream.seed(depth) for depth in look.depths], [stream.place(depth) for depth in look.depths]
+        return Follow(opened.temperature or 1.0, opened.top_k, opened.top_p, opened.min_p, seeds, places)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """A stream that loses its blocks ends: the verifier misses it after a while, and opens it anew."""

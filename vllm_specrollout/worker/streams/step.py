@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.stream import Choices
 from vllm_specrollout.types import TreeBatch, empty_trees
 
@@ -23,8 +24,9 @@ class Follow:
     top_k: int
     top_p: float
     min_p: float
-    # [1 + nodes] noise of what comes behind each row
+    # [1 + nodes] noise of what comes behind each row, or what it is counted from; and places, counted from 0
     seeds: list[int | None]
+    places: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class StreamStep:
     sharpness: tuple[float, float] = (1.0, 1.0)
     # whether the candidates for the sharpness are tried
     is_trial: bool = False
+    # what seeds are
+    noise: NoiseKind = TAPE
 
 
 def put_step(output: SchedulerOutput, step: StreamStep) -> None:

@@ -37,6 +37,7 @@ from vllm_specrollout.worker.resuming import fill_in
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.target_noise import V1Noise
 from vllm_specrollout.worker.v1.feeding import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.processors import are_builtin
 from vllm_specrollout.worker.v1.requests import Noise, RequestBook
@@ -82,7 +83,7 @@ class SpecRolloutV1(_Base):
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
         self.model_drafter: ModelDrafter | None = None
-        self.remote = decoupling.begin(self)
+        self.remote = decoupling.begin(self, V1Noise(self))
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 

@@ -55,8 +55,9 @@ _Base = GPUModelRunner if TYPE_CHECKING else object
 class SpecRolloutV2(_Base):
     """Mixed into vLLM's V2 runners: drafts at the last moment, verifies trees, moves what was accepted."""
 
-    # a model that drafts, where there is one (modelled.py)
+    # a model that drafts, where there is one (modelled.py); the `DecoupledDrafter`, where there is one (worker.py)
     model_drafter: ModelDrafter | None = None
+    remote: Any = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -67,8 +68,7 @@ class SpecRolloutV2(_Base):
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v2")
-        drafting = Drafting.of(self.spec_rollout, self.parallel_config)
-        self.host = Host(drafting, self.max_model_len)
+        self.host = Host(Drafting.of(self.spec_rollout, self.parallel_config), self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()

@@ -12,11 +12,13 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.mixed_workers import check_runner
+from vllm_specrollout.worker import decoupling
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.target_noise import V2Noise
 from vllm_specrollout.worker.tuning import TunableMixin
 
 if TYPE_CHECKING:
@@ -61,17 +63,23 @@ class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin,
                 "this worker is for vLLM's V2 model runner, and the configuration asks for V1",
                 "unset `VLLM_USE_V2_MODEL_RUNNER`",
             )
-        has_model = config_of(self.vllm_config).coupled_model is not None
-        with _runner_replaced(*self.runner_class, has_model=has_model) as ours:
+        config = config_of(self.vllm_config)
+        decoupling.keep_off(config)
+        with _runner_replaced(*self.runner_class, has_model=config.coupled_model is not None) as ours:
             super().init_device()
         check_runner(self, ours)
+        # vLLM loads the target next; they get ready meanwhile
+        self.model_runner.remote = decoupling.begin(self.model_runner, V2Noise(self.model_runner))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         from vllm_specrollout.worker.v2.warm_up import warm_up
 
         # before vLLM's own, after which it looks out for kernels that are compiled late; with or without graphs
         warm_up(self.model_runner)
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        # last of all, since it may wait: other ranks have nothing left to do with this one
+        decoupling.join(self.model_runner)
+        return times
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """Totals of this worker since the last reset; see `Stats`."""

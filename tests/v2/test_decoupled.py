@@ -1,0 +1,221 @@
+"""The very tokens of stock vLLM on the V2 runner where models draft in processes of their own, which run V1 on CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.drafting_models import perturbed
+from tests.e2e.identity.cases import Case, cases
+from tests.e2e.identity.check import VOCAB, check_identity, judged
+from tests.e2e.identity.compare import run
+from tests.e2e.identity.engines import Engine, engine
+from tests.e2e.identity.test_decoupled import decode, until
+from tests.v2.models import small_model as model
+from tests.v2.test_identity import ENGINE, FEATURES
+from vllm_specrollout.decoupled.child import Command
+from vllm_specrollout.decoupled.duel import Duel
+from vllm_specrollout.decoupled.link import Link
+from vllm_specrollout.decoupled.warm import WarmPool
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter
+from vllm_specrollout.worker.placing import COUPLED
+
+DRAFTER = {"dtype": "float32", "max_model_len": 320, "max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 27}
+DECOUPLED = {
+    "drafters": [], "budget": "fixed", "max_draft_tokens": 6, "max_depth": 4, "placement": "decoupled",
+    "decoupled": {"engine_args": DRAFTER},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Drafters share the host's cores with the engine: threads that wait for each other would take most of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An engine whose drafter has the target's own weights, and one that may be attached beside it."""
+
+    path: str
+    llm: Any
+    runner: Any
+    pool: WarmPool
+    requests: list[Case]
+    truth: list[Any]
+
+    @property
+    def drafter(self) -> DecoupledDrafter:
+        return self.runner.remote
+
+    @property
+    def link(self) -> Link:
+        return self.drafter.links["drafter"]
+
+    def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        (answer,) = self.llm.collective_rpc(method, args=args)
+        assert "cause" not in answer, answer
+        return answer
+
+    def decode(self, before_step: Callable[[int], None]) -> None:
+        """All requests at once, whose tokens must be stock's."""
+        report = judged(
+            self.path, "float32", self.requests, self.truth, decode(self.llm, self.requests, before_step), **ENGINE
+        )
+        assert not report.failures, report.failures[:3]
+
+    def has_answered(self, name: str = "drafter") -> bool:
+        """Whether a drafter has drafted behind the newest token of each request that it was told of."""
+        self.drafter.receive()
+        found = [(one.received._drafts, one.num_told) for one in self.drafter.links[name].requests.open.values()]
+        return all(drafts and drafts.position == told for drafts, told in found)
+
+
+@pytest.fixture(scope="module")
+def stage(models: Path) -> Iterator[Stage]:
+    path = model(models, "llama", "float32")
+    # above temperature 1 the noise has most of the say
+    common = {"max_tokens": 20, "ignore_eos": True}
+    requests = [
+        Case("decoupled", str(i), [9 + i, 40, 41, 42 + i], {**common, "temperature": t, "seed": i})
+        for i, t in enumerate((0.0, 1.0, 1.5, 2.0))
+    ]
+    other = Command(perturbed(path, models / "other", 0.1), f"ipc://{models}/socket", DRAFTER)
+    given = {"method": "draft_model", "model": path, "num_speculative_tokens": 4}
+    with WarmPool({"other": other}) as pool:
+        with engine(path, "float32", is_ours=False, **ENGINE) as stock:
+            truth = run(stock.llm, requests)
+        own = {**DECOUPLED, "speculative_config": given}
+        with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+            yield Stage(path, ours.llm, ours.runner, pool, requests, truth)
+            process = ours.runner.remote.links["drafter"].process
+            pid = process.pid
+        assert not process.is_alive and not Path(f"/proc/{pid}").exists(), "the process ends with its engine"
+        assert pool.is_ready("other"), "a warm one stays"
+
+
+def test_a_drafter_elsewhere_changes_no_token_whatever_a_request_asks_for(models: Path, ahead: None) -> None:
+    """Steps are scheduled ahead, as on a GPU, and every feature is sampled with."""
+    path = model(models, "qwen3", "float32")
+    given = {"method": "draft_model", "model": perturbed(path, models / "draft", 0.1), "num_speculative_tokens": 4}
+
+    def it_drafted(ours: Engine) -> None:
+        state = ours.runner.remote.state()["drafter"]
+        assert state["is_there"] and state["matched"] > 0 and state["waited_s"] == 0.0
+        # the runner itself learns with the next step that the last ones are over
+        assert set(state["requests"]) <= set(ours.runner.host._requests)
+
+    requests = cases(len(FEATURES), VOCAB, seed=31, max_tokens=5, only=FEATURES)
+    check_identity(
+        path, "float32", requests, num_drafters=0, spec_rollout={**DECOUPLED, "speculative_config": given},
+        inspect=it_drafted, **ENGINE
+    )  # fmt: skip
+
+
+def test_a_copy_of_the_target_draws_the_targets_own_tokens(stage: Stage) -> None:
+    """The same model and the same noise, place by place; whoever draws with other noise hardly ever meets any."""
+    before = stage.link.requests.score
+
+    stage.decode(lambda step: until(stage.has_answered))
+    score = stage.link.requests.score
+    tried, matched = score.tried - before.tried, score.matched - before.matched
+    # until its first choices are judged it draws more sharply than the target
+    assert tried > 20 and matched > 0.8 * tried
+    (stats,) = stage.llm.collective_rpc("spec_rollout_stats")
+    assert stats["accepted"] > 20
+
+
+def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
+    seen: dict[str, Any] = {}
+    until(lambda: not stage.pool.watch() and stage.pool.is_ready("other"))
+
+    def before_step(step: int) -> None:
+        if step == 1:
+            stage.ask("attach_drafter", "other", stage.pool.addresses["other"])
+            until(lambda: stage.ask("drafters_state")["other"]["is_there"])
+        elif step == 3:
+            # it was told of all requests, with all their tokens
+            until(lambda: stage.has_answered("other"))
+            stage.ask("assign_drafter", "other", ["2"])
+            assert {one["name"] for one in stage.ask("drafters_state")["other"]["requests"].values()} <= {"2"}
+            stage.ask("assign_drafter", "other", None)
+        elif step == 4:
+            seen.update(stage.ask("detach_drafter", "other"))
+
+    stage.decode(before_step)
+    assert seen["opened"] >= 4 and seen["trees"] > 0 and seen["waited_s"] == 0.0 and not seen["error"]
+    assert list(stage.drafter.links) == ["drafter"]
+
+
+def test_a_drafter_killed_amid_a_batch_changes_no_token_and_comes_back(stage: Stage) -> None:
+    def before_step(step: int) -> None:
+        if step == 3:
+            until(stage.has_answered)
+            assert (pid := stage.link.process.pid)
+            os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        stage.link.watch()
+        stage.link.receive()
+        time.sleep(0.05)
+        return stage.link.is_there
+
+    stage.decode(before_step)
+    assert stage.link.process.restarts == 1 and stage.link.line.waited_s == 0.0
+    until(is_back)
+    tried = stage.link.requests.score.tried
+    stage.decode(lambda step: until(stage.has_answered))
+    assert stage.link.requests.score.tried > tried, "what it drafts is verified again"
+
+
+class Restless(Duel):
+    """Changes its mind every other step."""
+
+    steps = 0
+
+    @property
+    def choice(self) -> int:
+        return self.steps // 2 % 2
+
+    def step(self, num_requests: int, tokens: int, seconds: float) -> None:
+        self.steps += 1
+
+
+def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models: Path) -> None:
+    path = model(models, "llama", "float32")
+    given = {"method": "draft_model", "model": perturbed(path, models / "both", 0.3), "num_speculative_tokens": 4}
+    devices = [f"cpu:{max(os.sched_getaffinity(0))}"]
+    own = {**DECOUPLED, "placement": "auto", "devices": devices, "speculative_config": given}
+    requests = cases(3, VOCAB, seed=33, max_tokens=16, only=("temperature 1", "greedy", "logprobs"))
+    with engine(path, "float32", is_ours=False, **ENGINE) as stock:
+        truth = run(stock.llm, requests)
+    with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        placing, here, elsewhere = ours.runner.placing, ours.runner.model_drafter, ours.runner.remote
+        placing.duel = Restless()
+        drafted = run(ours.llm, requests)
+        placing.arrange(COUPLED)
+        assert placing.changes >= 2 and here._times > 0 and elsewhere.totals()[1] > 0, "both have drafted"
+    report = judged(path, "float32", requests, truth, drafted, **ENGINE)
+    assert not report.failures, report.failures[:3]
+
+
+def test_bad_calls_are_answered_with_their_cause(stage: Stage) -> None:
+    for call in (("attach_drafter", ("drafter", stage.pool.addresses["other"])), ("detach_drafter", ("nobody",))):
+        (answer,) = stage.llm.collective_rpc(call[0], args=call[1])
+        assert set(answer) == {"cause", "hint"}, call
