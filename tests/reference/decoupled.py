@@ -217,7 +217,7 @@ def allowed(message: Open | Verdict) -> int:
 
 
 class FakeNoise:
-    """Requests are called by their number; a position's seed says which it is, or, where noise is counted, a request's."""
+    """Requests are called by their number; a position's seed says which it is; so does a request's, if counted."""
 
     def __init__(self, kind: NoiseKind = TAPE) -> None:
         self.kind = kind

@@ -26,8 +26,8 @@ HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""
 _BEATS = 600  # kept
 _MOST_UNTOLD = 3
-"""Greetings in a row that say another noise than the target's, after which a drafter is taken not to know it. One may be
-on its way when the target greets; the others are for a drafter that is begun anew meanwhile."""
+"""Greetings in a row that say another noise than the target's, after which a drafter is taken not to know it. One may
+be on its way when the target greets; the others are for a drafter that is begun anew meanwhile."""
 # seconds after which a drafter that has not answered is greeted again: at first, and at most
 _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
 

@@ -140,8 +140,8 @@ class Stream:
         return int(self._seeds[at]) if 0 <= at < len(self._seeds) else 0
 
     def place(self, depth: int) -> int:
-        """Of a node of this depth, counted from 0 over the request's tokens. vLLM counts a token's noise by the place of
-        the token before it, so this is the place of the choices behind the node."""
+        """Of a node of this depth, counted from 0 over the request's tokens. vLLM counts a token's noise by the place
+        of the token before it: so this is what the choices behind the node are drawn by."""
         return len(self.tokens) - 1 + depth
 
     def look(self) -> Look:
