@@ -199,7 +199,7 @@ def test_with_noise_that_is_counted_each_row_draws_what_vllms_v2_runner_would(na
         wanted = sample_rows(left, index, own, [seed or 0 for seed in seeds], places, is_philox=name == "philox")
         assert [row.token_ids[rank] for row in found] == wanted
         np.testing.assert_allclose(
-            [row.log_q[rank] for row in found], [log_q[i, token] for i, token in enumerate(wanted)], atol=1e-4
+            [row.log_q[rank] for row in found], [float(log_q[i, token]) for i, token in enumerate(wanted)], atol=1e-4
         )
         left = left.scatter(1, torch.tensor(wanted)[:, None], float("-inf"))
     assert found[4].trial is None, "a greedy row teaches nothing"
