@@ -232,7 +232,8 @@ class _Bench:
         stock = self._run(None, batch, window, self._before)
         for _ in range(_MOST_ROUNDS):
             pairs.append(Pair(stock=stock, ours=self._run(AUTO, batch, window, self._before)))
-            if (found := ask()) is not None:
+            # of whole batches: the last answers of a run are alone
+            if (found := ask(batch=batch)) is not None:
                 break
         return None if found is None else (COUPLED, DECOUPLED)[found], pairs
 

@@ -138,11 +138,12 @@ class TunableMixin:
             )
         replanning.turn(reconfigures)
 
-    def spec_rollout_placing(self, start_over: bool = False) -> int | None:
-        """Which placement the last size of batch decodes in: 0 coupled, 1 decoupled, None: both are being tried.
+    def spec_rollout_placing(self, start_over: bool = False, batch: int | None = None) -> int | None:
+        """Which placement batches decode in: 0 coupled, 1 decoupled, None: both are being tried.
 
         Args:
             start_over: try both anew, whatever was found.
+            batch: requests in a batch of this size; default: in the last step.
 
         Raises:
             ConfigError: there is nothing to choose between.
@@ -152,7 +153,7 @@ class TunableMixin:
             raise ConfigError("this engine has one placement alone", 'start it with {"placement": "auto"}')
         if start_over:
             placing.duel = Duel()
-        winner: int | None = placing.duel.winner(placing.duel.num_requests)
+        winner: int | None = placing.duel.winner(placing.duel.num_requests if batch is None else batch)
         return winner
 
     def spec_rollout_streams(self) -> dict[str, Any]:
