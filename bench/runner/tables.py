@@ -156,8 +156,10 @@ def way(name: str) -> Callable[[Row], str]:
         if own.get("speedup") is None:
             return "outputs differ"
         low, high = own["quartiles"]
-        error = own["estimated"] / own["speedup"] - 1.0
-        return f"{own['speedup']:.2f}x ({low:.2f} to {high:.2f}); {own['estimated']:.2f}x, {error:+.0%}"
+        measured = f"{own['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+        if own["estimated"] is None:
+            return measured
+        return f"{measured}; {own['estimated']:.2f}x, {own['estimated'] / own['speedup'] - 1.0:+.0%}"
 
     return show
 
@@ -222,6 +224,13 @@ _BOUNDS: Columns = {
 }
 
 
+def _decoupled_table(run: Mapping[str, Any]) -> str:
+    columns = dict(_DECOUPLED)
+    if any("reconfigured" in row["ways"] for row in run["rows"]):
+        columns = {**columns, "reconfigured": way("reconfigured")}
+    return table(run["rows"], columns) + _known_before(run["rows"])
+
+
 def _known_before(rows: Sequence[Row]) -> str:
     """What estimates are made of, where it was kept."""
     known = [row for row in rows if row.get("facts")]
@@ -257,7 +266,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "sweep": sweep_table,
     "load": lambda run: table(run["rows"], _LOAD),
     "drafters": drafters_tables,
-    "decoupled": lambda run: table(run["rows"], _DECOUPLED) + _known_before(run["rows"]),
+    "decoupled": _decoupled_table,
     "ladder": lambda run: table(run["rows"], _LADDER),
     "hang": lambda run: table(_parts(run["rows"]), _HANG),
     "soak": lambda run: table(run["rows"], _SOAK),

@@ -28,6 +28,7 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated, most_drafts
 
 AUTO = "auto"
+RECONFIGURED = "reconfigured"
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
@@ -41,13 +42,14 @@ class Way:
     # times plain decoding, and the quartiles over rounds; None where an output is not stock's
     speedup: float | None
     quartiles: tuple[float, float] | None
-    estimated: float
+    # None: the planner does not know this way
+    estimated: float | None
     tokens_per_step: float
 
     @property
     def error(self) -> float | None:
         """Of the estimate, as a share of what was measured."""
-        return None if self.speedup is None else self.estimated / self.speedup - 1.0
+        return None if self.speedup is None or self.estimated is None else self.estimated / self.speedup - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class Row:
     difference: str | None
     # of plain decoding, all requests together
     stock_tokens_per_s: float | None
-    # coupled and decoupled
+    # coupled, decoupled, and reconfigured where that was asked for
     ways: Mapping[str, Way]
     # the fastest by estimate and by measurement, and how much slower the first is than the second
     planned: str
@@ -91,6 +93,7 @@ class Decoupled(EngineScenario):
     requests: int = flag(6, "Requests of each run, at least one batch.", within=(1, 1000))
     max_tokens: int = flag(160, "Tokens after which an answer is cut.", within=(2, 1 << 16))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
+    reconfigure: bool = flag(False, "Measure windows of requests' own beside, as `reconfigure` of `decoupled`.")
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
@@ -110,10 +113,11 @@ class Decoupled(EngineScenario):
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
-        columns = ("drafter", "batch", "window", "stock tokens/s", COUPLED, DECOUPLED, "fastest", "planned", "lost")
+        ways = (COUPLED, DECOUPLED, *([RECONFIGURED] if self.reconfigure else []))
+        columns = ("drafter", "batch", "window", "stock tokens/s", *ways, "fastest", "planned", "lost")
         table = Table(*columns, "auto", "lost", pad_edge=False)
         for row in found.rows:
-            shown = [_shown(row.ways[name]) for name in (COUPLED, DECOUPLED)]
+            shown = [_shown(row.ways[name]) for name in ways]
             ends = (
                 row.fastest or "-",
                 row.planned,
@@ -130,7 +134,10 @@ class Decoupled(EngineScenario):
 
 
 def _shown(way: Way) -> str:
-    return "-" if way.speedup is None else f"{way.speedup:.2f}x ({way.estimated:.2f}x, {way.error:+.0%})"
+    if way.speedup is None:
+        return "-"
+    estimate = "" if way.estimated is None else f" ({way.estimated:.2f}x, {way.error:+.0%})"
+    return f"{way.speedup:.2f}x{estimate}"
 
 
 class _Bench:
@@ -149,9 +156,14 @@ class _Bench:
             "speculative_config": given,
         }
         engines.start(self._name(COUPLED), own)
-        place = {"devices": [scenario.device], "decoupled": {"window": deepest, "fan_out": scenario.fan_out}}
+        streams: dict[str, Any] = {"window": deepest, "fan_out": scenario.fan_out}
+        place = {"devices": [scenario.device], "decoupled": streams}
         for arm in (DECOUPLED, AUTO):
+            # the same engine with and without: a host drifts less between runs than between engines
+            if scenario.reconfigure and arm == DECOUPLED:
+                streams["reconfigure"] = "goodput"
             engines.start(self._name(arm), {**own, **place, "placement": arm})
+            streams.pop("reconfigure", None)
 
     def stop(self) -> None:
         """End the drafter's engines."""
@@ -159,13 +171,19 @@ class _Bench:
             self._engines.stop(self._name(arm))
 
     def _name(self, arm: str) -> str:
-        return f"{self._drafter} {arm}"
+        return f"{self._drafter} {DECOUPLED if arm == RECONFIGURED else arm}"
 
     # --- measured ----------------------------------------------------------------------------------------------------
 
-    def _round(self, batch: int, window: int, seed: int, round_: int) -> dict[str, Pair]:
+    @property
+    def _arms(self) -> tuple[str, ...]:
+        return (COUPLED, DECOUPLED, RECONFIGURED) if self._scenario.reconfigure else (COUPLED, DECOUPLED)
+
+    def _round(
+        self, batch: int, window: int, seed: int, round_: int, arms: Sequence[str] = (COUPLED, DECOUPLED)
+    ) -> dict[str, Pair]:
         self._engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
-        pairs = run_round(round_, (COUPLED, DECOUPLED), lambda arm: self._run(arm, batch, window, seed))
+        pairs = run_round(round_, arms, lambda arm: self._run(arm, batch, window, seed))
         self._engines.report("", 1)
         return pairs
 
@@ -177,8 +195,11 @@ class _Bench:
         if arm is not None:
             limits = {"max_draft_tokens": most_drafts(window), "max_depth": window}
             engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
-        if arm in (DECOUPLED, AUTO):
-            engines.ask(name, "rpc", method="spec_rollout_set_streams", window=window)
+        if arm in (DECOUPLED, RECONFIGURED, AUTO):
+            streams: dict[str, Any] = {"window": window}
+            if self._scenario.reconfigure and arm != AUTO:
+                streams["reconfigures"] = arm == RECONFIGURED
+            engines.ask(name, "rpc", method="spec_rollout_set_streams", **streams)
         # one comes when one has ended: a batch of the longest answers alone would say more of them than of the others
         arrivals = [max(0, i - batch + 1) for i in range(len(prompts))]
         params = self._params(seed, arm is not None)
@@ -190,13 +211,13 @@ class _Bench:
         match = self._match()
         for batch in scenario.batches:
             learned = Learned(match)
-            found: dict[int, dict[str, list[Pair]]] = {w: {COUPLED: [], DECOUPLED: []} for w in scenario.windows}
+            found: dict[int, dict[str, list[Pair]]] = {w: {arm: [] for arm in self._arms} for w in scenario.windows}
             self._round(batch, scenario.windows[0], scenario.seed, -1)
             for round_ in range(scenario.rounds):
                 for window, own in found.items():
                     self._ask_streams()
                     learned.add(window, self._round(batch, window, self._before, round_), self._ask_streams())
-                    for arm, pair in self._round(batch, window, scenario.seed, round_).items():
+                    for arm, pair in self._round(batch, window, scenario.seed, round_, self._arms).items():
                         own[arm].append(pair)
             for window, own in found.items():
                 chosen, own[AUTO] = self._settled(batch, window)
@@ -211,7 +232,8 @@ class _Bench:
         stock = self._run(None, batch, window, self._before)
         for _ in range(_MOST_ROUNDS):
             pairs.append(Pair(stock=stock, ours=self._run(AUTO, batch, window, self._before)))
-            if (found := ask()) is not None:
+            # of whole batches: the last answers of a run are alone
+            if (found := ask(batch=batch)) is not None:
                 break
         return None if found is None else (COUPLED, DECOUPLED)[found], pairs
 
@@ -250,10 +272,11 @@ class _Bench:
         differences = [first_difference(pair.stock, pair.ours) for own in pairs.values() for pair in own]
         found = next((one for one in differences if one is not None), None)
         expected = estimated(facts, batch, window, self._scenario.fan_out, self._scenario.seed)
-        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in (COUPLED, DECOUPLED)}
-        ways = {arm: _way(own, expected[arm], found is None) for arm, own in timed.items()}
+        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in self._arms}
+        ways = {arm: _way(own, expected.get(arm), found is None) for arm, own in timed.items()}
         planned = max(expected, key=expected.__getitem__)
-        speeds = {PLAIN: 1.0} | {arm: way.speedup for arm, way in ways.items() if way.speedup is not None}
+        planned_for = [(arm, ways[arm].speedup) for arm in (COUPLED, DECOUPLED)]
+        speeds = {PLAIN: 1.0} | {arm: speed for arm, speed in planned_for if speed is not None}
         fastest = max(speeds, key=speeds.__getitem__) if found is None else None
         stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
         return Row(
@@ -275,7 +298,7 @@ class _Bench:
         )
 
 
-def _way(pairs: Sequence[Pair], estimated: float, is_told: bool) -> Way:
+def _way(pairs: Sequence[Pair], estimated: float | None, is_told: bool) -> Way:
     speeds = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs]
     last = pairs[-1].ours
     return Way(

@@ -38,7 +38,7 @@ def exponential_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "SpecRolloutCPURunner", ChainsOnCPU)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.identity), "float32"])
 def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
     tmp_path: Path, exponential_noise: None, dtype: str
 ) -> None:

@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import SCHEDULERS
+from tests.faults.acts import Scheduled
 from tests.faults.devices import MOST_TOKENS
-from tests.faults.hosts import KINDS, MOST_DRAFTED, MOST_REQUESTS, Engine
+from tests.faults.hosts import KINDS, MOST_DRAFTED, MOST_REQUESTS
 from tests.faults.schedule import Schedule
 from tests.faults.seeds import ON_HOSTS, repeatable, seeds
 from tests.faults.stand_ins import Grammars
@@ -61,9 +62,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(model(tmp_path_factory.mktemp("models"), "llama", "float32"))
 
 
-def carry_out(seed: int, bench: Bench, folder: Path) -> Engine:
+def carry_out(seed: int, bench: Bench, folder: Path) -> Scheduled:
     with pytest.MonkeyPatch.context() as patch, repeatable(seed, __file__):
-        engine = Engine(Schedule.of(seed), KINDS[seed % len(KINDS)], bench, str(folder / str(seed)), patch)
+        engine = Scheduled(Schedule.of(seed), KINDS[seed % len(KINDS)], bench, str(folder / str(seed)), patch)
         engine.carry_out()
     return engine
 

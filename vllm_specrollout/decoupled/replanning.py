@@ -39,6 +39,7 @@ class Replanning(Listener):
 
     def __init__(self, elsewhere: Elsewhere, reconfigurer: Reconfigurer) -> None:
         self.reconfigurer = reconfigurer
+        self.is_off = False
         self._elsewhere = elsewhere
         self._cost = StepCost()
         # requests and draft nodes of each of the last steps
@@ -46,13 +47,20 @@ class Replanning(Listener):
 
     def stepped(self, record: StepRecord) -> None:
         timing = record.timing
-        if timing is None or self._elsewhere.is_resting:
+        if timing is None or self.is_off or self._elsewhere.is_resting:
             return
         if timing.is_decode_only:
             self._cost.observe(timing)
             self._last.append((timing.batch, timing.nodes))
         if self.reconfigurer.is_due(timing.tokens):
             self.renew()
+
+    def turn(self, is_on: bool) -> None:
+        """Whether plans are made from now on; without them all requests have the window of their drafter."""
+        self.is_off = not is_on
+        if self.is_off:
+            for link in self._elsewhere.links.values():
+                link.requests.plans = {}
 
     def renew(self) -> None:
         """Plan anew for the requests of all drafters."""

@@ -112,24 +112,38 @@ class TunableMixin:
         """What `SwitchCounter` counted since the budget was set, or since the last call."""
         return self._switches().start_over()
 
-    def spec_rollout_set_streams(self, window: int | None = None, fan_out: int | None = None) -> None:
+    def spec_rollout_set_streams(
+        self, window: int | None = None, fan_out: int | None = None, reconfigures: bool | None = None
+    ) -> None:
         """Other windows for decoupled drafters, from the next step on.
 
         Args:
             window, fan_out: as in `decoupled`; default: as they are.
+            reconfigures: whether requests get windows of their own, in an engine that was started so; default: as it is.
 
         Raises:
+            ConfigError: the engine was not started so.
             UnsupportedError: no drafter runs elsewhere.
         """
         for link in attached(self.model_runner).links.values():
             own = link.requests
             own.window, own.fan_out = window or own.window, fan_out or own.fan_out
+        if reconfigures is None:
+            return
+        replanning = getattr(self.model_runner, "replanning", None)
+        if replanning is None:
+            raise ConfigError(
+                "this engine plans no windows of requests' own",
+                'start it with {"decoupled": {"reconfigure": "goodput"}}',
+            )
+        replanning.turn(reconfigures)
 
-    def spec_rollout_placing(self, start_over: bool = False) -> int | None:
-        """Which placement the last size of batch decodes in: 0 coupled, 1 decoupled, None: both are being tried.
+    def spec_rollout_placing(self, start_over: bool = False, batch: int | None = None) -> int | None:
+        """Which placement batches decode in: 0 coupled, 1 decoupled, None: both are being tried.
 
         Args:
             start_over: try both anew, whatever was found.
+            batch: requests in a batch of this size; default: in the last step.
 
         Raises:
             ConfigError: there is nothing to choose between.
@@ -139,7 +153,7 @@ class TunableMixin:
             raise ConfigError("this engine has one placement alone", 'start it with {"placement": "auto"}')
         if start_over:
             placing.duel = Duel()
-        winner: int | None = placing.duel.winner(placing.duel.num_requests)
+        winner: int | None = placing.duel.winner(placing.duel.num_requests if batch is None else batch)
         return winner
 
     def spec_rollout_streams(self) -> dict[str, Any]:

@@ -140,6 +140,20 @@ def test_while_drafters_rest_steps_count_for_nothing() -> None:
     assert set(engine.plans) == {"15"}
 
 
+def test_turned_off_all_requests_have_the_window_of_their_drafter() -> None:
+    engine = Engine(every=1)
+    engine.link.beats.append(BEAT)
+    engine.step()
+    assert set(engine.plans) == {"15"}
+    engine.replanning.turn(False)
+    assert {(one.window, one.pace) for one in engine.heard()} == {(8, Pace.DECOUPLED)}
+    engine.step()
+    assert engine.plans == {}
+    engine.replanning.turn(True)
+    engine.step()
+    assert set(engine.plans) == {"15"}
+
+
 @pytest.mark.parametrize("printed", [False, True])
 def test_plans_are_those_of_the_lines_that_were_learned(printed: bool) -> None:
     engine = Engine(every=1000, printed=printed)
