@@ -22,10 +22,11 @@ from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import DRAFT, find_model, quarter_drafter
 from ..runner.report import Found, number
-from ..runner.rows import Pair, quartiles
+from ..runner.rows import Pair
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
 from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated, most_drafts
+from .ways import Way, measured, shown
 
 AUTO = "auto"
 RECONFIGURED = "reconfigured"
@@ -33,23 +34,6 @@ QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
 _MOST_ROUNDS = 10  # in which `auto` may settle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to draft in one setting."""
-
-    # times plain decoding, and the quartiles over rounds; None where an output is not stock's
-    speedup: float | None
-    quartiles: tuple[float, float] | None
-    # None: the planner does not know this way
-    estimated: float | None
-    tokens_per_step: float
-
-    @property
-    def error(self) -> float | None:
-        """Of the estimate, as a share of what was measured."""
-        return None if self.speedup is None or self.estimated is None else self.estimated / self.speedup - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +101,7 @@ class Decoupled(EngineScenario):
         columns = ("drafter", "batch", "window", "stock tokens/s", *ways, "fastest", "planned", "lost")
         table = Table(*columns, "auto", "lost", pad_edge=False)
         for row in found.rows:
-            shown = [_shown(row.ways[name]) for name in ways]
+            shown = [shown(row.ways[name]) for name in ways]
             ends = (
                 row.fastest or "-",
                 row.planned,
@@ -131,13 +115,6 @@ class Decoupled(EngineScenario):
         for row in found.rows:
             if row.difference is not None:
                 out.print(f"{row.drafter}, batch {row.batch}, window {row.window}: {row.difference}", markup=False)
-
-
-def _shown(way: Way) -> str:
-    if way.speedup is None:
-        return "-"
-    estimate = "" if way.estimated is None else f" ({way.estimated:.2f}x, {way.error:+.0%})"
-    return f"{way.speedup:.2f}x{estimate}"
 
 
 class _Bench:
@@ -273,7 +250,7 @@ class _Bench:
         found = next((one for one in differences if one is not None), None)
         expected = estimated(facts, batch, window, self._scenario.fan_out, self._scenario.seed)
         timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in self._arms}
-        ways = {arm: _way(own, expected.get(arm), found is None) for arm, own in timed.items()}
+        ways = {arm: measured(own, expected.get(arm), found is None) for arm, own in timed.items()}
         planned = max(expected, key=expected.__getitem__)
         planned_for = [(arm, ways[arm].speedup) for arm in (COUPLED, DECOUPLED)]
         speeds = {PLAIN: 1.0} | {arm: speed for arm, speed in planned_for if speed is not None}
@@ -296,17 +273,6 @@ class _Bench:
             else 1.0 - speeds[chosen] / max(speeds[COUPLED], speeds[DECOUPLED]),
             facts=facts.as_dict(),
         )
-
-
-def _way(pairs: Sequence[Pair], estimated: float | None, is_told: bool) -> Way:
-    speeds = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs]
-    last = pairs[-1].ours
-    return Way(
-        speedup=statistics.median(speeds) if is_told else None,
-        quartiles=quartiles(speeds) if is_told else None,
-        estimated=estimated,
-        tokens_per_step=1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
-    )
 
 
 bench_decoupled = command(Decoupled)

@@ -52,6 +52,7 @@ OURS_HERE = {
     ("worker/placing.py", "self._speculator"),
     ("worker/tuning.py", "placing"),
     ("worker/streams/engine.py", "self.work"),
+    ("worker/streams/engine.py", "self.scheduler"),
     ("worker/tuning.py", "own"),
     ("worker/model_drafter.py", "drafter"),
     ("worker/model_drafter.py", "proposer"),

@@ -152,9 +152,7 @@ def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> 
         (None, False, "V1 runner on CUDA"),
     ],
 )
-def test_what_cannot_draft_in_a_process_of_its_own_is_refused(
-    given: dict | None, has_noise: bool, word: str
-) -> None:
+def test_what_cannot_draft_in_a_process_of_its_own_is_refused(given: dict | None, has_noise: bool, word: str) -> None:
     with pytest.raises(SpecRolloutError, match=word):
         check_decoupled(given, has_noise=has_noise)
 

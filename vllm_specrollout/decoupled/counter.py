@@ -96,9 +96,9 @@ def _low(values: _Longs) -> _Words:
 def _absorb(state: _Words, word: _Words) -> _Words:
     """One round of MurmurHash3_x86_32."""
     word = word * np.uint32(0xCC9E2D51)
-    word = (word << 15) | (word >> 17)
+    word = (word << np.uint32(15)) | (word >> np.uint32(17))
     state = state ^ (word * np.uint32(0x1B873593))
-    state = (state << 13) | (state >> 19)
+    state = (state << np.uint32(13)) | (state >> np.uint32(19))
     return state * np.uint32(5) + np.uint32(0xE6546B64)
 
 
@@ -107,10 +107,10 @@ def _murmur(seeds: _Longs, places: _Longs, token_ids: IntArray) -> FloatArray:
     for word in (_low(seeds), _low(seeds >> np.uint64(32)), _low(places), token_ids.astype(np.uint32)):
         state = _absorb(state, word)
     state ^= np.uint32(16)  # bytes
-    state = (state ^ (state >> 16)) * np.uint32(0x85EBCA6B)
-    state = (state ^ (state >> 13)) * np.uint32(0xC2B2AE35)
-    state ^= state >> 16
-    uniform = (state >> 16).astype(_f32) * _f32(2.0**-16)
+    state = (state ^ (state >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    state = (state ^ (state >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    state ^= state >> np.uint32(16)
+    uniform = (state >> np.uint32(16)).astype(_f32) * _f32(2.0**-16)
     uniform += ((state & 0xFFFF).astype(_f32) + _f32(0.5)) * _f32(2.0**-32)
     # log(1 - u): its Taylor series where 1 - u would lose the bits that decide who wins
     series = np.full(uniform.shape, 1 / 8, dtype=_f32)

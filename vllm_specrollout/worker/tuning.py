@@ -119,7 +119,7 @@ class TunableMixin:
 
         Args:
             window, fan_out: as in `decoupled`; default: as they are.
-            reconfigures: whether requests get windows of their own, in an engine that was started so; default: as it is.
+            reconfigures: whether requests get windows of their own, where the engine was started so; default: as it is.
 
         Raises:
             ConfigError: the engine was not started so.
