@@ -27,7 +27,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	&& echo $$python && break; done)
 
 REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps
+# Python compiles what it imports; of these packages that is the smaller part
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile
 # what comes from an index: nothing without a known hash, and nothing that runs code of its own to be installed
 FETCH := $(INSTALL) --require-hashes --only-binary :all:
 CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)

@@ -15,15 +15,20 @@ from tests.e2e.pressure import check_that_drafts_preempt_nobody, requests
 
 # more sizes, and scheduled ahead: tests/integration/test_pressure.py
 @pytest.mark.parametrize(
-    "blocks, size", [(24, 32), (12, None)], ids=["blocks of 32 tokens", "blocks of vLLM's own size"]
+    "blocks, size, count, lengths, least",
+    [(12, 32, 24, (50, 80), 40), (6, None, 12, (105, 125), 12)],
+    ids=["blocks of 32 tokens", "blocks of vLLM's own size"],
 )
-def test_with_a_small_kv_cache_nobody_is_preempted_for_a_draft(tmp_path: Path, blocks: int, size: int | None) -> None:
+def test_with_a_small_kv_cache_nobody_is_preempted_for_a_draft(
+    tmp_path: Path, blocks: int, size: int | None, count: int, lengths: tuple[int, int], least: int
+) -> None:
     check_that_drafts_preempt_nobody(
         model(tmp_path, "qwen3", "float32"),
-        requests(24, 100, 140, seed=blocks),
-        40 if size else 8,
+        requests(count, *lengths, seed=24 if size else 12),
+        least,
         {"drafters": ["history", "ngram"]},
         num_gpu_blocks_override=blocks,
+        max_model_len=256,
         **({"block_size": size} if size else {}),
     )
 
