@@ -84,6 +84,7 @@ bench: setup
 
 identity: setup
 	$(PYTEST) --dist worksteal tests/e2e -m identity
+	$(PYTEST) --dist worksteal tests/v2 -m identity
 
 SECONDS ?= 60
 sanitize:

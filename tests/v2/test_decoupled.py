@@ -139,6 +139,7 @@ class Restless(Duel):
         self.steps += 1
 
 
+@pytest.mark.identity
 def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models: Path) -> None:
     path = model(models, "llama", "float32")
     given = {"method": "draft_model", "model": perturbed(path, models / "both", 0.3), "num_speculative_tokens": 4}
@@ -191,6 +192,7 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     assert list(stage.drafter.links) == ["drafter"]
 
 
+@pytest.mark.identity
 def test_a_drafter_killed_amid_a_batch_changes_no_token_and_comes_back(stage: Stage) -> None:
     def before_step(step: int) -> None:
         if step == 3:
