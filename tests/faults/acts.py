@@ -16,11 +16,12 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from tests.faults.breaking import HARMLESS, PATIENT_S, Broken, Errs, Hangs, Knowing, Reckless, drawn
+from tests.faults.devices import prompted
 from tests.faults.hosts import MOST_DRAFTED, Asked, Engine
 from tests.faults.leftovers import KEPT, leftovers
 from tests.faults.schedule import Act
 from tests.faults.stand_ins import Plain
-from tests.faults.target import VOCAB, prompted
+from tests.faults.target import VOCAB
 from tests.unit.replay.builders import ListSink
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.probation import FIRST_PATIENCE
