@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -29,7 +26,6 @@ from vllm_specrollout.replay.records import Arrival, End
 
 MOST_STEPS = 3000
 MOST_ASKED = 200
-PWRITE = os.pwrite
 
 
 class Scheduled(Engine):
@@ -191,13 +187,7 @@ class Scheduled(Engine):
                 self.history.report_reward([name, "nobody"], chance.choice((0.0, 1.0, -2.5)))
 
     def _disk_full(self, chance: random.Random) -> None:
-        """From now on, or no longer."""
-        self.is_full = not self.is_full
-
-        def refuse(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        self._patch.setattr(os, "pwrite", refuse if self.is_full else PWRITE)
+        self.disk.turn()
 
     # --- what must have come of it -----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from tests.faults.breaking import PATIENT_S, Broken, Deaf, Hangs, Knowing
 from tests.faults.devices import Device, RunnerV1, RunnerV2
 from tests.faults.schedule import Schedule
-from tests.faults.stand_ins import Background, Clock, Event, Grammars
+from tests.faults.stand_ins import Background, Clock, Disk, Event, Grammars
 from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
 from tests.unit.replay.builders import ListSink
 from vllm_specrollout.budgets.options import OPTIONS
@@ -86,7 +86,7 @@ class Engine:
         self._count = 0
         self._hasher = get_request_block_hasher(self.block_size, sha256)
         self._flying: deque[tuple[Any, Any, int]] = deque()
-        self._weights_given, self.is_asleep, self.is_full = 1, False, False
+        self._weights_given, self.is_asleep, self.disk = 1, False, Disk(patch)
         self.num_steps = 0
         # which weights were noticed, as it has to be
         self._version = self._computed = 0

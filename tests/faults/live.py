@@ -6,8 +6,6 @@ weights, from stock vLLM. Other weights come when nobody runs; the same ones com
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,7 @@ from tests.e2e.identity.engines import Engine
 from tests.faults.breaking import HARMLESS, Broken, Errs, Knowing, drawn
 from tests.faults.leftovers import KEPT, leftovers
 from tests.faults.schedule import Schedule
+from tests.faults.stand_ins import Disk
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.options import OPTIONS
@@ -34,7 +33,6 @@ from vllm_specrollout.types import RequestView
 VOCAB = 400
 MOST_DRAFTED = 12
 MOST_STEPS = 3000
-PWRITE = os.pwrite
 GRAMMAR = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 Answers = Mapping[str, list[list[int]]]
 """By problem, the tokens of each of a request's samples."""
@@ -111,7 +109,7 @@ class Live:
         chance = schedule.chance("setting")
         self._prefix, self._asked = f"schedule-{schedule.seed}", dict[str, Asked]()
         self._expected_failures: set[str] = set()
-        self.is_full = False
+        self.disk = Disk(self._patch)
         self.sound = Knowing(self._next_of, VOCAB, schedule.seed, source=2)
         self.broken = Broken(Knowing(self._next_of, VOCAB, schedule.seed + 1, source=3))
         self.speculator.replace_drafters([*self._own, self.sound, self.broken])
@@ -284,13 +282,7 @@ class Live:
         self.ours.llm.collective_rpc("spec_rollout_report_rewards", args=(rewards,))
 
     def _disk_full(self, chance: random.Random) -> None:
-        """From now on, or no longer."""
-        self.is_full = not self.is_full
-
-        def refuse(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        self._patch.setattr(os, "pwrite", refuse if self.is_full else PWRITE)
+        self.disk.turn()
 
     # --- what must have come of it -----------------------------------------------------------------------------------
 
@@ -304,8 +296,8 @@ class Live:
         assert self.runner.stats.accepted > before, "drafting does not resume"
 
     def _end(self) -> None:
-        if self.is_full:
-            self._disk_full(random.Random(0))
+        if self.disk.is_full:
+            self.disk.turn()
         # what has ended is told with one more step
         while self._core.scheduler.has_requests():
             self._core.step_fn()

@@ -1,14 +1,19 @@
-"""What stands in for the world around an engine: threads, a device's events, a clock, vLLM's grammars, and chance."""
+"""What stands in for the world around an engine: threads, a device's events, a clock, a disk, grammars, and chance."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+import pytest
 from vllm.v1.request import Request
+
+_PWRITE = os.pwrite
 
 
 class Background(Executor):
@@ -32,6 +37,22 @@ class Event:
     def record(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+class Disk:
+    """Full, or not. It takes what is written until it is turned."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_full, self._patch = False, patch
+
+    def turn(self) -> None:
+        """Full from now on, or no longer."""
+        self.is_full = not self.is_full
+        self._patch.setattr(os, "pwrite", self._refuse if self.is_full else _PWRITE)
+
+    @staticmethod
+    def _refuse(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class Clock:

@@ -15,18 +15,17 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.drafting_models import perturbed
+from tests.e2e.elsewhere import Elsewhere, decode, until
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB, check_identity, judged
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import Engine, engine
-from tests.e2e.identity.test_decoupled import decode, until
 from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
 from vllm_specrollout.decoupled.child import Command
 from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.warm import WarmPool
-from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.worker.placing import COUPLED
 
 DRAFTER = {**ENGINE, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
@@ -50,25 +49,15 @@ def one_thread() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Elsewhere):
     """An engine whose drafter has the target's own weights, and one that may be attached beside it."""
-
-    llm: Any
-    runner: Any
-    pool: WarmPool
-    requests: list[Case]
-    truth: list[Any]
-
-    @property
-    def drafter(self) -> DecoupledDrafter:
-        return self.runner.remote
 
     @property
     def link(self) -> Link:
         return self.drafter.links["drafter"]
 
     def ask(self, method: str, *args: Any) -> dict[str, Any]:
-        (answer,) = self.llm.collective_rpc(method, args=args)
+        answer = super().ask(method, *args)
         assert "cause" not in answer, answer
         return answer
 

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.sampling_params import RequestOutputKind
 
 from tests.e2e.drafting_models import perturbed
+from tests.e2e.elsewhere import PATIENCE_S, Elsewhere, decode, until
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
@@ -31,36 +31,21 @@ from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.reconfigure import Group, MatchCounts, OwnPlan
 from vllm_specrollout.decoupled.replanning import draft_line
 from vllm_specrollout.decoupled.warm import WarmPool
-from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 
 DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
     "decoupled": {"reconfigure": "goodput"},
 }  # fmt: skip
 WARM = ("ipc", "shm")
-PATIENCE_S = 120.0  # for a process to begin, on a host that does much else
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Elsewhere):
     """An engine with a drafter of its own, two warm ones beside it, and requests with stock vLLM's answers."""
 
-    llm: Any
-    runner: Any
-    pool: WarmPool
-    requests: list[Case]
-    truth: list[Any]
     # of a few tokens each
     short: list[Case]
     short_truth: list[Any]
-
-    @property
-    def drafter(self) -> DecoupledDrafter:
-        return self.runner.remote
-
-    def ask(self, method: str, *args: Any) -> dict[str, Any]:
-        (answer,) = self.llm.collective_rpc(method, args=args)
-        return answer
 
     def attach(self, name: str, **given: Any) -> dict[str, Any]:
         (answer,) = self.llm.collective_rpc("attach_drafter", args=(name, self.pool.addresses[name]), kwargs=given)
@@ -105,29 +90,6 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         assert all(map(pool.is_ready, WARM))
     one_thread.undo()
     assert not any(map(_exists, pids))
-
-
-def until(holds: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.005)
-
-
-def decode(llm: Any, requests: Sequence[Case], before_step: Callable[[int], None]) -> list[Any]:
-    """All at once, step by step; their outputs."""
-    own = llm.llm_engine
-    for i, request in enumerate(requests):
-        params = request.sampling()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        own.add_request(str(i), {"prompt_token_ids": request.prompt}, params)
-    found: dict[str, Any] = {}
-    step = 0
-    while own.has_unfinished_requests():
-        before_step(step)
-        found |= {output.request_id: output for output in own.step() if output.finished}
-        step += 1
-    return [found[str(i)] for i in range(len(requests))]
 
 
 def is_ahead(stage: Stage, name: str) -> bool:
