@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm_specrollout.config import DECOUPLED_SOURCES
 from vllm_specrollout.decoupled import segment
 from vllm_specrollout.worker import decoupling
+from vllm_specrollout.worker.target_noise import V1Noise
 
 
 def test_an_engine_removes_the_shared_memory_of_engines_that_were_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,7 @@ def test_an_engine_removes_the_shared_memory_of_engines_that_were_killed(monkeyp
     monkeypatch.setattr(decoupling, "config_of", lambda _: config)
     monkeypatch.setattr(decoupling, "is_first_rank", lambda: True)
     model: Any = SimpleNamespace(get_vocab_size=lambda: 50)
-    drafter = decoupling.begin(SimpleNamespace(vllm_config=SimpleNamespace(model_config=model)))
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
+    drafter = decoupling.begin(runner, V1Noise(runner))
     assert drafter is not None and not drafter.links
     assert not left.exists()
