@@ -61,6 +61,34 @@ class Envelope:
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """A message that came whole, and is not read yet."""
+
+    session: int
+    number: int
+    kind: type[Message]
+    payload: memoryview
+
+    @property
+    def tree_of(self) -> int | None:
+        """Handle of the request that it brings a draft tree for; None: it brings none."""
+        if self.kind is not Drafts or len(self.payload) <= _NO_TREE:
+            return None
+        handle: int = _HANDLE.unpack_from(self.payload)[0]
+        return handle
+
+    def message(self) -> Message:
+        """What it says, with arrays of its own.
+
+        Raises:
+            MessageError: the payload is not one of its kind, or breaks a limit.
+        """
+        message = _decode_payload(self.kind, self.payload)
+        validate(message)
+        return message
+
+
+@dataclass(frozen=True, slots=True)
 class _Layout:
     """One kind's payload."""
 
@@ -98,6 +126,8 @@ _LAYOUTS: dict[type[Message], _Layout] = {
     Beat: _Layout(6, struct.Struct("<fQIII"), ("busy_ms", "drafted", "passes", "streams", "rows")),
     Bye: _Layout(7, struct.Struct("<"), text_name="reason", text_limit=MAX_REASON),
 }
+_HANDLE = struct.Struct("<Q")  # the first number of every kind that has one
+_NO_TREE = _LAYOUTS[Drafts].numbers.size + 3 * _COUNT.size  # bytes of a `Drafts` without nodes
 _TYPES = {layout.kind: cls for cls, layout in _LAYOUTS.items()}
 _ENTRIES = {"token_ids": "<i4", "seeds": "<i8", "parents": "<i4", "log_q": "<f4"}
 _ENUMS: dict[str, Any] = {"role": Role, "noise": Noise, "pace": Pace}
@@ -132,6 +162,16 @@ def decode(data: bytes | bytearray | memoryview) -> Envelope:
     Raises:
         MessageError: the bytes are no message of this version, or one that breaks a limit.
     """
+    frame = opened(data)
+    return Envelope(frame.session, frame.number, frame.message())
+
+
+def opened(data: bytes | bytearray | memoryview) -> Frame:
+    """Some bytes as a message that came whole; what it says is read later, or never.
+
+    Raises:
+        MessageError: the bytes are damaged, or no message of this version.
+    """
     view = memoryview(data).cast("B")
     if not HEADER.size <= len(view) <= MAX_MESSAGE:
         raise MessageError(Fault.SIZE, f"a message of {len(view)} bytes, outside {HEADER.size} to {MAX_MESSAGE}")
@@ -147,9 +187,7 @@ def decode(data: bytes | bytearray | memoryview) -> Envelope:
         raise MessageError(Fault.CHECKSUM, f"a message of {len(view)} bytes is damaged: its checksum is wrong")
     if kind not in _TYPES:
         raise MessageError(Fault.KIND, f"a message of kind {kind}; kinds are 1 to {len(_TYPES)}")
-    message = _decode_payload(_TYPES[kind], payload)
-    validate(message)
-    return Envelope(session, number, message)
+    return Frame(session, number, _TYPES[kind], payload)
 
 
 def _decode_payload(cls: type[Message], payload: memoryview) -> Message:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_specrollout.decoupled.codec import decode, encode
+from vllm_specrollout.decoupled.codec import Frame, encode, opened
 from vllm_specrollout.decoupled.messages import Fault, Message, MessageError, check
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -31,7 +31,7 @@ class MailboxError(SpecRolloutError):
     """A mailbox cannot be opened: nobody serves it yet, another process holds it, or the host has no room for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MailboxStats:
     """What became of the messages of one end, counted since it was opened."""
 
@@ -40,6 +40,7 @@ class MailboxStats:
     dropped_full: int = 0  # not sent: the other end does not keep up, or nobody is there
     malformed: int = 0  # arrived and were refused
     doubled: int = 0  # arrived and were dropped: had come before, came behind a later one, or of a former session
+    superseded: int = 0  # trees that arrived together with a newer one of their request, and were not read
     missing: int = 0  # numbers that were passed over; one that comes after all is in `doubled`, too
     bytes: int = 0  # sent and received
     sessions: int = 0  # lives of the other end that were seen: above 1, it was restarted
@@ -70,7 +71,10 @@ class Mailbox(Protocol):
         ...
 
     def receive(self, most: int = 256) -> list[Message]:
-        """What has arrived, in order, without waiting; at most that many messages are looked at."""
+        """What has arrived, in order, without waiting; at most that many messages are looked at.
+
+        Of a request's trees among them the newest comes alone: each is whole, so the others say nothing more.
+        """
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -129,36 +133,73 @@ class Tracker:
     def note_sent(self, data: bytes, *, was_sent: bool) -> bool:
         """Count a message that was sent, or could not be; returns which."""
         if was_sent:
-            self.stats = replace(self.stats, sent=self.stats.sent + 1, bytes=self.stats.bytes + len(data))
+            self.stats.sent += 1
+            self.stats.bytes += len(data)
         else:
-            self.stats = replace(self.stats, dropped_full=self.stats.dropped_full + 1)
+            self.stats.dropped_full += 1
         return was_sent
 
     def unseal(self, data: bytes) -> Message | None:
         """The message in some bytes that arrived; None: it was refused, or had come before."""
-        stats = replace(self.stats, bytes=self.stats.bytes + len(data))
+        return next(iter(self.unseal_all([data])), None)
+
+    def unseal_all(self, arrived: Sequence[bytes]) -> list[Message]:
+        """The messages in what arrived, as `Mailbox.receive` has them; what was refused, or had come before, is not in.
+
+        A drafter sends a tree with each pass, several in a step of its verifier. To read one takes ten times as long
+        as to see that it came whole.
+        """
+        frames = [frame for frame in map(self._open, arrived) if frame is not None]
+        # numbers, by session and request
+        newest: dict[tuple[int, int], int] = {}
+        for frame in frames:
+            if (handle := frame.tree_of) is not None:
+                key = frame.session, handle
+                newest[key] = max(newest.get(key, 0), frame.number)
+        messages = []
+        for frame in frames:
+            handle = frame.tree_of
+            if handle is not None and frame.number < newest[frame.session, handle]:
+                self.stats.superseded += self._note_number(frame)
+            elif (message := self._read(frame)) is not None and self._note_number(frame):
+                self.stats.received += 1
+                messages.append(message)
+        return messages
+
+    def _open(self, data: bytes) -> Frame | None:
+        self.stats.bytes += len(data)
         try:
-            envelope = decode(data)
-            if self._vocab_size is not None:
-                check(envelope.message, self._vocab_size)
+            return opened(data)
         except MessageError as error:
-            self.stats = replace(stats, malformed=stats.malformed + 1)
-            self._log(error)
+            self.note_malformed(error)
             return None
-        if envelope.session != self._peer and envelope.session not in self._retired:
-            self._begin(envelope.session)
-            stats = replace(stats, sessions=stats.sessions + 1)
-        if envelope.session != self._peer or envelope.number <= self._last_number:
-            self.stats = replace(stats, doubled=stats.doubled + 1)
+
+    def _read(self, frame: Frame) -> Message | None:
+        try:
+            message = frame.message()
+            if self._vocab_size is not None:
+                check(message, self._vocab_size)
+        except MessageError as error:
+            self.note_malformed(error)
             return None
-        missing = stats.missing + envelope.number - self._last_number - 1
-        self.stats = replace(stats, received=stats.received + 1, missing=missing)
-        self._last_number = envelope.number
-        return envelope.message
+        return message
+
+    def _note_number(self, frame: Frame) -> bool:
+        """Whether the message comes in its turn; False: it had come before, or a later one had."""
+        stats = self.stats
+        if frame.session != self._peer and frame.session not in self._retired:
+            self._begin(frame.session)
+            stats.sessions += 1
+        if frame.session != self._peer or frame.number <= self._last_number:
+            stats.doubled += 1
+            return False
+        stats.missing += frame.number - self._last_number - 1
+        self._last_number = frame.number
+        return True
 
     def note_malformed(self, error: MessageError) -> None:
         """Count and log something that a transport refused itself."""
-        self.stats = replace(self.stats, malformed=self.stats.malformed + 1)
+        self.stats.malformed += 1
         self._log(error)
 
     def _begin(self, session: int) -> None:

@@ -178,7 +178,16 @@ Message = Hello | Open | Verdict | Close | Drafts | Beat | Bye
 # numbers whose range is narrower than their type's
 _RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "busy_ms": (0.0, math.inf)}
 _MOST = {"token_ids": MAX_TOKENS, "seeds": MAX_SEEDS, "parents": MAX_NODES, "log_q": MAX_NODES}
-_DTYPES = {"token_ids": np.int32, "seeds": np.int64, "parents": np.int32, "log_q": np.float32}
+_DTYPES = {
+    name: np.dtype(dtype)
+    for name, dtype in {"token_ids": np.int32, "seeds": np.int64, "parents": np.int32, "log_q": np.float32}.items()
+}
+_PLACES = np.arange(MAX_NODES, dtype=np.int32)
+# kind -> its numbers with a range, and its arrays; looked up for each message
+_CHECKED: Mapping[type[Message], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    kind: (tuple(_RANGES.keys() & kind.__slots__), tuple(name for name in _DTYPES if name in kind.__slots__))
+    for kind in (Hello, Open, Verdict, Close, Drafts, Beat, Bye)
+}
 
 
 def most(message_type: type[Message], name: str) -> int:
@@ -192,14 +201,13 @@ def validate(message: Message) -> None:
     Raises:
         MessageError: an array of another type or too long, a number out of range, or a tree that is none.
     """
-    for name, (low, high) in _RANGES.items():
-        if hasattr(message, name):
-            _check_real(message, name, low, high)
+    numbers, arrays = _CHECKED[type(message)]
+    for name in numbers:
+        _check_real(message, name, *_RANGES[name])
     if not isinstance(message, (Open, Verdict, Drafts)):
         return
-    for name in _DTYPES:
-        if hasattr(message, name):
-            _check_array(message, name, getattr(message, name))
+    for name in arrays:
+        _check_array(message, name, getattr(message, name))
     if len(message.token_ids) and message.token_ids.min() < 0:
         raise _error(message, Fault.VOCABULARY, f"has token id {message.token_ids.min()}, below 0")
     if isinstance(message, Open) and not len(message.token_ids):
@@ -232,7 +240,7 @@ def _check_real(message: Message, name: str, low: float, high: float) -> None:
 
 
 def _check_array(message: Message, name: str, array: Any) -> None:
-    dtype = np.dtype(_DTYPES[name])
+    dtype = _DTYPES[name]
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
         found = f"{array.dtype} of {array.ndim} dimensions" if isinstance(array, np.ndarray) else type(array).__name__
         raise _error(message, Fault.VALUE, f"has `{name}` as {found}, not {dtype} of 1", "convert it first")
@@ -247,7 +255,7 @@ def _check_tree(message: Drafts) -> None:
         raise _error(message, Fault.COUNT, what)
     if not size:
         return
-    is_wrong = (message.parents < ROOT) | (message.parents >= np.arange(size))
+    is_wrong = (message.parents < ROOT) | (message.parents >= _PLACES[:size])
     if is_wrong.any():
         node = int(is_wrong.argmax())
         what = f"has node {node} below node {message.parents[node]}; parents come before children"

@@ -90,22 +90,24 @@ class Received:
         if drafts is None or drafts.position > len(token_ids):
             return None
         tokens, parents, log_q = drafts.token_ids.tolist(), drafts.parents.tolist(), drafts.log_q.tolist()
+        # [1 + nodes] children, first choice first: of the root, then of each node
+        below: list[list[int]] = [[] for _ in range(1 + len(tokens))]
+        for child, parent in enumerate(parents):
+            below[1 + parent].append(child)
         at, is_stream = ROOT, True
         for position, token in enumerate(token_ids[drafts.position :].tolist(), drafts.position):
-            below = [child for child, parent in enumerate(parents) if parent == at]
             # a tree of another process may have more choices than were asked for
-            rank = next(
-                (rank for rank, child in enumerate(below[:NONE_OF_THEM]) if tokens[child] == token), NONE_OF_THEM
-            )
-            if below and position >= self._num_ranked:
+            choices = below[1 + at][:NONE_OF_THEM]
+            rank = next((rank for rank, child in enumerate(choices) if tokens[child] == token), NONE_OF_THEM)
+            if choices and position >= self._num_ranked:
                 self.ranks.append(rank)
                 self._num_ranked = position + 1
                 if rank and is_stream:
-                    self.wasted += _stream_below(parents, below[0])
+                    self.wasted += _stream_below(below, choices[0])
             if rank == NONE_OF_THEM:
                 self._drafts = None
                 return None
-            at, is_stream = below[rank], is_stream and not rank
+            at, is_stream = choices[rank], is_stream and not rank
         # node -> its place among those kept, and its depth
         place, depth = {at: ROOT}, {at: 0}
         kept = Fitting([], [], [], [])
@@ -126,12 +128,15 @@ class Received:
         return kept if kept.token_ids else None
 
 
-def _stream_below(parents: Sequence[int], node: int) -> int:
-    """Nodes of the chain of first choices behind a node."""
+def _stream_below(below: Sequence[Sequence[int]], node: int) -> int:
+    """Nodes of the chain of first choices behind a node.
+
+    Args:
+        below: [1 + nodes] children: of the root, then of each node.
+    """
     count = 0
-    for child in range(node + 1, len(parents)):
-        if parents[child] == node:
-            node, count = child, count + 1
+    while below[1 + node]:
+        node, count = below[1 + node][0], count + 1
     return count
 
 

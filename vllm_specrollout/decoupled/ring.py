@@ -191,15 +191,13 @@ class RingMailbox:
         return self._tracker.note_sent(data, was_sent=was_sent)
 
     def receive(self, most: int = 256) -> list[Message]:
-        messages = []
+        arrived = []
         for _ in range(most):
             data = self._in.read()
             if data is None:
                 break
-            message = self._tracker.unseal(data)
-            if message is not None:
-                messages.append(message)
-        return messages
+            arrived.append(data)
+        return self._tracker.unseal_all(arrived)
 
     def wait(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s

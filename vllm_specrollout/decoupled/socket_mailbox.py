@@ -7,6 +7,7 @@ answered at once, while what its predecessor left behind dies with its connectio
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -126,20 +127,23 @@ class SocketMailbox:
         return self._tracker.note_sent(data, was_sent=True)
 
     def receive(self, most: int = 256) -> list[Message]:
-        messages = []
-        wanted = 2 if self._serves else 1  # a ROUTER puts the connection's name before the message
+        arrived: list[tuple[bytes, bytes]] = []  # the connection's name, and the message
+        wanted = 2 if self._serves else 1  # a ROUTER puts the name before the message
         for _ in range(most):
             frames, count = self._take(wanted)
             if not count:
                 break
-            if count != wanted:
+            if count == wanted:
+                arrived.append((frames[0] if self._serves else b"", frames[-1]))
+            else:
                 cause = f"a message came in {count} parts, not {wanted}"
                 self._tracker.note_malformed(MessageError(Fault.SIZE, cause))
-                continue
-            message = self._tracker.unseal(frames[-1])
-            if message is not None:
-                messages.append(message)
-                self._peer = frames[0] if self._serves else None
+        messages = []
+        for name, run in itertools.groupby(arrived, key=lambda pair: pair[0]):
+            found = self._tracker.unseal_all([data for _, data in run])
+            messages += found
+            if found and self._serves:
+                self._peer = name
         return messages
 
     def _take(self, most: int) -> tuple[list[bytes], int]:

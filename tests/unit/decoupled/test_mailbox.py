@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.decoupled.builders import BEAT, CLOSE, DRAFTS, ONE_OF_EACH, is_same, sealed
 from vllm_specrollout.decoupled.codec import encode
 from vllm_specrollout.decoupled.mailbox import MailboxStats, Tracker
-from vllm_specrollout.decoupled.messages import Close, Message, MessageError
+from vllm_specrollout.decoupled.messages import Close, Drafts, Message, MessageError
 
 
 def closes(tracker: Tracker, count: int) -> list[bytes]:
@@ -91,6 +92,49 @@ def test_tokens_outside_the_vocabulary_are_malformed() -> None:
     receiver = Tracker(vocab_size=highest)
     assert receiver.unseal(Tracker().seal(DRAFTS)) is None
     assert (receiver.stats.malformed, receiver.stats.received, receiver.stats.sessions) == (1, 0, 0)
+
+
+def trees(tracker: Tracker, *handles: int) -> list[bytes]:
+    """The bytes of a tree for each of these, as one end sends them."""
+    return [tracker.seal(replace(DRAFTS, handle=handle)) for handle in handles]
+
+
+def told(messages: list[Message]) -> list[tuple[str, int]]:
+    return [(type(message).__name__, message.handle) for message in messages if isinstance(message, Drafts | Close)]
+
+
+def test_of_a_requests_trees_that_come_together_the_newest_comes_alone() -> None:
+    sender, receiver = Tracker(), Tracker()
+    frames = [*trees(sender, 1, 2, 1), sender.seal(CLOSE), *trees(sender, 1, 3)]
+    found = receiver.unseal_all(frames)
+    assert told(found) == [("Drafts", 2), ("Close", CLOSE.handle), ("Drafts", 1), ("Drafts", 3)]
+    stats = receiver.stats
+    assert (stats.received, stats.superseded, stats.missing, stats.doubled) == (4, 2, 0, 0)
+    assert told(receiver.unseal_all(trees(sender, 1))) == [("Drafts", 1)]
+
+
+def test_a_tree_that_comes_behind_a_newer_one_takes_its_place_in_no_way() -> None:
+    receiver = Tracker()
+    first, second, third = trees(Tracker(), 1, 1, 1)
+    assert told(receiver.unseal_all([second, first, second])) == [("Drafts", 1)]
+    assert (receiver.stats.received, receiver.stats.doubled, receiver.stats.superseded) == (1, 2, 0)
+    assert receiver.unseal_all([third]), "its number is not used up"
+
+
+def test_what_is_no_whole_tree_takes_no_trees_place() -> None:
+    sender, receiver = Tracker(), Tracker()
+    (tree,) = trees(sender, 1)
+    none = np.zeros(0, np.int32)
+    question = sender.seal(Drafts(1, 0, 0, none, none, np.zeros(0, np.float32)))
+    (cut,) = trees(sender, 1)
+    former = trees(Tracker(), 1)
+    found = receiver.unseal_all([*former, tree, question, cut[:-1]])
+    assert [len(message.token_ids) for message in found if isinstance(message, Drafts)] == [
+        len(DRAFTS.token_ids),  # of a former session
+        len(DRAFTS.token_ids),
+        0,
+    ]
+    assert (receiver.stats.sessions, receiver.stats.malformed, receiver.stats.superseded) == (2, 1, 0)
 
 
 def test_thousands_of_restarts_take_no_more_memory_than_a_few() -> None:
