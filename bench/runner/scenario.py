@@ -179,14 +179,15 @@ def run(scenario: Scenario) -> None:
     scenario.check()
     with Display() as display, tempfile.TemporaryDirectory(prefix="specrollout-") as scratch:
         found = scenario.measure(Session(display, Path(scratch)))
+    # first of all: what was measured is kept, whatever fails afterwards
+    if scenario.json is not None:
+        scenario.json.write_text(as_json(scenario.bench, scenario.settings(), found), encoding="utf-8")
+        display.out.print(f"wrote {scenario.json}", markup=False)
     scenario.show(found, display.out)
     picture: Path | None = getattr(scenario, "plot", None)
     if picture is not None and (found.is_identical or scenario.draws_what_is_left):
         scenario.draw(found, picture)
         display.out.print(f"wrote {picture}", markup=False)
-    if scenario.json is not None:
-        scenario.json.write_text(as_json(scenario.bench, scenario.settings(), found), encoding="utf-8")
-        display.out.print(f"wrote {scenario.json}", markup=False)
     if not found.is_passed:
         raise typer.Exit(1)
 

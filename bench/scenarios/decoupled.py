@@ -101,7 +101,7 @@ class Decoupled(EngineScenario):
         columns = ("drafter", "batch", "window", "stock tokens/s", *ways, "fastest", "planned", "lost")
         table = Table(*columns, "auto", "lost", pad_edge=False)
         for row in found.rows:
-            shown = [shown(row.ways[name]) for name in ways]
+            cells = [shown(row.ways[name]) for name in ways]
             ends = (
                 row.fastest or "-",
                 row.planned,
@@ -110,7 +110,7 @@ class Decoupled(EngineScenario):
                 number(row.chosen_lost, ""),
             )
             own = (row.drafter, str(row.batch), str(row.window), number(row.stock_tokens_per_s, ""))
-            table.add_row(*own, *shown, *ends)
+            table.add_row(*own, *cells, *ends)
         out.print(table)
         for row in found.rows:
             if row.difference is not None:
