@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class Learned:
 
     How much a node adds is learned of all windows together. What a step takes without any is each window's own: it was
     measured in the same minutes, and steps do not grow evenly where more rows fill another tile of a matrix product.
+    For steps beside a drafter, how many times longer they take is each window's own.
     """
 
     def __init__(self, match: Match) -> None:
@@ -82,9 +83,10 @@ class Learned:
         """Raises: ConfigError: the runs were too short to tell."""
         if window not in self._beats:
             raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
+        verify = line_through(self._steps[COUPLED], window, (0.0, 1.0))
         return Facts(
-            verify=line_through(self._steps[COUPLED], window, (0.0, 1.0)),
-            verify_beside=line_through(self._steps[DECOUPLED], window),
+            verify=verify,
+            verify_beside=slowed((1.0, verify[1]), self._steps[DECOUPLED][window]),
             draft=statistics.median(self._passes[window]),
             draft_beside=line_through(self._beats, window),
             match=self._match,
@@ -115,6 +117,17 @@ def most_drafts(window: int) -> int:
 
 def _at(line: tuple[float, float], nodes: float) -> float:
     return line[0] + line[1] * nodes
+
+
+def slowed(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """A line made so many times as steep and as high that it passes through the points' middle.
+
+    Steps beside a drafter verify what has come, often about one node each. Points so close together tell no slope: in
+    two settings one node seemed to take as long as a step, and estimates were twice what was measured. On fewer cores
+    all parts of a step take longer, so one factor is learned, and the slope is that of steps on all cores.
+    """
+    times = statistics.median(time / _at(line, nodes) for nodes, time in points)
+    return times * line[0], times * line[1]
 
 
 def line_through(points: Points, window: int, *more: tuple[float, float]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.runner.rows import Pair
-from bench.scenarios.estimates import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through
+from bench.scenarios.estimates import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through, slowed
 from vllm_specrollout.decoupled.rehearsal import Match
 from vllm_specrollout.errors import ConfigError
 
@@ -32,8 +32,9 @@ def learned(make_run) -> Learned:
 def test_times_are_told_in_plain_steps(learned: Learned) -> None:
     facts = learned.facts(4)
     assert facts.verify == pytest.approx((1.0, 0.05)) and facts.draft == pytest.approx(0.2)
-    # one run alone tells no slope
-    assert facts.verify_beside == pytest.approx((2.0, 0.0)) and facts.draft_beside == pytest.approx((0.2, 0.0))
+    # one run alone tells no slope of the drafter's; the target's is known, and 2.0 is so many times 1 + 2 * 0.05
+    assert facts.verify_beside == pytest.approx((2.0 / 1.1, 0.1 / 1.1))
+    assert facts.draft_beside == pytest.approx((0.2, 0.0))
 
 
 def test_what_is_expected_follows_from_times_and_match_rates(learned: Learned) -> None:
@@ -53,6 +54,12 @@ def test_a_drafter_that_did_nothing_teaches_nothing() -> None:
 def test_a_line_does_not_fall() -> None:
     assert line_through({2: [(0.0, 2.0), (2.0, 1.0)]}, 2) == pytest.approx((1.5, 0.0))
     assert line_through({2: [(0.0, 1.0), (2.0, 2.0)]}, 2) == pytest.approx((1.0, 0.5))
+
+
+def test_points_close_together_do_not_make_a_slope_of_their_scatter() -> None:
+    level, slope = slowed((1.0, 0.1), [(0.8, 1.30), (0.9, 1.45), (1.0, 1.40)])
+    assert slope == pytest.approx(0.1 * level)
+    assert level * 1.09 == pytest.approx(1.40, abs=0.02)
 
 
 def test_a_window_has_a_level_of_its_own_and_the_slope_of_all() -> None:
