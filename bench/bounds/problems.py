@@ -16,6 +16,8 @@ from .memory import rss_mib
 
 PROMPT, ANSWER, VOCABULARY = 30, 30, 150_000
 """Tokens, as an engine with short chats has them; nothing of one is in another, so nothing can be shared."""
+_AT_ONCE = 200
+"""Requests after which the threads may catch up: an engine decodes meanwhile, this does not."""
 _PAUSE_S = 1e-4
 
 
@@ -47,6 +49,8 @@ def ask_each_once(folder: str, max_mib: int, max_disk_mib: int, sampled: list[in
     try:
         for number in range(1, max(sampled) + 1):
             _ask(drafter, number, rng.integers(0, VOCABULARY, PROMPT + ANSWER).astype(np.int32))
+            if number % _AT_ONCE == 0 or number in sampled:
+                _catch_up(drafter)
             if number in sampled:
                 found.append(_held(drafter, number, folder))
     finally:
@@ -60,18 +64,17 @@ def _ask(drafter: HistoryDrafter, number: int, tokens: np.ndarray) -> None:
     request, problem = f"chatcmpl-{number:032x}-{number:08x}", f"{number * 7919:024x}"
     name = request[:-9]
     drafter.admit(RequestView(request, tokens[:PROMPT], PROMPT, 100, problem_id=problem, name=name))
-    _catch_up(drafter)
+    while drafter.cache.get(problem) is None:  # built by a thread, while an engine decodes
+        time.sleep(_PAUSE_S)
     view = RequestView(request, tokens[: PROMPT + ANSWER // 2], PROMPT, 100, problem_id=problem, name=name)
     batch = RequestBatch.of([view])
     drafter.propose(batch, DraftLimits(batch.max_nodes.clip(max=8), batch.max_depth.clip(max=8), batch.is_chain))
     ended = FinishReason.FINISHED
     drafter.finish(FinishedRequest(request, problem, tokens[:PROMPT], tokens[PROMPT:], ended, 0, name))
     drafter.forget(request)
-    _catch_up(drafter)
 
 
 def _catch_up(drafter: HistoryDrafter) -> None:
-    """Let the threads do their work: an engine decodes meanwhile, this does not."""
     while drafter.cache.stats().building or drafter.store.stats().waiting and drafter.store.stats().files:
         time.sleep(_PAUSE_S)
 

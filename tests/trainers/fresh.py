@@ -27,6 +27,9 @@ TRAINERS = ("trl", "verl", "openrlhf")
 CUDA_ONLY = re.compile(r"(?i)(flash[-_]attn|deepspeed|bitsandbytes|liger[-_]kernel|nvidia|vllm)\b")
 """Requirements without a build for CPU, and vLLM, which is there already under the name of its build for CPU."""
 
+TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
+"""Where torch's CPU builds are, for hosts whose own index lacks them."""
+
 
 @dataclass
 class Outcome:
@@ -45,7 +48,7 @@ def pin(name: str) -> str:
     for file in ("dev.txt", "trainers.txt"):
         for line in ROOT.joinpath("requirements", file).read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{name}=="):
-                return line.strip()
+                return line.split()[0]  # its hashes follow
     raise ValueError(f"no requirements file pins {name}")
 
 
@@ -80,7 +83,15 @@ def examine(name: str, ours: Path, folder: Path) -> Outcome:
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
     install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*install, "--no-deps", "-r", ROOT / "requirements" / "cpu.txt", ROOT / "requirements" / "vllm_alias")
+    # as `make setup` does
+    fetch = (*install, "--no-deps", "--require-hashes", "--only-binary", ":all:")
+    run(*fetch, "-r", ROOT / "requirements" / "cpu.txt")
+    torch = ("-r", ROOT / "requirements" / "torch.txt")
+    try:
+        run(*fetch, *torch)
+    except SystemExit:
+        run(*fetch, "--index-url", TORCH_INDEX, *torch)
+    run(*install, "--no-deps", "--no-build-isolation", ROOT / "requirements" / "vllm_alias")
     held = folder / "held.txt"
     held.write_text("".join(f"{line}\n" for line in run(python, "-m", "pip", "freeze").splitlines() if "+cpu" in line))
     run(python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, outcome.trainer)
