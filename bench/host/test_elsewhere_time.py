@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,8 +100,8 @@ def _ended(drafter: HistoryDrafter, i: int, answer: np.ndarray) -> None:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    yield f"shm://specrollout-bench-{os.getpid()}"
+def address() -> str:
+    return f"shm://specrollout-bench-{os.getpid()}"
 
 
 @pytest.mark.parametrize("batch", BATCHES)

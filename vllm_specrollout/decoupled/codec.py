@@ -52,20 +52,11 @@ MAX_MESSAGE = HEADER.size + MAX_PAYLOAD
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """A message, and whose it is."""
-
-    session: int  # u64: drawn at random by each mailbox when it is opened
-    number: int  # u64: counts the messages of a session from 0
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
 class Frame:
     """A message that came whole, and is not read yet."""
 
-    session: int
-    number: int
+    session: int  # u64: drawn at random by each mailbox when it is opened
+    number: int  # u64: counts the messages of a session from 0
     kind: type[Message]
     payload: memoryview
 
@@ -154,16 +145,6 @@ def encode(message: Message, session: int, number: int) -> bytes:
     payload = b"".join(parts)
     head = _CHECKED.pack(MAGIC, VERSION, layout.kind, 0, session, number, len(payload))
     return b"".join((head, _COUNT.pack(zlib.crc32(payload, zlib.crc32(head))), payload))
-
-
-def decode(data: bytes | bytearray | memoryview) -> Envelope:
-    """The message of some bytes, with arrays of its own.
-
-    Raises:
-        MessageError: the bytes are no message of this version, or one that breaks a limit.
-    """
-    frame = opened(data)
-    return Envelope(frame.session, frame.number, frame.message())
 
 
 def opened(data: bytes | bytearray | memoryview) -> Frame:

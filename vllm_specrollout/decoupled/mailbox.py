@@ -139,11 +139,7 @@ class Tracker:
             self.stats.dropped_full += 1
         return was_sent
 
-    def unseal(self, data: bytes) -> Message | None:
-        """The message in some bytes that arrived; None: it was refused, or had come before."""
-        return next(iter(self.unseal_all([data])), None)
-
-    def unseal_all(self, arrived: Sequence[bytes]) -> list[Message]:
+    def unseal(self, arrived: Sequence[bytes]) -> list[Message]:
         """The messages in what arrived, as `Mailbox.receive` has them; what was refused, or had come before, is not in.
 
         A drafter sends a tree with each pass, several in a step of its verifier. To read one takes ten times as long

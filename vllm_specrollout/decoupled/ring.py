@@ -197,7 +197,7 @@ class RingMailbox:
             if data is None:
                 break
             arrived.append(data)
-        return self._tracker.unseal_all(arrived)
+        return self._tracker.unseal(arrived)
 
     def wait(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s

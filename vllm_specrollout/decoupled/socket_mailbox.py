@@ -140,7 +140,7 @@ class SocketMailbox:
                 self._tracker.note_malformed(MessageError(Fault.SIZE, cause))
         messages = []
         for name, run in itertools.groupby(arrived, key=lambda pair: pair[0]):
-            found = self._tracker.unseal_all([data for _, data in run])
+            found = self._tracker.unseal([data for _, data in run])
             messages += found
             if found and self._serves:
                 self._peer = name

@@ -23,7 +23,7 @@ from tests.unit.decoupled.builders import (
     is_same,
     sealed,
 )
-from vllm_specrollout.decoupled.codec import HEADER, MAX_MESSAGE, VERSION, decode, encode
+from vllm_specrollout.decoupled.codec import HEADER, MAX_MESSAGE, VERSION, encode, opened
 from vllm_specrollout.decoupled.messages import (
     MAX_DETAILS,
     MAX_NODES,
@@ -42,7 +42,7 @@ KIND = {type(message).__name__: encode(message, 0, 0)[6] for message in ONE_OF_E
 
 def refusal(data: bytes) -> MessageError:
     with pytest.raises(MessageError) as caught:
-        decode(data)
+        opened(data).message()
     return caught.value
 
 
@@ -52,15 +52,15 @@ def payload(message: Message) -> bytes:
 
 @given(any_message, U64, U64)
 def test_what_is_sent_comes_back(message: Message, session: int, number: int) -> None:
-    found = decode(encode(message, session, number))
+    found = opened(encode(message, session, number))
     assert (found.session, found.number) == (session, number)
-    assert is_same(found.message, message)
+    assert is_same(found.message(), message)
 
 
 @each_kind
 def test_a_decoded_message_has_memory_of_its_own(message: Message) -> None:
     data = bytearray(encode(message, 1, 2))
-    found = decode(memoryview(data)).message
+    found = opened(memoryview(data)).message()
     data[:] = bytes(len(data))
     assert is_same(found, message)
 
@@ -117,11 +117,11 @@ def test_a_payload_that_was_tampered_with_is_a_message_or_refused(message: Messa
 
 def assert_harmless(data: bytes) -> None:
     try:
-        found = decode(data)
+        found = opened(data).message()
     except MessageError as error:
         assert len(str(error)) < 500
     else:
-        assert is_same(decode(encode(found.message, 1, 0)).message, found.message)
+        assert is_same(opened(encode(found, 1, 0)).message(), found)
 
 
 @pytest.mark.parametrize("version", [1, VERSION + 1])
@@ -263,4 +263,4 @@ def test_the_longest_message_of_each_kind_is_within_the_limit() -> None:
     ):
         data = encode(message, 1, 0)
         assert len(data) <= MAX_MESSAGE
-        assert is_same(decode(data).message, message)
+        assert is_same(opened(data).message(), message)

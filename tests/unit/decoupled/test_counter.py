@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.decoupled.builders import HELLO
 from vllm_specrollout.decoupled import counter
-from vllm_specrollout.decoupled.codec import decode, encode
+from vllm_specrollout.decoupled.codec import encode, opened
 from vllm_specrollout.decoupled.counter import HASHES, TAPE, NoiseKind, gumbel
 from vllm_specrollout.decoupled.messages import Noise
 
@@ -66,7 +66,7 @@ def test_two_ends_understand_what_one_says_of_its_noise() -> None:
     for kind in (TAPE, NoiseKind(Noise.NONE), *(NoiseKind(Noise.COUNTER, name) for name in HASHES)):
         assert kind.is_known
         hello = replace(HELLO, noise=kind.noise, details=kind.details)
-        heard: Any = decode(encode(hello, 1, 0)).message
+        heard: Any = opened(encode(hello, 1, 0)).message()
         assert NoiseKind.of(heard) == kind
 
 

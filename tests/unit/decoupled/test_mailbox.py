@@ -21,13 +21,13 @@ def closes(tracker: Tracker, count: int) -> list[bytes]:
 
 def handles(tracker: Tracker, frames: list[bytes]) -> list[int]:
     """Of the `Close`s that get through."""
-    return [message.handle for message in map(tracker.unseal, frames) if message is not None]
+    return [message.handle for frame in frames for message in tracker.unseal([frame])]
 
 
 def test_messages_that_come_in_order_all_get_through() -> None:
     sender, receiver = Tracker(), Tracker()
     frames = [sender.seal(message) for message in ONE_OF_EACH]
-    found = [receiver.unseal(frame) for frame in frames]
+    found = [message for frame in frames for message in receiver.unseal([frame])]
     assert all(map(is_same, found, ONE_OF_EACH))
     assert receiver.stats == MailboxStats(received=7, sessions=1, bytes=sum(map(len, frames)))
 
@@ -79,8 +79,8 @@ def test_what_is_malformed_is_counted_and_logged_once_per_fault(caplog: pytest.L
     receiver = Tracker()
     with caplog.at_level(logging.WARNING, "vllm.specrollout"):
         for number in range(50):
-            assert receiver.unseal(b"x" * number) is None  # two faults: too short, then no magic
-            assert receiver.unseal(sealed(99, bytes(number))) is None
+            assert not receiver.unseal([b"x" * number])  # two faults: too short, then no magic
+            assert not receiver.unseal([sealed(99, bytes(number))])
     assert receiver.stats.malformed == 100
     assert len(caplog.records) == 3
     assert "kinds are 1 to 7" in caplog.text
@@ -88,9 +88,9 @@ def test_what_is_malformed_is_counted_and_logged_once_per_fault(caplog: pytest.L
 
 def test_tokens_outside_the_vocabulary_are_malformed() -> None:
     highest = int(DRAFTS.token_ids.max())
-    assert Tracker(vocab_size=highest + 1).unseal(Tracker().seal(DRAFTS)) is not None
+    assert Tracker(vocab_size=highest + 1).unseal([Tracker().seal(DRAFTS)])
     receiver = Tracker(vocab_size=highest)
-    assert receiver.unseal(Tracker().seal(DRAFTS)) is None
+    assert not receiver.unseal([Tracker().seal(DRAFTS)])
     assert (receiver.stats.malformed, receiver.stats.received, receiver.stats.sessions) == (1, 0, 0)
 
 
@@ -106,19 +106,19 @@ def told(messages: list[Message]) -> list[tuple[str, int]]:
 def test_of_a_requests_trees_that_come_together_the_newest_comes_alone() -> None:
     sender, receiver = Tracker(), Tracker()
     frames = [*trees(sender, 1, 2, 1), sender.seal(CLOSE), *trees(sender, 1, 3)]
-    found = receiver.unseal_all(frames)
+    found = receiver.unseal(frames)
     assert told(found) == [("Drafts", 2), ("Close", CLOSE.handle), ("Drafts", 1), ("Drafts", 3)]
     stats = receiver.stats
     assert (stats.received, stats.superseded, stats.missing, stats.doubled) == (4, 2, 0, 0)
-    assert told(receiver.unseal_all(trees(sender, 1))) == [("Drafts", 1)]
+    assert told(receiver.unseal(trees(sender, 1))) == [("Drafts", 1)]
 
 
 def test_a_tree_that_comes_behind_a_newer_one_takes_its_place_in_no_way() -> None:
     receiver = Tracker()
     first, second, third = trees(Tracker(), 1, 1, 1)
-    assert told(receiver.unseal_all([second, first, second])) == [("Drafts", 1)]
+    assert told(receiver.unseal([second, first, second])) == [("Drafts", 1)]
     assert (receiver.stats.received, receiver.stats.doubled, receiver.stats.superseded) == (1, 2, 0)
-    assert receiver.unseal_all([third]), "its number is not used up"
+    assert receiver.unseal([third]), "its number is not used up"
 
 
 def test_what_is_no_whole_tree_takes_no_trees_place() -> None:
@@ -128,7 +128,7 @@ def test_what_is_no_whole_tree_takes_no_trees_place() -> None:
     question = sender.seal(Drafts(1, 0, 0, none, none, np.zeros(0, np.float32)))
     (cut,) = trees(sender, 1)
     former = trees(Tracker(), 1)
-    found = receiver.unseal_all([*former, tree, question, cut[:-1]])
+    found = receiver.unseal([*former, tree, question, cut[:-1]])
     assert [len(message.token_ids) for message in found if isinstance(message, Drafts)] == [
         len(DRAFTS.token_ids),  # of a former session
         len(DRAFTS.token_ids),
@@ -140,7 +140,7 @@ def test_what_is_no_whole_tree_takes_no_trees_place() -> None:
 def test_thousands_of_restarts_take_no_more_memory_than_a_few() -> None:
     receiver = Tracker()
     for session in range(5000):
-        assert receiver.unseal(encode(BEAT, session, 0)) is not None
+        assert receiver.unseal([encode(BEAT, session, 0)])
     assert receiver.stats.sessions == 5000
     assert len(receiver._retired) < 100
 
@@ -181,6 +181,5 @@ def test_whatever_a_network_does_each_message_comes_once_and_in_order(arrived: l
 def test_whatever_arrives_good_messages_still_get_through(noise: list[bytes]) -> None:
     receiver = Tracker()
     for frame in noise:
-        receiver.unseal(frame)
-    found: Message | None = receiver.unseal(Tracker().seal(CLOSE))
-    assert found == CLOSE
+        receiver.unseal([frame])
+    assert receiver.unseal([Tracker().seal(CLOSE)]) == [CLOSE]
