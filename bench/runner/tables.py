@@ -176,6 +176,7 @@ def line(name: str) -> Callable[[Row], str]:
 
 _DECOUPLED: Columns = {
     **{name: field(name) for name in ("drafter", "batch", "window")},
+    "stock itself": lambda row: "-" if not (own := row.get("stock_quartiles")) else f"{own[0]:.2f} to {own[1]:.2f}",
     "coupled; estimated": way("coupled"),
     "decoupled; estimated": way("decoupled"),
     **{name: field(name) for name in ("fastest", "planned")},

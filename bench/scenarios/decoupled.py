@@ -22,7 +22,7 @@ from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import DRAFT, find_model, quarter_drafter
 from ..runner.report import Found, number
-from ..runner.rows import Pair
+from ..runner.rows import Pair, quartiles
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
 from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated, most_drafts
@@ -33,7 +33,7 @@ RECONFIGURED = "reconfigured"
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
-_MOST_ROUNDS = 10  # in which `auto` may settle
+_MOST_TOKENS = 1280  # of each request, in which `auto` may settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class Row:
     difference: str | None
     # of plain decoding, all requests together
     stock_tokens_per_s: float | None
+    # stock's speed in a round over its median, lower and upper: what is smaller is no finding
+    stock_quartiles: tuple[float, float] | None
     # coupled, decoupled, and reconfigured where that was asked for
     ways: Mapping[str, Way]
     # the fastest by estimate and by measurement, and how much slower the first is than the second
@@ -98,7 +100,7 @@ class Decoupled(EngineScenario):
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
         ways = (COUPLED, DECOUPLED, *([RECONFIGURED] if self.reconfigure else []))
-        columns = ("drafter", "batch", "window", "stock tokens/s", *ways, "fastest", "planned", "lost")
+        columns = ("drafter", "batch", "window", "stock tokens/s", "stock itself", *ways, "fastest", "planned", "lost")
         table = Table(*columns, "auto", "lost", pad_edge=False)
         for row in found.rows:
             cells = [shown(row.ways[name]) for name in ways]
@@ -109,7 +111,8 @@ class Decoupled(EngineScenario):
                 row.chosen or "-",
                 number(row.chosen_lost, ""),
             )
-            own = (row.drafter, str(row.batch), str(row.window), number(row.stock_tokens_per_s, ""))
+            itself = "-" if row.stock_quartiles is None else "{:.2f} to {:.2f}".format(*row.stock_quartiles)
+            own = (row.drafter, str(row.batch), str(row.window), number(row.stock_tokens_per_s, ""), itself)
             table.add_row(*own, *cells, *ends)
         out.print(table)
         for row in found.rows:
@@ -207,7 +210,7 @@ class _Bench:
         ask = functools.partial(self._engines[self._name(AUTO)].ask, "rpc", method="spec_rollout_placing")
         ask(start_over=True)
         stock = self._run(None, batch, window, self._before)
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(-(-_MOST_TOKENS // self._scenario.max_tokens)):
             pairs.append(Pair(stock=stock, ours=self._run(AUTO, batch, window, self._before)))
             # of whole batches: the last answers of a run are alone
             if (found := ask(batch=batch)) is not None:
@@ -256,13 +259,15 @@ class _Bench:
         speeds = {PLAIN: 1.0} | {arm: speed for arm, speed in planned_for if speed is not None}
         fastest = max(speeds, key=speeds.__getitem__) if found is None else None
         stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
+        typical = statistics.median(stock)
         return Row(
             drafter=self._drafter,
             batch=batch,
             window=window,
             identical=found is None,
             difference=None if found is None else found.as_text(),
-            stock_tokens_per_s=statistics.median(stock) if found is None else None,
+            stock_tokens_per_s=typical if found is None else None,
+            stock_quartiles=quartiles([one / typical for one in stock]) if found is None else None,
             ways=ways,
             planned=planned,
             fastest=fastest,

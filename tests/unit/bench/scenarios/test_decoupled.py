@@ -25,6 +25,7 @@ def row(is_told: bool) -> Row:
         identical=is_told,
         difference=None if is_told else "request 0 differs at token 7",
         stock_tokens_per_s=20.0 if is_told else None,
+        stock_quartiles=(0.875, 1.125) if is_told else None,
         ways={COUPLED: way, DECOUPLED: way, RECONFIGURED: own},
         planned=COUPLED,
         fastest=COUPLED if is_told else None,
@@ -44,7 +45,8 @@ def test_every_setting_is_a_line_and_no_speed_is_shown_where_an_output_differs(r
     text = out.file.getvalue()  # type: ignore[attr-defined]
     told, untold = (line for line in text.splitlines() if line.lstrip(" │").startswith("small "))
     assert told.count("1.25x (1.00x, -20%)") == 2 and told.count("1.25x") == 2 + reconfigure
-    assert "x" not in untold
+    assert "0.88 to 1.12" in told
+    assert "x" not in untold and " to " not in untold
     assert "small, batch 2, window 4: request 0 differs at token 7" in text
 
 
