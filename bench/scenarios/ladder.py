@@ -131,7 +131,7 @@ class Ladder(EngineScenario):
     )
     seqs: int = flag(2, "Requests that a worker runs at once.", within=(1, 256))
     requests: int = flag(8, "Requests: the longest of 240, and some others.", within=(2, _MANY))
-    max_tokens: int = flag(512, "Tokens after which an answer is cut.", within=(2, 1 << 16))
+    max_tokens: int = flag(2048, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
     fan_out: int = flag(4, "Choices that a lent drafter sends for each position.", within=(1, 8))
     most_nodes: int = flag(16, "Nodes of a tree that a lent drafter looks behind, at most.", within=(1, 64))
