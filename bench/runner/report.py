@@ -118,6 +118,11 @@ def number(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.2f}{unit}"
 
 
+def span(ends: Sequence[float] | None) -> str:
+    """Lower and upper quartile."""
+    return "-" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
+
+
 def _cpu_model() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

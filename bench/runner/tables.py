@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .report import span
+
 Row = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Row], Any]]
 
@@ -176,7 +178,7 @@ def line(name: str) -> Callable[[Row], str]:
 
 _DECOUPLED: Columns = {
     **{name: field(name) for name in ("drafter", "batch", "window")},
-    "stock itself": lambda row: "-" if not (own := row.get("stock_quartiles")) else f"{own[0]:.2f} to {own[1]:.2f}",
+    "stock itself": lambda row: span(row.get("stock_quartiles")),
     "coupled; estimated": way("coupled"),
     "decoupled; estimated": way("decoupled"),
     **{name: field(name) for name in ("fastest", "planned")},

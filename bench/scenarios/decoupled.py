@@ -21,7 +21,7 @@ from vllm_specrollout.decoupled.rehearsal import Match
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import DRAFT, find_model, quarter_drafter
-from ..runner.report import Found, number
+from ..runner.report import Found, number, span
 from ..runner.rows import Pair, quartiles
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
@@ -111,8 +111,8 @@ class Decoupled(EngineScenario):
                 row.chosen or "-",
                 number(row.chosen_lost, ""),
             )
-            itself = "-" if row.stock_quartiles is None else "{:.2f} to {:.2f}".format(*row.stock_quartiles)
-            own = (row.drafter, str(row.batch), str(row.window), number(row.stock_tokens_per_s, ""), itself)
+            stock = (number(row.stock_tokens_per_s, ""), span(row.stock_quartiles))
+            own = (row.drafter, str(row.batch), str(row.window), *stock)
             table.add_row(*own, *cells, *ends)
         out.print(table)
         for row in found.rows:

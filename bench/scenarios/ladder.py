@@ -25,7 +25,7 @@ from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
 from ..runner.models import DRAFT, find_model, quarter_drafter
 from ..runner.plots import plot_workers
-from ..runner.report import Found, number
+from ..runner.report import Found, number, span
 from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
 from .decoupled import QUARTER, SMALL
@@ -227,8 +227,7 @@ class Ladder(EngineScenario):
         out.print(f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests", markup=False)
         table = Table("ladder", "makespan s", "times", "quartiles", "copied", "won by helpers", pad_edge=False)
         for row in found.rows:
-            ends = "-" if row.quartiles is None else f"{row.quartiles[0]:.2f} to {row.quartiles[1]:.2f}"
-            times = (number(row.makespan_s, ""), number(row.speedup, "x"), ends)
+            times = (number(row.makespan_s, ""), number(row.speedup, "x"), span(row.quartiles))
             table.add_row(row.ladder, *times, str(row.copied), str(row.won))
         out.print(table)
         for row in found.rows:
