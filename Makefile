@@ -36,6 +36,7 @@ CORE := $(wildcard csrc/*.cc csrc/core/*.cc csrc/core/*.h)
 FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init__.py)
 # as many tests at once as there are cores; files are begun in their order, the long ones first
 PYTEST := $(BIN)/python -m pytest -n auto
+EVERY_CHANGE := not identity and not nightly and not gpu and not trainers and not versions
 PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_config.py checks.py patience.py private.py places.py errors.py envs.py plugin.py asking.py reports.py resuming.py guard.py health.py contained.py probation.py own_thread.py speculator.py late.py support.py speculative_methods.py trees budgets \
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
@@ -63,8 +64,8 @@ demo: setup
 	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
 test: setup sanitize
-	$(PYTEST) -m "not identity and not gpu and not trainers and not versions" --dist worksteal tests/kernels tests/v2
-	$(PYTEST) -m "not identity and not gpu and not trainers and not versions" --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "$(EVERY_CHANGE)" --dist worksteal tests/kernels tests/v2
+	$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --no-loadscope-reorder
 
 unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
