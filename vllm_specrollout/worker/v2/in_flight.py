@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import IntArray, StepTiming, TreeBatch
@@ -45,6 +46,16 @@ class Settled:
     accepted: int = 0
     wait_ms: float = 0.0
     timings: list[StepTiming] = field(default_factory=list)
+
+
+def tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:
+    """What `InFlight.wait` is, for vLLM's output of a step whose tokens are copied when `event` is."""
+
+    def wait() -> tuple[IntArray, IntArray]:
+        event.synchronize()
+        return output.sampled_token_ids, output.num_sampled_tokens_np
+
+    return wait
 
 
 def timing_of(step: InFlight, step_ms: float, tokens: int) -> StepTiming:

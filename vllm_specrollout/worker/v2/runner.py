@@ -8,7 +8,6 @@ runs and nothing is captured or sized for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
-from vllm_specrollout.types import DraftMode, FinishedRequest, IntArray
+from vllm_specrollout.types import DraftMode, FinishedRequest
 from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.arriving import is_unseeded
 from vllm_specrollout.worker.common import config_of
@@ -37,9 +36,11 @@ from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import SlotMover
+from vllm_specrollout.worker.v2.experts import RoutedExperts
 from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
 from vllm_specrollout.worker.v2.graphs import DraftGraphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
+from vllm_specrollout.worker.v2.in_flight import tokens_of
 from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -75,6 +76,7 @@ class SpecRolloutV2(_Base):
         self.desk = Desk(DraftMode.OFF)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.mover: SlotMover | None = None
+        self.experts: RoutedExperts | None = None
         self.step = StepState()
         self.draft_graphs = DraftGraphs(self.inputs)
 
@@ -103,6 +105,8 @@ class SpecRolloutV2(_Base):
         self.shape = model_shape(self)
         self.desk = Desk(self.shape[0])
         self.verifier = TreeVerifier(self.sampler, self.max_draft_tokens)
+        if (connector := getattr(self, "aux_output_connector", None)) is not None:
+            self.experts = RoutedExperts(connector)
         if self.shape[0] is DraftMode.TREE:
             self.mover = SlotMover(self.kv_caches)
             install_tree_attention(self)
@@ -223,6 +227,8 @@ class SpecRolloutV2(_Base):
         output, path = self.verifier(logits, input_batch, self.inputs)
         if self.inputs.has_branches:
             self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
+            if self.experts is not None:  # before vLLM takes them
+                self.experts.keep(*self.step.accepted)
         return output, output.num_sampled, output.num_rejected
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
@@ -255,7 +261,7 @@ class SpecRolloutV2(_Base):
                 [self.host.get(request_id) for request_id in batch.req_ids],
                 trees,
                 self.step.planned,
-                _tokens_of(output, self.tokens_ready),
+                tokens_of(output, self.tokens_ready),
                 self.step.num_rows,
                 self.step.num_rows - trees.num_nodes == trees.num_requests,
                 self.step.waiting,
@@ -290,11 +296,3 @@ class SpecRolloutV2(_Base):
         trees, after = self.step.trees, self.step.number + 1
         asks_at = after + self.host.drafting.steps_off(after, self.step.num_running)
         return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
-
-
-def _tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:
-    def wait() -> tuple[IntArray, IntArray]:
-        event.synchronize()
-        return output.sampled_token_ids, output.num_sampled_tokens_np
-
-    return wait

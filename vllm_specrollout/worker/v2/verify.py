@@ -8,7 +8,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
@@ -60,7 +60,7 @@ class TreeVerifier:
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
-            sampling_mask_tensors=None,
+            sampling_mask_tensors=self._masks(processed, verdict, num_sampled, batch),
         )
         return output, verdict.path
 
@@ -126,15 +126,7 @@ class TreeVerifier:
         most_ids = self.sampler.logprob_token_ids_state.max_num_token_ids(batch.idx_mapping_np)
         if most == NO_LOGPROBS and not most_ids:
             return None
-        # a row beyond the path keeps some row of its own request: it is cut off on the host
-        own = batch.expanded_local_pos.long().clamp_(max=self.width - 1)
-        starts = batch.cu_num_logits[:-1].long()
-        sizes = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]).long()
-        request = torch.repeat_interleave(
-            torch.arange(batch.num_reqs, device=logits.device), sizes, output_size=logits.shape[0]
-        )
-        rows = starts[request] + verdict.path[request, own].clamp_(min=0)
-        tokens = verdict.token_ids[request, own].clamp_(min=0)
+        rows, tokens = self._paths_first(verdict, batch)
         return compute_topk_scores(
             logits[rows],
             most if most != NO_LOGPROBS else 0,
@@ -145,3 +137,31 @@ class TreeVerifier:
             max_per_req_token_ids=most_ids,
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+    def _masks(
+        self, processed: torch.Tensor, verdict: TreeVerdict, num_sampled: torch.Tensor, batch: InputBatch
+    ) -> SamplingMaskTensors | None:
+        """What each token of the accepted paths was sampled from, where `--return-sampling-mask` asks for it."""
+        if not self.sampler.return_sampling_mask:
+            return None
+        rows, _ = self._paths_first(verdict, batch)
+        most_kept = int(self.sampler.sampling_states.top_k.np[batch.idx_mapping_np].max())
+        return SamplingMaskTensors.from_logits(
+            processed[rows], batch.cu_num_logits, num_sampled, most_kept, rows_per_request=self.width
+        )
+
+    def _paths_first(self, verdict: TreeVerdict, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each request's logits rows with its path brought to the front.
+
+        Returns:
+            [L] int64 the rows, and [L] int64 the tokens sampled there. A row beyond the path is some row of the same
+            request: it is cut off on the host.
+        """
+        own = batch.expanded_local_pos.long().clamp_(max=self.width - 1)
+        starts = batch.cu_num_logits[:-1].long()
+        sizes = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]).long()
+        request = torch.repeat_interleave(
+            torch.arange(batch.num_reqs, device=own.device), sizes, output_size=own.shape[0]
+        )
+        rows = starts[request] + verdict.path[request, own].clamp_(min=0)
+        return rows, verdict.token_ids[request, own].clamp_(min=0)

@@ -26,6 +26,8 @@ def warm_up(runner: SpecRolloutV2) -> None:
     if runner.mover is None:
         return
     runner.mover.warm_up(1 + runner.max_draft_tokens)
+    if runner.experts is not None:
+        runner.experts.warm_up(1 + runner.max_draft_tokens)
     block_table = runner.block_tables.input_block_tables[0][:1]
     for layer in attention_layers(runner):
         layer.impl.warm_up(layer, runner.dtype, block_table)
