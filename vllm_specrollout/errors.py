@@ -31,6 +31,10 @@ class UnsupportedError(SpecRolloutError):
     """The configuration is fine, but this vLLM, platform or model cannot run it."""
 
 
+class ForbiddenError(ConfigError):
+    """Whoever owns the server has not allowed it."""
+
+
 class _Short(reprlib.Repr):
     """Never longer than an error may be, and never an error itself."""
 

@@ -38,7 +38,13 @@ class Worker(DrafterMixin, Asleep):
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
-    monkeypatch.setattr(drafter_calls, "swap", lambda runner, path: paths.append(path) or {"version": len(paths)})
+
+    def swap(runner: Any, path: Path, below: Path | None, *, is_new: bool = True) -> dict[str, int]:
+        assert below is None and is_new == (path == Path("second") and not paths)
+        paths.append(path)
+        return {"version": len(paths)}
+
+    monkeypatch.setattr(drafter_calls, "swap", swap)
     return paths
 
 
@@ -62,7 +68,7 @@ def test_what_was_swapped_in_last_is_loaded_again(loaded: list[Path]) -> None:
 
 
 def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(runner: Any, path: Path) -> None:
+    def fails(runner: Any, path: Path, below: Path | None, *, is_new: bool) -> None:
         raise ConfigError(f"`{path}` holds no safetensors", "give another")
 
     monkeypatch.setattr(drafter_calls, "swap", fails)

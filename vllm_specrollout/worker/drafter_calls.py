@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.worker import decoupling
 from vllm_specrollout.worker.common import is_first_rank
 from vllm_specrollout.worker.swapping import swap
@@ -27,19 +27,20 @@ class DrafterMixin(_Base):
     """Mixed into vLLM's workers."""
 
     model_runner: SpecRolloutV1 | SpecRolloutV2
-    # where the drafter's weights came from last; None: from where the engine was started with
-    _drafter_path: Path | None = None
+    # where the drafter's weights came from last, and out of which folder they may not; None: as the engine was started
+    _drafter_place: tuple[Path, Path | None] | None = None
     _has_lost_weights = False
 
-    def spec_rollout_load_drafter(self, path: str) -> dict[str, Any]:
-        """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, since it has
-        to pass between processes.
+    def spec_rollout_load_drafter(self, path: str, below: str | None = None) -> dict[str, Any]:
+        """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, and whether
+        it `is_forbidden`, since it has to pass between processes.
         """
+        place = Path(path), None if below is None else Path(below)
         try:
-            found = swap(self.model_runner, Path(path))
+            found = swap(self.model_runner, *place)
         except SpecRolloutError as error:
-            return {"cause": error.cause, "hint": error.hint}
-        self._drafter_path = Path(path)
+            return {"cause": error.cause, "hint": error.hint, "is_forbidden": isinstance(error, ForbiddenError)}
+        self._drafter_place = place
         return found
 
     def sleep(self, level: int = 1) -> None:
@@ -60,7 +61,7 @@ class DrafterMixin(_Base):
         if drafter is None:
             return
         try:
-            swap(runner, self._drafter_path or drafter.proposer.path)
+            swap(runner, *(self._drafter_place or (drafter.proposer.path, None)), is_new=False)
         except SpecRolloutError as error:
             if runner.model_drafter is not None:
                 runner.model_drafter = None

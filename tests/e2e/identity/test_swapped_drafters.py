@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,21 @@ def test_a_drafter_written_off_before_a_swap_is_believed_again_after_it(models: 
         assert (budget.acceptance.calibration() == 1.0).all()
 
 
+NOT_FLOATING = {
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "C64": torch.complex64,
+}
+
+
+def _without_data(content: bytes) -> bytes:
+    """What a copy in progress, a crash or a sparse file leaves behind a right header."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    return content[:begin] + bytes(len(content) - begin)
+
+
 def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
     head = eagle_head(target, tmp_path / "head")
@@ -116,10 +132,20 @@ def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: 
         (folder / "config.json").write_text(json.dumps({**about, "num_hidden_layers": 2}))
         return folder
 
+    def like(name: str, change: Any) -> Path:
+        return changed(name, lambda weights: weights.update({one: change(weight) for one, weight in weights.items()}))
+
+    def all_of(value: float) -> Any:
+        return lambda weight: torch.full_like(weight, value)
+
     cut = changed("cut", lambda weights: None)
     (cut / _FILE).write_bytes((cut / _FILE).read_bytes()[:200])
     empty = tmp_path / "empty"
     empty.mkdir()
+    holes = changed("holes", lambda weights: None)
+    (holes / _FILE).write_bytes(_without_data((holes / _FILE).read_bytes()))
+    deep = changed("deep", lambda weights: None)
+    (deep / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     refusals = {
         "holds no safetensors": empty,
         "cannot be read": cut,
@@ -131,6 +157,17 @@ def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: 
         "another kind of drafter: num_hidden_layers is 2, was 1": config_of_another(
             changed("two", lambda weights: None)
         ),
+        **{
+            f"dtype: fc.weight is {name}": like(name, lambda weight, dtype=dtype: weight.to(dtype))
+            for name, dtype in NOT_FLOATING.items()
+        },
+        "fc.weight has values that are not finite": like("nan", all_of(math.nan)),
+        "norm.weight has values that are not finite": like(
+            "infinite", lambda weight: weight if weight.ndim > 1 else weight * math.inf
+        ),
+        "fc.weight is all zeros; layers.0": like("zeros", all_of(0.0)),
+        "fc.weight is all zeros; .* is all": holes,
+        r"`config\.json` is not JSON that can be read": deep,
         "brings an output head": changed(
             "own", lambda weights: weights.update({"lm_head.weight": torch.zeros(400, 128)})
         ),
