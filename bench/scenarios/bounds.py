@@ -15,20 +15,21 @@ from vllm_specrollout import cli_flags
 from vllm_specrollout.drafter_config import HistoryConfig
 
 from ..bounds.bodies import KINDS
-from ..bounds.checks import Row, of_posts, of_problems
+from ..bounds.checks import Row, judged, of_posts, of_problems
+from ..bounds.ids import growth_of_ids
 from ..bounds.posts import post_each
 from ..bounds.problems import ask_each_once
 from ..runner.report import Found, host
 from ..runner.scenario import Scenario, Session, command, flag
 
-PROBLEMS, POSTS = "problems", "posts"
-PARTS = (PROBLEMS, POSTS)
+PROBLEMS, POSTS, IDS = "problems", "posts", "ids"
+PARTS = (PROBLEMS, POSTS, IDS)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds(Scenario):
-    """Memory and disk where no problem ever comes back; an event loop under the worst bodies."""
+    """Memory and disk where no problem ever comes back, and with long ids; an event loop under the worst bodies."""
 
     bench: ClassVar[str] = "bounds"
 
@@ -47,12 +48,15 @@ class Bounds(Scenario):
     blocked_ms: float = flag(50.0, "Milliseconds for which the event loop may stand still.", within=(0, 1 << 20))
     peak_mib: float = flag(30.0, "MiB that a body may take.", within=(0, 1 << 20))
 
+    ids: int = flag(500, "Requests with ids of 1 MiB, one after the other.", within=(1, 1_000_000))
+
     def check(self) -> None:
         super().check()
         cli_flags.in_range(self.settled, "--settled", 1, self.problems - 1)
 
     def measure(self, session: Session) -> Found:
-        report = session.display.steps(4 * (PROBLEMS in self.parts) + (1 + len(KINDS)) * (POSTS in self.parts))
+        parts = {PROBLEMS: 4, POSTS: 1 + len(KINDS), IDS: 1}
+        report = session.display.steps(sum(parts[part] for part in self.parts))
         rows: list[Row] = []
         if PROBLEMS in self.parts:
             for max_mib in (self.max_mib, 0):
@@ -66,6 +70,11 @@ class Bounds(Scenario):
                 posted = _alone(post_each, kind, self.body_mib << 20, self.body_mib, self.times)
                 rows += of_posts(posted, self.blocked_ms, self.peak_mib)
                 report("", 1)
+        if IDS in self.parts:
+            report(IDS, 0)
+            growth = _alone(growth_of_ids, self.ids, 1 << 20)
+            rows.append(judged("ids of 1 MiB", f"growth with {self.ids:,} requests", "MiB", growth, self.growth_mib))
+            report("", 1)
         return Found(rows=rows)
 
     def _problems(self, folder: str, max_mib: int) -> list[Row]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ MOST_PROMPTS = 16_384
 """Prompts remembered, and sessions; those seen least recently go first. Whatever has requests that run is kept."""
 MOST_TOKENS = 1 << 22
 """Tokens of answers remembered that have ended, 4 bytes each; the oldest go first."""
+MOST_COMPARED = 1024
+"""Answers that one arrival is compared with: of those that ended, and as many of those that run."""
 _EACH = 32  # tokens that an answer counts for beside its own: what Python adds to it
 
 Words = npt.NDArray[np.uint64]
@@ -53,15 +56,18 @@ class _Prompt:
     # requests that ended without a token: as many are asked for again
     unanswered: int = 0
 
-    def answers(self, most: int) -> Iterator[IntArray]:
-        """Latest first: that is what is gone on from. Of running ones, at most the first tokens."""
-        yield from reversed(self.ended)
-        for answer in self.live.values():
-            yield np.asarray(answer[:most], dtype=np.int32)
+    def answers(self, most_tokens: int, most: int) -> Iterator[IntArray]:
+        """At most so many of those that ended, latest first, for that is what is gone on from; and as many that run.
+
+        Of running ones the oldest, which have tokens sooner than those that wait; at most their first tokens.
+        """
+        yield from itertools.islice(reversed(self.ended), most)
+        for answer in itertools.islice(self.live.values(), most):
+            yield np.asarray(answer[:most_tokens], dtype=np.int32)
 
 
 class Problems:
-    """Attributes requests, one after the other. It takes time in proportion to the prompt."""
+    """Attributes requests, one after the other. It takes time in proportion to the prompt, however much is known."""
 
     def __init__(self, most_prompts: int = MOST_PROMPTS, most_tokens: int = MOST_TOKENS) -> None:
         self._most_prompts, self._most_tokens = most_prompts, most_tokens
@@ -179,6 +185,8 @@ class Problems:
 
     def _continued(self, tokens: IntArray, words: Words, apart: bytes) -> _Prompt | None:
         """The longest known prompt that these tokens begin with, and then go on as one of its answers does."""
+        # the scheduler waits meanwhile, and whoever sends requests chooses how many answers there are
+        left = MOST_COMPARED
         for length in reversed(self._sorted_lengths[: bisect.bisect_left(self._sorted_lengths, tokens.size)]):
             name = self._by_key.get((length, int(words[length - 1]), apart))
             known = self._prompts.get(name) if name is not None else None
@@ -186,9 +194,12 @@ class Problems:
                 continue
             rest = tokens[length:]
             # what is as long as the rest, and no longer, may be the whole of the answer
-            is_next = any(_goes_on(rest, answer) for answer in known.answers(rest.size + 1))
+            is_next = any(_goes_on(rest, answer) for answer in known.answers(rest.size + 1, left))
             if is_next and prompt_hash(tokens[:length], apart) == name:
                 return known
+            left -= len(known.ended) + len(known.live)
+            if left <= 0:
+                break
         return None
 
     def _forget_surplus(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import numpy as np
@@ -12,13 +11,17 @@ from vllm_specrollout.types import FinishedRequest, FinishReason, IntArray, Requ
 from vllm_specrollout.worker.admission import Admission
 
 # what vLLM appends to the name that a client knows, so that no two requests share one
-_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
+_SUFFIX_LENGTH = 9
 
 
-@functools.lru_cache(maxsize=65_536)
 def external_name(request_id: str) -> str:
     """The name under which a client knows a request (with `index_` before it for samples of `n > 1`)."""
-    return request_id if vllm.envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM_SUFFIX.sub("", request_id)
+    # no cache: clients choose ids of any length, and one that is over must not stay; so only the end is looked at
+    has_suffix = _RANDOM_SUFFIX.fullmatch(request_id[-_SUFFIX_LENGTH:])
+    if not has_suffix or vllm.envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+        return request_id
+    return request_id[:-_SUFFIX_LENGTH]
 
 
 class RequestState:

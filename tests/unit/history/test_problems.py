@@ -201,6 +201,29 @@ def test_any_order_of_coming_and_ending_keeps_the_limit_and_loses_none_that_runs
         assert len(known) <= max(5, len(names)) and len(known._by_key) == len(known) == sum(known._lengths.values())
 
 
+def test_an_arrival_is_compared_with_a_limited_number_of_answers_the_latest_first(monkeypatch):
+    compared = []
+    goes_on = problems._goes_on
+    monkeypatch.setattr(problems, "_goes_on", lambda rest, answer: compared.append(answer) or goes_on(rest, answer))
+    known, most = Problems(), problems.MOST_COMPARED
+    prompts = [PROMPT, [*PROMPT, 11], [*PROMPT, 11, 12]]
+    for prompt in prompts:
+        for number in range(2 * most):
+            answered(known, prompt, [11, 12, 100 + number])
+            known.arrive(f"{len(prompt)} waits {number}", prompt, [])
+    compared.clear()
+    assert known.arrive("late", [*PROMPT, 11, 12, 11, 12, 100 + 2 * most - 1]).continues, "the last that ended"
+    assert len(compared) == 1
+    compared.clear()
+    assert not known.arrive("other", [*PROMPT, 11, 12, 11, 13, 14]).continues
+    assert len(compared) == 2 * most
+    compared.clear()
+    # a prompt with few answers leaves room for what it goes on from itself
+    answered(known, [*PROMPT, 11, 12, 13], [14])
+    assert known.arrive("more", [*PROMPT, 11, 12, 13, 15, 16]).problem_id == prompt_hash([*PROMPT, 11, 12, 13, 15, 16])
+    assert len(compared) <= 4 * most
+
+
 def test_equal_words_are_looked_at_again(monkeypatch):
     monkeypatch.setattr(problems, "_words_of", lambda tokens: tokens.astype("uint64") * 0)
     known = Problems()

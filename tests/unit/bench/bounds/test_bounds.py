@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from bench.bounds import posts
 from bench.bounds.bodies import KINDS, VALID, body
 from bench.bounds.checks import of_posts, of_problems
+from bench.bounds.ids import growth_of_ids
 from bench.bounds.memory import forget_peak, peak_mib, rss_mib
 from bench.bounds.posts import Posted, post_each
 from bench.bounds.problems import Held, ask_each_once
@@ -50,6 +51,11 @@ def test_problems_that_are_asked_once_are_counted_on_their_way(tmp_path: Path, w
     assert 700 <= found[1].answers <= 768 and found[1].evicted == 900 - found[1].answers
     assert 0 < found[1].indices <= 129 and found[1].rss_mib > 10.0
     assert (found[1].disk_mib > 0.0) == bool(where)
+
+
+def test_requests_with_long_ids_are_asked_and_over() -> None:
+    pytest.importorskip("vllm")
+    assert growth_of_ids(count=40, num_bytes=1 << 20) < 20.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +129,8 @@ def test_the_command_judges_all_parts_and_fails_where_one_does_not_hold(
         asked.append(arguments)
         if function is ask_each_once:
             return [held(), held(problems=90)]
+        if function is growth_of_ids:
+            return 5.1 if is_slow else 4.9
         return posted(kind=arguments[0], blocked_ms=(99.0,) if is_slow else (1.0,))
 
     monkeypatch.setattr(bounds, "_alone", alone)
@@ -131,7 +139,7 @@ def test_the_command_judges_all_parts_and_fails_where_one_does_not_hold(
     result = CliRunner().invoke(app, ["--json", str(report)])
     rows = json.loads(report.read_text())["rows"]
     assert result.exit_code == int(is_slow), result.output
-    assert len({row["what"] for row in rows}) == 4 + 1 + len(KINDS) and len(asked) == 4 + 1 + len(KINDS)
+    assert len({row["what"] for row in rows}) == len(asked) == 4 + 1 + len(KINDS) + 1
     assert all(row["passed"] is not False for row in rows) != is_slow
     assert [row["limit"] for row in rows if row["name"] == "event loop stands still"] == [None, *[50.0] * 4]
     assert CliRunner().invoke(app, ["--settled", "9", "--problems", "9"]).exit_code != 0
