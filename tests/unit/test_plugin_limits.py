@@ -5,7 +5,7 @@ import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import OracleConfig
-from vllm_specrollout.patches import supported
+from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
 
 HERE = Path(__file__).parent
@@ -29,6 +29,8 @@ STOCK_ARGS = dict(
     async_scheduling=None,
     block_size=None,
     per_request_spec_decode_metrics="none",
+    enable_return_routed_experts=False,
+    return_sampling_mask=False,
     use_fp64_gumbel=False,
     watermark_config=None,
     diffusion_config=None,
@@ -51,7 +53,11 @@ REFUSED_ARGS = {
     "KV sharing fast prefill": dict(kv_sharing_fast_prefill=True),
     "async scheduling asked for": dict(async_scheduling=True),
     "a block size branches cannot use": dict(block_size=16),
-    "per-request spec-decode metrics": dict(per_request_spec_decode_metrics="summary"),
+    "routed experts on V1": dict(enable_return_routed_experts=True),
+    "routed experts on V1, by their other option": dict(
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=True)
+    ),
+    "sampling masks on V1": dict(return_sampling_mask=True),
     "fp64 gumbel noise": dict(use_fp64_gumbel=True),
     "watermarking": dict(watermark_config={"x": 1}),
     "diffusion": dict(diffusion_config={"x": 1}),
@@ -87,6 +93,10 @@ def check(config=None, kind=SimpleNamespace, engine=V1, **changes):
     limits.check_engine_args(kind(**{**STOCK_ARGS, **changes}), config or SpecRolloutConfig(), engine)
 
 
+def on_version(version, **changes):
+    limits.check_version(SimpleNamespace(**{**STOCK_ARGS, **changes}), features.TABLE[version], version)
+
+
 def with_oracle(path="answers.json"):
     return SpecRolloutConfig(drafters=("oracle",), oracle=OracleConfig(path=path))
 
@@ -104,6 +114,7 @@ def test_stock_arguments_are_accepted():
         dict(data_parallel_size=4),
         dict(worker_cls=WORKER, scheduler_cls=SCHEDULER),
         dict(worker_cls="mine.Worker"),
+        dict(per_request_spec_decode_metrics="detailed"),
         dict(kv_transfer_config={"kv_connector": "ExampleConnector"}),
         dict(kv_transfer_config=SimpleNamespace(kv_connector=None)),
     ],
@@ -132,6 +143,8 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals, monkeypatch)
     text += "\n" + render_refusals(
         {
             "V2: batch-sharded sampling": lambda: check(engine=V2, enable_batch_sharded_sampling=True),
+            "routed experts on vLLM 0.30": lambda: on_version("0.30.0", enable_return_routed_experts=True),
+            "sampling masks on vLLM 0.31": lambda: on_version("0.31.0", return_sampling_mask=True),
             "V2: no such platform": lambda: choose(is_cpu=False, platform="TPU v5"),
             "V2: another runner than vLLM chose": lambda: engines.check_runner(engines.GPU_V2, uses_v2=False),
             "V1: another runner than vLLM chose": lambda: engines.check_runner(engines.CPU_V1, uses_v2=True),

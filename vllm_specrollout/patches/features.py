@@ -39,6 +39,10 @@ class Features:
     """The scheduler's number of requests that may run at once."""
     mask_stride: Literal["drafted", "fixed"]
     """Rows of a grammar's mask per request: one more than it drafted, or as many as any request may have."""
+    returns_experts: bool
+    """Whether the experts of each token follow a step's rows; older versions keep them by KV slots, which we move."""
+    returns_masks: bool
+    """Whether a step may bring several masks of what a request's tokens were sampled from."""
     pause_keyword: str | None
     """The keyword of `pause_generation` that older trainers give, where this version still takes it."""
 
@@ -54,6 +58,8 @@ _NEWEST = Features(
     counts_field="num_kv_fetch_reqs_by_stage",
     places_field="max_num_active_reqs",
     mask_stride="fixed",
+    returns_experts=True,
+    returns_masks=True,
     pause_keyword=None,
 )
 _0_32 = replace(_NEWEST, models_draft=True, mask_stride="drafted")
@@ -63,6 +69,7 @@ _0_31 = replace(
     cpu_noise="vector",
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
+    returns_masks=False,
     pause_keyword="wait_for_inflight_requests",
 )
 _0_30 = replace(
@@ -70,6 +77,7 @@ _0_30 = replace(
     v2_noise="philox",
     processors_know_lengths=False,
     captures_drafts=False,
+    returns_experts=False,
     places_field="max_num_running_reqs",
 )
 

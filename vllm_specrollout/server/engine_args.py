@@ -82,6 +82,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             if config.coupled_model is not None or config.is_decoupled:
                 _check_models_draft()
             limits.check_engine_args(self, config, engine)
+            limits.check_version(self, features.installed(), str(supported.installed_vllm()))
         with _on(self, config, engine):
             vllm_config = original(self, *args, **kwargs)
         with readable_errors():
@@ -206,13 +207,16 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     """Set what our engine needs while its configuration is made, and no longer: a second call starts afresh."""
     # a number of blocks is meant in vLLM's blocks: of smaller ones it would be a smaller cache
     own_size = engine.block_size if engine_args.num_gpu_blocks_override is None else None
+    request_metrics = engine_args.per_request_spec_decode_metrics
+    travelling = {} if request_metrics == "none" else {settings.REQUEST_METRICS_KEY: request_metrics}
     changes = {
         "worker_cls": _worker(engine, engine_args.worker_cls),
         "block_size": engine_args.block_size or config.block_size or own_size,
         # the scheduler and the front end go on as without a model: only the worker knows of it
         "speculative_config": None,
         **dict.fromkeys(_SPECULATIVE),
-        "additional_config": {**settings.additional(engine_args), settings.KEY: config.as_dict()},
+        "per_request_spec_decode_metrics": "none",
+        "additional_config": {**settings.additional(engine_args), settings.KEY: config.as_dict(), **travelling},
     }
     if not engine.async_scheduler:
         changes |= {"scheduler_cls": engine.scheduler, "async_scheduling": False}

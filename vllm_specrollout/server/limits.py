@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.patches.features import TABLE, Features
 from vllm_specrollout.places import check_places
 from vllm_specrollout.server.engines import Engine
 
@@ -32,6 +33,15 @@ class Limit:
         """Raise if the combination is there."""
         if self.applies(subject):
             raise self.error(self.cause.format(subject), self.hint)
+
+
+def _returns_experts(args: Any) -> bool:
+    given = getattr(args, "aux_output_config", None)
+    return bool(args.enable_return_routed_experts or getattr(given, "enable_return_routed_experts", False))
+
+
+def _returns_masks(args: Any) -> bool:
+    return bool(args.return_sampling_mask)
 
 
 ENGINE_ARGS_LIMITS = (
@@ -66,12 +76,6 @@ ENGINE_ARGS_LIMITS = (
         f"drop `--kv-sharing-fast-prefill`, {LEAVE_OUT}",
     ),
     Limit(
-        lambda args: args.per_request_spec_decode_metrics != "none",
-        "`--per-request-spec-decode-metrics` is `{0.per_request_spec_decode_metrics}`; vLLM offers it for"
-        " `--speculative-config` only",
-        "drop the flag: the engine's totals are in /metrics as `vllm:spec_decode_*`",
-    ),
-    Limit(
         lambda args: bool(args.use_fp64_gumbel),
         "`--use-fp64-gumbel` draws noise that spec rollout cannot replay",
         f"drop `--use-fp64-gumbel`, {LEAVE_OUT}",
@@ -94,6 +98,16 @@ V1_LIMITS = (
         lambda args: args.async_scheduling is True,
         "`--async-scheduling` is set; on vLLM's V1 model runner, spec rollout drafts before it schedules",
         f"drop `--async-scheduling`, {LEAVE_OUT}",
+    ),
+    Limit(
+        _returns_experts,
+        "`--enable-return-routed-experts` is set; spec rollout returns experts on vLLM's V2 model runner only",
+        "drop the flag, or run on a GPU without `VLLM_USE_V2_MODEL_RUNNER=0`",
+    ),
+    Limit(
+        _returns_masks,
+        "`--return-sampling-mask` is set; vLLM returns masks on its V2 model runner only",
+        "drop the flag, or run on a GPU without `VLLM_USE_V2_MODEL_RUNNER=0`",
     ),
 )
 
@@ -159,6 +173,28 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
     check_places(config)
+
+
+# what comes with the tokens, and the field of `Features` that says whether it comes out right with drafts
+_BESIDE_TOKENS = (
+    (_returns_experts, "--enable-return-routed-experts", "returns_experts"),
+    (_returns_masks, "--return-sampling-mask", "returns_masks"),
+)
+
+
+def check_version(args: Any, known: Features, version: str) -> None:
+    """Refuse what comes out wrong on this version of vLLM, once drafts are accepted.
+
+    Raises:
+        UnsupportedError: the first option that does.
+    """
+    for is_asked, flag, field in _BESIDE_TOKENS:
+        if is_asked(args) and not getattr(known, field):
+            able = ", ".join(name for name, row in TABLE.items() if getattr(row, field))
+            raise UnsupportedError(
+                f"`{flag}` is set, and vLLM {version} is installed: with drafts it is right on {able} only",
+                f"take one of these versions, drop the flag, {LEAVE_OUT}",
+            )
 
 
 def check_vllm_config(vllm_config: Any) -> None:

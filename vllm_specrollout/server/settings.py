@@ -10,6 +10,8 @@ from vllm_specrollout.config import SpecRolloutConfig, parse
 from vllm_specrollout.errors import ConfigError
 
 KEY = "spec_rollout"
+REQUEST_METRICS_KEY = "spec_rollout_request_metrics"
+"""`--per-request-spec-decode-metrics` on its way to the scheduler: vLLM refuses it without a `speculative_config`."""
 
 
 def fold(engine_args: Any, value: Any, origin: str) -> None:

@@ -13,6 +13,9 @@ from vllm_specrollout.config import SpecRolloutConfig, parse
 from vllm_specrollout.patches import features
 
 CONFIG_KEY = "spec_rollout"
+CHAIN_ASKED = '`shape` is "chain"'
+REQUEST_METRICS_KEY = "spec_rollout_request_metrics"
+"""In `additional_config`: how much each answer tells of its drafts, "summary" or "detailed"; absent: nothing."""
 ROWS_FOR_DRAFTS = True if features.installed().speculates_by == "config" else None
 """The V1 runner's `speculative_config` for a step in which draft tokens are to get rows of logits."""
 

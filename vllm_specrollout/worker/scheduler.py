@@ -8,7 +8,7 @@ what workers counted goes on to the frontend. What only V2 needs is in v2/schedu
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -28,11 +28,11 @@ from vllm_specrollout.scheduling.lookahead import Ask, granted
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.arriving import Arrivals
 from vllm_specrollout.worker.common import config_of, with_speculation
+from vllm_specrollout.worker.request_metrics import RequestMetricsMixin
 from vllm_specrollout.worker.resuming import mark
 
 logger = init_logger(__name__)
 
-_Base = Scheduler if TYPE_CHECKING else object
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.TRUNCATED,
@@ -100,7 +100,7 @@ def is_signalled(scheduler_output: SchedulerOutput) -> bool:
     return getattr(scheduler_output, _SIGNALLED, False) or 0 < num_new == len(scheduler_output.num_scheduled_tokens)
 
 
-class SchedulerMixin(_Base):
+class SchedulerMixin(RequestMetricsMixin):
     """What both runners' schedulers share.
 
     The queue stays vLLM's own; before places are given, it is put into order. Nothing is reordered where requests have
@@ -113,7 +113,6 @@ class SchedulerMixin(_Base):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
-        self.max_draft_tokens = config.max_draft_tokens
         # requests that may run at once
         self.places: int = getattr(self, features.installed().places_field)
         # The grammar bitmasks need a row per draft token.

@@ -80,6 +80,12 @@ class SchedulerMixinV2(SchedulerMixin):
     ) -> dict[int, EngineCoreOutputs]:
         if isinstance(model_runner_output, SpecRolloutOutput) and model_runner_output.report is not None:
             self._report = model_runner_output.report
+        if self.spec_decode_metrics_level != "none":
+            # placeholders are not drafts: vLLM counts none that it is told were invalid
+            scheduler_output.num_invalid_spec_tokens = {
+                request_id: len(placeholders) - self._report.drafted.get(request_id, 0)
+                for request_id, placeholders in scheduler_output.scheduled_spec_decode_tokens.items()
+            }
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
