@@ -2,6 +2,7 @@
 
 import logging
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,13 +92,21 @@ class Totals:
             terminalreporter.write_line(line)
 
 
+UNLIKE = Path(__file__).parent / "unlike"
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--unlike-rows"):
+        # also for the processes that tests start
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(UNLIKE), os.environ.get("PYTHONPATH")]))
+        runpy.run_path(str(UNLIKE / "sitecustomize.py"))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Totals())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="rewrite recorded texts instead of comparing them")
+    parser.addoption("--unlike-rows", action="store_true", help="on a host that rounds several rows otherwise than one")
 
 
 @pytest.fixture

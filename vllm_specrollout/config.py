@@ -93,6 +93,9 @@ class SpecRolloutConfig:
     block_size: int | None = None
     """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap, or that of
     vLLM where `--num-gpu-blocks-override` is given."""
+    row_invariant: bool = False
+    """V1 runner on CPU: where this host's attention rounds a row otherwise among others of its request (bfloat16 with
+    AMX), drafted rows attend one by one. It costs time, and takes most ties away; see `rows` in `specrollout doctor`."""
     record: str | None = None
     """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
@@ -184,8 +187,9 @@ class RequestOptions:
     max_draft_tokens: int | None = None
     """Most draft tokens of this request in one step; at most the engine's `max_draft_tokens` is used."""
     resume: Resume | None = None
-    """`{"prompt_tokens": 12}`: the prompt ends with an answer's tokens so far, behind the first 12, and it goes on. It
-    takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is still to come."""
+    """`{"prompt_tokens": 12, "answer_tokens": 5}`: the prompt ends with an answer's tokens so far, five behind the first
+    12, and it goes on. It takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is still
+    to come."""
 
     def __post_init__(self) -> None:
         check_id("problem_id", self.problem_id)

@@ -119,7 +119,14 @@ def _vllm_findings() -> list[Finding]:
         Finding("platform", facts.platform),
         _runner(facts),
         Finding("attention", facts.attention),
+        *(_rows() if facts.is_cpu else []),
     ]
+
+
+def _rows() -> list[Finding]:
+    """Whether a row is rounded alike alone and among others, on which exactness rests."""
+    ask = importlib.import_module("vllm_specrollout.worker.rows").ask_host
+    return [Finding(f"rows in {name}", f"{(found := ask(name)).promise} ({found})") for name in _DTYPES]
 
 
 def _edited() -> list[Finding]:
@@ -168,6 +175,7 @@ def _model_finding(model: Path) -> Finding:
     return Finding(f"this model ({config.get('model_type', 'unknown')})", f"{shape.value:<5}  {reason or _ALL[shape]}")
 
 
+_DTYPES = ("bfloat16", "float32")
 _YES = {True: "yes", False: "no"}
 _ALL = {
     DraftMode.TREE: "whatever the request allows",

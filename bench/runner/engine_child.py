@@ -94,9 +94,9 @@ class Engine:
     def look(self, prompt: list[int], params: dict[str, Any], at: int, candidates: list[int]) -> dict[str, Any]:
         """What one request is answered up to position `at`, and what its candidates there are sampled from.
 
-        Needs `max_logprobs=-1` and `logprobs_mode="processed_logprobs"`.
+        Needs the arguments `ties.JUDGE`.
 
-        Returns token_ids; logprobs, of each candidate; width, of the row that noise is added to.
+        Returns token_ids; logits, of each candidate; width, of the row that noise is added to.
         """
         self._add("look", prompt, {**params, "max_tokens": at + 1, "logprobs": -1})
         output = None
@@ -106,7 +106,7 @@ class Engine:
         answer = output.outputs[0]
         row = answer.logprobs[at] if len(answer.logprobs) > at else {}
         known = [row[token].logprob if token in row else float("-inf") for token in candidates]
-        return {"token_ids": list(answer.token_ids), "logprobs": known, "width": len(row)}
+        return {"token_ids": list(answer.token_ids), "logits": known, "width": len(row)}
 
     def extend(
         self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int

@@ -7,7 +7,9 @@ rounding, or the difference is no tie.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import vllm.envs as envs
@@ -15,7 +17,11 @@ from vllm_specrollout.kernels.tree_verify.naive import noise32
 
 from vllm_specrollout.patches import features
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
+JUDGE: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "processed_logits"}
+"""Arguments of an engine that can tell ties: it is asked for the logits that are sampled from."""
+LEAST = {"float32": 1e-4, "bfloat16": 0.05}
+"""Tolerance where logits are small: they are sums of many roundings, whose own size does not shrink with them."""
+_EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +30,35 @@ class Candidates:
 
     stock: int
     ours: int
-    # of each, after the common prefix: stock's logprobs of what is sampled from
-    stock_logprob: float
-    our_logprob: float
+    # of each, after the common prefix: stock's logits that noise is added to, after temperature and masks
+    stock_logit: float
+    our_logit: float
     # tokens of the prompt, and of the common prefix of the answers
     num_prompt: int
     num_prefix: int
     # of the row that noise is added to
     width: int
+
+
+def tolerance(dtype: str, logit: float, temperature: float = 0.0) -> float:
+    """Most by which level candidates may be apart: two units in the last place of the logits that noise is added to.
+
+    Args:
+        logit: the larger of both, before temperature.
+        temperature: 0: nothing is divided.
+    """
+    if not math.isfinite(logit):
+        return LEAST[dtype]
+    last_place = _EPSILON[dtype] * 2.0 ** (math.frexp(logit)[1] - 1)
+    return max(LEAST[dtype], 2.0 * last_place / (temperature or 1.0))
+
+
+def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:
+    """Whether it is a tie, and how far apart the candidates are of how much allowed, in words; see `gap`."""
+    apart = gap(one, seed, temperature)
+    largest = max(abs(one.stock_logit), abs(one.our_logit)) * (temperature or 1.0)
+    allowed = tolerance(dtype, largest, temperature)
+    return apart <= allowed, f"{apart:.1e} apart, {allowed:.1e} allowed"
 
 
 def gap(one: Candidates, seed: int | None, temperature: float) -> float:
@@ -42,18 +69,18 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
         temperature: 0: the likelier one is taken.
     """
     if temperature == 0.0:
-        return abs(one.stock_logprob - one.our_logprob)
+        return abs(one.stock_logit - one.our_logit)
     assert seed is not None
     if envs.VLLM_USE_V2_MODEL_RUNNER:
         position = one.num_prompt + one.num_prefix - 1
         noise = noise32(seed, position, max(one.stock, one.ours) + 1)
-        return float(abs(one.stock_logprob + noise[one.stock] - one.our_logprob - noise[one.ours]))
+        return float(abs(one.stock_logit + noise[one.stock] - one.our_logit - noise[one.ours]))
     generator = torch.Generator().manual_seed(seed)
     if features.installed().cpu_noise == "vector":
         row = torch.empty(one.width)
         for _ in range(one.num_prefix + 1):
             row.exponential_(generator=generator)
-        return abs(one.stock_logprob - one.our_logprob - float(row[one.stock].log() - row[one.ours].log()))
+        return abs(one.stock_logit - one.our_logit - float(row[one.stock].log() - row[one.ours].log()))
     drawn = torch.randint(0, 2**31, (one.num_prefix + 1,), generator=generator, dtype=torch.long)[-1:]
     return _bisected(drawn, one)
 
@@ -61,7 +88,8 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
 def _bisected(seed: torch.Tensor, one: Candidates) -> float:
     """The noise kernel of V1 is a black box: how much must be added to the losing token before the kernel picks it?"""
     scores = torch.full((1, max(one.stock, one.ours) + 1), float("-inf"))
-    scores[0, one.stock], scores[0, one.ours] = one.stock_logprob, one.our_logprob
+    highest = max(one.stock_logit, one.our_logit)  # the kernel was seen with logprobs, so none is above 0
+    scores[0, one.stock], scores[0, one.ours] = one.stock_logit - highest, one.our_logit - highest
 
     def stock_wins(added: float) -> bool:
         trial = scores.clone()

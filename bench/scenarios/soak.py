@@ -17,8 +17,9 @@ from ..runner.models import check_length, find_model
 from ..runner.plots import plot_soak
 from ..runner.report import Found
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.ties import JUDGE
 from ..soak import checks
-from ..soak.answers import JUDGE, Verdict, compare
+from ..soak.answers import Verdict, compare
 from ..soak.arrivals import Mix
 from ..soak.checks import Check
 from ..soak.drive import MOST_TOLD, Load, Outcome, Soak

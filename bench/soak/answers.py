@@ -8,11 +8,9 @@ from typing import Any
 
 from ..runner.engines import STOCK, Engines
 from ..runner.runs import Parting, Run, partings
-from ..runner.ties import TOLERANCE, Candidates, gap
+from ..runner.ties import Candidates, judged
 from .client import Answer, sampling
 
-JUDGE: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
-"""Arguments of an engine that can tell ties."""
 _AT_ONCE = 64
 
 
@@ -55,11 +53,9 @@ def compare(
         )
         for parting in partings(wanted, replace(wanted, token_ids=tuple(one.tokens for one in some))):
             one = some[parting.request]
-            apart = _apart(engines, one, parting)
-            text = (
-                f"{one.name}, token {parting.position}: stock {parting.stock}, ours {parting.ours}, {apart:.1e} apart"
-            )
-            (ties if apart <= TOLERANCE[dtype] else differences).append(text)
+            is_tie, why = _judged(engines, one, parting, dtype)
+            text = f"{one.name}, token {parting.position}: stock {parting.stock}, ours {parting.ours}, {why}"
+            (ties if is_tie else differences).append(text)
         report(begin + len(some), len(singles))
     return Verdict(len(singles), sum(len(one.tokens) for one in singles), tuple(ties), tuple(differences))
 
@@ -78,24 +74,24 @@ def _singles(answer: Answer, max_tokens: int) -> list[_Single]:
     ]
 
 
-def _apart(engines: Engines, one: _Single, parting: Parting) -> float:
-    """How far apart the candidates are; infinity where one answer ended, or stock does not repeat itself."""
+def _judged(engines: Engines, one: _Single, parting: Parting, dtype: str) -> tuple[bool, str]:
+    """Whether it is a tie, and why."""
     if parting.stock is None or parting.ours is None:
-        return float("inf")
+        return False, "where one answer ended"
     prefix = list(one.tokens[: parting.position])
     found = engines[STOCK].ask(
         "look", prompt=one.prompt, params=one.params, at=len(prefix), candidates=[parting.stock, parting.ours]
     )
     if found["token_ids"][: len(prefix)] != prefix:
-        return float("inf")
-    stock_logprob, our_logprob = found["logprobs"]
+        return False, "and stock does not repeat itself"
+    stock_logit, our_logit = found["logits"]
     candidates = Candidates(
         stock=parting.stock,
         ours=parting.ours,
-        stock_logprob=stock_logprob,
-        our_logprob=our_logprob,
+        stock_logit=stock_logit,
+        our_logit=our_logit,
         num_prompt=len(one.prompt),
         num_prefix=len(prefix),
         width=found["width"],
     )
-    return gap(candidates, one.params["seed"], one.params["temperature"])
+    return judged(candidates, one.params["seed"], one.params["temperature"], dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from vllm import LLM
 
 from tests.e2e.identity.cases import Case
-from tests.e2e.identity.ties import TOLERANCE, Judge, gap
+from tests.e2e.identity.ties import Judge, judged
 
 
 @dataclass
@@ -74,9 +74,8 @@ def _compare_one(case: Case, a: Any, b: Any, dtype: str, judge: Judge | None, re
     if judge is None or at >= min(len(x), len(y)):
         report.failures.append(where)
         return
-    distance = gap(judge, case, x[:at], x[at], y[at], a.index)
-    kind = report.ties if distance <= TOLERANCE[dtype] else report.failures
-    kind.append(f"{where}, {distance:.1e} apart")
+    is_tie, why = judged(judge, case, x[:at], x[at], y[at], a.index, dtype)
+    (report.ties if is_tie else report.failures).append(f"{where}, {why}")
 
 
 def are_level(x: Any, y: Any, strays: Sequence[Sequence[float]], limit: float) -> bool:

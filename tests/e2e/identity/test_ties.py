@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,14 @@ def check_gaps(path: str, **kwargs: Any) -> None:
             _check(judge, replace(case, params={**case.params, "max_tokens": LENGTH, "min_tokens": LENGTH}))
 
 
-def _check(judge: Judge, case: Case) -> None:
+def _check(judge: Callable[[Case], Any], case: Case) -> None:
     """At the first position where the bias that it takes moves no token before."""
     found = judge(replace(case, params={**case.params, "logprobs": 5})).outputs[0]
     tokens = list(found.token_ids)
     for at in range(1, len(tokens)):
         others = {token: value.logprob for token, value in found.logprobs[at].items() if token != tokens[at]}
         other = max(others, key=others.__getitem__)
-        distance = gap(judge, case, tokens[:at], tokens[at], other)
+        distance = gap(Judge(judge), case, tokens[:at], tokens[at], other)
         below, above = (_biased(judge, case, other, distance + more) for more in (-LITTLE, LITTLE))
         if above[:at] == tokens[:at]:
             assert (below[at], above[at]) == (tokens[at], other), case.name
@@ -47,7 +48,7 @@ def _check(judge: Judge, case: Case) -> None:
     pytest.fail(f"{case.name}: every bias moved an earlier token")
 
 
-def _biased(judge: Judge, case: Case, token: int, by: float) -> list[int]:
+def _biased(judge: Callable[[Case], Any], case: Case, token: int, by: float) -> list[int]:
     """The answer with `by` added to the logit of `token` as it is sampled from."""
     bias = dict(case.params.get("logit_bias", {}))
     bias[token] = bias.get(token, 0.0) + by * (case.params.get("temperature", 1.0) or 1.0)
@@ -62,5 +63,5 @@ def test_another_prefix_than_stocks_proves_nothing(models: Path) -> None:
     (case,) = cases(1, VOCAB, seed=9, max_tokens=8, only=("temperature 1",))
     with engine(model(models, "qwen3", "float32"), "float32", is_ours=False, **JUDGE) as stock:
         token = run(stock.llm, [case])[0].outputs[0].token_ids[0]
-        wrong = gap(lambda one: run(stock.llm, [one])[0], case, [(token + 1) % VOCAB], 7, 8)
+        wrong = gap(Judge(lambda one: run(stock.llm, [one])[0]), case, [(token + 1) % VOCAB], 7, 8)
     assert wrong == float("inf")

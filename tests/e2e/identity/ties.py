@@ -2,45 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.runner import ties
-from bench.runner.ties import TOLERANCE, Candidates
+from bench.runner.ties import JUDGE, Candidates
 from tests.e2e.identity.cases import Case
 
-__all__ = ["JUDGE", "TOLERANCE", "Judge", "gap"]
-
-Judge = Callable[[Case], Any]
-"""Runs one request in a stock engine whose logprobs are of every token, and of the logits that are sampled from."""
-
-JUDGE = {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
-"""Arguments of such an engine."""
+__all__ = ["JUDGE", "Judge", "gap", "judged"]
 
 
-def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int, answer: int = 0) -> float:
-    """How far apart the two candidates are after `prefix`; infinity if it cannot be told.
+@dataclass(frozen=True)
+class Judge:
+    """A stock engine with the arguments `JUDGE`, which is asked about one request."""
+
+    # runs it alone
+    alone: Callable[[Case], Any]
+    # runs it among all others of its round, as its answer came to be: rows may round by how many there are
+    among_all: Callable[[Case], Any] | None = None
+
+    def answers(self, case: Case, answer: int) -> Iterator[Any]:
+        """One answer of the request with the logits of all positions, in each way that it can be run."""
+        own = {key: case.params[key] for key in case.params.keys() - {"n", "prompt_logprobs", "logprob_token_ids"}}
+        if "seed" in own:
+            own["seed"] += answer
+        yield self.alone(replace(case, params={**own, "logprobs": -1})).outputs[0]
+        if self.among_all is not None:
+            yield self.among_all(case).outputs[answer]
+
+
+def judged(
+    judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int, answer: int, dtype: str
+) -> tuple[bool, str]:
+    """Whether the two candidates after `prefix` are level, and how far apart they are.
 
     Args:
         judge: stock.
         case: the request; of several answers, `answer` is the one that differs.
         prefix: the tokens before.
     """
-    own = {key: value for key, value in case.params.items() if key not in ("n", "prompt_logprobs", "logprob_token_ids")}
-    if "seed" in own:
-        own["seed"] += answer
-    output = judge(replace(case, params={**own, "logprobs": -1})).outputs[0]
-    if list(output.token_ids[: len(prefix)]) != prefix:
-        return float("inf")
-    row = output.logprobs[len(prefix)]
-    candidates = Candidates(
-        stock=stock_token,
-        ours=our_token,
-        stock_logprob=row[stock_token].logprob,
-        our_logprob=row[our_token].logprob,
-        num_prompt=len(case.prompt),
-        num_prefix=len(prefix),
-        width=len(row),
-    )
-    return ties.gap(candidates, own.get("seed"), own.get("temperature", 1.0))
+    asked = _candidates(judge, case, prefix, stock_token, our_token, answer)
+    if asked is None:
+        return False, "and stock does not repeat itself"
+    candidates, seed = asked
+    return ties.judged(candidates, seed, case.params.get("temperature", 1.0), dtype)
+
+
+def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int) -> float:
+    """How far apart the two candidates are after `prefix`; infinity if it cannot be told."""
+    asked = _candidates(judge, case, prefix, stock_token, our_token, 0)
+    return float("inf") if asked is None else ties.gap(*asked, case.params.get("temperature", 1.0))
+
+
+def _candidates(
+    judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int, answer: int
+) -> tuple[Candidates, int | None] | None:
+    """Both, as stock sees them, and the seed of their noise; None where stock does not repeat itself."""
+    seed = case.params.get("seed")
+    for output in judge.answers(case, answer):
+        if list(output.token_ids[: len(prefix)]) != prefix or len(output.logprobs) == len(prefix):
+            continue
+        row = output.logprobs[len(prefix)]
+        candidates = Candidates(
+            stock=stock_token,
+            ours=our_token,
+            stock_logit=row[stock_token].logprob,
+            our_logit=row[our_token].logprob,
+            num_prompt=len(case.prompt),
+            num_prefix=len(prefix),
+            width=len(row),
+        )
+        return candidates, None if seed is None else seed + answer
+    return None

@@ -117,6 +117,29 @@ def plan_paths(
     return plan, raw
 
 
+def rows_apart(raw: dict[str, Any], node_start: IntArray) -> dict[str, Any]:
+    """Each row of a request with drafts as a sequence of its own, which attends to what the path holds before it.
+
+    Args:
+        raw: as `plan_paths` returns it.
+        node_start: [R + 1] as in csrc/core/layout.h.
+    """
+    counts, first = np.diff(raw["query_start"]), raw["first_path"]
+    owners = np.repeat(np.arange(len(first)), np.diff(first, append=len(counts)))
+    is_split = (np.diff(node_start) > 0)[owners]
+    pieces = np.where(is_split, counts, 1)
+    paths = np.repeat(np.arange(len(counts)), pieces)
+    place = np.arange(len(paths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    behind = np.where(is_split[paths], counts[paths] - 1 - place, 0)
+    rows = np.where(is_split, 1, counts)[paths]
+    return {
+        **raw,
+        "query_start": np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
+        "seq_lens": (raw["seq_lens"][paths] - behind).astype(np.int32),
+        "tables": raw["tables"][paths],
+    }
+
+
 def path_metadata(raw: dict[str, Any], builder: AttentionMetadataBuilder[Any]) -> Any:
     """Attention metadata of the paths: the stock builder's, over sequences that are paths."""
     starts = torch.from_numpy(raw["query_start"])

@@ -20,7 +20,16 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.trees.batch import as_chains
 from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
-from vllm_specrollout.worker.v1.attention import BlockCopier, PathAttention, PathStep, path_metadata, plan_paths
+from vllm_specrollout.worker.common import CHAIN_ASKED, config_of
+from vllm_specrollout.worker.rows import RowsAlike
+from vllm_specrollout.worker.v1.attention import (
+    BlockCopier,
+    PathAttention,
+    PathStep,
+    path_metadata,
+    plan_paths,
+    rows_apart,
+)
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
 from vllm_specrollout.worker.v1.requests import ExponentialNoise, Noise, SeedNoise, fewer
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
@@ -35,6 +44,7 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self.num_scratch = 0  # set by the worker once the memory is known
         self.paths = PathStep()
         self._path_inputs: dict[str, Any] | None = None
+        self.rows: RowsAlike | None = None
 
     def _make_noise(self) -> Noise:
         if features.installed().cpu_noise == "vector":
@@ -50,11 +60,22 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self.scratch = scratch
         self.block_size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if self.kv_caches else 1
         self._set_up_drafting()
-        if self.shape[0] is DraftMode.TREE:
+        if self.knows_paths:
             self.copier = BlockCopier(self.kv_caches)
             layers = self.compilation_config.static_forward_context
             for name in self.kv_cache_config.kv_cache_groups[0].layer_names:
                 layers[name].impl = PathAttention(layers[name].impl, self.paths)
+
+    @property
+    def knows_paths(self) -> bool:
+        """Whether steps can be laid out as paths: for branches, or for rows that attend one by one."""
+        return self.shape[0] is DraftMode.TREE or self.shape == (DraftMode.CHAIN, CHAIN_ASKED)
+
+    def set_rows(self, rows: RowsAlike | None) -> None:
+        """How this host rounds: drafted rows may have to attend one by one."""
+        self.rows = rows
+        is_asked = config_of(self.vllm_config).row_invariant
+        self.lays_out_chains = self.knows_paths and is_asked and rows is not None and not rows.attention
 
     def _kv_shape(self) -> tuple[DraftMode, str]:
         return kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))
@@ -87,6 +108,8 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
             self.scratch[1:],
             int(self.scratch[0]),
         )
+        if self.lays_out_chains:
+            raw = rows_apart(raw, trees.node_start)
         self.positions.numpy()[plan.node_rows] = plan.node_positions
         self.paths.plan, self._path_inputs = plan, raw
 

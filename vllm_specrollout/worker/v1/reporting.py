@@ -25,6 +25,8 @@ class StatsMixin(_Base):
         runner = self.model_runner
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
+        rows = getattr(runner, "rows", None)
+        stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
         stats["request_reasons"] = runner.book.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:

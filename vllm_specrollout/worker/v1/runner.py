@@ -30,7 +30,7 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 from vllm_specrollout.worker import decoupling
-from vllm_specrollout.worker.common import ROWS_FOR_DRAFTS, config_of
+from vllm_specrollout.worker.common import CHAIN_ASKED, ROWS_FOR_DRAFTS, config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
 from vllm_specrollout.worker.resuming import fill_in
@@ -83,6 +83,7 @@ class SpecRolloutV1(_Base):
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
         self.model_drafter: ModelDrafter | None = None
+        self.lays_out_chains = False
         self.remote = decoupling.begin(self, V1Noise(self))
 
     # --- set-up ------------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class SpecRolloutV1(_Base):
         if shape is DraftMode.TREE and self.shared_kv_cache_layers:
             return DraftMode.CHAIN, "layers share their KV cache"
         if shape is DraftMode.TREE and config_of(self.vllm_config).shape == "chain":
-            return DraftMode.CHAIN, '`shape` is "chain"'
+            return DraftMode.CHAIN, CHAIN_ASKED
         return shape, reason
 
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
@@ -178,7 +179,7 @@ class SpecRolloutV1(_Base):
         begin = time.perf_counter()
         trees = self.step.trees = scheduled_trees(self._planned, self.input_batch.req_ids, scheduled)
         self.step.has_branches = bool(with_branches(trees).any())
-        if self.step.has_branches:
+        if self.step.has_branches or self.lays_out_chains:
             self._lay_out(trees)
         self.stats.layout_ms += (time.perf_counter() - begin) * 1e3
         return result

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -18,13 +19,16 @@ from vllm_specrollout.worker.decoupling import keep_off
 from vllm_specrollout.worker.drafter_calls import DrafterMixin
 from vllm_specrollout.worker.explaining import ExplainsMixin
 from vllm_specrollout.worker.history_calls import TrainerMixin
+from vllm_specrollout.worker.rows import HeadShape, RowsAlike, attention_alike, linear_alike_from
 from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.matching import MatchingMixin
 from vllm_specrollout.worker.v1.reporting import StatsMixin
-from vllm_specrollout.worker.v1.warm_up import warm_up
+from vllm_specrollout.worker.v1.warm_up import products_of, warm_up
+
+logger = init_logger(__name__)
 
 
 class SpecRolloutCPUWorker(
@@ -65,9 +69,33 @@ class SpecRolloutCPUWorker(
     def compile_or_warm_up_model(self) -> Any:
         scheduler, runner = self.vllm_config.scheduler_config, self.model_runner
         if runner.shape[0] is not DraftMode.OFF:
+            runner.set_rows(ask_rows(runner))
             most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
             warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
         return super().compile_or_warm_up_model()
+
+
+def ask_rows(runner: SpecRolloutCPURunner) -> RowsAlike | None:
+    """How this host rounds the rows of this model; None where it cannot be asked."""
+    dtype, builder = runner.model_config.dtype, runner.attn_groups[0][0].get_metadata_builder(0)
+    try:
+        shape = HeadShape(
+            num_heads=builder.num_heads,
+            num_kv_heads=builder.num_kv_heads,
+            head_size=builder.head_dim,
+            block_size=builder.block_size,
+            isa=builder.isa,
+        )
+        rows = RowsAlike(
+            attention=attention_alike(shape, dtype),
+            linear_from=linear_alike_from(products_of(runner.get_model()), dtype),
+        )
+    except Exception as error:  # a layer that wants more than its input, or a cache of another kind
+        logger.info("Spec rollout: this host was not asked how it rounds rows: %s", error)
+        return None
+    if not rows.are_alike:
+        logger.info("Spec rollout: rows round here as follows: %s (docs/concepts/exactness.md)", rows)
+    return rows
 
 
 def _least_of_all_ranks(count: int) -> int:
