@@ -28,11 +28,15 @@ class Resume:
 
     prompt_tokens: int
     """Tokens of the prompt itself, at least 1; those behind them are the answer so far."""
+    answer_tokens: int | None = None
+    """Tokens of the answer so far. Needed wherever vLLM may cut a prompt before it comes to the engine."""
     drawn: int | None = None
     """Tokens of the answer so far that were sampled, and so took noise; unset: all of them. V1 runner only."""
 
     def __post_init__(self) -> None:
         check_range("resume.prompt_tokens", self.prompt_tokens, 1, _MOST)
+        if self.answer_tokens is not None:
+            check_range("resume.answer_tokens", self.answer_tokens, 0, _MOST)
         if self.drawn is not None:
             check_range("resume.drawn", self.drawn, 0, _MOST)
 
@@ -66,20 +70,27 @@ def resumed(params: Any, prompt_token_ids: Sequence[int], answer: Sequence[int])
         options = json.loads(options)
     if isinstance(options, bool):
         options = {"enabled": options}
-    extra[KEY] = {**(options or {}), "resume": {"prompt_tokens": len(prompt_token_ids)}}
+    extra[KEY] = {**(options or {}), "resume": {"prompt_tokens": len(prompt_token_ids), "answer_tokens": count}}
     clone.extra_args = extra
     return [*prompt_token_ids, *answer], clone
 
 
 def check_resume(
-    resume: Resume, params: Any, prompt_token_ids: Sequence[int] | None, *, is_v2: bool, is_session: bool = False
+    resume: Resume,
+    params: Any,
+    prompt_token_ids: Sequence[int] | None,
+    *,
+    is_v2: bool,
+    is_whole: bool = False,
+    is_session: bool = False,
 ) -> None:
     """Refuse what could not go on with the very same tokens.
 
     Args:
         params: its `SamplingParams`.
-        prompt_token_ids: prompt and answer so far; None: the prompt is given otherwise.
+        prompt_token_ids: prompt and answer so far, as they come to the engine; None: the prompt is given otherwise.
         is_v2: the engine has vLLM's V2 runner, where a token's noise goes by its position alone.
+        is_whole: they are known to be what the client gave.
         is_session: the prompt goes on to grow.
 
     Raises:
@@ -91,12 +102,7 @@ def check_resume(
         raise UnsupportedError(
             f"a request that uses {', '.join(lacking)} cannot be resumed", "leave that out, or ask for the whole answer"
         )
-    count = len(prompt_token_ids) - resume.prompt_tokens
-    if count < 0:
-        raise ConfigError(
-            f"`resume.prompt_tokens` is {resume.prompt_tokens}, and the prompt has {len(prompt_token_ids)} tokens",
-            "give the prompt and behind it the answer so far, and the length of the first alone",
-        )
+    count = _answer_length(resume, len(prompt_token_ids), is_whole)
     drawn = count if resume.drawn is None else resume.drawn
     if drawn > count:
         raise ConfigError(
@@ -115,6 +121,28 @@ def check_resume(
             f"`resume.drawn` is {drawn} of {count} tokens, and vLLM's V2 runner draws noise by position",
             "leave it out",
         )
+
+
+def _answer_length(resume: Resume, length: int, is_whole: bool) -> int:
+    """Tokens of the answer so far. A prompt that was cut has fewer, and would go on at a wrong place in silence."""
+    count = length - resume.prompt_tokens
+    if resume.answer_tokens is None and not is_whole:
+        raise ConfigError(
+            "`resume.answer_tokens` is not given, and nothing else tells whether the prompt was cut",
+            "say how many tokens of the answer are behind the prompt, as `resumed` does",
+        )
+    if resume.answer_tokens not in (None, count):
+        raise ConfigError(
+            f"`resume` says {resume.prompt_tokens} tokens of prompt and {resume.answer_tokens} of answer,"
+            f" and {length} came",
+            "leave out `truncate_prompt_tokens` and the like, and give the whole prompt and answer so far",
+        )
+    if count < 0:
+        raise ConfigError(
+            f"`resume.prompt_tokens` is {resume.prompt_tokens}, and the prompt has {length} tokens",
+            "give the prompt and behind it the answer so far, and the length of the first alone",
+        )
+    return count
 
 
 def _not_resumable(params: Any, *, has_token_ids: bool, is_session: bool) -> list[str]:

@@ -156,3 +156,33 @@ def test_a_request_can_limit_its_drafts(client: OpenAI, address: str) -> None:
 def test_wrong_options_are_one_clear_400(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="outside 0 to 64"):
         _chat(client, _with({"max_draft_tokens": 99}))
+
+
+def test_a_resumed_answer_goes_on_and_one_whose_prompt_is_cut_is_one_clear_400(client: OpenAI) -> None:
+    def complete(prompt: Any, max_tokens: int, extra: dict[str, Any]) -> Any:
+        more = {"return_token_ids": True, **extra}
+        return client.completions.create(
+            model="tiny", prompt=prompt, seed=7, max_tokens=max_tokens, extra_body=more
+        ).choices[0]
+
+    whole = complete(PROMPT, 30, ON)
+    prompt, answer = whole.prompt_token_ids, whole.token_ids
+    given, left = [*prompt, *answer[:10]], 30 - 10
+    lengths = {"prompt_tokens": len(prompt), "answer_tokens": 10}
+    resume = _with({"resume": lengths})
+    assert complete(given, left, resume).token_ids == answer[10:]
+    assert complete(given, left, {**resume, "truncate_prompt_tokens": len(given)}).token_ids == answer[10:]
+    for side in ({}, {"truncation_side": "left"}, {"truncation_side": "right"}):
+        with pytest.raises(BadRequestError, match=f"and 10 of answer, and {len(given) - 3} came"):
+            complete(given, left, {**resume, "truncate_prompt_tokens": len(given) - 3, **side})
+    # who does not say how long the answer is would not be told
+    with pytest.raises(BadRequestError, match="`resume.answer_tokens` is not given"):
+        complete(given, left, _with({"resume": {"prompt_tokens": len(prompt)}}))
+
+
+def test_a_chat_that_is_resumed_must_not_be_cut(client: OpenAI) -> None:
+    length = len(_chat(client, {**ON, "return_token_ids": True}).prompt_token_ids)
+    resume = _with({"resume": {"prompt_tokens": length - 4, "answer_tokens": 4}})
+    assert _chat(client, resume).choices
+    with pytest.raises(BadRequestError, match=f"and 4 of answer, and {length - 1} came"):
+        _chat(client, {**resume, "truncate_prompt_tokens": length - 1})

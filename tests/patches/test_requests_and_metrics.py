@@ -7,7 +7,7 @@ from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.requests import check_options
 
 
-def validate(extra_args, is_on=True, **params):
+def validate(extra_args, is_on=True, prompt=None, **params):
     from vllm import SamplingParams
 
     request = SimpleNamespace(
@@ -16,10 +16,10 @@ def validate(extra_args, is_on=True, **params):
         prompt_embeds=None,
         resumable=False,
     )
-    wrapped = check_options(lambda self, request_id: request)
+    wrapped = check_options(lambda self, request_id, prompt: request)
     entry = {"spec_rollout": SpecRolloutConfig().as_dict()} if is_on else {}
     processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=entry, use_v2_model_runner=False))
-    return wrapped(processor, "name") is request
+    return wrapped(processor, "name", prompt) is wrapped(processor, "name", prompt=prompt) is request
 
 
 @pytest.mark.parametrize("options", [None, {}, '{"problem_id": "aime-7"}', {"enabled": False, "max_draft_tokens": 0}])
@@ -28,7 +28,30 @@ def test_a_request_with_good_options_goes_to_the_engine(options):
 
 
 def test_a_seeded_answer_may_be_resumed():
-    assert validate({"spec_rollout": {"resume": {"prompt_tokens": 2}}}, seed=1)
+    assert validate({"spec_rollout": {"resume": {"prompt_tokens": 2, "answer_tokens": 1}}}, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_whole"),
+    [
+        ({"prompt_token_ids": [4, 5, 6]}, True),
+        ({"prompt_token_ids": (4, 5, 6)}, True),
+        # vLLM cut it, and filled it up
+        ({"prompt_token_ids": [3, 4, 5, 6]}, False),
+        ({"prompt_token_ids": [7, 4, 5]}, False),
+        # the front end was here before
+        ({"prompt_token_ids": [4, 5, 6], "type": "token"}, False),
+        ({"prompt": "text"}, False),
+        ("text", False),
+    ],
+)
+def test_without_its_answers_length_only_token_ids_that_came_as_they_were_given_are_resumed(prompt, is_whole):
+    options = {"spec_rollout": {"resume": {"prompt_tokens": 2}}}
+    if is_whole:
+        assert validate(options, prompt=prompt, seed=1)
+    else:
+        with pytest.raises(ConfigError, match="`resume.answer_tokens` is not given"):
+            validate(options, prompt=prompt, seed=1)
 
 
 def test_where_spec_rollout_is_off_no_answer_is_resumed_in_silence():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout.config import parse_request
@@ -17,11 +17,13 @@ def check_options(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # before vLLM cuts the prompt, which it does in place
+        given = _given_ids(kwargs.get("prompt", args[1] if len(args) > 1 else None))
         request = original(self, *args, **kwargs)
         extra = getattr(request.sampling_params, "extra_args", None)
         if extra and settings.KEY in extra:
             try:
-                _check(self.vllm_config, request, extra[settings.KEY])
+                _check(self.vllm_config, request, extra[settings.KEY], given)
             except SpecRolloutError as error:
                 raise _client_error()(error.cause, error.hint) from None
         return request
@@ -29,10 +31,16 @@ def check_options(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_inputs
 
 
-def _check(vllm_config: Any, request: Any, given: Any) -> None:
+def _given_ids(prompt: Any) -> Sequence[int] | None:
+    """The token ids that a client hands to the engine; None: the front end has made them, and may have cut them."""
+    is_raw = isinstance(prompt, Mapping) and "type" not in prompt
+    return prompt.get("prompt_token_ids") if is_raw else None
+
+
+def _check(vllm_config: Any, request: Any, options: Any, given: Sequence[int] | None) -> None:
     is_on = settings.is_on(vllm_config)
     try:
-        resume = parse_request(given).resume
+        resume = parse_request(options).resume
     except ConfigError:
         if is_on:
             raise
@@ -48,6 +56,7 @@ def _check(vllm_config: Any, request: Any, given: Any) -> None:
         request.sampling_params,
         request.prompt_token_ids if request.prompt_embeds is None else None,
         is_v2=vllm_config.use_v2_model_runner,
+        is_whole=given is not None and list(given) == request.prompt_token_ids,
         is_session=request.resumable,
     )
 

@@ -51,7 +51,10 @@ def test_answers_cut_anywhere_go_on_as_stock_would_have(models: Path) -> None:
         for number, options in enumerate(({}, {"enabled": False})):
             assert go_on(ours.llm, requests, truth, number, **options) == wanted
         assert ours.runner.stats.accepted > 0
-        _refuses(ours.llm)
+        plain = [n for n, case in enumerate(requests) if case.name == "temperature 1"]
+        longest = max(plain, key=lambda n: len(wanted[n]))
+        assert len(wanted[longest]) > 3
+        _refuses(ours.llm, requests[longest], wanted[longest])
 
 
 def test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces(models: Path) -> None:
@@ -74,9 +77,38 @@ def test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces(models: Path
         assert preempted
 
 
-def _refuses(llm: LLM) -> None:
-    case = Case("", "x", [5, 6, 7, 8], {"seed": 1, "max_tokens": 5})
-    params = case.sampling(resume={"prompt_tokens": 9})
-    with pytest.raises(ConfigError, match="`resume.prompt_tokens` is 9, and the prompt has 4 tokens"):
-        llm.generate([{"prompt_token_ids": case.prompt}], [params], use_tqdm=False)
+def _refuses(llm: LLM, case: Case, answer: list[int]) -> None:
+    """A prompt that vLLM cuts, or that it may have cut unseen; what nobody cuts goes on, as verl asks for it.
+
+    Args:
+        answer: stock's, of which the rest is asked for.
+    """
+    cut = answer[: len(answer) // 2]
+    prompt, params = resumed(case.sampling(), case.prompt, cut)
+    lengths = f"{len(case.prompt)} tokens of prompt and {len(cut)} of answer"
+    short = params.clone()
+    short.extra_args = {"spec_rollout": {"resume": {"prompt_tokens": len(case.prompt)}}}
+
+    def ask(params: Any, **kwargs: Any) -> list[int]:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False, **kwargs)
+        return [*cut, *output.outputs[0].token_ids]
+
+    def hand_over(**kwargs: Any) -> list[int]:
+        llm.llm_engine.add_request("raw", {"prompt_token_ids": list(prompt)}, short, **kwargs)
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                found = list(output.outputs[0].token_ids)
+        return [*cut, *found]
+
+    for kept in (len(prompt), len(prompt) - 1, len(case.prompt), 1):
+        options: dict[str, Any] = {"tokenization_kwargs": {"truncate_prompt_tokens": kept}}
+        if kept == len(prompt):
+            assert ask(params, **options) == hand_over(**options) == hand_over() == answer
+            continue
+        with pytest.raises(ConfigError, match=f"{lengths}, and {kept} came"):
+            ask(params, **options)
+        with pytest.raises(ConfigError, match="`resume.answer_tokens` is not given"):
+            hand_over(**options)
+    with pytest.raises(ConfigError, match="`resume.answer_tokens` is not given"):
+        ask(short)
     assert not llm.llm_engine.has_unfinished_requests()
