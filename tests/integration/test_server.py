@@ -26,6 +26,7 @@ def server(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # `auto` may leave drafting where the host is slow, and what is drafted is counted here
     flags = ("--spec-rollout", "--spec-rollout.budget", "fixed", "--max-model-len", "256")
+    flags += ("--per-request-spec-decode-metrics", "summary")
     with serve(model, log, *flags, is_warm=False) as address:
         yield address
 
@@ -52,6 +53,10 @@ def test_drafts_are_counted_and_do_not_change_the_answer(server):
     assert status == 200
     before = counters(server)
     assert before["num_drafts"] > 0 and before["num_draft_tokens"] >= before["num_accepted_tokens"]
+    of_request = drafted["metrics"]["speculative_decoding"]
+    assert of_request["num_draft_tokens"] == before["num_draft_tokens"]
+    assert of_request["num_accepted_draft_tokens"] == before["num_accepted_tokens"]
+    assert of_request["num_spec_steps"] == before["num_drafts"]
     status, plain = complete(server, vllm_xargs={"spec_rollout": '{"enabled": false}'})
     assert status == 200 and counters(server) == before
     assert plain["choices"][0]["text"] == drafted["choices"][0]["text"]

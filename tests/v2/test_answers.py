@@ -15,7 +15,7 @@ from tests.e2e.identity.cases import Case
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
-from tests.e2e.identity.fields import differences, undecided
+from tests.e2e.identity.fields import differences, metrics_are_the_workers, undecided
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_experts
 from vllm_specrollout.types import DraftTree, RequestView
@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
 }
 DRAFTS = {"max_draft_tokens": 8, "max_depth": 6}
-SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "ignore_eos": True, "max_tokens": 16}
+SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "ignore_eos": True, "max_tokens": 12}
 CASES = [
     Case("drawn", str(i), [(7 * i + 5 * j) % VOCAB for j in range(length)], {**SAMPLING, **more, "seed": i})
     for i, (length, more) in enumerate(
@@ -93,25 +93,13 @@ def test_an_accepted_branch_returns_its_own_experts_and_masks_and_all_else_of_st
             output = one.outputs[0]
             assert len(output.sampling_mask.token_ids) == len(output.token_ids)
             assert output.routed_experts is not None and output.weight_versions
-        _metrics_are_the_workers(got, stats)
+        metrics_are_the_workers(got, stats, DRAFTS["max_draft_tokens"])
 
         draft(ours, stock, Chains)
         again = answers(ours.llm)
         stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
         assert stats["branches_committed"] == 0 < stats["accepted"]
         assert not list(differences(stock, again, left_out=(*CACHED, "request_id")))
-
-
-def _metrics_are_the_workers(got: Sequence[Any], stats: dict[str, Any]) -> None:
-    metrics = [one.outputs[0].spec_decode_metrics for one in got]
-    assert sum(one.num_draft_tokens for one in metrics) == stats["drafted"]
-    accepted = [sum(j * count for j, count in enumerate(one.histogram)) for one in metrics]
-    # a request may end within what was accepted
-    assert 0 < sum(accepted) <= stats["accepted"]
-    for one, total in zip(metrics, accepted, strict=True):
-        assert sum(one.per_step_drafted) == one.num_draft_tokens and min(one.per_step_drafted) > 0
-        assert sum(one.per_step_accepted) == total and sum(one.histogram) == len(one.per_step_accepted)
-        assert one.num_spec_tokens == len(one.histogram) - 1 == DRAFTS["max_draft_tokens"]
 
 
 def test_drafts_made_after_scheduling_ahead_return_stocks_experts_and_masks(

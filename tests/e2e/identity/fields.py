@@ -128,3 +128,15 @@ def _of_fields(stock: Any, ours: Any, where: str, left_out: Sequence[str]) -> It
     for field in names:
         if field in COMPARED.get(name, ()) and field not in left_out:
             yield from differences(getattr(stock, field), getattr(ours, field), f"{where}.{field}", left_out)
+
+
+def metrics_are_the_workers(answers: Sequence[Any], stats: Mapping[str, Any], max_draft_tokens: int) -> None:
+    """Check what each answer tells of its drafts, in detail, against the worker's totals of these requests."""
+    metrics = [output.spec_decode_metrics for one in answers for output in one.outputs]
+    assert sum(one.num_draft_tokens for one in metrics) == stats["drafted"]
+    accepted = [sum(j * count for j, count in enumerate(one.histogram)) for one in metrics]
+    assert sum(accepted) == stats["accepted"] > 0
+    for one, total in zip(metrics, accepted, strict=True):
+        assert sum(one.per_step_drafted) == one.num_draft_tokens and min(one.per_step_drafted, default=1) > 0
+        assert sum(one.per_step_accepted) == total and sum(one.histogram) == len(one.per_step_accepted)
+        assert one.num_spec_tokens == len(one.histogram) - 1 == max_draft_tokens
