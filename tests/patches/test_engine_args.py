@@ -157,6 +157,15 @@ def test_llm_from_engine_args_still_accepts_every_attribute(make):
     assert type(args)(**vars(args)).additional_config == args.additional_config
 
 
+def test_metrics_of_each_request_reach_the_scheduler_past_vllms_check(make):
+    args = make(spec_rollout=True, per_request_spec_decode_metrics="detailed")
+    config = args.create_engine_config()
+    assert config.additional_config["spec_rollout_request_metrics"] == "detailed"
+    # else a copy of the configuration, which vLLM makes for some models, would be refused
+    config.with_hf_config(config.model_config.hf_config)
+    assert args.per_request_spec_decode_metrics == "detailed"
+
+
 REFUSED = {
     "speculative config": dict(speculative_config={"model": "head", "num_speculative_tokens": 3}, spec_tokens=4),
     "pipeline parallel": dict(pipeline_parallel_size=2),
@@ -169,7 +178,8 @@ REFUSED = {
     "block size": dict(block_size=16),
     "worker class": dict(worker_cls="mine.Worker"),
     "scheduler class": dict(scheduler_cls="mine.Scheduler"),
-    "per-request metrics": dict(per_request_spec_decode_metrics="summary"),
+    "routed experts on V1": dict(enable_return_routed_experts=True),
+    "sampling masks on V1": dict(return_sampling_mask=True),
     "fp64 gumbel": dict(use_fp64_gumbel=True),
     "oracle on a server": dict(is_async=True, spec_rollout={"drafters": ["oracle"], "oracle": {"path": "x.json"}}),
     "a history nowhere": dict(spec_rollout={"history": {"dir": "/proc/none"}}),
