@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_specrollout.errors import ConfigError, shown
+from vllm_specrollout.errors import ConfigError, shown, shown_path
 
 SPEC_ROLLOUT = "VLLM_SPEC_ROLLOUT"
 CPU_ATTN_SPLIT_KV = "VLLM_CPU_ATTN_SPLIT_KV"
 CACHE_HOME = "XDG_CACHE_HOME"
 STRICT = "SPECROLLOUT_STRICT"
 MAX_BODY_MIB = "SPECROLLOUT_MAX_BODY_MIB"
+DRAFTERS = "SPECROLLOUT_DRAFTERS"
 USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 MIB = 1 << 20
 
@@ -41,6 +42,11 @@ TABLE = (
         True,
     ),
     Variable(MAX_BODY_MIB, "most MiB of a request's body to the routes under `/spec_rollout`, 1 to 64; unset: 1", True),
+    Variable(
+        DRAFTERS,
+        "the folder below which `POST /spec_rollout/drafter` takes weights, absolute; unset: it takes none",
+        True,
+    ),
     Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
@@ -75,6 +81,18 @@ def max_body_bytes() -> int:
             f"`{MAX_BODY_MIB}` is {shown(text)}, outside 1 to 64", "give a whole number of MiB, or unset it"
         )
     return int(text) * MIB
+
+
+def drafters_dir() -> str | None:
+    """The folder below which drafters are taken over HTTP; it need not exist yet. None: they are not.
+
+    Raises:
+        ConfigError: the variable holds no absolute path.
+    """
+    text = os.environ.get(DRAFTERS, "").strip()
+    if text and not os.path.isabs(text):
+        raise ConfigError(f"`{DRAFTERS}` is {shown_path(text)}, not an absolute path", "give one, or unset it")
+    return text or None
 
 
 def cache_dir() -> Path:

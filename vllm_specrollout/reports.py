@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask, check_has_model
 from vllm_specrollout.checks import MOST_ID
-from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
+from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
 from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
 from vllm_specrollout.history.epochs import EpochError as EpochError
 
@@ -180,16 +180,17 @@ def reading() -> Conversation[dict[str, Any]]:
     return {"total": total, "engines": engines}
 
 
-def loading(path: str | Path) -> Conversation[int]:
-    """Load weights into the model that drafts.
+def loading(path: str | Path, below: str | None = None) -> Conversation[int]:
+    """Load weights into the model that drafts; `below` is the folder in which they must lie, None: anywhere.
 
     Raises:
-        WeightsError: they cannot be read, or do not fit.
+        WeightsError: they cannot be read, do not fit, or cannot draft.
+        ForbiddenError: they lie outside of `below`.
     """
-    answers = yield Call("spec_rollout_load_drafter", (str(path),))
+    answers = yield Call("spec_rollout_load_drafter", (str(path), below))
     for answer in _flat(answers):
         if "cause" in answer:
-            raise WeightsError(answer["cause"], answer["hint"])
+            raise (ForbiddenError if answer.get("is_forbidden") else WeightsError)(answer["cause"], answer["hint"])
     return max(answer["version"] for answer in _flat(answers))
 
 

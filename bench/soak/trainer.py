@@ -42,7 +42,7 @@ MISTAKES = (
     Mistake("/epoch", b'{"epoch": "next"}'),
     # long past
     Mistake("/epoch", b'{"epoch": 0}', (409,)),
-    Mistake("/drafter", b'{"path": "/nowhere"}', (409,)),
+    Mistake("/drafter", b'{"path": "/nowhere"}', (403,)),
     Mistake("", b'{"model": "policy", "prompt": "1", "vllm_xargs": {"spec_rollout": "{"}}', (400,)),
     Mistake("", b'{"model": "policy", "prompt": "1", "vllm_xargs": {"spec_rollout": "{\\"limit\\": 1}"}}', (400,)),
 )

@@ -93,8 +93,10 @@ def fifo(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        # a reader for a writer that has not come so far: it stays until that is gone
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         writer.join()
+        os.close(reader)
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "config.json"])
@@ -129,6 +131,7 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         (header(a={**ONE, "shape": [1 << 60, 1 << 60]}) + b"1234", "not those of its shape"),
         (header(a={**ONE, "dtype": "F4"}) + b"1234", "dtype 'F4', which nothing here reads"),
     ],
+    ids=["empty", "no header", "ELF", "long", "deep", "list", "number", "negative", "cut", "before", "huge", "F4"],
 )
 def test_what_is_no_checkpoint_is_one_clear_error(tmp_path: Path, content: bytes, told: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)

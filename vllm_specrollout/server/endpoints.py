@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from vllm_specrollout import envs, health, reports
 from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
-from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.errors import ForbiddenError, UnsupportedError
 from vllm_specrollout.server.command_line import readable_errors
 from vllm_specrollout.server.endpoints_body import in_place
 from vllm_specrollout.server.endpoints_guard import (
@@ -42,7 +42,7 @@ HINTS = {
     "request_id": f"give the id that the server returned, of 1 to {reports.MAX_ID_LENGTH} characters",
     "reward": "give a finite number; leave answers without a reward out",
     "index": "give the index of the choice, from 0, or leave it out when there is one choice",
-    "path": "give the path of a head's folder, or of its safetensors file, as the engine sees it",
+    "path": "give the path of a head's folder, or of its safetensors file, below the folder of " + envs.DRAFTERS,
     "epoch": "give a whole number from 0, or null for the next epoch",
 }
 
@@ -92,11 +92,15 @@ class SpecRolloutEpoch(BaseModel):
     epoch: int
 
 
+_PATH_SAYS = (
+    f"A folder or safetensors file below the folder that {envs.DRAFTERS} names: absolute, or from there, as the engine "
+    "sees it."
+)
+
+
 class SpecRolloutDrafterPath(BaseModel):
     model_config = _STRICT
-    path: Annotated[
-        str, Field(min_length=1, max_length=4096, description="A folder or safetensors file that the engine can read.")
-    ]
+    path: Annotated[str, Field(min_length=1, max_length=4096, description=_PATH_SAYS)]
 
 
 class SpecRolloutDrafterVersion(BaseModel):
@@ -120,9 +124,13 @@ class SpecRolloutDrafters(BaseModel):
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": SpecRolloutErrorResponse, "description": "The body is not JSON."},
+    403: {
+        "model": SpecRolloutErrorResponse,
+        "description": f"No folder is named in {envs.DRAFTERS}, or the path leads out of it.",
+    },
     409: {
         "model": SpecRolloutErrorResponse,
-        "description": "No history is kept, the epoch is over or far off, no model drafts, or the weights do not fit.",
+        "description": "No history is kept, the epoch is over or far off, no model drafts, or weights are of no use.",
     },
     413: {
         "model": SpecRolloutErrorResponse,
@@ -161,7 +169,12 @@ async def begin_epoch(body: SpecRolloutNextEpoch, request: Request) -> Any:
 
 async def load_drafter(body: SpecRolloutDrafterPath, request: Request) -> Any:
     """Give the model that drafts other weights of the same shape. Requests go on running."""
-    return {"version": await _ask(request, reports.loading(body.path), check_has_model)}
+    if (below := envs.drafters_dir()) is None:
+        raise ForbiddenError(
+            "this server takes no drafters over HTTP",
+            f"start it with {envs.DRAFTERS}=DIR; whatever lies below DIR may then be loaded",
+        )
+    return {"version": await _ask(request, reports.loading(body.path, below), check_has_model)}
 
 
 async def read_history(request: Request) -> Any:
@@ -192,12 +205,13 @@ def make_router(may_pass: Callable[[Headers], bool] | None, max_bytes: int = env
     # checked by the route class; the dependency only says so in the server's description
     described = [Depends(HTTPBearer(auto_error=False, scheme_name="api_key"))] if may_pass else []
     router = APIRouter(prefix=PREFIX, tags=["spec rollout"], route_class=route_class, dependencies=described)
-    with_body = _REFUSALS | _KEY_REFUSAL
+    with_path = _REFUSALS | _KEY_REFUSAL
+    with_body = {status: told for status, told in with_path.items() if status != 403}
     without = {409: _REFUSALS[409]} | _KEY_REFUSAL
     add = router.add_api_route
     add("/rewards", report_rewards, methods=["POST"], response_model=SpecRolloutRewardCounts, responses=with_body)
     add("/epoch", begin_epoch, methods=["POST"], response_model=SpecRolloutEpoch, responses=with_body)
-    add("/drafter", load_drafter, methods=["POST"], response_model=SpecRolloutDrafterVersion, responses=with_body)
+    add("/drafter", load_drafter, methods=["POST"], response_model=SpecRolloutDrafterVersion, responses=with_path)
     add("/history", read_history, methods=["GET"], response_model=SpecRolloutHistory, responses=without)
     add("/drafters", read_drafters, methods=["GET"], response_model=SpecRolloutDrafters, responses=without)
     return router
@@ -221,6 +235,7 @@ class SpecRolloutEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         with readable_errors():
             max_bytes = envs.max_body_bytes()
+            envs.drafters_dir()
         app.include_router(make_router(_key_check(getattr(app.state, "args", None)), max_bytes))
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:

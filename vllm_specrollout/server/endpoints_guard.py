@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 
-from vllm_specrollout.errors import SpecRolloutError, UnsupportedError
+from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.reports import EpochError, WeightsError
 from vllm_specrollout.server.endpoints_body import BodyError, read_body
 
@@ -64,12 +64,18 @@ def guarded_route(may_pass: Callable[[Headers], bool], hints: Mapping[str, str],
                     hint = hints.get(error.field, hints[""])
                     return answer(error.status, f"{error.cause}\n\nhint: {hint}", error.param)
                 except SpecRolloutError as error:
-                    is_conflict = isinstance(error, (EpochError, UnsupportedError, WeightsError))
-                    return answer(HTTPStatus.CONFLICT if is_conflict else HTTPStatus.UNPROCESSABLE_ENTITY, str(error))
+                    return answer(_status(error), str(error))
 
             return guarded
 
     return GuardedRoute
+
+
+def _status(error: SpecRolloutError) -> HTTPStatus:
+    if isinstance(error, ForbiddenError):
+        return HTTPStatus.FORBIDDEN
+    is_conflict = isinstance(error, (EpochError, UnsupportedError, WeightsError))
+    return HTTPStatus.CONFLICT if is_conflict else HTTPStatus.UNPROCESSABLE_ENTITY
 
 
 def answer(status: HTTPStatus, message: str, param: str | None = None) -> JSONResponse:

@@ -169,7 +169,7 @@ def _files(path: Path, below: Path | None) -> list[Path]:
 
 
 def _located(file: Path, below: Path | None, path: Path) -> Path:
-    """Where a file of that path is. What lies outside is refused alike, whatever it is, and whether it is there or not."""
+    """Where a file of `path` is. What lies outside is refused alike, whatever it is and whether it is there."""
     if below is None:
         return file
     with contextlib.suppress(OSError, RuntimeError, ValueError):

@@ -57,8 +57,10 @@ class FakeEngine:
         self.epoch = self.epoch + 1 if epoch is None else epoch
         return self.epoch
 
-    def spec_rollout_load_drafter(self, path: str) -> dict[str, Any]:
-        if not path.startswith("/heads/"):
+    def spec_rollout_load_drafter(self, path: str, below: str) -> dict[str, Any]:
+        if not path.startswith(below):
+            return {"cause": f"`{path}` leads out", "hint": "give a path below", "is_forbidden": True}
+        if not path.startswith("/drafters/heads/"):
             return {"cause": f"`{path}` holds no safetensors", "hint": "give a folder"}
         self.drafters.append(path)
         return {"tensors": 12, "version": len(self.drafters)}
@@ -82,6 +84,7 @@ MakeApp = Callable[..., FastAPI]
 def make_app(monkeypatch: pytest.MonkeyPatch) -> MakeApp:
     """`make_app(engine, keys)`: an app wired as vLLM wires it."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("SPECROLLOUT_DRAFTERS", "/drafters")
     return wired
 
 

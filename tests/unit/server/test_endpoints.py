@@ -97,14 +97,42 @@ def test_the_history_is_listed_and_summed(client):
 def test_a_drafter_is_given_other_weights(make_app):
     engine = FakeEngine(settings=WITH_MODEL)
     client = TestClient(make_app(engine))
-    answers = [client.post("/spec_rollout/drafter", json={"path": f"/heads/{n}"}).json() for n in (3, 4)]
-    assert answers == [{"version": 1}, {"version": 2}] and engine.drafters == ["/heads/3", "/heads/4"]
+    answers = [client.post("/spec_rollout/drafter", json={"path": f"/drafters/heads/{n}"}).json() for n in (3, 4)]
+    assert answers == [{"version": 1}, {"version": 2}] and engine.drafters == ["/drafters/heads/3", "/drafters/heads/4"]
 
 
 def test_weights_that_cannot_be_used_are_refused_with_the_way_out(make_app):
-    answer = TestClient(make_app(FakeEngine(settings=WITH_MODEL))).post("/spec_rollout/drafter", json={"path": "none"})
+    client = TestClient(make_app(FakeEngine(settings=WITH_MODEL)))
+    answer = client.post("/spec_rollout/drafter", json={"path": "/drafters/none"})
     assert answer.status_code == 409
-    assert answer.json()["error"]["message"] == "`none` holds no safetensors\n\nhint: give a folder"
+    assert answer.json()["error"]["message"] == "`/drafters/none` holds no safetensors\n\nhint: give a folder"
+
+
+def test_weights_from_elsewhere_are_forbidden(make_app):
+    engine = FakeEngine(settings=WITH_MODEL)
+    answer = TestClient(make_app(engine)).post("/spec_rollout/drafter", json={"path": "/heads/3"})
+    assert answer.status_code == 403 and answer.json()["error"]["type"] == "Forbidden" and not engine.drafters
+    assert answer.json()["error"]["message"] == "`/heads/3` leads out\n\nhint: give a path below"
+
+
+@pytest.mark.parametrize("named", [None, "", " "])
+def test_a_server_that_names_no_folder_takes_no_weights(make_app, monkeypatch, named):
+    monkeypatch.delenv("SPECROLLOUT_DRAFTERS")
+    if named is not None:
+        monkeypatch.setenv("SPECROLLOUT_DRAFTERS", named)
+    engine = FakeEngine(settings=WITH_MODEL)
+    answer = TestClient(make_app(engine)).post("/spec_rollout/drafter", json={"path": "/drafters/heads/3"})
+    assert answer.status_code == 403 and not engine.drafters
+    assert answer.json()["error"]["message"] == (
+        "this server takes no drafters over HTTP\n\n"
+        "hint: start it with SPECROLLOUT_DRAFTERS=DIR; whatever lies below DIR may then be loaded"
+    )
+
+
+def test_a_folder_that_is_not_absolute_ends_the_start(make_app, engine, monkeypatch):
+    monkeypatch.setenv("SPECROLLOUT_DRAFTERS", "heads")
+    with pytest.raises(ConfigError, match="`SPECROLLOUT_DRAFTERS` is 'heads', not an absolute path\n\nhint: "):
+        make_app(engine)
 
 
 def test_an_engine_in_which_no_model_drafts_takes_no_weights(client):
@@ -416,6 +444,8 @@ def test_the_description_names_every_answer_and_the_key_where_there_is_one(make_
         document = make_app(engine, keys).openapi()
         paths = document["paths"]
         assert set(paths["/spec_rollout/rewards"]["post"]["responses"]) == {"200", "400", "401", "409", "413", "422"}
+        forbids = set(paths["/spec_rollout/drafter"]["post"]["responses"])
+        assert forbids == {"200", "400", "401", "403", "409", "413", "422"}
         assert set(paths["/spec_rollout/epoch"]["post"]["responses"]) == {"200", "400", "401", "409", "413", "422"}
         assert set(paths["/spec_rollout/history"]["get"]["responses"]) == {"200", "401", "409"}
         assert ("securitySchemes" in document["components"]) == bool(keys)
