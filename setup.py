@@ -62,7 +62,7 @@ setup(
         "vllm_specrollout": ["*.pyi"],
         "vllm_specrollout.cluster.simulate": ["inputs/*.toml"],
         "vllm_specrollout.bench.index": ["*.json.gz"],
-        "vllm_specrollout.bench.policy": ["checkpoint/*", "head/*", "*.json"],
+        "vllm_specrollout.bench.policy": ["checkpoint/*", "draft/*", "head/*"],
     },
     ext_modules=[extension],
     cmdclass={"build_ext": build_ext, "build_py": BuildPy},

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.policy import DRAFT
 from bench.runner.display import Display
-from bench.runner.models import CACHE, DRAFT, find_model
+from bench.runner.models import CACHE, find_model
 
 NAME = "warm"
 _PATIENCE_S = 120.0

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.runner.models import CHECKPOINT, HEAD
+from bench.policy import CHECKPOINT, HEAD
 
 
 def _turned(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 from ..runner.display import Display, main
+from . import CHECKPOINT
 from .distil import DistilConfig
 from .distil import distil as distil_policy
 from .evaluate import EvalConfig, FamilyStats, as_json, evaluate
@@ -26,8 +27,6 @@ from .train import train as train_policy
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The small real policy that the benchmarks run.")
 console = Console()
-CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""The trained policy that comes with the project."""
 
 
 @app.command()

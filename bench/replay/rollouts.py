@@ -9,12 +9,12 @@ from typing import Any
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.types import StepTiming
 
+from ..policy import CHECKPOINT
 from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
 from ..runner.engine_process import EngineProcess, EngineSpec
 from ..runner.engines import PROMPT_LEN, sampling
-from ..runner.models import CHECKPOINT
 
 _KV_GIB = 1
 _POOL = 1000

@@ -14,15 +14,9 @@ from typing import Any
 
 from vllm_specrollout.errors import ConfigError
 
-from ..policy import inflate, random_model, tokenizer
+from ..policy import CHECKPOINT, DRAFT, HEAD, inflate, random_model, tokenizer
 from .display import Display
 
-CHECKPOINT = Path(random_model.__file__).parent / "checkpoint"
-"""The trained policy that comes with the project."""
-HEAD = CHECKPOINT.with_name("head")
-"""An EAGLE-3 head that drafts for it, which comes with the project too."""
-DRAFT = CHECKPOINT.with_name("draft")
-"""A draft model of a quarter of its size, which does as well."""
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")

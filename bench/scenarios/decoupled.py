@@ -18,9 +18,10 @@ from rich.table import Table
 
 from vllm_specrollout.decoupled.rehearsal import Match
 
+from ..policy import DRAFT
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
-from ..runner.models import DRAFT, find_model, quarter_drafter
+from ..runner.models import find_model, quarter_drafter
 from ..runner.report import Found, number, span
 from ..runner.rows import Pair, quartiles
 from ..runner.runs import Run, first_difference

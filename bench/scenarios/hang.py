@@ -16,9 +16,10 @@ from rich.table import Table
 
 from vllm_specrollout.errors import ConfigError
 
+from ..policy import DRAFT
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, sampling
-from ..runner.models import DRAFT, find_model
+from ..runner.models import find_model
 from ..runner.report import Found, number
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag

@@ -21,9 +21,10 @@ from vllm_specrollout.group.dealing import Answer, Dealer
 from vllm_specrollout.group.driver import LADDERS
 from vllm_specrollout.group.messages import Progress
 
+from ..policy import DRAFT
 from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
-from ..runner.models import DRAFT, find_model, quarter_drafter
+from ..runner.models import find_model, quarter_drafter
 from ..runner.plots import plot_workers
 from ..runner.report import Found, number, span
 from ..runner.rows import quartiles

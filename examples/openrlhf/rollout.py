@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import vllm_specrollout
+from vllm_specrollout.bench.policy import CHECKPOINT
 
-POLICY = Path(vllm_specrollout.__file__).parents[1] / "bench" / "policy" / "checkpoint"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -116,7 +115,7 @@ def check_weights(actor: Any, model: Path, prompts: list[list[int]], wanted: Ans
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="OpenRLHF's vLLM actor on CPU")
-    parser.add_argument("--model", type=Path, default=POLICY)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--problems", type=int, default=50)
     parser.add_argument("--samples", type=int, default=4)
     given = parser.parse_args()

@@ -18,14 +18,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import vllm_specrollout
-
-POLICY = Path(vllm_specrollout.__file__).parents[1] / "bench" / "policy" / "checkpoint"
+from vllm_specrollout.bench.policy import CHECKPOINT
 
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="GRPO with TRL on CPU")
-    parser.add_argument("--model", type=Path, default=POLICY, help="folder of the policy")
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the policy")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--problems", type=int, default=8, help="all of them are one epoch")
     parser.add_argument("--problems-per-step", type=int, default=4)

@@ -17,9 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import vllm_specrollout
+from vllm_specrollout.bench.policy import CHECKPOINT
 
-POLICY = Path(vllm_specrollout.__file__).parents[1] / "bench" / "policy" / "checkpoint"
 SERVERS: dict[str, tuple[dict[str, str], list[str]]] = {
     "stock": ({}, []),
     "variable": ({"VLLM_SPEC_ROLLOUT": "1"}, []),
@@ -157,7 +156,7 @@ def check_weights(config: Any, server: Any, model: Path, prompts: list[list[int]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="verl's vLLM server on CPU")
-    parser.add_argument("--model", type=Path, default=POLICY)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
     parser.add_argument("--problems", type=int, default=50)
     parser.add_argument("--samples", type=int, default=4)

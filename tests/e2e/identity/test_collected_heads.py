@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
+from bench.policy import CHECKPOINT
 from bench.policy.reward import problems
 from bench.policy.tokenizer import prompt_text
-from bench.runner.models import CHECKPOINT
 from tests.e2e.drafting_models import eagle3_head, eagle_head
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity

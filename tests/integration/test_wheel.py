@@ -1,0 +1,133 @@
+"""What `pip install` of the wheel brings, away from the checkout: all that the code reads, and commands that work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("vllm_specrollout", "kernels", "patches", "bench", "csrc")
+MAPPED = ("kernels", "patches", "bench")
+# for readers, and for a machine that has the checkout
+UNREAD = (".md", ".sh", ".so")
+# the others are parts of these
+EXAMPLES = [path for path in sorted(ROOT.glob("examples/*/*.py")) if "__main__" in path.read_text(encoding="utf-8")]
+MODULES = """
+import vllm_specrollout, vllm_specrollout._core, vllm_specrollout.bench.policy as policy, vllm_specrollout.cluster
+for folder in (policy.CHECKPOINT, policy.HEAD, policy.DRAFT):
+    assert (folder / "model.safetensors").is_file(), folder
+print(vllm_specrollout.__file__, vllm_specrollout._core.__file__, policy.__file__, sep="\\n")
+"""
+BENCHES = """
+from typer.testing import CliRunner
+from vllm_specrollout.cli import BENCHES, app
+for name in BENCHES:
+    done = CliRunner().invoke(app, ["bench", name, "--help"])
+    print(name, done.exit_code, "" if "Usage" in done.output else done.output)
+"""
+
+
+def read_by_code(folder: Path) -> set[str]:
+    """Paths below a package's folder."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)) for path in files if path.suffix not in UNREAD}
+
+
+def test_every_file_that_the_code_reads_is_packed(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    packed = read_by_code(tmp_path / "vllm_specrollout")
+    assert read_by_code(ROOT / "vllm_specrollout") <= packed
+    for top in MAPPED:
+        for init in ROOT.glob(f"{top}/*/__init__.py"):
+            name = f"{top}/{init.parent.name}"
+            assert {f"{name}/{path}" for path in read_by_code(init.parent)} <= packed
+    assert "bench/policy/draft/model.safetensors" in packed and "patches/supported_vllm.toml" in packed
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel, and with all packages of this one but ours."""
+
+    folder: Path
+    site: Path
+
+    def run(self, *command: str | Path) -> str:
+        """What a command of the environment writes, begun where nothing of ours lies; it ends well."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        environment |= {"SPECROLLOUT_STRICT": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HOME": str(self.folder)}
+        program, *arguments = map(str, command)
+        done = subprocess.run(
+            [str(self.folder / "bin" / program), *arguments],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{program} {arguments}: {done.stdout[-3000:]}{done.stderr[-5000:]}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    scratch = tmp_path_factory.mktemp("wheel")
+    source, folder = scratch / "source", scratch / "environment"
+    # a copy: what was built in the checkout before does not get into the wheel
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    wheel = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(scratch), str(source)]
+    subprocess.run([*pip, *wheel], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    into = ["--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, *into, *map(str, scratch.glob("*.whl"))], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # a folder that is named so has its own .pth files passed over, and with them the checkout
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return Installed(folder, site)
+
+
+@pytest.mark.nightly
+def test_the_package_its_extension_and_its_models_are_those_that_were_installed(installed: Installed) -> None:
+    places = installed.run("python", "-c", MODULES).splitlines()
+    assert len(places) == 3 and all(Path(place).is_relative_to(installed.site) for place in places)
+
+
+@pytest.mark.nightly
+def test_doctor_finds_nothing_wrong(installed: Installed) -> None:
+    assert "spec rollout works here" in installed.run("specrollout", "doctor")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_short_rollout_of_the_policy_has_stocks_tokens(installed: Installed) -> None:
+    report = installed.folder / "report.json"
+    size = ("--prompts", "2", "--samples", "2", "--batch", "2", "--max-tokens", "24", "--rounds", "1")
+    installed.run("specrollout", "bench", "rollout", *size, "--dtype", "float32", "--json", report)
+    rows = json.loads(report.read_text())["rows"]
+    assert rows and all(row["identical"] for row in rows)
+
+
+@pytest.mark.nightly
+def test_every_benchmark_can_be_loaded(installed: Installed) -> None:
+    lines = [line.split() for line in installed.run("python", "-c", BENCHES).splitlines()]
+    assert len(lines) > 10 and all(rest == ["0"] for _, *rest in lines), lines
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_examples_begin_where_there_is_no_checkout(installed: Installed, path: Path) -> None:
+    folder = installed.folder / "examples" / path.parent.name
+    shutil.copytree(path.parent, folder, dirs_exist_ok=True)
+    assert "--model" in installed.run("python", folder / path.name, "--help")
