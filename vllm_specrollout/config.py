@@ -187,9 +187,9 @@ class RequestOptions:
     max_draft_tokens: int | None = None
     """Most draft tokens of this request in one step; at most the engine's `max_draft_tokens` is used."""
     resume: Resume | None = None
-    """`{"prompt_tokens": 12, "answer_tokens": 5}`: the prompt ends with an answer's tokens so far, five behind the first
-    12, and it goes on. It takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is still
-    to come."""
+    """`{"prompt_tokens": 12, "answer_tokens": 5}`: the prompt ends with an answer's tokens so far, five behind the
+    first 12, and it goes on. It takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is
+    still to come."""
 
     def __post_init__(self) -> None:
         check_id("problem_id", self.problem_id)
