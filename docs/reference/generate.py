@@ -19,7 +19,8 @@ from vllm_specrollout import config, envs, patches
 from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.cli import BENCHES, app
 from vllm_specrollout.patches import features
-from vllm_specrollout.patches.bindings import BINDINGS, KINDS
+from vllm_specrollout.patches.binding import KINDS
+from vllm_specrollout.patches.bindings import BINDINGS
 from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specrollout.patches.bindings import BINDINGS, KINDS
+from vllm_specrollout.patches.binding import KINDS
+from vllm_specrollout.patches.bindings import BINDINGS
 
 PACKAGE = Path(__file__).parents[2] / "vllm_specrollout"
 FILES = sorted(path for folder in ("worker", "server") for path in (PACKAGE / folder).rglob("*.py"))

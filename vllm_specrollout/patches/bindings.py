@@ -5,46 +5,15 @@ What belongs here: every object of vLLM's that we change, and why no public way 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-KINDS = {
-    "rebind": "another object under a name of vLLM's",
-    "wrap": "an object of vLLM's is called through one of ours",
-    "swap": "a field of vLLM's gets another value, for good or for one call",
-    "piggyback": "ours travels on an object of vLLM's",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """One object of vLLM's that is changed where it stands."""
-
-    kind: str
-    # what is changed, as our code writes it
-    target: str
-    # our file, from the package's folder on
-    where: str
-    why: str
-
+from vllm_specrollout.patches.binding import Binding
+from vllm_specrollout.patches.bindings_v2 import BINDINGS_V2
 
 BINDINGS = (
-    Binding(
-        "rebind",
-        "setattr(module, class_name, ...)",
-        "worker/v2/worker.py",
-        "vLLM's worker imports its V2 runner by name; the name is ours during `init_device`, and vLLM's again after it",
-    ),
     Binding(
         "wrap",
         "layers[name].impl",
         "worker/v1/cpu_runner.py",
         "branches go through stock attention as paths; a layer's implementation cannot be chosen by a plugin",
-    ),
-    Binding(
-        "wrap",
-        "layer.impl",
-        "worker/v2/attention.py",
-        "rows of draft trees go to the tree kernel, all others to stock attention",
     ),
     Binding(
         "wrap",
@@ -63,18 +32,6 @@ BINDINGS = (
         "setattr(self, ...)",
         "worker/weights_version.py",
         "a worker's methods that may bring weights, by their names: weights are looked at after each call",
-    ),
-    Binding(
-        "wrap",
-        "self.structured_outputs_worker",
-        "worker/v2/runner.py",
-        "grammar masks have a row per draft, where vLLM counts on its own speculation's rows",
-    ),
-    Binding(
-        "wrap",
-        "output.model_runner_output",
-        "worker/v2/runner.py",
-        "an asynchronous output is made by vLLM; ours carries the report on drafts as well",
     ),
     Binding(
         "swap",
@@ -114,48 +71,6 @@ BINDINGS = (
     ),
     Binding(
         "swap",
-        "self.speculator",
-        "worker/v2/modelled.py",
-        "vLLM loads a model that drafts and gives it KV cache; in a step it must not run it by itself",
-    ),
-    Binding(
-        "swap",
-        "self.use_aux_hidden_state_outputs",
-        "worker/v2/modelled.py",
-        "the layers' hidden states, for an EAGLE-3 head",
-    ),
-    Binding(
-        "rebind",
-        "speculator.sample_draft",
-        "worker/v2/proposer.py",
-        "draft tokens are drawn with the target's own noise, unsalted, and any level may be the last",
-    ),
-    Binding(
-        "swap",
-        "speculator.draft_max_seq_len",
-        "worker/v2/proposer.py",
-        "rows are laid out in the speculator's own buffers, and its passes run on them",
-    ),
-    Binding(
-        "swap",
-        "speculator.num_speculative_steps",
-        "worker/v2/proposer.py",
-        "while it drafts: a small model's loop asks for no number of levels",
-    ),
-    Binding(
-        "swap",
-        "self.num_lookahead_tokens",
-        "worker/v2/scheduler.py",
-        "room for keys and values of what a model only drafts",
-    ),
-    Binding(
-        "swap",
-        "self.decode_query_len",
-        "worker/v2/runner.py",
-        "for one call: vLLM sizes a request's logits rows by it",
-    ),
-    Binding(
-        "swap",
         "self.structured_output_manager.vllm_config",
         "worker/scheduler.py",
         "grammar bitmasks are made with a row per draft token only where a configuration speculates",
@@ -174,33 +89,9 @@ BINDINGS = (
     ),
     Binding(
         "swap",
-        "request.spec_token_ids",
-        "worker/v2/scheduler.py",
-        "placeholders: room for drafts that the worker makes after the step was scheduled",
-    ),
-    Binding(
-        "swap",
         "request.sampling_params",
         "worker/arriving.py",
         "an unseeded request gets a seed of ours, and workers learn whose answer it is, in a copy of its parameters",
-    ),
-    Binding(
-        "swap",
-        "runner.cudagraph_manager",
-        "worker/v2/graphs.py",
-        "while graphs of steps with drafts are captured: vLLM captures by its manager",
-    ),
-    Binding(
-        "swap",
-        "self.req_states.draft_tokens",
-        "worker/v2/runner.py",
-        "vLLM makes the buffer only for its own speculation",
-    ),
-    Binding(
-        "swap",
-        "batch.max_query_len",
-        "worker/v2/runner.py",
-        "a step's own batch: its drafts are fewer than the room that was scheduled",
     ),
     Binding(
         "swap",
@@ -293,4 +184,11 @@ BINDINGS = (
         "server/endpoints.py",
         "the engine's client, on the state of vLLM's web application, for our endpoints",
     ),
+    Binding(
+        "swap",
+        "request.spec_decode_metrics",
+        "worker/request_metrics.py",
+        "vLLM's has a place for as many accepted tokens as its `speculative_config` says: none",
+    ),
+    *BINDINGS_V2,
 )
