@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
 from .rows import SPEEDS, Pair, Row, ratio
-from .runs import Run
+from .runs import Parting, Run, partings
 
-SEEDS = 3
-"""How many seeds are tried where stock vLLM itself meets a tie; see docs/concepts/exactness.md."""
-SEED_STEP = 1_000_003
-R = TypeVar("R", bound=Row)
+_JUDGE = "judge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +33,61 @@ class Budget:
 AUTO = Budget(name="auto")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waves:
+    """Requests that arrive once so many others have finished."""
+
+    prompts: Sequence[list[int]]
+    # of the first request's noise
+    seed: int
+    # most tokens of each answer
+    lengths: Sequence[int]
+    # see `engine_child.Engine`; default: all at once, never
+    arrives_after: Sequence[int] = ()
+    reload_after: int | None = None
+    is_to_the_end: bool = True
+
+    def arrives(self) -> list[int]:
+        return list(self.arrives_after) or [0] * len(self.prompts)
+
+    def params(self, i: int, is_ours: bool) -> dict[str, Any]:
+        """Of one request."""
+        own = {"problem_id": str(i)} if is_ours else None
+        return sampling(self.seed + i, self.lengths[i], own, is_to_the_end=self.is_to_the_end)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Where outputs part from stock's, in words: proven ties, and what is none."""
+
+    ties: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow(Row):
+    """A row of one budget beside others."""
+
+    # of the first request's noise
+    seed: int
+    # False: outputs differ, be it at ties, so no speed is told
+    is_comparable: bool
+    # where outputs part and stock's own rounding decides, in words
+    ties: list[str]
+    # whether outputs are stock's, or part at such ties only
+    is_proven: bool
+    # the best other makespan / this one's, median over rounds; on the row of `auto` only
+    auto_to_best: float | None
+
+    @property
+    def reason(self) -> str | None:
+        """Why its speed is not told, if it is for its own outputs."""
+        return f"a proven tie: {self.ties[0]}" if self.is_proven and self.ties else self.difference
+
+
+R = TypeVar("R", bound=ComparedRow)
+
+
 class BudgetEngines(Engines):
     """Both engines, each in one process; a context manager.
 
@@ -52,6 +104,8 @@ class BudgetEngines(Engines):
         if "oracle" in spec_rollout["drafters"]:
             spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
         self._spec_rollout = spec_rollout
+        # a parting, what came before it and of whom -> whether it is a tie, and why
+        self._known: dict[Any, tuple[bool, str]] = {}
 
     def begin(self) -> None:
         self.start(STOCK)
@@ -63,30 +117,45 @@ class BudgetEngines(Engines):
         limits = dict.fromkeys(("max_draft_tokens", "max_depth"), budget.max_draft_tokens)
         self[OURS].ask("rpc", method="spec_rollout_set_budget", name=budget.name, is_fresh=is_fresh, **limits)
 
-    def run_waves(
-        self,
-        arm: Budget | None,
-        prompts: Sequence[list[int]],
-        seed: int,
-        lengths: Sequence[int],
-        arrives_after: Sequence[int] = (),
-        reload_after: int | None = None,
-        *,
-        is_to_the_end: bool = True,
-    ) -> Run:
-        """By stock (None) or the present budget: requests that arrive once so many others have finished.
+    def run_waves(self, arm: Budget | None, waves: Waves) -> Run:
+        """By stock (None) or the present budget."""
+        more = {"arrives_after": waves.arrives(), "reload_after": waves.reload_after}
+        params = [waves.params(i, arm is not None) for i in range(len(waves.prompts))]
+        folder = str(self._arguments["model"])
+        name = STOCK if arm is None else OURS
+        return self.run(name, waves.prompts, params, "generate_in_waves", folder=folder, **more)
 
-        Args:
-            seed: of the first request's noise.
-            lengths: most tokens of each answer.
-            arrives_after, reload_after: see `engine_child.Engine`; default: all at once, never.
+    def judge(self, waves: Waves, pairs: Sequence[Pair]) -> Judged:
+        """Of every request whose tokens differ, whether it is where stock itself met a tie.
+
+        The engine that tells is started when it is needed first: those that are timed tell no logits.
         """
-        options = [None if arm is None else {"problem_id": str(i)} for i in range(len(prompts))]
-        each = enumerate(zip(lengths, options, strict=True))
-        params = [sampling(seed + i, length, one, is_to_the_end=is_to_the_end) for i, (length, one) in each]
-        arrives = list(arrives_after) or [0] * len(prompts)
-        waves = {"arrives_after": arrives, "reload_after": reload_after, "folder": str(self._arguments["model"])}
-        return self.run(STOCK if arm is None else OURS, prompts, params, "generate_in_waves", **waves)
+        found = Judged()
+        for pair in pairs:
+            if pair.stock.itself is not None:
+                found.differences.append(f"stock against itself: {pair.stock.itself.as_text('then')}")
+                continue
+            for one in partings(pair.stock, pair.ours):
+                answer = pair.ours.token_ids[one.request]
+                key = (one, answer[: one.position], tuple(waves.prompts[one.request]), waves.seed)
+                if key not in self._known:
+                    self._known[key] = self._ask(waves, one, answer)
+                is_tie, why = self._known[key]
+                told, text = found.ties if is_tie else found.differences, f"{one.as_text()}, {why}"
+                if text not in told:
+                    told.append(text)
+        return found
+
+    def _ask(self, waves: Waves, parting: Parting, answer: Sequence[int]) -> tuple[bool, str]:
+        # imports torch and vLLM, which nothing else here needs while engines are timed
+        from .ties import JUDGE, asked
+
+        if _JUDGE not in self._processes:
+            most = max(self._arguments["max_num_batched_tokens"], self._arguments["max_model_len"])
+            self.start(_JUDGE, max_num_batched_tokens=most, **JUDGE)
+        request, dtype = parting.request, self._arguments["dtype"]
+        params, prompt = waves.params(request, False), waves.prompts[request]
+        return asked(self[_JUDGE], prompt, params, answer, parting, dtype, is_given=True)
 
     def set_answers(self, run: Run, accuracy: float, position: int | None = None) -> None:
         """What the oracle drafts: stock's answers, under the requests' numbers; from `position` on, decoys only."""
@@ -98,23 +167,11 @@ class BudgetEngines(Engines):
         return self[OURS].ask("rpc", method="spec_rollout_switches")
 
 
-def first_identical(seed: int, begin: int, rows_of: Callable[[int], list[R]]) -> tuple[list[R], int]:
-    """(rows, number of the seed) of the first seed whose outputs are all stock's; of the last one if there is none.
-
-    A seed whose outputs differ met a tie of stock's own.
-    """
-    rows: list[R] = []
-    for number in range(begin, begin + SEEDS):
-        rows = rows_of(seed + number * SEED_STEP)
-        if all(row.identical for row in rows):
-            break
-    return rows, number
-
-
 def compared(
     cls: type[R],
     rows: Mapping[Budget, Row],
     pairs: Mapping[Budget, Sequence[Pair]],
+    judged: Mapping[Budget, Judged],
     cost: Callable[[Budget], float],
     fields: Callable[[Budget, Budget | None], dict[str, Any]],
     rivals: Sequence[Budget],
@@ -124,7 +181,7 @@ def compared(
     Where one budget's outputs differ, there is nothing to compare any speed with.
 
     Args:
-        rows, pairs: of every budget.
+        rows, pairs, judged: of every budget.
         cost: least for the best one.
         fields: more of a budget's row; told the best other one for `auto`.
         rivals: which may be the best.
@@ -137,5 +194,7 @@ def compared(
         against = None if told is None else ratio(pairs[told], pairs[AUTO])
         values = {name: getattr(row, name) for name in Row.__dataclass_fields__}
         values |= {} if is_comparable else dict.fromkeys(SPEEDS)
-        found.append(cls(**values, is_comparable=is_comparable, auto_to_best=against, **fields(arm, told)))
+        values |= {"difference": judged[arm].differences[0]} if judged[arm].differences else {}
+        proof = {"ties": judged[arm].ties, "is_proven": not judged[arm].differences}
+        found.append(cls(**values, **proof, is_comparable=is_comparable, auto_to_best=against, **fields(arm, told)))
     return found

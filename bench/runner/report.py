@@ -30,7 +30,7 @@ class Found:
 
     # the model's name, not its place; empty: no model ran
     model: str = ""
-    # dataclasses; those that compare outputs have a field `identical`
+    # dataclasses; those that compare outputs have a field `identical`, and `is_proven` where ties are proven
     rows: Sequence[Any]
     # fields of the report that only one scenario has
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -43,8 +43,13 @@ class Found:
 
     @property
     def is_passed(self) -> bool:
-        """Whether all outputs are stock's, and every check of those that have a field `passed` held."""
-        return self.is_identical and all(getattr(row, "passed", None) is not False for row in self.rows)
+        """Whether all outputs are stock's but for proven ties, and all checks (rows with a field `passed`) held."""
+        are_stocks = all(getattr(row, "identical", None) is not False or _is_proven(row) for row in self.rows)
+        return are_stocks and all(getattr(row, "passed", None) is not False for row in self.rows)
+
+
+def _is_proven(row: Any) -> bool:
+    return getattr(row, "is_proven", False)
 
 
 def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:

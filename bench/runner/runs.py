@@ -84,6 +84,9 @@ class Parting:
     stock: int | None
     ours: int | None
 
+    def as_text(self, other: str = "ours") -> str:
+        return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Parting):
@@ -94,7 +97,7 @@ class Difference(Parting):
 
     def as_text(self, other: str = "ours") -> str:
         more = f" ({self.num_requests} requests differ)" if self.num_requests > 1 else ""
-        return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}{more}"
+        return Parting.as_text(self, other) + more
 
 
 def partings(stock: Run, ours: Run) -> list[Parting]:

@@ -14,11 +14,11 @@ from vllm_specrollout.config import BUDGETS, MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
-from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
+from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared
 from ..runner.engines import run_round
 from ..runner.models import find_model
 from ..runner.report import Found
-from ..runner.rows import Pair, Row, make_row
+from ..runner.rows import Pair, make_row
 from ..runner.runs import Run
 from ..runner.scenario import EngineScenario, Session, command, flag
 from .patterns import PATTERNS, Pattern, pattern, tail, tail_ratio
@@ -40,12 +40,10 @@ _EPOCHS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RampRow(Row):
+class RampRow(ComparedRow):
     """A row of one pattern under one budget; `batch` is the most requests at once."""
 
     pattern: str
-    seed: int
-    is_comparable: bool
     # of the last round, as `spec_rollout_switches` counts them
     switches: int
     mind_changes: int
@@ -53,8 +51,7 @@ class RampRow(Row):
     steps_off: int
     # 75th percentile of the answers' lengths / the longest
     length_ratio: float
-    # the fastest other budget's makespan / this one's, median over rounds; on the row of `auto` only
-    auto_to_best: float | None
+    # the fastest other budget; on the row of `auto` only
     best: str | None
 
 
@@ -120,8 +117,7 @@ class Ramp(EngineScenario):
         rows: list[RampRow] = []
         with self.make_engines(folder, report, **shape, **more) as engines:
             for name in self.loads():
-                bench = _Bench(self, engines, name)
-                own, _ = first_identical(self.seed, 0, bench.rows)
+                own = _Bench(self, engines, name).rows()
                 _print_pattern(own, session.display.out)
                 rows += own
                 report("", 1)
@@ -147,11 +143,11 @@ class _Bench:
             self._load = pattern(name, scenario.requests, tokens)
             self._prompts = engines.prompts(scenario.requests, PROMPT_LEN)[: len(self._load.lengths)]
 
-    def rows(self, seed: int) -> list[RampRow]:
-        """Of all budgets, with this seed."""
+    def rows(self) -> list[RampRow]:
+        """Of all budgets."""
         scenario, engines, arms = self._scenario, self._engines, self._scenario.arms()
-        self._run(None, seed)
-        recorded = self._run(None, seed)
+        self._run(None)
+        recorded = self._run(None)
         if not scenario.is_tail:
             engines.set_answers(recorded, scenario.accuracy, self._load.turns_bad_at)
         pairs: dict[Budget, list[Pair]] = {arm: [] for arm in arms}
@@ -159,43 +155,50 @@ class _Bench:
 
         def run(arm: Budget | None) -> Run:
             if arm is None:
-                return recorded if number < 0 else self._run(None, seed)
+                return recorded if number < 0 else self._run(None)
             when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
             engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
             engines.set_budget(arm, is_fresh=number < 0)
             if scenario.is_tail and number < 0 and arm.longest_first:
                 # earlier epochs: other answers to the same problems
                 for epoch in range(1, _EPOCHS + 1):
-                    self._run(arm, seed + epoch * len(self._prompts))
+                    self._run(arm, epoch)
             engines.switches()
-            found = self._run(arm, seed)
+            found = self._run(arm)
             switches[arm] = engines.switches()
             return found
 
         for number in range(-1, scenario.rounds):
             for arm, pair in run_round(number, arms, run).items():
                 pairs[arm].append(pair)
-        return self._sum_up(seed, pairs, switches)
+        return self._sum_up(pairs, switches)
 
-    def _run(self, arm: Budget | None, seed: int) -> Run:
-        load, is_to_the_end = self._load, not self._scenario.is_tail
-        waves = (load.lengths, load.arrives_after, load.reload_after)
-        return self._engines.run_waves(arm, self._prompts, seed, *waves, is_to_the_end=is_to_the_end)
+    def _waves(self, epoch: int = 0) -> Waves:
+        return Waves(
+            prompts=self._prompts,
+            seed=self._scenario.seed + epoch * len(self._prompts),
+            lengths=self._load.lengths,
+            arrives_after=self._load.arrives_after,
+            reload_after=self._load.reload_after,
+            is_to_the_end=not self._scenario.is_tail,
+        )
 
-    def _sum_up(
-        self, seed: int, pairs: Mapping[Budget, list[Pair]], switches: Mapping[Budget, dict[str, int]]
-    ) -> list[RampRow]:
+    def _run(self, arm: Budget | None, epoch: int = 0) -> Run:
+        return self._engines.run_waves(arm, self._waves(epoch))
+
+    def _sum_up(self, pairs: Mapping[Budget, list[Pair]], switches: Mapping[Budget, dict[str, int]]) -> list[RampRow]:
         batch = min(len(self._prompts), self._scenario.seqs)
         rows = {arm: make_row(arm.title, batch, 0, own) for arm, own in pairs.items()}
         timed = {arm: [pair.ours.wall_s for pair in own if pair.is_timed] for arm, own in pairs.items()}
 
         def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
             lengths = tail_ratio([len(ids) for ids in pairs[arm][-1].stock.token_ids])
-            own = {"pattern": self._load.name, "seed": seed, "length_ratio": lengths}
+            own = {"pattern": self._load.name, "seed": self._scenario.seed, "length_ratio": lengths}
             return {**switches[arm], **own, "best": best and best.title}
 
         rivals = [arm for arm in pairs if arm != AUTO]
-        return compared(RampRow, rows, pairs, lambda arm: statistics.median(timed[arm]), fields, rivals)
+        judged = {arm: self._engines.judge(self._waves(), own) for arm, own in pairs.items()}
+        return compared(RampRow, rows, pairs, judged, lambda arm: statistics.median(timed[arm]), fields, rivals)
 
 
 def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:
@@ -207,7 +210,7 @@ def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:
         counts = f"on {row.steps_on}, off {row.steps_off} steps, {row.switches} switches ({row.mind_changes} by choice)"
         lines.append(f"  {row.name:44s} {time}  {counts}")
         if not row.identical:
-            lines.append(f"    {row.difference}")
+            lines.append(f"    {row.reason}")
     if auto.auto_to_best is not None:
         lines.append(f"  auto / {auto.best}: {auto.auto_to_best:.3f}")
     for line in lines:

@@ -13,12 +13,12 @@ from vllm_specrollout import cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, compared, first_identical
+from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Judged, Waves, compared
 from ..runner.engines import run_round
 from ..runner.models import find_model
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
-from ..runner.rows import Pair, Row, make_row, speedup
+from ..runner.rows import Pair, make_row, speedup
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
 from .rollout import DRAFTERS
@@ -47,16 +47,10 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRow(Row):
+class SweepRow(ComparedRow):
     """A row of one cell; `speedup` is the ratio to stock."""
 
     accuracy: float | None
-    # of the first request's noise
-    seed: int
-    # False: outputs differ, so no speed is told and the cell decides nothing
-    is_comparable: bool
-    # the best fixed draft length's makespan / this one's, median over rounds; on the row of `auto` only
-    auto_to_best: float | None
     # the draft length that was best; on the row of `auto` only
     best_draft: int | None
 
@@ -146,32 +140,25 @@ class _Bench:
     def __init__(self, scenario: Sweep, engines: BudgetEngines) -> None:
         self._scenario, self._engines = scenario, engines
         self._prompts = engines.prompts(max(scenario.batches), PROMPT_LEN)
-        # (batch, seed) -> stock's answers
-        self._answers: dict[tuple[int, int], Run] = {}
-        # batch -> the seed that met no tie last: cells of one batch share it
-        self._seed: dict[int, int] = {}
+        # batch -> stock's answers
+        self._answers: dict[int, Run] = {}
 
     def cell(self, cell: Cell) -> list[SweepRow]:
-        """The cell's rows with the first seed whose outputs are all stock's; with the last one if there is none."""
+        """The cell's rows."""
+        seed, batch = self._scenario.seed, cell.batch
+        waves = Waves(prompts=self._prompts[:batch], seed=seed, lengths=[self._scenario.tokens_of(batch)] * batch)
+        pairs = self._pairs(cell, waves)
+        judged = {arm: self._engines.judge(waves, own) for arm, own in pairs.items()}
+        return cell_rows(cell, seed, pairs, judged)
 
-        def rows_of(seed: int) -> list[SweepRow]:
-            return cell_rows(cell, seed, self._pairs(cell, seed))
-
-        rows, number = first_identical(self._scenario.seed, self._seed.get(cell.batch, 0), rows_of)
-        if all(row.is_comparable for row in rows):
-            self._seed[cell.batch] = number
-        return rows
-
-    def _pairs(self, cell: Cell, seed: int) -> _Pairs:
-        requests = (self._prompts[: cell.batch], seed, [self._scenario.tokens_of(cell.batch)] * cell.batch)
-
+    def _pairs(self, cell: Cell, waves: Waves) -> _Pairs:
         def run(arm: Budget | None) -> Run:
-            return self._engines.run_waves(arm, *requests)
+            return self._engines.run_waves(arm, waves)
 
-        if (cell.batch, seed) not in self._answers:
+        if cell.batch not in self._answers:
             run(None)
-            self._answers[cell.batch, seed] = run(None)
-        stock = self._answers[cell.batch, seed]
+            self._answers[cell.batch] = run(None)
+        stock = self._answers[cell.batch]
         if cell.accuracy is not None:
             self._engines.set_answers(stock, cell.accuracy)
         fixed = [Budget(name="fixed", max_draft_tokens=draft) for draft in self._scenario.drafts]
@@ -180,7 +167,7 @@ class _Bench:
         self._engines.set_budget(AUTO)
         warm_up = run(AUTO)
         if first_difference(stock, warm_up) is not None:
-            # another seed is needed; one timed pair is enough for a row without times
+            # no speed of this cell will be told, so one pair is enough
             return {AUTO: [Pair(stock=stock, ours=warm_up)]}
         pairs[AUTO].append(Pair(stock=stock, ours=warm_up, is_timed=False))
         speeds: list[float] = []
@@ -205,7 +192,9 @@ class _Bench:
         return {arm: own for arm, own in pairs.items() if own}
 
 
-def cell_rows(cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]]) -> list[SweepRow]:
+def cell_rows(
+    cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]], judged: Mapping[Budget, Judged]
+) -> list[SweepRow]:
     """The rows of a cell, `auto` first."""
     rows = {arm: make_row(arm.name, cell.batch, arm.max_draft_tokens or 0, own) for arm, own in pairs.items()}
     rounds = sum(pair.is_timed for pair in pairs[AUTO])
@@ -214,7 +203,7 @@ def cell_rows(cell: Cell, seed: int, pairs: Mapping[Budget, Sequence[Pair]]) -> 
     def fields(_: Budget, best: Budget | None) -> dict[str, Any]:
         return {"accuracy": cell.accuracy, "seed": seed, "best_draft": best and best.max_draft_tokens}
 
-    return compared(SweepRow, rows, pairs, lambda arm: -speedup(pairs[arm]), fields, fixed)
+    return compared(SweepRow, rows, pairs, judged, lambda arm: -speedup(pairs[arm]), fields, fixed)
 
 
 def is_hopeless(speeds: Sequence[float]) -> bool:
@@ -227,7 +216,7 @@ def cell_text(rows: Sequence[SweepRow]) -> str:
     auto = rows[0]
     where = f"batch {auto.batch:3d}" + ("" if auto.accuracy is None else f"  accuracy {auto.accuracy:.2f}")
     if auto.speedup is None or auto.auto_to_best is None:
-        reason = next((row.difference for row in rows if not row.identical), "no fixed draft length ran")
+        reason = next((row.reason for row in rows if not row.identical), "no fixed draft length ran")
         return f"{where}  not comparable: {reason}"
     fixed = "  ".join(f"{row.draft}: {row.speedup:.2f}x" for row in rows[1:] if row.speedup is not None)
     best = f"auto/best fixed ({auto.best_draft}) {auto.auto_to_best:.2f}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..runner.engines import STOCK, Engines
-from ..runner.runs import Parting, Run, partings
-from ..runner.ties import Candidates, judged
+from ..runner.runs import Run, partings
+from ..runner.ties import asked
 from .client import Answer, sampling
 
 _AT_ONCE = 64
@@ -53,7 +53,7 @@ def compare(
         )
         for parting in partings(wanted, replace(wanted, token_ids=tuple(one.tokens for one in some))):
             one = some[parting.request]
-            is_tie, why = _judged(engines, one, parting, dtype)
+            is_tie, why = asked(engines[STOCK], one.prompt, one.params, one.tokens, parting, dtype)
             text = f"{one.name}, token {parting.position}: stock {parting.stock}, ours {parting.ours}, {why}"
             (ties if is_tie else differences).append(text)
         report(begin + len(some), len(singles))
@@ -72,26 +72,3 @@ def _singles(answer: Answer, max_tokens: int) -> list[_Single]:
         )
         for i, tokens in enumerate(answer.tokens)
     ]
-
-
-def _judged(engines: Engines, one: _Single, parting: Parting, dtype: str) -> tuple[bool, str]:
-    """Whether it is a tie, and why."""
-    if parting.stock is None or parting.ours is None:
-        return False, "where one answer ended"
-    prefix = list(one.tokens[: parting.position])
-    found = engines[STOCK].ask(
-        "look", prompt=one.prompt, params=one.params, at=len(prefix), candidates=[parting.stock, parting.ours]
-    )
-    if found["token_ids"][: len(prefix)] != prefix:
-        return False, "and stock does not repeat itself"
-    stock_logit, our_logit = found["logits"]
-    candidates = Candidates(
-        stock=parting.stock,
-        ours=parting.ours,
-        stock_logit=stock_logit,
-        our_logit=our_logit,
-        num_prompt=len(one.prompt),
-        num_prefix=len(prefix),
-        width=found["width"],
-    )
-    return judged(candidates, one.params["seed"], one.params["temperature"], dtype)

@@ -143,6 +143,8 @@ def test_what_is_no_checkpoint_is_one_clear_error(tmp_path: Path, content: bytes
 def test_places_without_a_checkpoint_are_one_clear_error(path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be read|holds no safetensors"):
         everything(Path(path))
+    with contextlib.suppress(ConfigError):
+        assert configuration(Path(path)) is None
 
 
 def test_a_configuration_is_an_object_or_refused_or_not_there(head: Path) -> None:

@@ -44,7 +44,10 @@ class _OpenFile:
     def __init__(self, path: Path) -> None:
         self.name = path.name
         # whoever opens a FIFO waits for its writer, and this thread is the engine's only one
-        self._file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        try:
+            self._file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        except ValueError as error:
+            raise OSError(str(error)) from None  # a zero byte in the path
         about = os.fstat(self._file.fileno())
         if not stat.S_ISREG(about.st_mode):
             self._file.close()

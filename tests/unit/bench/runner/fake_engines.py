@@ -43,6 +43,9 @@ class FakeProcess:
     def _extend(self, prefixes, num_tokens, repeats, seed):
         return {n: [10.0 + n] * repeats for n in num_tokens}
 
+    def _look(self, prompt, params, at, candidates):
+        return {"token_ids": [0] * at, "logits": [0.0, -40.0], "width": 9}
+
     def _order_queue(self, longest_first):
         pass
 

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.runner import engines
+from bench.runner import engines, ties
 from bench.scenarios.decode import bench_engine
 from bench.scenarios.load import bench_ramp
 from bench.scenarios.rollout import bench_rollout
@@ -72,10 +72,31 @@ def test_nobody_is_compared_with_stock_that_does_not_repeat_itself(measured, nam
     assert "2.00x" not in printed
 
 
-def test_a_sweep_tries_three_seeds_before_it_gives_a_cell_up(measured):
-    _, report, _ = measured("sweep", is_ours_wrong=True)
-    assert {row["seed"] for row in report["rows"]} == {2 * 1_000_003}
-    assert report["summary"]["num_not_comparable"] == 2
+@pytest.mark.parametrize("name", ["sweep", "ramp", "tail"])
+def test_where_tokens_differ_no_other_seed_is_drawn(measured, name):
+    _, report, _ = measured(name, is_ours_wrong=True)
+    assert {row["seed"] for row in report["rows"]} == {0}
+    assert all(row["ties"] == [] and "apart" in row["difference"] for row in report["rows"])
+
+
+@pytest.mark.parametrize("name", ["sweep", "ramp", "tail"])
+def test_proven_ties_are_listed_and_pass_without_a_speed(measured, monkeypatch, name):
+    asked = []
+
+    def proves(stock, prompt, params, answer, parting, dtype, *, is_given):
+        asked.append((tuple(prompt), parting, tuple(answer[: parting.position])))
+        assert (stock.spec.name, params["seed"], dtype) == ("judge", parting.request, "bfloat16")
+        assert stock.spec.arguments["logprobs_mode"] == "processed_logits" and "extra_args" not in params
+        return True, "level"
+
+    monkeypatch.setattr(ties, "asked", proves)
+    status, report, printed = measured(name, is_ours_wrong=True)
+    assert status == 0 and "2.00x" not in printed and "a proven tie: request" in printed
+    assert len(asked) == len(set(asked))
+    for row in report["rows"]:
+        assert not row["identical"] and row["is_proven"] and not row["is_comparable"] and row["speedup"] is None
+        assert row["ties"][0].endswith(", level")
+    assert report["summary"].get("num_not_comparable", 2) == 2
 
 
 def test_a_sweep_names_the_best_fixed_length_and_a_ramp_the_best_budget(measured):
