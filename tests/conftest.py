@@ -2,7 +2,6 @@
 
 import logging
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,7 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--unlike-rows"):
         # also for the processes that tests start
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(UNLIKE), os.environ.get("PYTHONPATH")]))
-        runpy.run_path(str(UNLIKE / "sitecustomize.py"))
+        from tests.unlike import unlike_rows
+
+        unlike_rows.install()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Totals())
 

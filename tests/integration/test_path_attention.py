@@ -6,6 +6,7 @@ its own is found out.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,8 +23,10 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 
 from tests.strategies import tree_parents
+from tests.unlike import unlike_rows
 from vllm_specrollout import _core
-from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, plan_paths
+from vllm_specrollout.worker.rows import HeadShape, attention_alike
+from vllm_specrollout.worker.v1.attention import PathAttention, PathStep, plan_paths, rows_apart
 
 BLOCK, HEADS, KV_HEADS, DIM = 32, 4, 2, 64
 LAYER = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa="vec")
@@ -77,6 +80,30 @@ class _Cache:
 def test_a_tree_attends_as_plain_decoding_would_bit_for_bit(
     parents: list[int], context: int, dtype: torch.dtype, window: int | None
 ) -> None:
+    _check_tree(parents, context, dtype, window, is_apart=not _rows_are_alike(dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    parents=tree_parents(14).filter(bool),
+    context=st.integers(1, 75),
+    window=st.sampled_from([None, 7, 40]),
+)
+def test_rows_that_attend_one_by_one_have_plain_decodings_bits_where_rows_are_not_alike(
+    parents: list[int], context: int, window: int | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        unlike_rows.spoil(ops, patch.setattr)
+        _check_tree(parents, context, torch.bfloat16, window, is_apart=True)
+
+
+@functools.cache
+def _rows_are_alike(dtype: torch.dtype) -> bool:
+    shape = HeadShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=DIM, block_size=BLOCK, isa="vec")
+    return attention_alike(shape, dtype)
+
+
+def _check_tree(parents: list[int], context: int, dtype: torch.dtype, window: int | None, *, is_apart: bool) -> None:
     torch.manual_seed(context)
     impl, n = _impl(window), len(parents)
     rows, base = n + 1, context - 1  # the last context token is the root: its keys are written in this step
@@ -97,6 +124,8 @@ def test_a_tree_attends_as_plain_decoding_would_bit_for_bit(
     _core.copy_blocks(
         np.asarray([cache.blocks.data_ptr()], np.uint64), np.asarray([stride]), raw["copy_from"], raw["copy_to"]
     )
+    if is_apart:
+        raw = rows_apart(raw, np.asarray([0, n], np.int32))
     layer = PathAttention(impl, step)
     layer.do_kv_cache_update(LAYER, k[base:], v[base:], cache.blocks, torch.zeros(rows, dtype=torch.int64))
     out = torch.full_like(q, float("nan"))

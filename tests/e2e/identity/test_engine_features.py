@@ -12,11 +12,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm._custom_ops
+
 from tests.e2e.identity.cases import Case, cases
-from tests.e2e.identity.check import VOCAB, check_identity
+from tests.e2e.identity.check import VOCAB, Accepted, check_identity, judged
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
+from tests.unlike import unlike_rows
 from vllm_specrollout.types import DraftMode
 
 
@@ -98,6 +101,32 @@ def test_aborted_requests_leave_the_others_alone_and_nothing_behind(models: Path
         assert not report.failures, report.failures
         run(ours.llm, requests[:1])  # finished requests are dropped when the next step is scheduled
         assert len(ours.runner.book._entries) <= 1 and ours.runner._planned.num_requests <= 1
+
+
+def test_rows_that_attend_one_by_one_meet_no_tie_where_attention_rounds_by_their_number(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_attention(where: Any, name: str, value: Any) -> None:
+        if name.startswith("cpu_attention"):
+            monkeypatch.setattr(where, name, value)
+
+    unlike_rows.spoil(vllm._custom_ops, only_attention)
+    path = model(models, "qwen3", "bfloat16")
+    requests = _simple(10, seed=21, length=20, max_tokens=40)
+    with engine(path, "bfloat16", is_ours=True, spec_rollout={"row_invariant": True}) as ours:
+        (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
+        assert not stats["rows"]["attention"] and ours.runner.lays_out_chains
+        plain = run(ours.llm, requests, enabled=False)
+        answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, plain, strict=True)}
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=21)])
+        accepted = Accepted(ours)
+        drafted = run(ours.llm, requests)
+        ours.runner.settle()
+        assert accepted.accepted.total() > 50 and ours.runner.stats.branches_committed > 0
+    report = compare(requests, plain, drafted, "bfloat16")
+    if report.failures and stats["rows"]["linear_from"] != 1:  # on this host products round by their number besides
+        report = judged(path, "bfloat16", requests, plain, drafted)
+    assert not report.failures, report.failures
 
 
 def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None:
