@@ -1,6 +1,7 @@
 # make setup   a virtual environment with everything pinned (skipped when up to date)
 # make demo    the rollout of the shipped policy, with and without drafts
-# make test    every test but the long identity run and what needs a GPU; the C++ core under sanitizers first
+# make test    what every change must pass: the C++ core under sanitizers, then all tests but the long ones
+# make nightly all that is too long for every change; before a release
 # make unit    the pure part of the tests: no engine, no vLLM, no torch, no benchmarks, fewer examples
 # make lint    formatting, types, layers
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
@@ -37,11 +38,14 @@ FOLDERS := $(wildcard kernels/*/__init__.py patches/*/__init__.py bench/*/__init
 # as many tests at once as there are cores; files are begun in their order, the long ones first
 PYTEST := $(BIN)/python -m pytest -n auto
 EVERY_CHANGE := not identity and not nightly and not gpu and not trainers and not versions
+LONG := (identity or nightly) and not gpu and not trainers and not versions
+# what, and its command: run it, and say how long it took
+timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$code
 PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_config.py checks.py patience.py private.py places.py errors.py envs.py plugin.py asking.py reports.py resuming.py guard.py health.py contained.py probation.py own_thread.py speculator.py late.py support.py speculative_methods.py trees budgets \
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test unit lint serve bench identity trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
+.PHONY: setup demo test nightly unit lint serve bench identity trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -63,9 +67,19 @@ demo: setup
 	@mkdir -p out
 	$(BIN)/specrollout bench rollout --plot out/rollout.png
 
-test: setup sanitize
-	$(PYTEST) -m "$(EVERY_CHANGE)" --dist worksteal tests/kernels tests/v2
-	$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --no-loadscope-reorder
+test: setup
+	$(call timed,sanitizers,csrc/tests/sanitize.sh 10)
+	$(call timed,kernels and the V2 runner,$(PYTEST) -m "$(EVERY_CHANGE)" --dist worksteal tests/kernels tests/v2)
+	$(call timed,all other tests,$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --no-loadscope-reorder)
+
+# unlike rows: as on a host whose attention and products round by the number of rows
+nightly: setup
+	$(call timed,sanitizers,csrc/tests/sanitize.sh 60)
+	$(call timed,kernels and the V2 runner,$(PYTEST) -m "$(LONG)" --dist worksteal tests/kernels tests/v2)
+	$(call timed,all other tests,$(PYTEST) -m "$(LONG)" --dist worksteal)
+	$(call timed,faults,SPECROLLOUT_SCHEDULES=10 $(PYTEST) --dist worksteal tests/faults)
+	$(call timed,unlike rows,$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --unlike-rows tests/e2e tests/integration)
+	$(call timed,mutants,$(MAKE) --no-print-directory mutants)
 
 unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench

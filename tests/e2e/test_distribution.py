@@ -58,7 +58,14 @@ def _softmaxes(ours: Any, prefixes: Sequence[Sequence[int]]) -> np.ndarray:
     return p / p.sum(axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("right", marks=pytest.mark.identity), "wrong", "mixed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("right", marks=pytest.mark.identity),
+        pytest.param("wrong", marks=pytest.mark.nightly),
+        "mixed",
+    ],
+)
 def test_unseeded_frequencies_are_the_softmax_whatever_is_drafted(ours: Any, kind: str, tmp_path: Path) -> None:
     prompt = [7, 90, 33, 61]
     first = _softmaxes(ours, [prompt])[0]

@@ -141,6 +141,7 @@ def test_interrupted_answers_and_next_turns_are_of_the_problem_that_they_go_on_f
     call(ours, "write_in_place", 0)
 
 
+@pytest.mark.nightly
 def test_random_schedules_of_what_trainers_do_change_no_token_and_no_attribution(ours: Engine) -> None:
     trainer = Trainer(ours, PROMPTS)
     for seed in range(SCHEDULES):

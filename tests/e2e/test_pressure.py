@@ -16,8 +16,10 @@ from tests.e2e.pressure import check_that_drafts_preempt_nobody, requests
 # more sizes, and scheduled ahead: tests/integration/test_pressure.py
 @pytest.mark.parametrize(
     "blocks, size, count, lengths, least",
-    [(12, 32, 24, (50, 80), 40), (6, None, 12, (105, 125), 12)],
-    ids=["blocks of 32 tokens", "blocks of vLLM's own size"],
+    [
+        pytest.param(12, 32, 24, (50, 80), 40, id="blocks of 32 tokens"),
+        pytest.param(6, None, 12, (105, 125), 12, id="blocks of vLLM's own size", marks=pytest.mark.nightly),
+    ],
 )
 def test_with_a_small_kv_cache_nobody_is_preempted_for_a_draft(
     tmp_path: Path, blocks: int, size: int | None, count: int, lengths: tuple[int, int], least: int

@@ -42,6 +42,7 @@ def _run(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.nightly
 def test_an_engine_starts_from_the_profile_of_its_model(tmp_path: Path) -> None:
     from bench.policy.random_model import make_random_model
 

@@ -71,6 +71,7 @@ def test_longest_first_by_the_lengths_of_the_pass_before_with_the_same_tokens(tm
     assert third == list(_ASKED)
 
 
+@pytest.mark.nightly
 def test_an_engine_set_to_arrival_order_keeps_it(tmp_path: Path) -> None:
     path = model(tmp_path, "qwen3", "float32")
     with engine(path, "float32", is_ours=True, spec_rollout={"queue_order": "arrival"}, max_num_seqs=1) as ours:

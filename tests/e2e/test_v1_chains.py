@@ -57,6 +57,7 @@ def test_chains_with_noise_drawn_as_vectors_yield_stocks_tokens(
     assert not report.failures, report.failures[:10]
 
 
+@pytest.mark.nightly
 def test_drafts_beyond_what_noise_may_take_are_cut_and_cost_no_token(
     tmp_path: Path, exponential_noise: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def measured(model, tmp_path):
     return run
 
 
+@pytest.mark.nightly
 def test_oracle_drafts_take_fewer_steps_as_chains_and_as_trees(measured):
     body, _ = measured(bench_engine, *("--batch", "1,3", "--draft", "2,6", "--tokens", 24), *TREES)
     assert [(row["batch"], row["name"], row["draft"]) for row in body["rows"]] == [
@@ -65,6 +66,7 @@ def test_oracle_drafts_take_fewer_steps_as_chains_and_as_trees(measured):
         assert set(row["stock_step_ms"]) == {"1", "3", "7"}
 
 
+@pytest.mark.nightly
 def test_off_path_nothing_is_drafted_in_both_states_of_the_plugin(measured):
     body, _ = measured(bench_engine, "--batch", 2, "--tokens", 12, "--off-path")
     assert [row["name"] for row in body["rows"]] == ["installed, off", "on, no drafts"]
@@ -103,6 +105,7 @@ def check_explained(explained, row, output):
     assert "slowest 1: " in output and "slowest 6: " in output
 
 
+@pytest.mark.nightly
 def test_every_cell_of_a_sweep_drafts_as_told(measured):
     body, _ = measured(bench_sweep, "--batch", "1,3", "--accuracy", "0.9", "--draft", "1,3", "--tokens", 12)
     assert {(row["batch"], row["name"]) for row in body["rows"]} == {(b, n) for b in (1, 3) for n in ("auto", "fixed")}
@@ -111,6 +114,7 @@ def test_every_cell_of_a_sweep_drafts_as_told(measured):
         assert (row["auto_to_best"] is not None) == (row["name"] == "auto")
 
 
+@pytest.mark.nightly
 def test_a_copy_of_the_target_is_met_everywhere_and_every_arm_drafts_with_it(measured, model):
     given = {"copy": {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}}
     flags = ["--drafters", json.dumps(given), "--prompts", 3, "--samples", 1, "--batch", "1,3", "--max-tokens", 24]
@@ -126,6 +130,7 @@ def test_a_copy_of_the_target_is_met_everywhere_and_every_arm_drafts_with_it(mea
     assert steps["copy, shared noise"] < steps["copy, greedy"] < body["rows"][-1]["stock_steps"]
 
 
+@pytest.mark.nightly
 def test_under_every_load_off_never_drafts_and_fixed_always_does(measured):
     body, _ = measured(bench_ramp, "--budget", "off,fixed", "--requests", 9, "--tokens", 12)
     assert [row["name"] for row in body["rows"]] == ["auto", "off", "fixed"] * 5
@@ -146,6 +151,7 @@ def test_an_engine_that_cannot_start_says_why(model):
     assert caught.value.hint == "did you mean `drafters`?"
 
 
+@pytest.mark.nightly
 def test_a_soaked_server_loses_nothing_and_answers_as_stock(tmp_path, monkeypatch):
     def start(program, environment, output):
         return warm.Process(program, environment, (output, output), has_session=True)

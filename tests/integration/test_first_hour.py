@@ -78,6 +78,7 @@ class Hour:
         assert self.alive() == []
 
 
+@pytest.mark.nightly
 def test_a_walk_that_is_ended_on_its_way_loses_no_row_and_ends_like_any_other(tmp_path: Path) -> None:
     hour, before = Hour(tmp_path), {}
     for sign, number, is_in_a_row in CUTS:

@@ -18,6 +18,7 @@ from tests import warm
 from vllm_specrollout.config import DRAFTERS
 
 pytest.importorskip("vllm")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 OURS = {"drafters": ["history" if "history" in DRAFTERS else "ngram"]}
 PROMPTS = [[3, 87, 261, 308, 18, 4], [3, 90, 120, 7, 4]]
 GROUP = AnswerGroup(prompt_ids=tuple(PROMPTS[0]), answers=((5, 6, 7), (8, 9, 4)), rewards=(1.0, 0.0))
@@ -61,11 +62,10 @@ def answers(engine, arm):
 @pytest.mark.parametrize(
     "arm",
     [
-        Arm(name="stock"),
-        Arm(name="ngram", speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
-        Arm(name="ours", spec_rollout=OURS),
+        pytest.param(Arm(name="stock"), id="stock", marks=pytest.mark.nightly),
+        pytest.param(Arm(name="ngram", speculative_config=NGRAM), id="ngram", marks=pytest.mark.nightly),
+        pytest.param(Arm(name="ours", spec_rollout=OURS), id="ours"),
     ],
-    ids=lambda arm: arm.name,
 )
 def test_after_a_push_an_engine_answers_as_one_started_with_those_weights(arm, model, updated):
     plan = Grpo(dtype="float32", batch=4, max_tokens=32)
@@ -94,6 +94,7 @@ def test_a_policy_that_inflation_changed_stops_the_loop(model, updated, tmp_path
         inflation_error(model, inflate(updated, tmp_path / "grown", GROWN), PROMPTS)
 
 
+@pytest.mark.nightly
 def test_a_loop_of_all_engines_is_identical_where_promised_and_is_written_down(tmp_path):
     report, picture, trace, save = (tmp_path / name for name in ("report.json", "picture.png", "trace", "saved"))
     flags = ["--quick", "--size", "30M", "--engines", "stock,ngram,ours", "--spec-rollout", json.dumps(OURS)]

@@ -32,7 +32,7 @@ print("RESULT" + json.dumps({"tokens": tokens, "stats": stats, "samples": sample
 def model(tmp_path_factory):
     from bench.policy.random_model import make_random_model
 
-    return str(make_random_model(tmp_path_factory.mktemp("counted"), size="1M"))
+    return str(make_random_model(tmp_path_factory.mktemp("counted"), size="1M", dtype="float32"))
 
 
 def run(model, spec, in_one_process):
@@ -53,7 +53,10 @@ def off(model):
     return run(model, False, in_one_process=True)
 
 
-@pytest.mark.parametrize("in_one_process", [True, False], ids=["one-process", "two-processes"])
+@pytest.mark.parametrize(
+    "in_one_process",
+    [pytest.param(True, id="one-process", marks=pytest.mark.nightly), pytest.param(False, id="two-processes")],
+)
 def test_metrics_agree_with_the_worker_and_with_vllms_own(model, off, in_one_process):
     on = run(model, {"drafters": ["ngram"], "budget": "fixed", "max_draft_tokens": 4}, in_one_process)
     stats, ours = on["stats"], "vllm:spec_rollout_"

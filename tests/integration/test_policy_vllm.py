@@ -34,6 +34,7 @@ def _requests(folder):
     ]
 
 
+@pytest.mark.nightly
 def test_inflated_model_yields_the_same_tokens(tmp_path):
     small = make_random_model(tmp_path / "small", seed=3, dtype="float32", **SMALL)
     requests = _requests(small)

@@ -71,6 +71,7 @@ def test_wrong_options_are_answered_with_400_and_the_server_goes_on(server):
     assert complete(server, max_tokens=4)[0] == 200
 
 
+@pytest.mark.nightly
 def test_a_start_that_is_refused_ends_in_the_message_and_status_2(model):
     command = [VLLM, "serve", model, "--spec-rollout", "--pipeline-parallel-size", "2"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())

@@ -32,6 +32,7 @@ def check(output: str) -> None:
     assert drafted["drafts off"][0] == "0" and drafted["stock"] == ["no", "drafts"]
 
 
+@pytest.mark.nightly
 def test_three_steps_of_grpo_are_those_without_drafts_and_those_of_stock(tmp_path: Path) -> None:
     environment = {**os.environ, **PLAIN}
     done = warm.run([str(COMPARE), *FLAGS, "--record", str(tmp_path / "steps")], environment, tmp_path, timeout=600)

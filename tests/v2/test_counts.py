@@ -22,6 +22,7 @@ def _total(name: str) -> float:
     return sum(sample.value for sample in samples if sample.name == f"vllm:spec_rollout_{name}")
 
 
+@pytest.mark.nightly
 def test_metrics_agree_with_the_worker(tmp_path: Path) -> None:
     cases = [Case("one", str(i), [5 + i, 6, 7, 5 + i, 6, 7, 5 + i, 6], {"max_tokens": 24, "seed": i}) for i in range(3)]
     path = small_model(tmp_path, "qwen3", "float32")

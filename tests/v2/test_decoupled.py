@@ -97,6 +97,7 @@ def stage(models: Path) -> Iterator[Stage]:
         assert pool.is_ready("other"), "a warm one stays"
 
 
+@pytest.mark.nightly
 def test_a_drafter_elsewhere_changes_no_token_whatever_a_request_asks_for(models: Path, ahead: None) -> None:
     """Steps are scheduled ahead, as on a GPU, and every feature is sampled with."""
     path = model(models, "qwen3", "float32")
@@ -147,6 +148,7 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
     assert not report.failures, report.failures[:3]
 
 
+@pytest.mark.nightly
 def test_a_copy_of_the_target_draws_the_targets_own_tokens(stage: Stage) -> None:
     """The same model and the same noise, place by place; whoever draws with other noise hardly ever meets any."""
     before = stage.link.requests.score

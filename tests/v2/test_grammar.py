@@ -49,6 +49,7 @@ def _check(path: str, seen: list[tuple[int, int]], seed: int, only: tuple[str, .
     assert any(forbidden for _, forbidden in seen), "no draft broke its grammar"
 
 
+@pytest.mark.nightly
 def test_chains_under_a_grammar_beside_trees_yield_stocks_tokens(
     tmp_path: Path, drafted_under_grammar: list[tuple[int, int]]
 ) -> None:

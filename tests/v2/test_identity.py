@@ -53,6 +53,7 @@ def test_trees_yield_stocks_tokens_for_every_feature(models: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_chains_yield_stocks_tokens_for_every_feature(models: Path) -> None:
     requests = cases(27, VOCAB, seed=2, max_tokens=6, only=FEATURES)
     path = model(models, "qwen3", "bfloat16")
@@ -102,6 +103,7 @@ def test_preempted_requests_yield_stocks_tokens_and_drafts_preempt_nobody(models
     assert 0 < sum(by_ours) <= 1.05 * 2 * by_ours.count(False)
 
 
+@pytest.mark.nightly
 def test_prompts_prefilled_in_chunks_beside_drafts_yield_stocks_tokens(models: Path) -> None:
     requests = cases(4, VOCAB, seed=5, max_tokens=8, only=("temperature 1", "greedy", "logprobs"))
     path = model(models, "mistral", "float32")

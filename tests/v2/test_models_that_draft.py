@@ -40,7 +40,8 @@ def _asked_the_model(ours: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("draft_model", "tree"), ("eagle", "tree"), ("eagle3", "tree"), ("draft_model", "chain")],
+    [("draft_model", "tree"), ("draft_model", "chain")]
+    + [pytest.param(kind, "tree", marks=pytest.mark.nightly) for kind in ("eagle", "eagle3")],
 )
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:
     target = model(models, "llama", "float32") if kind != "eagle3" else deeper(models)
@@ -54,6 +55,7 @@ def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, 
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path, tmp_path: Path) -> None:
     target = with_own_layers(model(models, "llama", "float32"), tmp_path / "target")
     own = {**FIXED, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
@@ -64,6 +66,7 @@ def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path,
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_broken_model_beside_a_drafter_costs_speed_and_nothing_else(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
     own = settings("nan", target, tmp_path, drafters=["ngram"])
@@ -74,6 +77,7 @@ def test_a_broken_model_beside_a_drafter_costs_speed_and_nothing_else(models: Pa
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_model_drafts_for_preempted_requests_with_steps_scheduled_ahead(
     models: Path, tmp_path: Path, ahead: None
 ) -> None:

@@ -38,6 +38,7 @@ def _start(speculator: Speculator, budget: Budget, drafter: Drafter) -> None:
     speculator.replace_drafters([drafter])
 
 
+@pytest.mark.nightly
 def test_pauses_are_those_of_the_v1_runner_and_end_with_the_run(ours: Engine) -> None:
     runner = ours.runner
     check_rollouts_leave_randomness_alone(ours)

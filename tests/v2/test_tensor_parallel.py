@@ -38,6 +38,7 @@ def _answer(tokens: list[int]) -> Any:
     return SimpleNamespace(outputs=[one], prompt_logprobs=None)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens(tmp_path: Path) -> None:
     model = small_model(tmp_path, "qwen3", "float32")

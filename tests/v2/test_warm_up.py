@@ -50,7 +50,7 @@ def _rollout(ours: Engine) -> None:
     assert ours.runner.stats.branches_committed > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -78,6 +78,7 @@ def _state(runner: Any) -> list[torch.Tensor]:
     return [t.clone() for t in (*tensors, *runner.kv_caches) if isinstance(t, torch.Tensor)]
 
 
+@pytest.mark.nightly
 def test_the_warm_up_leaves_no_trace_in_caches_and_states(tmp_path: Path) -> None:
     requests = cases(3, VOCAB, seed=2, max_tokens=6, only=("temperature 1", "greedy"))
     path = small_model(tmp_path, "qwen3", "float32")

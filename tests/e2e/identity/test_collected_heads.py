@@ -43,7 +43,13 @@ def collected(target: str, folder: Path, **spec_rollout: Any) -> tuple[Buffer, l
     return Buffer(folder), tokens
 
 
-@pytest.mark.parametrize("given", [{}, {"eagle": True}], ids=["history alone", "beside an EAGLE head"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="history alone"),
+        pytest.param({"eagle": True}, id="beside an EAGLE head", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_collected_is_what_the_target_computes_for_the_answer(
     models: Path, tmp_path: Path, given: dict
 ) -> None:
@@ -94,7 +100,8 @@ def test_a_buffer_that_cannot_be_written_costs_the_buffer_and_no_tokens(models: 
     assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
 
 
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("eagle", marks=pytest.mark.identity)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
 def test_a_head_trained_on_what_was_collected_drafts_and_the_tokens_are_stocks(tmp_path: Path, method: str) -> None:
     """The project's policy: a random model's answers are not to be learned from a few of them."""
     target, data, head = str(CHECKPOINT), tmp_path / "data", tmp_path / "head"

@@ -98,6 +98,7 @@ def is_ahead(stage: Stage, name: str) -> bool:
     return any(drafts and drafts.position == told and (drafts.parents >= 0).any() for drafts, told in found)
 
 
+@pytest.mark.nightly
 def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stage) -> None:
     """Every sampling feature; windows from 1 to 16; the process hangs, is killed, and is begun anew meanwhile."""
     link = stage.drafter.links["drafter"]
@@ -235,6 +236,7 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
     assert stage.ask("detach_drafter", "ipc")["waited_s"] == 0.0
 
 
+@pytest.mark.nightly
 def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
     """One to three drafters; lines that lose, delay, double and shuffle; processes that hang, die, come and go."""
     started = stage.drafter.links["drafter"]

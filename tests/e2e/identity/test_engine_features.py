@@ -171,6 +171,7 @@ def _replace_adapter(ours: Engine, chosen: list[Any], generate: Any) -> None:
     assert version.number == version.computed == 2
 
 
+@pytest.mark.nightly
 def test_models_with_two_kinds_of_cache_draft_chains(models: Path) -> None:
     def chains_only(ours: Engine) -> None:
         assert ours.runner.shape[0] is DraftMode.CHAIN
@@ -184,6 +185,7 @@ def test_models_with_two_kinds_of_cache_draft_chains(models: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_larger_block_size_and_scarce_scratch_change_nothing(models: Path) -> None:
     check_identity(
         model(models, "llama", "bfloat16"),

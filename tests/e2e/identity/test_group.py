@@ -107,6 +107,7 @@ def test_a_freed_worker_drafts_with_the_method_that_it_was_given(engines: Any, t
     assert methods == {("history", "ngram", "decoupled"), ("ngram",)}
 
 
+@pytest.mark.nightly
 def test_an_idle_workers_drafter_drafts_for_a_straggler_and_goes_home_when_it_is_needed(
     engines: Any, truth: Truth, path: str, tmp_path: Path
 ) -> None:
@@ -211,6 +212,7 @@ def after(group: RolloutGroup, count: int, what: Callable[[], None], lost: str =
     group._hub.receive = one_by_one  # type: ignore[method-assign]
 
 
+@pytest.mark.nightly
 def test_a_coordinator_killed_mid_batch_costs_no_token_and_comes_back(group: RolloutGroup, truth: Truth) -> None:
     coordinator = group._coordinator
     assert coordinator is not None

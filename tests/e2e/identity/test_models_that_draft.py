@@ -21,8 +21,11 @@ FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 12, "max_depth":
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(kind, "tree") for kind in ("draft_model", "eagle", "eagle3", "peagle", "dflash", "medusa")]
-    + [("draft_model", "chain")]
+    [("eagle3", "tree"), ("draft_model", "chain")]
+    + [
+        pytest.param(kind, "tree", marks=pytest.mark.nightly)
+        for kind in ("draft_model", "eagle", "peagle", "dflash", "medusa")
+    ]
     + [pytest.param(kind, "chain", marks=pytest.mark.identity) for kind in ("eagle3", "peagle")],
 )
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:
@@ -32,6 +35,7 @@ def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, 
     check_identity(target, "float32", requests, num_drafters=0, spec_rollout=spec_rollout)
 
 
+@pytest.mark.nightly
 def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path, tmp_path: Path) -> None:
     target = with_own_layers(model(models, "llama", "float32"), tmp_path / "target")
     spec_rollout = {**FIXED, "speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
@@ -62,6 +66,7 @@ def test_the_union_of_a_model_and_a_drafter_yields_stocks_tokens(models: Path, t
     check_identity(target, "bfloat16", requests, num_drafters=0, spec_rollout=spec_rollout, inspect=both_drafted)
 
 
+@pytest.mark.nightly
 def test_a_model_drafts_for_requests_that_are_preempted_and_come_back(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
     spec_rollout = {**FIXED, "speculative_config": drafting_with("eagle", target, tmp_path / "draft")}
@@ -117,6 +122,7 @@ def test_a_copy_of_the_target_is_met_at_every_position(models: Path, tmp_path: P
     assert stats["accepted"] == 3 * 20 and stats["steps"] == 6
 
 
+@pytest.mark.nightly
 def test_vllms_own_flag_beside_spec_rollout_names_the_model(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
     given = drafting_with("draft_model", target, tmp_path / "draft")

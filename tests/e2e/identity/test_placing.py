@@ -38,6 +38,7 @@ def cores() -> list[set[int]]:
     return [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
 
 
+@pytest.mark.nightly
 def test_changes_of_placement_change_no_token_and_end_with_the_drafter(models: Path, tmp_path: Path) -> None:
     target = model(models, "llama", "float32")
     requests = cases(20, VOCAB, seed=23, max_tokens=24)

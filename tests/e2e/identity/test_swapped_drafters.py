@@ -56,7 +56,14 @@ def started(target: str, method: str, path: str) -> Any:
     return engine(target, "float32", is_ours=True, spec_rollout={**OWN, "speculative_config": given})
 
 
-@pytest.mark.parametrize("make", [eagle_head, eagle3_head, None], ids=["eagle", "eagle3", "draft_model"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(eagle_head, id="eagle"),
+        pytest.param(eagle3_head, id="eagle3", marks=pytest.mark.nightly),
+        pytest.param(None, id="draft_model", marks=pytest.mark.nightly),
+    ],
+)
 def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path, make: Any) -> None:
     target = model(models, "llama", "float32")
     first = make(target, tmp_path / "first") if make else copied(target, tmp_path / "first", lambda weight: weight)

@@ -92,6 +92,7 @@ def test_an_engine_that_vanished_leaves_nothing_to_the_next_one(served: Served) 
     engine.drafter.detach("it")
 
 
+@pytest.mark.nightly
 def test_a_thousand_cycles_leave_nothing_behind(served: Served) -> None:
     engine = Engine()
 

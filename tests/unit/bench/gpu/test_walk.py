@@ -150,6 +150,7 @@ def test_without_time_for_a_row_nothing_is_begun(start):
     assert one.said[0] == "step: no time left for it"
 
 
+@pytest.mark.nightly
 def test_the_deadline_cuts_a_row_off_which_is_then_begun_but_not_failed(start):
     one = start()
     hung, after = one.run(part("hangs", "fine", limit_s=60.0), until=time.monotonic() + 5)

@@ -25,6 +25,7 @@ def mean_ms(rollouts, arm):
     return sum(arms[arm].makespan_ms for arms in rollouts) / len(rollouts)
 
 
+@pytest.mark.nightly
 def test_over_several_seeds_each_technique_adds_to_the_one_before_it(rollouts):
     order = ("plain", "vanilla", "decoupled", "reconfigured", "ladder")
     times = [mean_ms(rollouts, name) for name in order]
