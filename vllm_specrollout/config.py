@@ -94,8 +94,8 @@ class SpecRolloutConfig:
     """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap, or that of
     vLLM where `--num-gpu-blocks-override` is given."""
     row_invariant: bool = False
-    """V1 runner on CPU: where this host's attention rounds a row otherwise among others of its request (bfloat16 with
-    AMX), drafted rows attend one by one. It costs time, and takes most ties away; see `rows` in `specrollout doctor`."""
+    """V1 runner on CPU: where this host rounds the attention of a row otherwise among others of its request (bfloat16
+    with AMX), drafted rows attend one by one. It costs time, and takes most ties away (docs/concepts/exactness.md)."""
     record: str | None = None
     """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
