@@ -14,6 +14,7 @@ from vllm_specrollout.errors import SpecRolloutError
 from ..runner.engine_process import EngineProcess, EngineSpec
 from ..runner.engines import write_answers
 from ..runner.runs import Run
+from ..runner.ties import JUDGE
 from .child import NotMeasured
 from .plan import ARMS, MODELS, RIVALS, STOCK, Cell, Scene, params, problem_id, prompts, rival, write_model
 
@@ -119,6 +120,8 @@ class Engines:
     def _start(self, name: str) -> None:
         begin = time.monotonic()
         arguments, spec_rollout = self.scene.arguments(str(self._folder)), None
+        if name == STOCK:
+            arguments |= JUDGE
         try:
             if name in ARMS:
                 spec_rollout = self.scene.spec_rollout(name, str(write_answers(self._oracle(name), {})))

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..runner.engine_process import EngineProcess
 from ..runner.runs import Parting, Run, partings
+from ..runner.ties import tolerance
 
-TOLERANCE = 0.05
-"""Most by which two level candidates' logits may be apart in bf16; the same as the identity tests allow."""
-LADDER = (TOLERANCE, 0.1, 0.2, 0.4, 0.8)
-"""Where a difference is no tie, how far from one it is: rounding that is worse than allowed, or another computation."""
+_DTYPE = "bfloat16"
+LADDER = (1, 2, 4, 8, 16)
+"""In tolerances: where a difference is no tie, how far from one it is: worse rounding, or another computation."""
 _SAMPLE = 32
 
 
@@ -20,8 +20,14 @@ _SAMPLE = 32
 class Judged(Parting):
     """A parting about which stock was asked, if it was."""
 
-    # least of LADDER by which raising either candidate's logit makes stock take it; None: more, or not asked
+    # most by which level candidates may be apart, for logits of their size; None: not asked
+    allowed: float | None = None
+    # least of LADDER, times that, by which raising either candidate's logit makes stock take it; None: more
     gap: float | None = None
+
+    @property
+    def is_tie(self) -> bool:
+        return self.gap is not None and self.allowed is not None and self.gap <= self.allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,7 @@ class Verdict:
 
     @property
     def ties(self) -> int:
-        return sum(parting.gap is not None and parting.gap <= TOLERANCE for parting in self.partings)
+        return sum(parting.is_tie for parting in self.partings)
 
     @property
     def unproven(self) -> int:
@@ -68,22 +74,33 @@ def prove(
     with no bias this is the very choice that was made, and the engine itself is the judge of both candidates. (The V1
     runner on a CPU draws its noise in order instead, so there nothing is ever proven.)
     """
-    chosen = [p for p in verdict.partings if p.stock is not None and p.ours is not None][:sample]
     bare = [{name: value for name, value in one.items() if name != "extra_args"} for one in params]
-    gaps: dict[int, float] = {}
-    for bias in LADDER:
-        unproven = [parting for parting in chosen if parting.request not in gaps]
+    chosen = []
+    for one in [p for p in verdict.partings if p.stock is not None and p.ours is not None][:sample]:
+        prefix = [*prompts[one.request], *wanted.token_ids[one.request][: one.position]]
+        chosen.append(replace(one, allowed=_allowed(stock, prefix, bare[one.request], one)))
+    judged = {one.request: one for one in chosen}
+    for factor in LADDER:
+        unproven = [one for one in chosen if judged[one.request].gap is None]
         if not unproven:
             break
         prefixes = [[*prompts[p.request], *wanted.token_ids[p.request][: p.position]] for p in unproven]
         took = []
         for candidates in ([p.stock for p in unproven], [p.ours for p in unproven]):
             biased = [
-                {**bare[p.request], "max_tokens": 1, "logit_bias": {token: bias}}
+                {**bare[p.request], "max_tokens": 1, "logit_bias": {token: factor * p.allowed}}
                 for p, token in zip(unproven, candidates, strict=True)
             ]
             answer = stock.ask("generate", prompts=prefixes, params=biased, is_warm=True)
             took.append([ids[0] == token for ids, token in zip(answer["token_ids"], candidates, strict=True)])
-        gaps |= {p.request: bias for p, one, other in zip(unproven, *took, strict=True) if one and other}
-    judged = tuple(replace(parting, gap=gaps.get(parting.request)) for parting in verdict.partings)
-    return replace(verdict, partings=judged, asked=len(chosen))
+        for p, one, other in zip(unproven, *took, strict=True):
+            if one and other:
+                judged[p.request] = replace(p, gap=factor * p.allowed)
+    return replace(verdict, partings=tuple(judged.get(p.request, p) for p in verdict.partings), asked=len(chosen))
+
+
+def _allowed(stock: EngineProcess, prefix: list[int], params: dict[str, Any], one: Judged) -> float:
+    """Most by which the candidates' logits may be apart, before temperature as a bias is."""
+    found = stock.ask("look", prompt=prefix, params=params, at=0, candidates=[one.stock, one.ours])
+    temperature = params.get("temperature", 1.0) or 1.0
+    return tolerance(_DTYPE, max(map(abs, found["logits"])) * temperature)

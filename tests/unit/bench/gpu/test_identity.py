@@ -7,10 +7,12 @@ from bench.runner.runs import Run
 class Stock:
     """An engine that takes either of two tokens once its logit is raised by what they are apart."""
 
-    def __init__(self, candidates, apart):
-        self._candidates, self._apart, self.calls = candidates, apart, []
+    def __init__(self, candidates, apart, logit=1.0):
+        self._candidates, self._apart, self._logit, self.calls = candidates, apart, logit, []
 
-    def ask(self, operation, prompts, params, is_warm):
+    def ask(self, operation, prompts=(), params=(), is_warm=False, **asked):
+        if operation == "look":
+            return {"logits": [self._logit] * len(asked["candidates"])}
         assert operation == "generate" and is_warm
         self.calls.append(prompts)
         chosen = []
@@ -44,6 +46,8 @@ def test_a_difference_is_a_tie_only_if_stock_takes_both_tokens_within_the_tolera
     assert (tie.compared, tie.ties, tie.unproven, tie.partings[0].gap) == (4, 1, 0, 0.05)
     near = verdict(Stock([2, 7], 0.15), wanted, found)
     assert (near.ties, near.unproven, near.partings[0].gap) == (0, 1, 0.2)
+    large = verdict(Stock([2, 7], 0.15, logit=-20.0), wanted, found)
+    assert (large.ties, large.partings[0].allowed) == (1, 0.25)
     wrong = verdict(Stock([2, 3], 0.0), wanted, found)
     assert (wrong.ties, wrong.unproven, wrong.partings[0].gap) == (0, 1, None)
 

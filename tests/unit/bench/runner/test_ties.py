@@ -1,50 +1,46 @@
-"""What stock is asked where an answer parts from its own, and what is made of what it says."""
-
-from types import SimpleNamespace
+"""What is near enough to be a tie: by the logits' size and dtype, and by the temperature that they are divided by."""
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("torch")
 
-from bench.runner.runs import Parting
-from bench.runner.ties import asked
-
-GREEDY = {"temperature": 0.0, "seed": 7, "max_tokens": 9}
-ANSWER = [5, 6, 8, 1]
-PARTING = Parting(request=0, position=2, stock=7, ours=8)
+from bench.runner import ties
+from bench.runner.ties import Candidates, judged, tolerance
 
 
-def ask(logits, *, repeats=(5, 6), parting=PARTING, params=GREEDY, is_given=False):
-    """What `asked` makes of these logits, and what it asked."""
-    questions = []
-
-    def look(operation, **question):
-        questions.append({"operation": operation, **question})
-        return {"token_ids": list(repeats), "logits": logits, "width": 9}
-
-    stock = SimpleNamespace(ask=look)
-    return asked(stock, [1, 2, 3], params, ANSWER, parting, "float32", is_given=is_given), questions
-
-
-@pytest.mark.parametrize(("apart", "is_tie"), [(0.0, True), (5e-5, True), (2e-4, False), (float("inf"), False)])
-def test_level_logits_prove_a_tie(apart, is_tie):
-    (found, why), (question,) = ask([1.0, 1.0 - apart])
-    assert found == is_tie and f"{apart:.1e} apart, 1.0e-04 allowed" in why
-    assert (question["prompt"], question["at"], question["candidates"]) == ([1, 2, 3], 2, [7, 8])
-
-
-def test_a_given_prefix_need_not_be_repeated():
-    (found, _), (question,) = ask([1.0, 1.0], repeats=(9,), is_given=True)
-    assert found and (question["prompt"], question["at"]) == ([1, 2, 3, 5, 6], 0)
-    assert ask([1.0, 1.0], repeats=(5, 9))[0] == (False, "and stock does not repeat itself")
+@pytest.mark.parametrize(
+    ("dtype", "logit", "temperature", "allowed"),
+    [
+        ("bfloat16", 3.0, 1.0, 0.05),  # 2 * 2^-7 * 2 = 0.03: less than the least
+        ("bfloat16", 16.0, 1.0, 0.25),
+        ("bfloat16", -31.9, 0.0, 0.25),
+        ("bfloat16", 32.0, 1.0, 0.5),
+        ("bfloat16", 20.0, 0.5, 0.5),
+        ("bfloat16", 0.0, 1.0, 0.05),
+        ("bfloat16", float("-inf"), 1.0, 0.05),
+        ("float32", 20.0, 1.0, 1e-4),
+        ("float32", 2000.0, 1.0, 2.0 * 2.0**-23 * 1024),
+    ],
+)
+def test_the_tolerance_is_two_units_in_the_last_place_of_the_logits_as_noise_meets_them(
+    dtype, logit, temperature, allowed
+):
+    assert tolerance(dtype, logit, temperature) == pytest.approx(allowed)
 
 
-def test_an_answer_that_ends_early_is_no_tie_and_nothing_is_asked():
-    early = Parting(request=0, position=2, stock=None, ours=8)
-    assert ask([1.0, 1.0], parting=early) == ((False, "where one answer ended"), [])
+@pytest.mark.parametrize(("apart", "is_tie"), [(0.2, True), (0.3, False)])
+def test_large_logits_may_be_further_apart_than_small_ones(apart, is_tie):
+    def greedy(logit):
+        return Candidates(
+            stock=3, ours=5, stock_logit=logit, our_logit=logit - apart, num_prompt=2, num_prefix=1, width=8
+        )
+
+    assert judged(greedy(20.0), None, 0.0, "bfloat16")[0] is is_tie
+    assert not judged(greedy(2.0), None, 0.0, "bfloat16")[0]
 
 
-def test_logits_that_noise_does_not_make_level_are_no_tie():
-    """In a process without an engine: the noise's kernel is there all the same."""
-    (found, why), _ = ask([0.0, -40.0], params={**GREEDY, "temperature": 1.0})
-    assert not found and "apart" in why
+def test_temperature_widens_the_tolerance_by_the_logit_before_it(monkeypatch):
+    """A logit of 10 at temperature 0.5 is 20 where noise is added, and one unit of its last place 0.125."""
+    one = Candidates(stock=3, ours=5, stock_logit=20.0, our_logit=19.8, num_prompt=2, num_prefix=1, width=8)
+    monkeypatch.setattr(ties, "gap", lambda candidates, seed, temperature: 0.2)
+    assert judged(one, 1, 0.5, "bfloat16") == (True, "2.0e-01 apart, 2.5e-01 allowed")
