@@ -112,6 +112,16 @@ def check_identity(
         assert not level_c.failures, level_c.failures[:10]
 
 
+def at_a_steady_speed(ours: Engine) -> None:
+    """Have budget `auto` take each step for as long as its rows say, and drafters for free: no host is the like, and
+    on none of them would drafts not pay."""
+    speculator, timed = ours.runner.spec_rollout, ours.runner.drafting.timed
+    speculator._clock = lambda: 0.0
+    ours.runner.drafting.timed = lambda timing: timed(
+        timing and replace(timing, step_ms=10.0 + 0.01 * timing.rows, ask_ms=0.0)
+    )
+
+
 def are_alike(ours: Engine) -> bool:
     """Whether a row's bits are those of plain decoding, as the engine found at its start; else level B knows ties.
 

@@ -51,6 +51,8 @@ def truth(path: str) -> Truth:
     requests = cases(14, VOCAB, seed=41, max_tokens=20, only=SOME)
     requests[0].params.update(max_tokens=120)
     requests[1].params.update(max_tokens=90)
+    requests[7].params.update(max_tokens=90)
+    assert requests[7].name == "greedy", "a random model's goes round in circles, which is drafted"
     with engine(path, "float32", is_ours=False, max_num_seqs=8) as stock:
         return requests, [tuple(one.outputs[0].token_ids) for one in run(stock.llm, requests)]
 
@@ -66,6 +68,10 @@ def engines(path: str, truth: Truth) -> Iterator[Callable[[str, int], Any]]:
         one.close()
 
 
+def runner(own: Any) -> Any:
+    return own.core.model_executor.driver_worker.worker.model_runner
+
+
 def free_blocks(own: Any) -> int:
     return own.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
@@ -77,6 +83,7 @@ def test_whoever_wins_a_race_the_tokens_are_stocks_and_the_loser_leaves_nothing(
     requests, wanted = truth
     world = World([Ask("long", tuple(requests[0].prompt), requests[0].params)], 2, RULES, 1, engines)
     before = [free_blocks(own) for own in world.engines.values()]
+    accepted = runner(world.engines[winner]).stats.accepted
     while not any(isinstance(one, Run) and one.is_copy for one in sent(world)):
         world.turn_all()
     loser = {"w0": "w1", "w1": "w0"}[winner]
@@ -94,17 +101,19 @@ def test_whoever_wins_a_race_the_tokens_are_stocks_and_the_loser_leaves_nothing(
     assert steps() <= 2 and world.members[loser].is_idle
     assert [free_blocks(own) for own in world.engines.values()] == before
     assert world.dealer.disagreements == 0
+    assert runner(world.engines[winner]).stats.accepted > accepted
 
 
 def test_a_freed_worker_drafts_with_the_method_that_it_was_given(engines: Any, truth: Truth) -> None:
     requests, wanted = truth
-    world = World([Ask("long", tuple(requests[1].prompt), requests[1].params)], 2, RULES, 1, engines)
-    methods = set()
+    world = World([Ask("long", tuple(requests[7].prompt), requests[7].params)], 2, RULES, 1, engines)
+    methods, accepted = set(), {name: runner(own).stats.accepted for name, own in world.engines.items()}
     while not world.dealer.is_done:
         world.turn_all()
         methods |= {tuple(one.name for one in own._speculator.drafters) for own in world.engines.values()}
-    assert world.dealer.answers["long"].token_ids == wanted[1]
+    assert world.dealer.answers["long"].token_ids == wanted[7]
     assert methods == {("history", "ngram", "decoupled"), ("ngram",)}
+    assert all(runner(own).stats.accepted > accepted[name] for name, own in world.engines.items())
 
 
 @pytest.mark.nightly
@@ -147,7 +156,7 @@ def test_an_idle_workers_drafter_drafts_for_a_straggler_and_goes_home_when_it_is
 
 def await_drafts(own: Any) -> None:
     """Stand still until the drafter has caught up: how fast it is says something of the host alone."""
-    before, remote = state(own)["w1"]["trees"], own.core.model_executor.driver_worker.worker.model_runner.remote
+    before, remote = state(own)["w1"]["trees"], runner(own).remote
     for _ in range(500):
         remote.receive()
         if state(own)["w1"]["trees"] > before:
@@ -182,9 +191,23 @@ def group(path: str) -> Iterator[RolloutGroup]:
 
 
 def ask(group: RolloutGroup, truth: Truth) -> list[tuple[int, ...]]:
+    """The tokens of all answers, to which steps that accepted drafts have added."""
     requests, _ = truth
-    prompts = [case.prompt for case in requests]
-    return [answer.token_ids for answer in group.generate(prompts, [case.params for case in requests])]
+    receive, most = group._hub.receive, [0]
+
+    def seen() -> list[tuple[str, Message]]:
+        messages = receive()
+        pieces = [piece for _, one in messages if isinstance(one, Progress) for piece in one.pieces]
+        most.extend(len(piece.tokens) for piece in pieces)
+        return messages
+
+    group._hub.receive = seen  # type: ignore[method-assign]
+    try:
+        answers = group.generate([case.prompt for case in requests], [case.params for case in requests])
+    finally:
+        group._hub.receive = receive  # type: ignore[method-assign]
+    assert max(most) > 1, "a step adds one token and what it accepts"
+    return [answer.token_ids for answer in answers]
 
 
 def after(group: RolloutGroup, count: int, what: Callable[[], None], lost: str = "") -> None:

@@ -56,6 +56,7 @@ def test_changes_of_placement_change_no_token_and_end_with_the_drafter(models: P
         assert placing.changes >= 2, "it has drafted in both ways"
         acceptance = ours.runner.model_drafter.acceptance
         assert acceptance is not None and ours.runner.remote.totals()[1] > 0, "both have drafted"
+        assert ours.runner.stats.accepted > 0
         placing.arrange(1)
         if len(before) > 1:
             assert all(last not in own for own in cores()), "the drafter's core is left to it"

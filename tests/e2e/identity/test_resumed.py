@@ -13,9 +13,10 @@ pytest.importorskip("vllm")
 from vllm import LLM
 
 from tests.e2e.identity.cases import Case, cases, features
-from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.check import VOCAB, Accepted
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine, model
+from tests.e2e.identity.fuzz import FuzzDrafter
 from vllm_specrollout import resumed
 from vllm_specrollout.errors import ConfigError
 
@@ -64,7 +65,7 @@ def test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces(models: Path
     with engine(path, "float32", is_ours=False) as stock:
         truth = run(stock.llm, requests)
     wanted = [list(one.outputs[0].token_ids) for one in truth]
-    tight = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "block_size": 32}
+    tight = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 14, "block_size": 32, "max_model_len": 400}
     with engine(path, "float32", is_ours=True, spec_rollout={"scratch_blocks": 64}, **tight) as ours:
         scheduler = ours.llm.llm_engine.engine_core.engine_core.scheduler
         preempted: list[str] = []
@@ -73,8 +74,12 @@ def test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces(models: Path
             preempted.append(request.request_id),
             original(request, *args, **kwargs),
         )
+        answers = {case.problem_id: tokens for case, tokens in zip(requests, wanted, strict=True)}
+        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, seed=33)])
+        accepted = Accepted(ours)
         assert go_on(ours.llm, requests, truth, 5) == wanted
-        assert preempted
+        ours.runner.settle()
+        assert preempted and accepted.accepted.total() > 20
 
 
 def _refuses(llm: LLM, case: Case, answer: list[int]) -> None:

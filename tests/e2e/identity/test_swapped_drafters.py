@@ -73,7 +73,7 @@ def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path, m
         tokens, swaps = tokens_with_swaps(ours, [second, first])
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert tokens == plain_tokens(target)
-    assert swaps > 10 and stats["drafted"] > 0
+    assert swaps > 10 and stats["accepted"] > 0
 
 
 def test_a_swapped_drafter_drafts_with_its_new_weights(models: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_and_the_drafter_goes_on_as_it_was(models: 
         assert ours.runner.model_drafter is drafter and drafter.version == 0
         outputs = ours.llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
-    assert [list(out.outputs[0].token_ids) for out in outputs] == plain_tokens(target) and stats["drafted"] > 0
+    assert [list(out.outputs[0].token_ids) for out in outputs] == plain_tokens(target) and stats["accepted"] > 0
 
 
 def test_a_head_with_an_output_head_of_its_own_may_not_leave_it_out(models: Path, tmp_path: Path) -> None:
