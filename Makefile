@@ -14,6 +14,7 @@
 # make sbom    what is installed, with licences and dependencies, as CycloneDX (out/sbom.cdx.json)
 # make sanitize  the C++ core under ASan and UBSan, with random operations for SECONDS (60)
 # make faults  random schedules of faults, ten times as many as in `make test`
+# make mutants  faults put into the engine, one at a time: the tests that must notice do
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 # make trainers-fresh  the built wheel beside each trainer's own requirements, each in an environment made for it
 
@@ -45,7 +46,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test nightly unit lint serve bench identity trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
+.PHONY: setup demo test nightly unit lint serve bench identity mutants trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -108,6 +109,9 @@ sanitize:
 # schedules without an engine, and over one
 faults: setup
 	SPECROLLOUT_SCHEDULES=10 $(PYTEST) --dist worksteal tests/faults
+
+mutants: setup
+	$(BIN)/python -m tests.mutants.run
 
 versions: setup
 	$(BIN)/python -m tests.versions.trees

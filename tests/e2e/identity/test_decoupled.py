@@ -24,6 +24,8 @@ from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
 from tests.reference.decoupled import Faulty
+from vllm_specrollout.budgets.step_cost import Asking
+from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.decoupled.address import connect
 from vllm_specrollout.decoupled.child import Command
 from vllm_specrollout.decoupled.messages import Hello, Message, Noise, Pace, Role, Verdict
@@ -31,6 +33,7 @@ from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.reconfigure import Group, MatchCounts, OwnPlan
 from vllm_specrollout.decoupled.replanning import draft_line
 from vllm_specrollout.decoupled.warm import WarmPool
+from vllm_specrollout.trees.build import depths
 
 DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
@@ -92,17 +95,30 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     assert not any(map(_exists, pids))
 
 
-def is_ahead(stage: Stage, name: str) -> bool:
-    """Whether a drafter has drafted two levels and more behind the newest token of a request."""
-    found = [(one.received._drafts, one.num_told) for one in stage.drafter.links[name].requests.open.values()]
-    return any(drafts and drafts.position == told and (drafts.parents >= 0).any() for drafts, told in found)
+def has_answered(stage: Stage, name: str, levels: int = 2) -> bool:
+    """Whether a drafter has drafted so many levels behind the newest token of most requests that run.
+
+    The step that comes adds a token: of two levels, one is verified in the step after it.
+    """
+    stage.drafter.receive()
+    running = stage.llm.llm_engine.engine_core.engine_core.scheduler.requests
+    told = [one for request, one in stage.drafter.links[name].requests.open.items() if request in running]
+    found = [one.received._drafts for one in told if (own := one.received._drafts) and own.position == one.num_told]
+    return 2 * sum(depths(own.parents).max(initial=0) >= levels for own in found) > len(told)
 
 
 @pytest.mark.nightly
 def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stage) -> None:
     """Every sampling feature; windows from 1 to 16; the process hangs, is killed, and is begun anew meanwhile."""
-    link = stage.drafter.links["drafter"]
+    link, accepted = stage.drafter.links["drafter"], stage.runner.stats.accepted
     assert link.is_there
+
+    def before_step(step: int) -> None:
+        if 3 <= step < 6:
+            until(lambda: has_answered(stage, "drafter"))
+
+    check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
+    assert stage.runner.stats.accepted > accepted
     for number, window in enumerate((4, 1, 16)):
         link.requests.window = window
         ending = threading.Event()
@@ -132,8 +148,7 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
         return link.is_there
 
     def is_heard() -> bool:
-        link.receive()
-        return is_ahead(stage, "drafter")
+        return has_answered(stage, "drafter")
 
     def before_step(step: int) -> None:
         if step == 3:
@@ -144,7 +159,7 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
         elif step == 6:
             # meanwhile steps went on without it
             until(is_back)
-            tried.append(link.requests.score.tried)
+            tried.extend((link.requests.score.tried, stage.runner.stats.accepted))
         elif 7 <= step < 10:
             until(is_heard)
 
@@ -152,11 +167,13 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
     until(is_back)
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     assert link.requests.score.tried > tried[0], "what it drafts is verified again"
+    assert stage.runner.stats.accepted > tried[1], "and accepted"
     assert link.line.waited_s == 0.0
 
 
 def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     seen: dict[str, dict[str, Any]] = {}
+    accepted: list[int] = []
 
     def state(name: str) -> dict[str, Any]:
         return stage.ask("drafters_state")[name]
@@ -168,8 +185,10 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
                 until(lambda name=name: state(name)["is_there"])
         elif 5 <= step < 8:
             # however slow this host makes them: they were told of all requests, with all their tokens
-            until(lambda: all(state(name)["trees"] and is_ahead(stage, name) for name in WARM))
+            accepted.append(stage.runner.stats.accepted)
+            until(lambda: all(state(name)["trees"] and has_answered(stage, name) for name in WARM))
         if step == 8:
+            accepted.append(stage.runner.stats.accepted)
             stage.ask("assign_drafter", "shm", ["3", "7"])
             assert {request["name"] for request in state("shm")["requests"].values()} <= {"3", "7"}
             stage.ask("assign_drafter", "shm", None)
@@ -184,6 +203,7 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
         check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     finally:
         del stage.runner.metrics.elsewhere
+    assert accepted[-1] > accepted[0]
     assert max(told) >= len(WARM) and told[-1] <= 1, "/metrics says how many are there"
     for name in WARM:
         assert seen[name]["nodes"] > 0 and seen[name]["tried"] > 0, "it took part in this very batch"
@@ -207,7 +227,7 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
     until(lambda: stage.ask("drafters_state")["ipc"]["is_there"])
     groups: list[Group] = []
     told: set[tuple[int, Pace]] = set()
-    most = [0]
+    most, accepted = [0], stage.runner.stats.accepted
 
     def plan(group: Group, counts: MatchCounts) -> dict[str, OwnPlan]:
         groups.append(group)
@@ -224,6 +244,8 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
     def before_step(step: int) -> None:
         if step == 3:
             until(lambda: stage.ask("drafters_state") and draft_line(link.beats))
+        elif 4 <= step < 7:
+            until(lambda: has_answered(stage, "ipc", levels=1))
         most[0] = max(most[0], stage.ask("drafters_state")["ipc"]["own_plans"])
 
     monkeypatch.setattr(reconfigurer, "every", 20)
@@ -233,7 +255,25 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
     assert len(groups) >= 10 and all(group.verify.ms(1) > 0.0 < group.draft.ms(1) for group in groups)
     assert {pace for _, pace in told} == set(Pace) and len(told) > 8
     assert most[0] > 8, "and it is said how many have a plan of their own"
+    assert stage.runner.stats.accepted > accepted
     assert stage.ask("detach_drafter", "ipc")["waited_s"] == 0.0
+
+
+def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tests set no limit. It holds from the first step on whose time is known: before that it has drafted."""
+    speculator, before = stage.runner.spec_rollout, dict(stage.runner.spec_rollout.guard.failures)
+    monkeypatch.setattr(speculator.guard, "is_strict", False)
+    monkeypatch.setattr(speculator, "_asking", Asking(SpecRolloutConfig().time_share))
+    accepted = stage.runner.stats.accepted
+
+    def before_step(step: int) -> None:
+        if 1 <= step < 3:
+            until(lambda: has_answered(stage, "drafter"))
+
+    check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
+    assert stage.runner.stats.accepted > accepted and speculator.guard.failures == before
 
 
 @pytest.mark.nightly
@@ -241,7 +281,7 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
     """One to three drafters; lines that lose, delay, double and shuffle; processes that hang, die, come and go."""
     started = stage.drafter.links["drafter"]
     plain = started.line.send, started.line.receive
-    trees = 0
+    trees, accepted = 0, stage.runner.stats.accepted
     for number in range(30):
         rng = random.Random(number)
         chance = rng.choice((0.0, 0.1, 0.3))
@@ -296,7 +336,7 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
         for name in WARM:
             if name in stage.drafter.links:
                 trees_of(stage.ask("detach_drafter", name))
-    assert trees > 0
+    assert trees > 0 and stage.runner.stats.accepted > accepted
     end = time.monotonic() + PATIENCE_S
     while not all(map(stage.pool.is_ready, WARM)):
         stage.pool.watch()

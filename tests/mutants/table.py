@@ -1,0 +1,65 @@
+"""Which tests must notice which fault: each of them has to fail in an engine that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+IDENTITY = "tests/e2e/identity"
+FEATURES = f"{IDENTITY}/test_engine_features.py"
+ABORTED = f"{FEATURES}::test_aborted_requests_leave_the_others_alone_and_nothing_behind"
+AUTO = f"{FEATURES}::test_the_ngram_drafter_and_the_auto_budget_yield_stocks_tokens"
+ONE_BY_ONE = f"{FEATURES}::test_requests_one_at_a_time_yield_stocks_tokens"
+UNITED = f"{IDENTITY}/test_identity.py::test_the_united_trees_of_several_drafters_yield_stocks_tokens"
+EVERY_FEATURE = f"{IDENTITY}/test_identity.py::test_every_feature_yields_stocks_tokens_whatever_is_drafted"
+RESUMED = f"{IDENTITY}/test_resumed.py::test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces"
+MODELS = f"{IDENTITY}/test_models_that_draft.py"
+SWAPPED = f"{IDENTITY}/test_swapped_drafters.py"
+COPY = f"{MODELS}::test_a_copy_of_the_target_is_met_at_every_position"
+HISTORY = (
+    "tests/e2e/test_hostile_history.py::test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own"
+)
+REFUSAL, NO_DRAFTS = "a call is refused", "what it is about goes without drafts"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault of `site/mutated.py`, by its name."""
+
+    name: str
+    # files, or tests in them, all of whose tests must fail, but for those left out
+    tests: Sequence[str]
+    # test -> why it may pass
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+MUTANTS = (
+    Mutant(
+        "always paused",
+        (IDENTITY,),
+        {
+            f"{IDENTITY}/test_compare.py": "has no engine",
+            f"{IDENTITY}/test_ties.py": "has stock's engine alone",
+            f"{IDENTITY}/test_decoupled.py::test_bad_calls_are_answered_with_their_cause_and_change_nothing": REFUSAL,
+            f"{IDENTITY}/test_collected_heads.py::test_layers_that_the_head_in_use_does_not_take_are_refused": REFUSAL,
+            f"{SWAPPED}::test_a_head_with_an_output_head_of_its_own_may_not_leave_it_out": REFUSAL,
+            f"{SWAPPED}::test_an_engine_without_a_model_that_drafts_refuses": REFUSAL,
+            f"{SWAPPED}::test_weights_that_fail_half_way_switch_the_drafter_off": NO_DRAFTS,
+            f"{SWAPPED}::test_a_drafter_written_off_before_a_swap_is_believed_again_after_it": NO_DRAFTS,
+            f"{MODELS}::test_a_model_that_fails_between_two_drafts_is_switched_off": NO_DRAFTS,
+        },
+    ),
+    Mutant("drafters silent", (ABORTED, ONE_BY_ONE, RESUMED)),
+    Mutant("budget off", (ABORTED, ONE_BY_ONE, RESUMED)),
+    Mutant("budget `auto` never pays", (AUTO,)),
+    Mutant("a model's drafts are lost", (COPY, f"{MODELS}::test_a_model_drafts_for_prompts_that_come_in_chunks_as_engines_are_shipped")),
+    Mutant("the history's drafts are lost", (HISTORY,)),
+    Mutant("the verifier steps into a wrong sibling", (ABORTED, UNITED)),
+    Mutant("the verifier accepts one token too many", (ABORTED, ONE_BY_ONE, COPY)),
+    Mutant("the bonus token is the root row's", (ABORTED, ONE_BY_ONE, COPY)),
+    Mutant("no KV block moves to its request", (ABORTED, UNITED)),
+    Mutant("drafted rows have the noise of the next position", (ABORTED, UNITED, RESUMED)),
+    Mutant("scratch blocks are not copied", (ABORTED, UNITED)),
+    Mutant("drafted rows are at the next position", (ABORTED, UNITED)),
+    Mutant("drafted rows have their parents' grammar masks", (f"{EVERY_FEATURE}[llama-float32]",)),
+)
