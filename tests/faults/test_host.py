@@ -27,7 +27,7 @@ from tests.faults.schedule import Schedule
 from tests.faults.seeds import ON_HOSTS, repeatable, seeds
 from tests.faults.stand_ins import Grammars
 
-PARTS = 2
+PARTS = 1
 
 
 class Bench:

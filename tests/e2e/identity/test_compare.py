@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.compare import Report, _compare_logprobs, compare
+from tests.e2e.identity.ties import Judge
 
 _CASE = Case("made up", "0", [1, 2], {})
 
@@ -50,7 +51,7 @@ def _judged(by: dict[int, float] | None) -> Report:
     )
     values = [{token: SimpleNamespace(logprob=value) for token, value in (by or {}).items()}] * 2
     found = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6], logprobs=values)])
-    return compare([case], [wanted], [got], "float32", None if by is None else lambda asked: found)
+    return compare([case], [wanted], [got], "float32", None if by is None else Judge(lambda asked: found))
 
 
 def test_a_difference_between_level_tokens_is_a_tie_and_any_other_a_failure() -> None:

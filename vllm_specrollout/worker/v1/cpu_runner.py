@@ -44,7 +44,8 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         self.num_scratch = 0  # set by the worker once the memory is known
         self.paths = PathStep()
         self._path_inputs: dict[str, Any] | None = None
-        self.rows: RowsAlike | None = None
+        self.rows: RowsAlike | None = None  # set by the worker once the model is ready
+        self._is_row_invariant = config_of(vllm_config).row_invariant
 
     def _make_noise(self) -> Noise:
         if features.installed().cpu_noise == "vector":
@@ -71,11 +72,10 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         """Whether steps can be laid out as paths: for branches, or for rows that attend one by one."""
         return self.shape[0] is DraftMode.TREE or self.shape == (DraftMode.CHAIN, CHAIN_ASKED)
 
-    def set_rows(self, rows: RowsAlike | None) -> None:
-        """How this host rounds: drafted rows may have to attend one by one."""
-        self.rows = rows
-        is_asked = config_of(self.vllm_config).row_invariant
-        self.lays_out_chains = self.knows_paths and is_asked and rows is not None and not rows.attention
+    @property
+    def lays_out_chains(self) -> bool:  # type: ignore[override]
+        """Whether drafted rows are to attend one by one, as this host rounds several of them otherwise."""
+        return self._is_row_invariant and self.knows_paths and self.rows is not None and not self.rows.attention
 
     def _kv_shape(self) -> tuple[DraftMode, str]:
         return kv_shape(self.kv_cache_config, self.attn_groups, len(self.scratch))

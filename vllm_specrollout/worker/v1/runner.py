@@ -44,7 +44,6 @@ from vllm_specrollout.worker.v1.requests import Noise, RequestBook
 from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
 
 logger = init_logger(__name__)
-
 _Base = GPUModelRunner if TYPE_CHECKING else object
 
 
@@ -67,6 +66,8 @@ class StepState:
 class SpecRolloutV1(_Base):
     """Mixed into vLLM's V1 runners: drafts ride on their outputs, the tapes through their sampler."""
 
+    lays_out_chains = False
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.noise = self._make_noise()
@@ -83,7 +84,6 @@ class SpecRolloutV1(_Base):
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
         self.model_drafter: ModelDrafter | None = None
-        self.lays_out_chains = False
         self.remote = decoupling.begin(self, V1Noise(self))
 
     # --- set-up ------------------------------------------------------------------------------------------------------
