@@ -211,5 +211,6 @@ def test_a_kv_connector_and_the_prefix_cache_change_no_token_of_a_resumed_answer
                 [{"prompt_token_ids": one[0]} for one in asked], [one[1] for one in asked], use_tqdm=False
             )
             assert [list(one.outputs[0].token_ids) for one in outputs] == [answer[count:] for answer in truth]
+        assert ours.runner.stats.accepted > 0
         # a count of hits that falls ends a server's metrics
         assert len(matched) == 4 * len(prompts) and min(count for count, _ in matched) >= 0

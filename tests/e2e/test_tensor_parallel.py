@@ -140,7 +140,7 @@ def test_two_ranks_verify_the_same_trees_and_yield_stocks_tokens_even_if_a_draft
     stock, ours = answers["stock"], answers["ngram"]
     assert ours["tokens"] == stock["tokens"]
     assert len(ours["drafted"]) == 2 and ours["drafted"][0] == ours["drafted"][1] > 0
-    assert ours["accepted"][0] == ours["accepted"][1]
+    assert ours["accepted"][0] == ours["accepted"][1] > 0
     # once, not once per rank
     assert ours["counted"]["vllm:spec_rollout_verified_nodes_total"] == ours["drafted"][0]
     assert ours["counted"]["vllm:spec_rollout_accepted_nodes_total"] == ours["accepted"][0]

@@ -19,6 +19,7 @@ COPY = f"{MODELS}::test_a_copy_of_the_target_is_met_at_every_position"
 HISTORY = (
     "tests/e2e/test_hostile_history.py::test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own"
 )
+V2 = "tests/v2/test_identity.py"
 REFUSAL, NO_DRAFTS = "a call is refused", "what it is about goes without drafts"
 
 
@@ -49,13 +50,24 @@ MUTANTS = (
             f"{MODELS}::test_a_model_that_fails_between_two_drafts_is_switched_off": NO_DRAFTS,
         },
     ),
+    Mutant(
+        "always paused, V2 runner",
+        (
+            f"{V2}::test_drafts_made_after_scheduling_ahead_yield_stocks_tokens",
+            f"{V2}::test_lora_adapters_and_the_base_model_mix_in_one_batch",
+            "tests/v2/test_resumed.py",
+        ),
+    ),
     Mutant("drafters silent", (ABORTED, ONE_BY_ONE, RESUMED)),
     Mutant("budget off", (ABORTED, ONE_BY_ONE, RESUMED)),
     Mutant("budget `auto` never pays", (AUTO,)),
-    Mutant("a model's drafts are lost", (COPY, f"{MODELS}::test_a_model_drafts_for_prompts_that_come_in_chunks_as_engines_are_shipped")),
+    Mutant(
+        "a model's drafts are lost",
+        (COPY, f"{MODELS}::test_a_model_drafts_for_prompts_that_come_in_chunks_as_engines_are_shipped"),
+    ),
     Mutant("the history's drafts are lost", (HISTORY,)),
     Mutant("the verifier steps into a wrong sibling", (ABORTED, UNITED)),
-    Mutant("the verifier accepts one token too many", (ABORTED, ONE_BY_ONE, COPY)),
+    Mutant("the verifier accepts one token too many", (ABORTED, ONE_BY_ONE, RESUMED)),
     Mutant("the bonus token is the root row's", (ABORTED, ONE_BY_ONE, COPY)),
     Mutant("no KV block moves to its request", (ABORTED, UNITED)),
     Mutant("drafted rows have the noise of the next position", (ABORTED, UNITED, RESUMED)),

@@ -39,6 +39,7 @@ def instead(owner, name, make):
 
 
 @fault("always paused", "vllm_specrollout.speculator")
+@fault("always paused, V2 runner", "vllm_specrollout.speculator")
 def _(module):
     instead(module.Speculator, "is_paused", lambda right: lambda self, step, num_requests: reached() or True)
 
