@@ -143,6 +143,7 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
         placing.duel = Restless()
         drafted = run(ours.llm, requests)
         placing.arrange(COUPLED)
+        assert ours.runner.stats.accepted > 0
         assert placing.changes >= 2 and here._times > 0 and elsewhere.totals()[1] > 0, "both have drafted"
     report = judged(path, "float32", requests, truth, drafted, **ENGINE)
     assert not report.failures, report.failures[:3]
@@ -163,6 +164,7 @@ def test_a_copy_of_the_target_draws_the_targets_own_tokens(stage: Stage) -> None
 
 def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     seen: dict[str, Any] = {}
+    accepted = stage.runner.stats.accepted
     until(lambda: not stage.pool.watch() and stage.pool.is_ready("other"))
 
     def before_step(step: int) -> None:
@@ -177,8 +179,11 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
             stage.ask("assign_drafter", "other", None)
         elif step == 4:
             seen.update(stage.ask("detach_drafter", "other"))
+        elif step > 4:
+            until(stage.has_answered)
 
     stage.decode(before_step)
+    assert stage.runner.stats.accepted > accepted
     assert seen["opened"] >= 4 and seen["trees"] > 0 and seen["waited_s"] == 0.0 and not seen["error"]
     assert list(stage.drafter.links) == ["drafter"]
 
@@ -200,9 +205,10 @@ def test_a_drafter_killed_amid_a_batch_changes_no_token_and_comes_back(stage: St
     stage.decode(before_step)
     assert stage.link.process.restarts == 1 and stage.link.line.waited_s == 0.0
     until(is_back)
-    tried = stage.link.requests.score.tried
+    tried, accepted = stage.link.requests.score.tried, stage.runner.stats.accepted
     stage.decode(lambda step: until(stage.has_answered))
     assert stage.link.requests.score.tried > tried, "what it drafts is verified again"
+    assert stage.runner.stats.accepted > accepted
 
 
 def test_bad_calls_are_answered_with_their_cause(stage: Stage) -> None:

@@ -95,6 +95,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     assert not any(map(_exists, pids))
 
 
+@pytest.fixture(autouse=True)
+def _warm_ones_go_home(stage: Stage) -> Iterator[None]:
+    yield
+    # a test that failed may have left them
+    for name in [name for name in WARM if name in stage.drafter.links]:
+        stage.ask("detach_drafter", name)
+
+
 def has_answered(stage: Stage, name: str, levels: int = 2) -> bool:
     """Whether a drafter has drafted so many levels behind the newest token of most requests that run.
 

@@ -52,6 +52,7 @@ def test_on_broad_distributions_a_comb_of_two_is_met_more_often_than_rejection_s
     """Rejection sampling accepts 1 - d (d: total variation distance), and yields other tokens than plain decoding."""
     target = model(models, "llama", "float32")
     sums, is_same = measured(target, perturbed(target, tmp_path / "draft", 0.11), temperature=1.0)
+    assert sums["positions"] == 32 * 62
     accepted = sums["overlap"] / sums["positions"]
     shared, two = (sums[kind]["shared"] / sums["positions"] for kind in ("first", "best_two"))
     assert is_same and 0.6 < accepted < 0.8
