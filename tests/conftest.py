@@ -1,5 +1,6 @@
 """Shared by all tests: readable snapshots of the messages a user can meet, and what holds for all their processes."""
 
+import importlib.util
 import logging
 import os
 import sys
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in WITH_ENGINES):
             item.add_marker("engine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rows_are_unlike_where_asked_for(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--unlike-rows") and importlib.util.find_spec("vllm"):
+        from vllm_specrollout.worker.rows import ask_host
+
+        assert not ask_host("bfloat16").attention, "the double is not in place"
 
 
 def identity_totals() -> list[str]:

@@ -103,4 +103,4 @@ def _allowed(stock: EngineProcess, prefix: list[int], params: dict[str, Any], on
     """Most by which the candidates' logits may be apart, before temperature as a bias is."""
     found = stock.ask("look", prompt=prefix, params=params, at=0, candidates=[one.stock, one.ours])
     temperature = params.get("temperature", 1.0) or 1.0
-    return tolerance(_DTYPE, max(map(abs, found["logits"])) * temperature)
+    return tolerance(_DTYPE, [logit * temperature for logit in found["logits"]])

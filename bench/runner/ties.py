@@ -8,7 +8,7 @@ rounding, or the difference is no tie.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,6 @@ import vllm.envs as envs
 from vllm_specrollout.kernels.tree_verify.naive import noise32
 
 from vllm_specrollout.patches import features
-
-from .engine_process import EngineProcess
-from .runs import Parting
 
 JUDGE: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "processed_logits"}
 """Arguments of an engine that can tell ties: it is asked for the logits that are sampled from."""
@@ -44,64 +41,26 @@ class Candidates:
     width: int
 
 
-def tolerance(dtype: str, logit: float, temperature: float = 0.0) -> float:
-    """Most by which level candidates may be apart: two units in the last place of the logits that noise is added to.
+def tolerance(dtype: str, logits: Iterable[float], temperature: float = 0.0) -> float:
+    """Most by which level candidates may be apart: each logit may be off by two units in its last place.
 
     Args:
-        logit: the larger of both, before temperature.
+        logits: of both, before temperature; those that are not finite count for nothing.
         temperature: 0: nothing is divided.
     """
-    if not math.isfinite(logit):
-        return LEAST[dtype]
-    last_place = _EPSILON[dtype] * 2.0 ** (math.frexp(logit)[1] - 1)
-    return max(LEAST[dtype], 2.0 * last_place / (temperature or 1.0))
+    places = (2.0 ** (math.frexp(logit)[1] - 1) for logit in logits if math.isfinite(logit) and logit)
+    return max(LEAST[dtype], sum(2.0 * _EPSILON[dtype] * place for place in places) / (temperature or 1.0))
+
+
+def allowed(one: Candidates, temperature: float, dtype: str) -> float:
+    """Most by which these two may be apart, as noise is added to them."""
+    return tolerance(dtype, [logit * (temperature or 1.0) for logit in (one.stock_logit, one.our_logit)], temperature)
 
 
 def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:
     """Whether it is a tie, and how far apart the candidates are of how much allowed, in words; see `gap`."""
-    apart = gap(one, seed, temperature)
-    largest = max(abs(one.stock_logit), abs(one.our_logit)) * (temperature or 1.0)
-    allowed = tolerance(dtype, largest, temperature)
-    return apart <= allowed, f"{apart:.1e} apart, {allowed:.1e} allowed"
-
-
-def asked(
-    stock: EngineProcess,
-    prompt: list[int],
-    params: dict[str, Any],
-    answer: Sequence[int],
-    parting: Parting,
-    dtype: str,
-    *,
-    is_given: bool = False,
-) -> tuple[bool, str]:
-    """Whether the place where an answer parts from stock's is a tie, and why, in words; stock is asked for its logits.
-
-    Args:
-        stock: its engine, started with `JUDGE`.
-        answer: ours, of the request of this prompt and these parameters.
-        is_given: the prefix is given to stock, as part of the prompt. It need not repeat itself then, which among other
-            requests than before it might not. Only for requests that look at no token of the answer, but for the model.
-    """
-    if parting.stock is None or parting.ours is None:
-        return False, "where one answer ended"
-    prefix = list(answer[: parting.position])
-    given = prefix if is_given else []
-    at, candidates = len(prefix) - len(given), [parting.stock, parting.ours]
-    found = stock.ask("look", prompt=[*prompt, *given], params=params, at=at, candidates=candidates)
-    if given + found["token_ids"][:at] != prefix:
-        return False, "and stock does not repeat itself"
-    stock_logit, our_logit = found["logits"]
-    one = Candidates(
-        stock=parting.stock,
-        ours=parting.ours,
-        stock_logit=stock_logit,
-        our_logit=our_logit,
-        num_prompt=len(prompt),
-        num_prefix=len(prefix),
-        width=found["width"],
-    )
-    return judged(one, params["seed"], params["temperature"], dtype)
+    apart, most = gap(one, seed, temperature), allowed(one, temperature, dtype)
+    return apart <= most, f"{apart:.1e} apart, {most:.1e} allowed"
 
 
 def gap(one: Candidates, seed: int | None, temperature: float) -> float:

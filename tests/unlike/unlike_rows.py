@@ -1,7 +1,7 @@
 """A host whose rows are not alike, as a test double: `pytest --unlike-rows` puts it into every process.
 
 CPUs with AMX round bfloat16 attention by how many rows a query has, and a single row of a product as no other. Hosts
-without it cannot show what that does to tests. Here, of every 16th element, the last bit is turned: in attention where
+without it cannot show what that does to tests. Here, of every 128th element, the last bit is turned: in attention where
 a sequence has several rows, in products where there are several.
 """
 
@@ -17,11 +17,13 @@ def _turned(rows):
     import torch
 
     bits = rows.view({2: torch.int16, 4: torch.int32}[rows.element_size()])
-    bits[..., ::16] ^= 1
+    bits[..., ::128] ^= 1
 
 
 def spoil(ops, put=setattr):
     """Have vLLM's CPU kernels round several rows otherwise than one; `put` sets an attribute."""
+    if hasattr(ops.cpu_attention_with_kv_cache, "is_unlike"):
+        return  # turned twice, a bit is as it was
     attend, multiply = ops.cpu_attention_with_kv_cache, ops.onednn_mm
 
     def attends(query, key_cache, value_cache, output, query_start_loc, *args, **kwargs):
@@ -39,11 +41,12 @@ def spoil(ops, put=setattr):
             _turned(out)
         return out
 
+    attends.is_unlike = True
     put(ops, "cpu_attention_with_kv_cache", attends)
     put(ops, "onednn_mm", multiplies)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class UnlikeRows(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name != _OPS:
             return None
@@ -61,4 +64,4 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """From now on, wherever vLLM's operations are imported in this process."""
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, UnlikeRows())

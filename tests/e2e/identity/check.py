@@ -151,14 +151,19 @@ def judged(
     if not report.failures:
         return report
     with engine(path, dtype, is_ours=False, **{**stock, **JUDGE}) as judge:
-        everyone: dict[str, Any] = {}
 
         def among_all(case: Case) -> Any:
-            if not everyone:
-                shown = [replace(one, params=_with_logits(one.params)) for one in requests]
-                everyone.update({one.problem_id: out for one, out in zip(shown, run(judge.llm, shown), strict=True)})
-            return everyone[case.problem_id]
+            batch = [case if one.problem_id == case.problem_id else one for one in requests]
+            if batch not in asked:
+                asked.append(batch)
+                shown = [replace(one, params=_with_logits(one.params)) for one in batch]
+                judge.llm.reset_prefix_cache()  # or prompts have fewer rows than they had
+                answered.append(run(judge.llm, shown))
+            answers = answered[asked.index(batch)]
+            return answers[batch.index(case)]
 
+        asked: list[list[Case]] = []
+        answered: list[Sequence[Any]] = []
         return compare(requests, wanted, got, dtype, Judge(lambda case: ask(judge.llm, case), among_all))
 
 

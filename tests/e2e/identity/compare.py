@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 from vllm import LLM
 
+from bench.runner.ties import tolerance
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.ties import Judge, judged
+from vllm_specrollout.worker.rows import ask_host
 
 
 @dataclass
@@ -92,11 +95,17 @@ def are_level(x: Any, y: Any, strays: Sequence[Sequence[float]], limit: float) -
     return np.allclose([*strays[0], *strays[1]], last, rtol=0.0, atol=limit)
 
 
+@functools.cache
+def _rows_are_alike() -> bool:
+    return ask_host("bfloat16").attention
+
+
 def _compare_logprobs(case: Case, a: Any, b: Any, dtype: str, report: Report) -> None:
     if len(a) != len(b):
         report.failures.append(f"{case.name} #{case.problem_id}: {len(a)} != {len(b)} positions with logprobs")
         return
-    limit = {"float32": 1e-4, "bfloat16": 0.05}[dtype]
+    # in bfloat16 on a host of unlike rows: what logits may be apart at a magnitude of 16
+    limit = tolerance(dtype, [] if _rows_are_alike() else [16.0])
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         common = set(x) & set(y)
         if not common:

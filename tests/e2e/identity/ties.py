@@ -46,7 +46,21 @@ def judged(
     if asked is None:
         return False, "and stock does not repeat itself"
     candidates, seed = asked
-    return ties.judged(candidates, seed, case.params.get("temperature", 1.0), dtype)
+    temperature = case.params.get("temperature", 1.0)
+    is_tie, why = ties.judged(candidates, seed, temperature, dtype)
+    if is_tie:
+        return True, why
+    # where a mask cuts by the logits themselves (top-k, top-p, min-p), either may stand at its edge: there stock takes
+    # ours as soon as one of them is raised or lowered by what rounding may add
+    by = ties.allowed(candidates, temperature, dtype) * (temperature or 1.0)
+    for token, bias in ((our_token, by), (stock_token, -by)):
+        moved = {**case.params.get("logit_bias", {})}
+        moved[token] = moved.get(token, 0.0) + bias
+        asked_again = replace(case, params={**case.params, "logit_bias": moved})
+        for output in judge.answers(asked_again, answer):
+            if list(output.token_ids[: len(prefix) + 1]) == [*prefix, our_token]:
+                return True, f"at a mask's edge: stock takes ours with {bias:+.1e} on {token}"
+    return False, why
 
 
 def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int) -> float:

@@ -47,7 +47,7 @@ def test_a_difference_is_a_tie_only_if_stock_takes_both_tokens_within_the_tolera
     near = verdict(Stock([2, 7], 0.15), wanted, found)
     assert (near.ties, near.unproven, near.partings[0].gap) == (0, 1, 0.2)
     large = verdict(Stock([2, 7], 0.15, logit=-20.0), wanted, found)
-    assert (large.ties, large.partings[0].allowed) == (1, 0.25)
+    assert (large.ties, large.partings[0].allowed) == (1, 0.5)
     wrong = verdict(Stock([2, 3], 0.0), wanted, found)
     assert (wrong.ties, wrong.unproven, wrong.partings[0].gap) == (0, 1, None)
 
