@@ -8,15 +8,17 @@ rounding, or the difference is no tie.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import vllm.envs as envs
-from vllm_specrollout.kernels.tree_verify.naive import noise32
+from typing import TYPE_CHECKING, Any
 
 from vllm_specrollout.patches import features
+
+from .engine_process import EngineProcess
+from .runs import Parting
+
+if TYPE_CHECKING:
+    import torch
 
 JUDGE: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "processed_logits"}
 """Arguments of an engine that can tell ties: it is asked for the logits that are sampled from."""
@@ -63,6 +65,45 @@ def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) ->
     return apart <= most, f"{apart:.1e} apart, {most:.1e} allowed"
 
 
+def asked(
+    stock: EngineProcess,
+    prompt: list[int],
+    params: dict[str, Any],
+    answer: Sequence[int],
+    parting: Parting,
+    dtype: str,
+    *,
+    is_given: bool = False,
+) -> tuple[bool, str]:
+    """Whether the place where an answer parts from stock's is a tie, and why, in words; stock is asked for its logits.
+
+    Args:
+        stock: its engine, started with `JUDGE`.
+        answer: ours, of the request of this prompt and these parameters.
+        is_given: the prefix is given to stock, as part of the prompt. It need not repeat itself then, which among other
+            requests than before it might not. Only for requests that look at no token of the answer, but for the model.
+    """
+    if parting.stock is None or parting.ours is None:
+        return False, "where one answer ended"
+    prefix = list(answer[: parting.position])
+    given = prefix if is_given else []
+    at, candidates = len(prefix) - len(given), [parting.stock, parting.ours]
+    found = stock.ask("look", prompt=[*prompt, *given], params=params, at=at, candidates=candidates)
+    if given + found["token_ids"][:at] != prefix:
+        return False, "and stock does not repeat itself"
+    stock_logit, our_logit = found["logits"]
+    one = Candidates(
+        stock=parting.stock,
+        ours=parting.ours,
+        stock_logit=stock_logit,
+        our_logit=our_logit,
+        num_prompt=len(prompt),
+        num_prefix=len(prefix),
+        width=found["width"],
+    )
+    return judged(one, params["seed"], params["temperature"], dtype)
+
+
 def gap(one: Candidates, seed: int | None, temperature: float) -> float:
     """How far apart they are, noise included; infinity if it cannot be told.
 
@@ -73,6 +114,11 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
     if temperature == 0.0:
         return abs(one.stock_logit - one.our_logit)
     assert seed is not None
+    # here, since processes that only start engines need neither
+    import torch
+    import vllm.envs as envs
+    from vllm_specrollout.kernels.tree_verify.naive import noise32
+
     if envs.VLLM_USE_V2_MODEL_RUNNER:
         position = one.num_prompt + one.num_prefix - 1
         noise = noise32(seed, position, max(one.stock, one.ours) + 1)
@@ -90,6 +136,7 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
 def _bisected(seed: torch.Tensor, one: Candidates) -> float:
     """The noise kernel of V1 is a black box: how much must be added to the losing token before the kernel picks it?"""
     # registers the kernel, which engines elsewhere do for themselves alone
+    import torch
     import vllm._custom_ops  # noqa: F401
 
     scores = torch.full((1, max(one.stock, one.ours) + 1), float("-inf"))

@@ -111,7 +111,10 @@ def _run(model: str, folder: Path, *arms: object) -> list[dict[str, Any]]:
     return json.loads(lines[-1].removeprefix("RESULT"))
 
 
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
+]
 MODELS = ("eagle", "draft_model")
 
 

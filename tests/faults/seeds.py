@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.faults.schedule import Schedule
 
-ON_HOSTS, ON_ENGINES = 200, 30
+ON_HOSTS, ON_ENGINES = 100, 20
 """Schedules without an engine, and over one."""
 LEFT_OUT = ("hang",)
 """What does not happen over an engine: nobody there is on a thread of its own."""

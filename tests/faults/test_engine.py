@@ -1,6 +1,6 @@
 """Schedules of faults over a live engine: every token is stock vLLM's, nobody is lost, nothing is left.
 
-30 seeds here, 300 in `make faults`. A failing one prints what repeats it; engine and KV cache are shared by all.
+20 seeds here, 200 in `make faults`. A failing one prints what repeats it; engine and KV cache are shared by all.
 """
 
 from __future__ import annotations

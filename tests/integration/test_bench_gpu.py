@@ -8,6 +8,8 @@ from bench.gpu import parts
 from bench.gpu.engine_rows import EngineRows
 from bench.gpu.parts import Options
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
@@ -19,7 +21,6 @@ def measured(tmp_path_factory):
         return {task.name: rows.measure(params) for task, params in zip(part.tasks, tasks, strict=True)}
 
 
-@pytest.mark.nightly
 def test_all_engines_hold_equal_weights_and_say_what_they_are_made_of(measured):
     facts = measured["engines"]
     assert set(facts) == {"stock", "chain", "tree"}

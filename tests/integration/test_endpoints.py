@@ -16,6 +16,8 @@ pytest.importorskip("vllm")
 
 from tests.integration.serving import serve
 
+pytestmark = pytest.mark.nightly
+
 CHECKPOINT = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
 PROMPT = "17 + 45 - 8"
 JSON = {"Content-Type": "application/json"}

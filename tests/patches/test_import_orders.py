@@ -23,7 +23,14 @@ print(config.parallel_config.worker_cls, config.additional_config["spec_rollout"
 """
 
 
-@pytest.mark.parametrize("imports", IMPORTS.values(), ids=IMPORTS)
+@pytest.mark.parametrize(
+    "imports",
+    # the first one imports vLLM anew
+    [
+        pytest.param(code, id=name, marks=[pytest.mark.nightly] if name == "we come before vLLM" else [])
+        for name, code in IMPORTS.items()
+    ],
+)
 def test_it_is_switched_on_whatever_is_imported_first(model, imports):
     code = MAKE.format(imports=imports, model=model, has_keyword="vllm_specrollout" in imports)
     if imports.startswith("from vllm "):

@@ -28,6 +28,8 @@ from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.worker.placing import COUPLED
 
+pytestmark = pytest.mark.nightly
+
 DRAFTER = {**ENGINE, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
 DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 6, "max_depth": 4, "placement": "decoupled",
@@ -97,7 +99,6 @@ def stage(models: Path) -> Iterator[Stage]:
         assert pool.is_ready("other"), "a warm one stays"
 
 
-@pytest.mark.nightly
 def test_a_drafter_elsewhere_changes_no_token_whatever_a_request_asks_for(models: Path, ahead: None) -> None:
     """Steps are scheduled ahead, as on a GPU, and every feature is sampled with."""
     path = model(models, "qwen3", "float32")
@@ -149,7 +150,6 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
     assert not report.failures, report.failures[:3]
 
 
-@pytest.mark.nightly
 def test_a_copy_of_the_target_draws_the_targets_own_tokens(stage: Stage) -> None:
     """The same model and the same noise, place by place; whoever draws with other noise hardly ever meets any."""
     before = stage.link.requests.score

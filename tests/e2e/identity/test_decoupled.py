@@ -35,6 +35,8 @@ from vllm_specrollout.decoupled.replanning import draft_line
 from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.trees.build import depths
 
+pytestmark = pytest.mark.nightly
+
 DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
     "decoupled": {"reconfigure": "goodput"},
@@ -115,7 +117,6 @@ def has_answered(stage: Stage, name: str, levels: int = 2) -> bool:
     return 2 * sum(depths(own.parents).max(initial=0) >= levels for own in found) > len(told)
 
 
-@pytest.mark.nightly
 def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stage) -> None:
     """Every sampling feature; windows from 1 to 16; the process hangs, is killed, and is begun anew meanwhile."""
     link, accepted = stage.drafter.links["drafter"], stage.runner.stats.accepted
@@ -284,7 +285,6 @@ def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token
     assert stage.runner.stats.accepted > accepted and speculator.guard.failures == before
 
 
-@pytest.mark.nightly
 def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
     """One to three drafters; lines that lose, delay, double and shuffle; processes that hang, die, come and go."""
     started = stage.drafter.links["drafter"]

@@ -249,6 +249,7 @@ def test_a_coordinator_killed_mid_batch_costs_no_token_and_comes_back(group: Rol
     assert coordinator.process.poll() is None
 
 
+@pytest.mark.nightly
 def test_requests_of_a_worker_killed_mid_batch_go_on_elsewhere(group: RolloutGroup, truth: Truth) -> None:
     after(group, 1, group._workers["worker-1"].kill, lost="worker-1")
     assert ask(group, truth) == truth[1]

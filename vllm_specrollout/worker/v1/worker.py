@@ -69,7 +69,7 @@ class SpecRolloutCPUWorker(
     def compile_or_warm_up_model(self) -> Any:
         scheduler, runner = self.vllm_config.scheduler_config, self.model_runner
         if runner.shape[0] is not DraftMode.OFF:
-            runner.rows = ask_rows(runner)
+            self.model_runner.rows = ask_rows(runner)
             most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
             warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
         return super().compile_or_warm_up_model()
