@@ -17,7 +17,7 @@ from vllm_specrollout.replay.simulate import replay
 
 
 def test_a_recorded_run_yields_the_same_tokens_and_replays_in_as_many_steps(tmp_path: Path) -> None:
-    path = model(tmp_path, "qwen3", "bfloat16")
+    path = model(tmp_path, "qwen3", "float32")
     record = tmp_path / "trace.jsonl.gz"
     prompts = [{"prompt_token_ids": [5 + i, 6, 7, 6, 7, 5 + i, 6]} for i in range(6)]
     params = [
@@ -25,7 +25,7 @@ def test_a_recorded_run_yields_the_same_tokens_and_replays_in_as_many_steps(tmp_
     ]
     answers = []
     for extra in ({}, {"record": str(record)}):
-        with engine(path, "bfloat16", is_ours=True, spec_rollout=extra, max_num_seqs=3) as ours:
+        with engine(path, "float32", is_ours=True, spec_rollout=extra, max_num_seqs=3) as ours:
             outputs = ours.llm.generate(prompts, params, use_tqdm=False)
             answers.append([list(output.outputs[0].token_ids) for output in outputs])
             assert ours.runner.stats.accepted > 0

@@ -41,7 +41,7 @@ class Policy:
 
 def tied_model(folder: Path, seed: int) -> Path:
     """Its output head is its embedding; so trainers have that once, and this checkpoint too."""
-    make_random_model(folder, arch="qwen3", size="1M", num_layers=2, seed=seed)
+    make_random_model(folder, arch="qwen3", size="1M", num_layers=2, seed=seed, dtype="float32")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     weights = load_file(folder / "model.safetensors")
@@ -80,12 +80,12 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
 
 @pytest.fixture(scope="module")
 def ours(policies: list[Policy]) -> Iterator[Engine]:
-    with engine(str(policies[0].folder), "bfloat16", is_ours=True) as one:
+    with engine(str(policies[0].folder), "float32", is_ours=True) as one:
         yield one
 
 
 def fresh(folder: Path) -> list[list[int]]:
-    with engine(str(folder), "bfloat16", is_ours=False) as stock:
+    with engine(str(folder), "float32", is_ours=False) as stock:
         return answers(stock)
 
 
@@ -95,7 +95,7 @@ def answers(one: Engine, **options: Any) -> list[list[int]]:
 
 def push(one: Engine, new: Weights) -> None:
     """One call per parameter, from a buffer that is used again for the next, as senders do."""
-    buffer = torch.empty(max(tensor.numel() for tensor in new.values()), dtype=torch.bfloat16)
+    buffer = torch.empty(max(tensor.numel() for tensor in new.values()), dtype=torch.float32)
     for name, tensor in new.items():
         sent = buffer[: tensor.numel()].view_as(tensor).copy_(tensor)
         one.runner.model.load_weights([(name, sent)])
@@ -150,7 +150,7 @@ def by_kind(new: Weights) -> Weights:
 
 def in_one_call(one: Engine, new: Weights) -> None:
     """From a buffer that is used again for the next."""
-    buffer = torch.empty(max(tensor.numel() for tensor in new.values()), dtype=torch.bfloat16)
+    buffer = torch.empty(max(tensor.numel() for tensor in new.values()), dtype=torch.float32)
     sent = ((name, buffer[: tensor.numel()].view_as(tensor).copy_(tensor)) for name, tensor in new.items())
     one.runner.model.load_weights(sent)
     one.llm.reset_prefix_cache()

@@ -15,7 +15,8 @@ from vllm import LLM, SamplingParams
 from prometheus_client import REGISTRY
 
 model, spec = sys.argv[1], json.loads(sys.argv[2])
-llm = LLM(model, spec_rollout=spec, max_model_len=256, enforce_eager=True, disable_log_stats=False, max_num_seqs=4)
+options = {"max_model_len": 256, "enforce_eager": True, "disable_log_stats": False, "max_num_seqs": 4}
+llm = LLM(model, dtype="float32", spec_rollout=spec, **options)
 prompts = [f"{i} 2 3 1 2 3 1 2 3 1 2" for i in range(4)]
 params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 tokens = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
