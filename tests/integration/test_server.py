@@ -26,7 +26,8 @@ def server(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # `auto` may leave drafting where the host is slow, and what is drafted is counted here
     flags = ("--spec-rollout", "--spec-rollout.budget", "fixed", "--max-model-len", "256")
-    flags += ("--per-request-spec-decode-metrics", "summary")
+    # one answer at a time, and with other rows than without drafts
+    flags += ("--per-request-spec-decode-metrics", "summary", "--dtype", "float32")
     with serve(model, log, *flags, is_warm=False) as address:
         yield address
 
