@@ -51,11 +51,6 @@ _TITLES = {
         "Ladder",
         "A batch with a long tail on several workers: nobody helps, idle workers lend their drafters, or they race.",
     ),
-    "hang": (
-        "Something stands still",
-        "A drafter that may block, a drafter's process, or the history's disk, for seconds: what decode steps take"
-        " meanwhile, and whether drafts come again ([containment](concepts/containment.md)).",
-    ),
     "soak": (
         "Soak",
         "A server under load and faults: what it holds, and whether its answers are stock's"

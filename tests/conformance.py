@@ -9,7 +9,7 @@ from bench.host import trees
 from tests import drafters
 from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
-from tests.unit import test_containment, test_own_thread, test_speculator
+from tests.unit import test_containment, test_speculator
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.decoupled.replanning import Elsewhere, Replanning
 from vllm_specrollout.drafters.base import Drafter
@@ -19,7 +19,6 @@ from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.observe.timeline import TimelineListener
-from vllm_specrollout.own_thread import OnThread
 
 DRAFTERS: list[type[Drafter]] = [
     drafters.Says,
@@ -27,11 +26,8 @@ DRAFTERS: list[type[Drafter]] = [
     pausing.Always,
     test_containment.Sound,
     test_distribution.Drafts,
-    test_own_thread.Waits,
     test_v1_small.Errs,
-    test_v1_small.Hangs,
     trees.Ready,
-    OnThread,
 ]
 BUDGETS: list[type[Budget]] = [
     pausing.NeverPays,

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.trees import batch_of, tree_of
 from vllm_specrollout.budgets.base import bounded
-from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
+from vllm_specrollout.drafters.base import BaseDrafter, Drafter
 from vllm_specrollout.types import (
     EMPTY_TREE,
     DraftLimits,
@@ -30,14 +30,13 @@ class Says(BaseDrafter):
         self.admitted: list[str] = []
         self.asked: list[list[str]] = []
         self.heard: list[tuple[TreeBatch, VerifyResult]] = []
-        self.rolled_back: list[tuple[str, int]] = []
         self.finished: list[FinishedRequest] = []
         self.forgotten: list[str] = []
 
     def admit(self, view: RequestView) -> None:
         self.admitted.append(view.request_id)
 
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | Pending:
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         self.asked.append(list(batch.request_ids))
         return self.answer(batch, limits)
 
@@ -51,9 +50,6 @@ class Says(BaseDrafter):
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         self.heard.append((trees, result))
-
-    def rollback(self, request_id: str, num_tokens: int) -> None:
-        self.rolled_back.append((request_id, num_tokens))
 
     def finish(self, ending: FinishedRequest) -> None:
         self.finished.append(ending)

@@ -45,7 +45,6 @@ BENCHES = {
         "A model that drafts, in the target's steps and beside them.",
     ),
     "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
-    "hang": ("vllm_specrollout.bench.scenarios.hang", "bench_hang", "Steps while a drafter or a disk stands still."),
     "soak": ("vllm_specrollout.bench.scenarios.soak", "bench_soak", "A server under load and faults, for hours."),
     "bounds": ("vllm_specrollout.bench.scenarios.bounds", "bench_bounds", "Memory, disk and bodies at their worst."),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),

@@ -19,9 +19,7 @@ from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.guard import CONTAINED, Guard
-from vllm_specrollout.late import LateAnswers
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.own_thread import OnThread
 from vllm_specrollout.probation import NEVER, Missed, Probation
 
 logger = logging.getLogger("vllm.specrollout")
@@ -55,7 +53,6 @@ class Contained:
         self.listeners = list(listeners)
         self.probation = Probation()
         self._clock = clock
-        self._late = LateAnswers()
         # what then happens depends on the clock, and must not where failures are raised
         self._asking, self.worth = Asking(math.inf if self.guard.is_strict else time_share), Worth()
         self.drafters: list[Drafter] = []
@@ -92,15 +89,12 @@ class Contained:
         given: all drafters, by their sources.
         """
         before = self._known
-        known = {source: self._on_own_thread(given[source]) for source in sorted(given)}
-        self._known = {id(drafter): drafter for drafter in known.values()}
-        self._sources = {id(drafter): source for source, drafter in known.items()}
+        self._known = {id(given[source]): given[source] for source in sorted(given)}
+        self._sources = {id(drafter): source for source, drafter in given.items()}
         gone = [drafter for key, drafter in before.items() if key not in self._known]
         self.probation.forget(gone)
         for drafter in gone:
             self._resting.discard(id(drafter))
-            self._late.drop(drafter)
-            self._stopped(drafter)
         for key, drafter in self._known.items():
             if key not in before:
                 # another one of that name
@@ -113,18 +107,12 @@ class Contained:
         self.drafters = [drafter for drafter in self._told if id(drafter) not in self._resting]
         self._tell_alive()
 
-    def _on_own_thread(self, drafter: Drafter) -> Drafter:
-        is_asked_here = not drafter.may_block or isinstance(drafter, OnThread)
-        return drafter if is_asked_here else OnThread(drafter, lambda size: self._asking.limit_ms(size), self._clock)
-
     def draft_with(self, drafters: Iterable[Drafter]) -> None:
         """Draft with these alone, of those that were given; their sources stay.
 
         The others rest: they are told of requests as before, since they would keep what is over, and are not asked.
         """
         self._resting = self._known.keys() - {id(drafter) for drafter in drafters}
-        for key in self._resting:
-            self._late.drop(self._known[key])
         self._choose()
 
     def all_drafters(self) -> list[Drafter]:
@@ -152,7 +140,6 @@ class Contained:
         self, drafter: Drafter, error: BaseException, *, for_good: bool = False, missed: Missed | None = None
     ) -> None:
         name = f"drafter {drafter.name}"
-        self._late.drop(drafter)
         self.worth.drop(drafter.name)
         for_good = for_good or drafter.is_in_step
         left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good, missed=missed)
@@ -174,15 +161,9 @@ class Contained:
             logger.exception("Spec rollout: drafter %s was given up, and could not be closed", drafter.name)
 
     def _close_drafters(self) -> None:
-        """The engine ends: threads do, and what was given up has its chance to be on disk."""
-        for drafter in self.all_drafters():
-            self._stopped(drafter)
+        """The engine ends: what was given up has its chance to be on disk."""
         for closing in self._closing:
             closing.join(_CLOSING_S)
-
-    def _stopped(self, drafter: Drafter) -> None:
-        if isinstance(drafter, OnThread):
-            drafter.stop()
 
     def _try_again(self, step: int) -> None:
         """Parts whose time has come are told what they missed, and asked again."""

@@ -19,7 +19,7 @@ import numpy as np
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, sound_limits, sound_plan
 from vllm_specrollout.contained import RESTS, Contained
-from vllm_specrollout.drafters.base import BaseDrafter, Drafter, Pending
+from vllm_specrollout.drafters.base import BaseDrafter, Drafter
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
@@ -130,8 +130,7 @@ class Speculator(Contained):
         if not proposals:
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
             self._weigh(plan, step)
-            is_asked = not self._late.owed and not self._asking.debts
-            if self.budget.backs_off and is_asked and not any(d.works_ahead for d in self.drafters):
+            if self.budget.backs_off and not self._asking.debts and not any(d.works_ahead for d in self.drafters):
                 self.backoff.asked(step, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
@@ -159,60 +158,44 @@ class Speculator(Contained):
         return PlannedStep(plan, batch, proposals)
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
-        """What the drafters answer: all are asked before any is collected, so that those elsewhere work side by side.
-        Dear ones come last, and are asked where the answers so far leave something to bring. One that works ahead is
-        asked always: that tells it which tokens hold, and without it the drafter goes on behind old ones. One that has
-        had more than its share of the time is not."""
+        """The drafters' trees, of those that have any. Dear ones come last, and are asked where the answers so far
+        leave something to bring. One that works ahead is asked always: that tells it which tokens hold, and without it
+        the drafter goes on behind old ones. One that has had more than its share of the time is not."""
         step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
         debts = self._asking.debts
         asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
         order = [(not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms), d) for d in asked]
         order.sort(key=lambda pair: pair[0])
-        # by the drafter's identity: one that compares its contents has no hash
-        answers: dict[int, TreeBatch | None] = {}
+        found: list[TreeBatch] = []
         for is_dear, drafter in order:
-            found = [trees for trees in answers.values() if trees is not None and trees.num_nodes]
             own = self._where_it_pays(drafter, found, limits, batch, step) if is_dear else limits
-            answers[id(drafter)] = self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=own))
-        for drafter in [d for _, d in order if answers[id(d)] is None and self._late.owes(d)]:
-            answers[id(drafter)] = self._drafter_does(drafter, functools.partial(self._collected, batch=batch))
-        return [trees for trees in answers.values() if trees is not None and trees.num_nodes]
+            trees = self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=own))
+            if trees is not None and trees.num_nodes:
+                found.append(trees)
+        return found
 
     def _where_it_pays(
         self, drafter: Drafter, found: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
     ) -> DraftLimits:
         """The limits, with a dear drafter wanted for those requests where it brings more than it takes."""
         without = self._budget_does(lambda budget: budget.preview(found, limits, batch, self._asking.ms))
-        if without is None or self._late.owes(drafter):
+        if without is None:
             return limits
         source, price = self._sources[id(drafter)], self._asking.prices[drafter.name]
         narrowed = functools.partial(self.worth.narrowed, limits, source, drafter.name, price, without, step)
         return self._budget_does(lambda budget: narrowed()) or limits
 
     def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
-        """What the drafter has for this batch at once: an answer that it owed, or one to the question put now."""
-        trees, is_owing = None, False
-        if self._late.owed:
-            trees, is_owing = self._collected(drafter, batch=batch), self._late.owes(drafter)
+        """The drafter's trees for this batch; None: nothing is wanted of it."""
         num_wanted = int(np.count_nonzero(limits.wanted(self._sources[id(drafter)])))
-        if is_owing or not num_wanted:
-            return trees
+        if not num_wanted:
+            return None
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        # one on a thread of its own was waited for no longer than that
-        is_free = drafter.is_in_step or drafter.may_block
-        limit_ms = math.inf if is_free else self._asking.limit_ms(batch.size)
+        limit_ms = math.inf if drafter.is_in_step else self._asking.limit_ms(batch.size)
         self._asking.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3, limit_ms)
-        if not isinstance(answer, TreeBatch) and isinstance(answer, Pending):
-            self._late.add(drafter, answer, batch)
-            return trees
         return self._sound(answer, batch)
-
-    def _collected(self, drafter: Drafter, *, batch: RequestBatch) -> TreeBatch | None:
-        """An answer that the drafter owed, as far as it holds; None: it owes none, or it is not ready."""
-        trees = self._late.collected(drafter, batch)
-        return None if trees is None else self._sound(trees, batch)
 
     def _sound(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
         """The trees in host memory. Raises: they are no trees over this batch."""

@@ -19,7 +19,6 @@ SCENARIOS = (
     "drafters",
     "decoupled",
     "ladder",
-    "hang",
     "soak",
     "bounds",
     "index",
@@ -121,7 +120,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 _ROWS = {
     **{"grpo": _epochs, "drafters": _drafters, "gpu first hour": _first_hour},
-    **dict.fromkeys(("index", "decoupled", "ladder", "hang", "soak", "bounds"), _plain),
+    **dict.fromkeys(("index", "decoupled", "ladder", "soak", "bounds"), _plain),
 }
 
 

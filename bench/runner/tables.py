@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .report import span
@@ -202,12 +202,6 @@ _LADDER: Columns = {
 }
 
 
-_HANG: Columns = {
-    **{name: field(name) for name in ("what", "part", "steps", "usual_ms", "longest_ms")},
-    "at most, ms": field("most_ms"),
-    "drafted": field("drafted"),
-    "tokens per step": field("tokens"),
-}
 _SOAK: Columns = {
     "what": field("name"),
     **{name: field(name) for name in ("first", "last")},
@@ -253,15 +247,6 @@ def _judged(row: Row, name: str) -> str:
     return f"{value:.2%}" if row["name"].startswith("memory") else f"{value:.10g}"
 
 
-def _parts(rows: Iterable[Row]) -> list[Row]:
-    """Of rows of `bench hang`, one for each part of a run."""
-    return [
-        {"what": row["what"], "part": name, **part, "most_ms": row["most_ms"] if name == "during" else None}
-        for row in rows
-        for name, part in row.get("parts", {}).items()
-    ]
-
-
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "decode": lambda run: table(run["rows"], _DECODE),
     "rollout": lambda run: table(run["rows"], _ROLLOUT),
@@ -271,7 +256,6 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "drafters": drafters_tables,
     "decoupled": _decoupled_table,
     "ladder": lambda run: table(run["rows"], _LADDER),
-    "hang": lambda run: table(_parts(run["rows"]), _HANG),
     "soak": lambda run: table(run["rows"], _SOAK),
     "bounds": lambda run: table(run["rows"], _BOUNDS),
     "index": lambda run: table(run["rows"], _INDEX),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -115,90 +114,6 @@ def test_a_running_engine_survives_what_errs_and_yields_the_same_tokens(
     # named at the first failure only
     assert caplog.text.count(f"{part} failed") == (part not in before)
     assert speculator.drafters == [survivor]
-
-
-class Hangs(Always):
-    """Does not come back until it is let go."""
-
-    name = "hangs"
-    may_block = True
-
-    def __init__(self) -> None:
-        super().__init__([7, 8])
-        self.is_asked, self.go, self.times, self.over = threading.Event(), threading.Event(), 0, set[str]()
-
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
-        self.times += 1
-        self.is_asked.set()
-        assert self.go.wait(60)
-        return super().propose(batch, limits)
-
-    def forget(self, request_id: str) -> None:
-        self.over.add(request_id)
-
-
-def test_an_engine_goes_on_while_a_drafter_hangs_and_drafts_when_it_is_back(ours: Engine) -> None:
-    """By the order of events alone: steps end while the drafter has not come back, and drafts come after it has."""
-    speculator, llm_engine, stats = ours.runner.spec_rollout, ours.llm.llm_engine, ours.runner.stats
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    prompts = {f"hangs-{i}": [9 + i, 40, 41] for i in range(3)}
-    speculator.budget = FixedBudget(4, 4)
-    speculator.replace_drafters([])
-    plain = ours.llm.generate([{"prompt_token_ids": own} for own in prompts.values()], params, use_tqdm=False)
-    drafter = Hangs()
-    speculator.guard.is_strict, before = False, dict(speculator.guard.failures)
-    speculator._asking, speculator.budget, speculator.backoff = Asking(0.01), FixedBudget(4, 4), Backoff()
-    speculator.replace_drafters([drafter])
-    told: dict[str, list[int]] = {}
-
-    def steps(count: int) -> None:
-        for _ in range(count):
-            for output in llm_engine.step():
-                told[output.request_id] = list(output.outputs[0].token_ids)
-
-    def until_asked() -> None:
-        while not drafter.is_asked.is_set():
-            steps(1)
-
-    def let_go() -> None:
-        drafter.go.set()
-        idle = threading.Event()
-        speculator.drafters[0]._tell(idle.set)  # type: ignore[attr-defined]
-        assert idle.wait(60)
-
-    try:
-        for name, own in prompts.items():
-            llm_engine.add_request(name, {"prompt_token_ids": own}, params)
-        steps(2)
-        assert drafter.is_asked.wait(60)
-        drafted, num_steps = stats.drafted, stats.steps
-        steps(8)
-        assert stats.steps == num_steps + 8 and stats.drafted == drafted and drafter.times == 1
-        let_go()
-        # as long as a loaded host may need
-        speculator._asking.share = 1000.0
-        steps(4)
-        assert stats.drafted > drafted and drafter.times > 1
-        speculator._asking.share = 0.01
-        drafter.go.clear()
-        drafter.is_asked.clear()
-        until_asked()
-        times = drafter.times
-        steps(8)
-        assert drafter.times == times and not drafter.go.is_set()
-        let_go()
-        while llm_engine.has_unfinished_requests():
-            steps(1)
-        steps(1)
-    finally:
-        drafter.go.set()
-        speculator.guard.is_strict, speculator._asking = True, Asking()
-    assert drafter.times > times and speculator.guard.failures == before
-    assert [told[name] for name in prompts] == [list(o.outputs[0].token_ids) for o in plain]
-    # who was late has heard of every ending
-    let_go()
-    assert {name.rpartition("-")[0] for name in drafter.over} >= set(prompts)
-    speculator.replace_drafters([])
 
 
 ROOT = Path(__file__).parents[2]

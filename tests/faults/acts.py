@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Callable
 
 from vllm import SamplingParams
@@ -12,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from tests.faults.breaking import HARMLESS, PATIENT_S, Broken, Errs, Hangs, Knowing, Reckless, drawn
+from tests.faults.breaking import HARMLESS, Broken, Errs, Knowing, Reckless, drawn
 from tests.faults.devices import prompted
 from tests.faults.hosts import MOST_DRAFTED, Asked, Engine
 from tests.faults.leftovers import KEPT, leftovers
@@ -90,25 +89,6 @@ class Scheduled(Engine):
 
     def _recover(self, chance: random.Random) -> None:
         self.broken.recover()
-
-    def _hang(self, chance: random.Random) -> None:
-        """From now on, or no longer; and it may come back with a mistake."""
-        if self.hangs is None:
-            return
-        if self.hangs.go.is_set():
-            self.hangs.go.clear()
-            return
-        self.hangs.mistake = chance.choice(("", *Hangs.MISTAKES))
-        if self.hangs.mistake:
-            self._expected_failures.add("drafter hangs")
-        self._let_go(self.hangs)
-
-    def _let_go(self, hangs: Hangs) -> None:
-        """It has done all that it was told when this returns, so that a seed says what happens."""
-        hangs.go.set()
-        done = threading.Event()
-        self._thread._calls.put(done.set)
-        assert done.wait(PATIENT_S)
 
     def _touch(self) -> None:
         self.runner.weights_version.touch()
@@ -212,8 +192,6 @@ class Scheduled(Engine):
     def _resume(self) -> None:
         """Nobody breaks anything more: whoever is well drafts, and drafts are met."""
         self.speculator.budget, self.clock.is_even = FixedBudget(MOST_DRAFTED, 8), True
-        if self.hangs is not None:
-            self._let_go(self.hangs)
         assert self.sound in self.speculator.drafters
         before = self.runner.stats.accepted
         self._ask_until(lambda: self.runner.stats.accepted > before, "drafting does not resume")
@@ -239,9 +217,6 @@ class Scheduled(Engine):
         for ending in self.runner.unfinished():
             self.speculator.finish(ending)
         self.speculator.close()
-        # whoever is on probation comes back and hears what it missed: then nothing is left of that
-        if self.hangs is not None:
-            self._thread._thread.join(PATIENT_S)
         failures = set(self.speculator.guard.failures)
         assert failures <= self._expected_failures, f"failed besides: {self.speculator.guard.failures}"
         assert not set(self.told) - set(self._expected), "more was told than ended"
@@ -260,7 +235,7 @@ class Scheduled(Engine):
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.num_blocks - 1, "blocks are lost"
         names = {name for one in self.asked for name in (one, one[: -len("-00000000")])}
-        roots = {"runner": self.runner, "scheduler": scheduler, "drafter": self.broken, "hangs": self.hangs}
+        roots = {"runner": self.runner, "scheduler": scheduler, "drafter": self.broken}
         if self.sink is not None:
             self._check_trace(self.sink)
         found = [path for path in leftovers(roots, names) if not KEPT.search(path)]

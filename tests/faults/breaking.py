@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -18,12 +17,10 @@ from tests.drafters import TreeByTree
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.trees import batch_of
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.drafters.base import Pending
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import (
     EMPTY_TREE,
     DraftLimits,
-    FinishedRequest,
     RequestBatch,
     RequestView,
     StepPlan,
@@ -63,7 +60,7 @@ def _is_gone(*_: Any) -> NoReturn:
 
 
 def _changed(change: Callable[[TreeBatch], Any]) -> Callable[..., Any]:
-    """Garbage made of a sound answer; what is asked of it, it can also owe."""
+    """Garbage made of a sound answer."""
     return lambda drafter, batch, limits: change(drafter.sound(batch, limits))
 
 
@@ -73,45 +70,15 @@ def _lying(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> TreeBat
     return replace(trees, token_ids=(trees.token_ids + 1) % drafter.vocab_size, log_q=np.zeros_like(trees.log_q))
 
 
-def _late(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> Pending:
-    return Owed(drafter.sound(batch, limits), int(drafter.rng.integers(1, 6)))
-
-
-def _late_and_broken(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> Pending:
-    return Owed(replace(drafter.sound(batch, limits), node_start=None), 2)  # type: ignore[arg-type]
-
-
-def _never(drafter: Broken, batch: RequestBatch, limits: DraftLimits) -> Pending:
-    return Owed(drafter.sound(batch, limits), 1 << 30)
-
-
-class Owed:
-    """An answer that comes after so many looks."""
-
-    def __init__(self, trees: TreeBatch, looks: int) -> None:
-        self._trees, self._looks = trees, looks
-
-    def is_ready(self) -> bool:
-        self._looks -= 1
-        return self._looks < 0
-
-    def collect(self) -> TreeBatch:
-        return self._trees
-
-
 def _filled(trees: TreeBatch, column: str, value: Any) -> TreeBatch:
     return replace(trees, **{column: np.full_like(getattr(trees, column), value)})
 
 
 DRAFTER_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     **{f"{method} raises": (method, _raises) for method in ("propose", "observe", "admit", "finish", "forget")},
-    "rollback raises": ("rollback", _raises),
     "ends the process": ("propose", _leaves),
     "dies": ("every method", _is_gone),
     "lies": ("propose", _lying),
-    "is late": ("propose", _late),
-    "is late, and broken": ("propose", _late_and_broken),
-    "never answers": ("propose", _never),
     "nothing": ("propose", lambda *_: None),
     "half a batch": ("propose", _changed(lambda trees: batch_of([EMPTY_TREE]))),
     "columns of nothing": ("propose", _changed(lambda trees: replace(trees, token_ids=None))),
@@ -127,11 +94,9 @@ DRAFTER_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 """fault -> the method in which it shows, and what that method does: raises, or answers."""
 
-HARMLESS = ("lies", "is late", "never answers")
+HARMLESS = ("lies",)
 """Faults for which nobody is switched off."""
-PATIENT_S = 60
-"""What nobody waits for unless a test fails."""
-_METHODS = ("propose", "observe", "admit", "finish", "forget", "rollback")
+_METHODS = ("propose", "observe", "admit", "finish", "forget")
 
 
 class Broken(TreeByTree):
@@ -171,48 +136,6 @@ class Broken(TreeByTree):
     # told, as drafters with something to keep are
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         assert len(result.num_accepted) == trees.num_requests
-
-
-class Hangs(TreeByTree):
-    """Drafts soundly, and waits in each call until it is let go; notes which requests it was told of.
-
-    Args:
-        sound: what it drafts with; it is asked on this one's own thread.
-    """
-
-    name, may_block = "hangs", True
-    MISTAKES = ("propose", "observe", "finish")
-
-    def __init__(self, sound: Knowing) -> None:
-        self._sound, self.go = sound, threading.Event()
-        self.go.set()
-        self.known: set[str] = set()
-        # the method at whose next call it fails, once
-        self.mistake = ""
-
-    def _does(self, method: str) -> None:
-        assert self.go.wait(PATIENT_S)
-        if self.mistake == method:
-            self.mistake = ""
-            raise RuntimeError("a mistake, late")
-
-    def admit(self, view: RequestView) -> None:
-        self._does("admit")
-        self.known.add(view.request_id)
-
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
-        self._does("propose")
-        return self._sound.propose(batch, limits)
-
-    def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
-        self._does("observe")
-
-    def finish(self, ending: FinishedRequest) -> None:
-        self._does("finish")
-
-    def forget(self, request_id: str) -> None:
-        self._does("forget")
-        self.known.discard(request_id)
 
 
 class Deaf(Listener):

@@ -18,7 +18,7 @@ import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
-from tests.faults.breaking import PATIENT_S, Broken, Deaf, Hangs, Knowing
+from tests.faults.breaking import Broken, Deaf, Knowing
 from tests.faults.devices import Device, RunnerV1, RunnerV2
 from tests.faults.schedule import Schedule
 from tests.faults.stand_ins import Background, Clock, Disk, Event, Grammars
@@ -37,7 +37,6 @@ from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.observe.timeline import TimelineListener
-from vllm_specrollout.own_thread import OnThread
 from vllm_specrollout.replay.records import Header
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, RequestView
@@ -112,12 +111,7 @@ class Engine:
         self.history = HistoryDrafter(history, MOST_DRAFTED, 2, store=store, cache=cache)
         drafters = [self.sound, self.broken, self.history, NgramDrafter(NgramConfig(), MOST_DRAFTED, 3)]
         own = self.schedule.chance("beside")
-        self.hangs = Hangs(Knowing(self._known_truth, VOCAB, seed + 2, source=4)) if own.random() < 0.3 else None
-        if self.hangs is not None:
-            go = self.hangs.go
-            self._thread = OnThread(self.hangs, lambda size: PATIENT_S * 1e3 if go.is_set() else 0.0, lambda: 0.0)
-            drafters.append(self._thread)
-        self.metrics = Metrics(("knowing 0", "broken", "history", "ngram", "hangs"))
+        self.metrics = Metrics(("knowing 0", "broken", "history", "ngram"))
         self._budget_name = chance.choice([name for name in OPTIONS if name != "off"])
         self.speculator = Speculator(
             drafters, self._budget(), vocab_size=VOCAB, guard=Guard(is_strict=False),
@@ -172,11 +166,6 @@ class Engine:
             return []
         return row.wanted.go_on(row.tokens[len(row.wanted.prompt) :], count, self.device.weights)
 
-    def _known_truth(self, view: RequestView, count: int) -> list[int]:
-        """What comes behind the request as it is shown, for who may be late."""
-        answer = view.token_ids[view.num_prompt_tokens :].tolist()
-        return self.asked[view.request_id].wanted.go_on(answer, count, self.device.weights)
-
     def _check(self, holds: bool, what: str) -> None:
         if not holds:
             self.violations.append(what)
@@ -191,8 +180,6 @@ class Engine:
         self.background.let()
         if self.speculator._asking.debts:
             self.seen.add("a drafter was in debt")
-        if self.hangs is not None and not self.hangs.go.is_set() and self.speculator._late.owes(self._thread):
-            self.seen.add("a drafter hung")
         deferred = None
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()

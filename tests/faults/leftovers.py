@@ -8,12 +8,11 @@ from typing import Any
 
 KEPT = re.compile(
     r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|step)\b|^scheduler\._report\b"
-    r"|_store\._(requests|memory|folder|kept)|cache\._(entries|problem_of)|_late\.owed"
-    r"|drafters\[\d\]\._owed\b|_(known|told)\b.*\._owed\b|listeners\[\d\]\._(ended|timeline)\b"
+    r"|_store\._(requests|memory|folder|kept)|cache\._(entries|problem_of)"
+    r"|listeners\[\d\]\._(ended|timeline)\b"
 )
-"""What remembers requests on purpose: the last step until the next one, a history its answers, and for each drafter
-that owes an answer, whose; the last answer of one on its own thread; and what traces and timelines tell of the last
-requests."""
+"""What remembers requests on purpose: the last step until the next one, a history its answers, and what traces and
+timelines tell of the last requests."""
 _OURS = ("vllm_specrollout", "tests.faults")
 _LEAVES = (str, bytes, int, float, bool, type(None))
 

@@ -11,8 +11,6 @@ from tests.faults.schedule import Schedule
 
 ON_HOSTS, ON_ENGINES = 100, 20
 """Schedules without an engine, and over one."""
-LEFT_OUT = ("hang",)
-"""What does not happen over an engine: nobody there is on a thread of its own."""
 ONE, TIMES = "SPECROLLOUT_SEED", "SPECROLLOUT_SCHEDULES"
 
 
@@ -28,7 +26,7 @@ def seeds(count: int, part: int = 0, parts: int = 1) -> list[int]:
 
 
 def over_engine(seed: int) -> Schedule:
-    return Schedule.of(seed, most=20, leave_out=LEFT_OUT)
+    return Schedule.of(seed, most=20)
 
 
 @contextlib.contextmanager

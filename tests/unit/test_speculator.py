@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from dataclasses import replace
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 
 from tests.drafters import Says, nothing_accepted, requests_of, views_of
-from tests.trees import batch_of, tree_of
 from vllm_specrollout.budgets.base import bounded
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
-from vllm_specrollout.drafters.base import Pending
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.speculator import Speculator
@@ -22,7 +18,6 @@ from vllm_specrollout.types import (
     FinishedRequest,
     FinishReason,
     RequestBatch,
-    RequestView,
     StepRecord,
     StepTiming,
     TreeBatch,
@@ -227,65 +222,6 @@ def test_a_budget_that_is_off_is_never_asked_for_limits():
 # --- the kinds of drafter that fit the protocol ----------------------------------------------------------------------
 
 
-class Later(Says):
-    """Asked now, collected later: an answer is ready after so many looks at it."""
-
-    def __init__(self, tokens, looks):
-        super().__init__("later", tokens)
-        self.looks = looks
-
-    def propose(self, batch, limits):
-        self.asked.append(list(batch.request_ids))
-        return _Ready(self.answer(batch, limits), self.looks)
-
-
-class _Ready:
-    def __init__(self, trees: TreeBatch, looks: int) -> None:
-        self.trees, self.looks = trees, looks
-
-    def is_ready(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def collect(self) -> TreeBatch:
-        return self.trees
-
-
-def grown(batch: RequestBatch, tokens: list[list[int]]) -> RequestBatch:
-    """The same requests, some tokens later."""
-    views = []
-    for view, more in zip(batch.views, tokens, strict=True):
-        token_ids = np.concatenate([view.token_ids, np.asarray(more, np.int32)])
-        views.append(RequestView(view.request_id, token_ids, view.num_prompt_tokens, view.max_new_tokens))
-    return RequestBatch.of(views)
-
-
-def test_an_answer_that_comes_later_is_used_as_far_as_it_still_holds():
-    drafter = Later([1, 2, 3, 4], looks=1)
-    speculator = Speculator([drafter], FixedBudget(8, 8))
-    batch = requests_of(3)
-    assert planned_tokens(speculator, batch) == [[], [], []]
-    # one went on as the tree said, one did not, and one stands where it stood
-    batch = grown(batch, [[1, 2], [1, 9], []])
-    assert planned_tokens(speculator, batch, 1) == [[3, 4], [], [1, 2, 3, 4]]
-    assert drafter.rolled_back == [("1", 4)]
-    assert len(drafter.asked) == 2
-
-
-def test_a_drafter_is_not_asked_again_while_it_owes_an_answer():
-    drafter = Later([1, 2], looks=5)
-    speculator = Speculator([drafter], FixedBudget(8, 8))
-    found = [planned_tokens(speculator, requests_of(1), step)[0] for step in range(4)]
-    assert found == [[], [], [], [1, 2]] and len(drafter.asked) == 2
-
-
-def test_requests_that_came_after_the_question_get_nothing_of_its_answer():
-    drafter = Later([1, 2], looks=1)
-    speculator = Speculator([drafter], FixedBudget(8, 8))
-    planned_tokens(speculator, requests_of(1))
-    assert planned_tokens(speculator, requests_of(2), 1) == [[1, 2], []]
-
-
 class OnDevice(Says):
     """Leaves its trees where it made them."""
 
@@ -305,71 +241,6 @@ class _Column:
 
 def test_a_drafter_may_leave_its_trees_on_a_device():
     assert planned_tokens(Speculator([OnDevice("device", [1, 2])], FixedBudget(8, 8)), requests_of(2)) == [[1, 2]] * 2
-
-
-def serve(pipe: Connection) -> None:
-    """The other process: a chain of what it is told for each request."""
-    while (question := pipe.recv()) is not None:
-        pipe.send([[token] * most for token, most in question])
-
-
-class Elsewhere(Says):
-    """Drafts in another process."""
-
-    def __init__(self) -> None:
-        super().__init__("elsewhere", [])
-        self.pipe, theirs = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-        self.process.start()
-
-    def propose(self, batch, limits):
-        wanted = zip(batch.request_ids, limits.max_nodes.tolist(), strict=True)
-        self.pipe.send([(int(name) + 5, most) for name, most in wanted])
-        return _Answer(self.pipe, batch.request_ids)
-
-
-class _Answer:
-    def __init__(self, pipe: Connection, request_ids) -> None:
-        self.pipe, self.request_ids = pipe, request_ids
-
-    def is_ready(self) -> bool:
-        return self.pipe.poll(20.0)
-
-    def collect(self) -> TreeBatch:
-        chains = [tree_of(range(-1, len(own) - 1), own, [0.5] * len(own)) for own in self.pipe.recv()]
-        return batch_of(chains, self.request_ids)
-
-
-def test_a_drafter_may_live_in_another_process():
-    drafter = Elsewhere()
-    try:
-        speculator = Speculator([drafter], FixedBudget(2, 2))
-        planned_tokens(speculator, requests_of(2))
-        assert planned_tokens(speculator, requests_of(2), 1) == [[5, 5], [6, 6]]
-    finally:
-        drafter.pipe.send(None)
-        drafter.process.join(20)
-    assert drafter.process.exitcode == 0
-
-
-def test_a_drafter_that_dies_while_it_owes_an_answer_owes_nothing():
-    class Fails(_Ready):
-        def collect(self):
-            raise EOFError("the other process is gone")
-
-    class Loses(Later):
-        def propose(self, batch, limits):
-            return Fails(empty_trees(batch.request_ids), 1)
-
-    speculator = Speculator([Loses([], 1)], FixedBudget(8, 8), guard=Guard(is_strict=False))
-    for step in range(3):
-        assert planned_tokens(speculator, requests_of(1), step) == [[]]
-    assert speculator.drafters == []
-
-
-def test_an_answer_on_its_way_is_told_apart_from_trees():
-    assert isinstance(_Ready(empty_trees([]), 0), Pending)
-    assert not isinstance(empty_trees([]), Pending)
 
 
 def test_what_is_no_answer_at_all_is_a_failure():

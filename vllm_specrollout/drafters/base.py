@@ -1,27 +1,15 @@
 """The one Protocol of all drafters. A drafter proposes; it never touches the engine's state.
 
-What belongs here: what a drafter is told, and the two ways in which it may answer. Four kinds fit: one that answers at
-once; one that is asked now and collected later; one whose trees lie on a device; one in another process.
+What belongs here: what a drafter is told, and how it answers. Its calls come from the engine's thread, and the step
+waits for each of them. A drafter that may wait for a disk, a network or another process therefore brings a thread of
+its own, and answers with what it has.
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, VerifyResult
-
-
-@runtime_checkable
-class Pending(Protocol):
-    """An answer on its way. Its drafter is not asked again before it was collected."""
-
-    def is_ready(self) -> bool:
-        """Whether `collect` answers at once. Never waits."""
-        ...
-
-    def collect(self) -> TreeBatch:
-        """The trees, over the requests that were asked for. Called once, when they are ready."""
-        ...
 
 
 class Drafter(Protocol):
@@ -32,9 +20,6 @@ class Drafter(Protocol):
     """Kinds of nodes that it tells apart, which hold differently often: its own index and those behind it."""
     works_ahead: bool
     """Whether it drafts in a process of its own between the steps: that it has nothing yet says nothing of it."""
-    may_block: bool
-    """Whether it may wait for something, such as a disk or a network: it is called on a thread of its own, and may be
-    late (own_thread.py). Its own answer is then always trees."""
     is_in_step: bool
     """Whether it runs passes of the target's own workers. Then all ranks must agree on it: it is not tried again after
     a failure. What it takes is the budget's to weigh, and no time limit holds for it."""
@@ -43,22 +28,16 @@ class Drafter(Protocol):
         """A request can be drafted for from now on. Called once per request, whatever the budget does."""
         ...
 
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | Pending:
-        """Trees over the batch's requests, in order; or what they can be collected from in a later step.
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        """Trees over the batch's requests, in order.
 
         A tree has at most `limits.max_nodes` nodes and `limits.max_depth` levels, is a chain where the limits say so,
         and has parents before their children. The columns are numpy arrays, or arrays on a device with `cpu()`.
-
-        An answer that is collected later is used as far as the request went on as its tree says.
         """
         ...
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         """What became of a step's trees, whichever drafter made them."""
-        ...
-
-    def rollback(self, request_id: str, num_tokens: int) -> None:
-        """The request did not go on as a late answer assumed: of that, its first `num_tokens` tokens hold."""
         ...
 
     def finish(self, ending: FinishedRequest) -> None:
@@ -80,7 +59,6 @@ class BaseDrafter:
 
     num_sources = 1
     works_ahead = False
-    may_block = False
     is_in_step = False
     is_resting = False
     """Whether it proposes nothing for now, and is not fed for it: another one does its work."""
@@ -90,9 +68,6 @@ class BaseDrafter:
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
         """Nothing to learn."""
-
-    def rollback(self, request_id: str, num_tokens: int) -> None:
-        """It assumes nothing."""
 
     def finish(self, ending: FinishedRequest) -> None:
         """Nothing outlives a request."""
