@@ -28,6 +28,7 @@ from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.probation import Probation
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepRecord, TreeBatch
 
 
@@ -106,7 +107,7 @@ def test_a_running_engine_survives_what_errs_and_yields_the_same_tokens(
     finally:
         speculator.guard.is_strict = True
         # it would be tried again in a later test
-        speculator.budget = FixedBudget(4, 4)
+        speculator.budget, speculator.probation = FixedBudget(4, 4), Probation()
     assert [list(o.outputs[0].token_ids) for o in drafted] == [list(o.outputs[0].token_ids) for o in plain]
     (stats,) = ours.llm.collective_rpc("spec_rollout_stats", kwargs={"reset": True})
     part = "budget" if fault == "budget" else "drafter errs"
