@@ -166,6 +166,9 @@ class _Rollout:
         used = self._used(group)
         ids: list[int] = []
         while queue and copies.size + len(ids) < setup.max_batch:
+            if self._winner[queue[0]] >= 0:
+                queue.popleft()  # it went back to the queue, and a copy elsewhere ended it meanwhile
+                continue
             needed = self._work.prompt + int(self._front[queue[0]]) + 1
             if used + needed > setup.kv_tokens and copies.size + len(ids) > 0:
                 break

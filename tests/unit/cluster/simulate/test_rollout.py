@@ -124,6 +124,13 @@ def test_the_running_curve_falls_from_all_to_none():
     assert running[0] == 3 and running[-1] == 0 and (np.diff(running) <= 0).all() and len(times) == 50
 
 
+def test_a_request_that_a_copy_ended_while_it_waited_again_does_not_come_back():
+    lengths = [14, 20, 13, 16, 24, 6, 53, 18, 6, 49, 29, 6, 42, 37, 42, 22, 15, 25]
+    tight = {"groups": 3, "methods": (DRAFTER, OTHER), "window": 1, "max_batch": 5, "kv_tokens": 40.0}
+    done = simulate(mixed(lengths, 1.0, 0.7927), setup(Mode.COUPLED, **tight, prefill_ms=0.01, racing=RACING), 69)
+    assert done.preempted > 0 and done.races_won > 0 and done.tokens == sum(lengths)
+
+
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=24),
