@@ -2,7 +2,7 @@
 the model that drafts.
 
 What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
-and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/history_calls.py`.
+and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/calls.py`.
 
 Each function comes twice: for engines that are called (`LLM`, `LLMEngine`), and, beginning with `a`, for engines that
 are awaited (`AsyncLLM`).

@@ -1,6 +1,6 @@
 """Going on with an answer that was interrupted: what a request says of it, and which requests cannot.
 
-What belongs here: what clients and the server need. How an engine takes such a request up is in `worker/resuming.py`.
+What belongs here: what clients and the server need. How an engine takes such a request up is in `worker/arriving.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ PROMPT, ANSWER = [5, 6, 7, 8], [9, 10]
 def growth_of_ids(count: int, num_bytes: int) -> float:
     """MiB by which memory grows with so many requests, each of them over before the next one comes."""
     # brings vLLM, which is no growth
-    from vllm_specrollout.worker.admission import Admission
-    from vllm_specrollout.worker.request import RequestState
+    from vllm_specrollout.worker.request import Admission, RequestState
 
     problems, tokens = Problems(), np.array(PROMPT + ANSWER, dtype=np.int32)
 

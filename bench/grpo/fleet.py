@@ -8,15 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..policy.tasks import Problem
 from ..runner.engines import WARM_UP_TOKENS, Engines, Report, sampling
 from ..runner.runs import Run, first_difference
 from .rows import EngineRun
-
-if TYPE_CHECKING:
-    from ..scenarios.grpo import Grpo
 
 _FIRST_BYTE = 5
 """Id of the tokenizer's first byte; the 256 bytes follow the special tokens, and the tasks are written without them."""
@@ -87,7 +84,7 @@ class Fleet(Engines):
     """The engines of some arms, all alive at once, one at work; a context manager."""
 
     def __init__(
-        self, arguments: dict[str, Any], report: Report, *, arms: Sequence[Arm], plan: Grpo, **common: Any
+        self, arguments: dict[str, Any], report: Report, *, arms: Sequence[Arm], plan: Any, **common: Any
     ) -> None:
         super().__init__(arguments, report, **common)
         self.arms, self._plan = tuple(arms), plan

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -20,9 +20,6 @@ from ..runner.runs import Run
 from .fleet import Arm, Fleet, Request, engine_run
 from .rows import StepRow
 from .trace import write_rollout
-
-if TYPE_CHECKING:
-    from ..scenarios.grpo import Grpo
 
 LIMIT = 1e-4
 """Largest difference of inflated logits, relative to the largest logit, both computed in float32."""
@@ -43,7 +40,7 @@ class Loop:
     """
 
     def __init__(
-        self, plan: Grpo, policy: Path, size: str | None, make_fleet: Callable[[Sequence[Arm]], Fleet], report: Report
+        self, plan: Any, policy: Path, size: str | None, make_fleet: Callable[[Sequence[Arm]], Fleet], report: Report
     ) -> None:
         import torch
         from transformers import AutoTokenizer
@@ -243,7 +240,7 @@ def inflation_error(small: Path, large: Path, prompts: Sequence[Sequence[int]]) 
     return error
 
 
-def num_units(plan: Grpo, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
+def num_units(plan: Any, arms: Sequence[Arm], variants: Sequence[Arm]) -> int:
     """Progress units that `Loop.run` reports: starts, rollouts, updates, pushes."""
     num_arms = len(arms) + len(variants)
     return num_arms + plan.num_steps * (num_arms + 1) + plan.num_steps - 1

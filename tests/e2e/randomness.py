@@ -11,7 +11,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.e2e.identity.engines import Engine
-from vllm_specrollout.worker.seeds import RequestSeeds
+from vllm_specrollout.worker.arriving import RequestSeeds
 
 _PROMPT = [9, 40, 41, 42, 9, 40, 41]
 

@@ -17,8 +17,8 @@ from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.decoupled.counter import HASHES, TAPE, NoiseKind
 from vllm_specrollout.decoupled.messages import Close, Drafts, Noise, Open, Verdict
 from vllm_specrollout.worker.streams.engine import StreamEngine
-from vllm_specrollout.worker.streams.sampler import choices_of
-from vllm_specrollout.worker.streams.step import Follow, StreamStep
+from vllm_specrollout.worker.streams.runner import choices_of
+from vllm_specrollout.worker.streams.scheduler import Follow, StreamStep
 
 PROMPT = [9, 40, 41, 42, 17, 5]
 # what a request with seed 3 draws on CPU

@@ -24,9 +24,9 @@ from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
-from vllm_specrollout.worker.admission import Desk
+from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
-from vllm_specrollout.worker.stats import Stats
+from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.v1.requests import RequestBook
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 from vllm_specrollout.worker.v1.runner import StepState as StepStateV1

@@ -16,8 +16,8 @@ from vllm.v1.request import Request
 from vllm_specrollout import envs
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.admission import Desk
 from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded
+from vllm_specrollout.worker.request import Desk
 
 PROMPT = [5, 6, 7, 8]
 

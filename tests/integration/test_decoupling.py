@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 
 from vllm_specrollout.config import DECOUPLED_SOURCES
 from vllm_specrollout.decoupled import segment
-from vllm_specrollout.worker import decoupling
-from vllm_specrollout.worker.target_noise import V1Noise
+from vllm_specrollout.worker.models import decoupled
+from vllm_specrollout.worker.models.decoupled import V1Noise
 
 
 def test_an_engine_removes_the_shared_memory_of_engines_that_were_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,10 +23,10 @@ def test_an_engine_removes_the_shared_memory_of_engines_that_were_killed(monkeyp
     config = SimpleNamespace(
         is_decoupled=True, decoupled=own, sources=DECOUPLED_SOURCES, speculative_config=None, devices=()
     )
-    monkeypatch.setattr(decoupling, "config_of", lambda _: config)
-    monkeypatch.setattr(decoupling, "is_first_rank", lambda: True)
+    monkeypatch.setattr(decoupled, "config_of", lambda _: config)
+    monkeypatch.setattr(decoupled, "is_first_rank", lambda: True)
     model: Any = SimpleNamespace(get_vocab_size=lambda: 50)
     runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
-    drafter = decoupling.begin(runner, V1Noise(runner))
+    drafter = decoupled.begin(runner, V1Noise(runner))
     assert drafter is not None and not drafter.links
     assert not left.exists()

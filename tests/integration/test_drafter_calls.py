@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.worker import drafter_calls
-from vllm_specrollout.worker.drafter_calls import DrafterMixin
+from vllm_specrollout.worker import calls
+from vllm_specrollout.worker.calls import DrafterMixin
 
 
 class Asleep:
@@ -44,7 +44,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         paths.append(path)
         return {"version": len(paths)}
 
-    monkeypatch.setattr(drafter_calls, "swap", swap)
+    monkeypatch.setattr(calls, "swap", swap)
     return paths
 
 
@@ -71,7 +71,7 @@ def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch
     def fails(runner: Any, path: Path, below: Path | None, *, is_new: bool) -> None:
         raise ConfigError(f"`{path}` holds no safetensors", "give another")
 
-    monkeypatch.setattr(drafter_calls, "swap", fails)
+    monkeypatch.setattr(calls, "swap", fails)
     worker = Worker()
     worker.sleep(2)
     worker.wake_up(None)
@@ -79,7 +79,7 @@ def test_a_drafter_whose_weights_are_gone_is_off(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_calls, "is_first_rank", lambda: True)
+    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
     worker = Worker()
     for call in (
         lambda: worker.attach_drafter("one", "ipc:///x"),
@@ -92,5 +92,5 @@ def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypa
 
 
 def test_ranks_that_do_not_draft_have_no_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_calls, "is_first_rank", lambda: False)
+    monkeypatch.setattr(calls, "is_first_rank", lambda: False)
     assert Worker().attach_drafter("one", "ipc:///x") == Worker().drafters_state() == {}

@@ -20,8 +20,8 @@ from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, FinishReason
-from vllm_specrollout.worker import history_calls
-from vllm_specrollout.worker.history_calls import TrainerMixin
+from vllm_specrollout.worker import calls
+from vllm_specrollout.worker.calls import TrainerMixin
 from vllm_specrollout.worker.tuning import TunableMixin
 
 
@@ -38,7 +38,7 @@ def ending(name: str) -> FinishedRequest:
 
 @pytest.fixture
 def speculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speculator:
-    monkeypatch.setattr(history_calls, "is_first_rank", lambda: True)
+    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
     drafter = HistoryDrafter(HistoryConfig(dir=str(tmp_path)))
     return Speculator([drafter], FixedBudget(8, 8), guard=Guard(is_strict=False))
 
@@ -161,5 +161,5 @@ def test_another_oracle_leaves_the_others_where_they_are(tmp_path: Path) -> None
 
 
 def test_ranks_that_do_not_draft_say_nothing_of_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_calls, "is_first_rank", lambda: False)
+    monkeypatch.setattr(calls, "is_first_rank", lambda: False)
     assert worker_of(Speculator([], FixedBudget(8, 8))).spec_rollout_health() == {}

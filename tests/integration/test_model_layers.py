@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.worker.proposing import check_layers
+from vllm_specrollout.worker.models.proposing import check_layers
 
 
 def runner(**windows: int | None) -> SimpleNamespace:

@@ -30,7 +30,7 @@ from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import DraftMode, RequestBatch, RequestView, StepTiming
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees
-from vllm_specrollout.worker.ranks import Ranks
+from vllm_specrollout.worker.models.drafter import Ranks
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 

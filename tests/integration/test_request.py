@@ -12,8 +12,7 @@ pytest.importorskip("vllm")
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.support import DraftMode
 from vllm_specrollout.types import FinishReason
-from vllm_specrollout.worker.admission import Admission
-from vllm_specrollout.worker.request import RequestState, external_name
+from vllm_specrollout.worker.request import Admission, RequestState, external_name
 
 TOKENS = np.arange(4, dtype=np.int32)
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from vllm_specrollout.worker.seeds import RequestSeeds
+from vllm_specrollout.worker.arriving import RequestSeeds
 
 
 def test_ranks_agree_and_engines_of_a_data_parallel_group_do_not() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_specrollout.worker.v1.warm_up import MOST_ROWS, MOST_S, products_of, warm_up
+from vllm_specrollout.worker.v1.worker import MOST_ROWS, MOST_S, products_of, warm_up
 
 
 class _Method:

@@ -14,8 +14,8 @@ from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import EMPTY_TREE, DraftMode, FinishReason, StepPlan
-from vllm_specrollout.worker.admission import Admission
 from vllm_specrollout.worker.drafting import Drafting
+from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
 from vllm_specrollout.worker.v2.inputs import filled
 

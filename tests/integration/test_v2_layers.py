@@ -28,8 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.v2.layers import layer_shape
-from vllm_specrollout.worker.v2.shape import model_shape
+from vllm_specrollout.worker.v2.shape import layer_shape, model_shape
 
 SIZES = dict(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 FULL = FullAttentionSpec(**SIZES)

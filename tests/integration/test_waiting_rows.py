@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
-from vllm_specrollout.worker import waiting_rows
-from vllm_specrollout.worker.waiting_rows import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models import waiting_rows
+from vllm_specrollout.worker.models.waiting_rows import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
 
 
 def rows(*requests: tuple[str, list[int]]) -> Rows:

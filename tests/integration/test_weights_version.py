@@ -20,10 +20,15 @@ from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.worker import adapters
+from vllm_specrollout.worker import weights_version
 from vllm_specrollout.worker.drafting import begin_step
-from vllm_specrollout.worker.fingerprint import MOST_ELEMENTS, MOST_PARAMETERS, Fingerprint
-from vllm_specrollout.worker.weights_version import WeightsMixin, WeightsVersion
+from vllm_specrollout.worker.weights_version import (
+    MOST_ELEMENTS,
+    MOST_PARAMETERS,
+    Fingerprint,
+    WeightsMixin,
+    WeightsVersion,
+)
 
 
 class Model(torch.nn.Module):
@@ -408,7 +413,7 @@ def test_an_adapter_that_requests_brought_may_be_replaced_too(worker: Worker) ->
 
 
 def test_many_adapters_on_demand_change_no_version(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "MOST_NAMES", 8)
+    monkeypatch.setattr(weights_version, "MOST_NAMES", 8)
     asked = [*range(1, 6), *range(1, 6), *range(1, 40)]
     acts = [lambda n=n: worker.add_lora(LoRARequest(f"adapter {n}", n, f"/adapters/{n}")) for n in asked]
     acts += [lambda: worker.add_lora(LoRARequest("first loaded so", 99, "/adapters/99", load_inplace=True))]

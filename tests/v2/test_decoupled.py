@@ -26,7 +26,7 @@ from vllm_specrollout.decoupled.child import Command
 from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.warm import WarmPool
-from vllm_specrollout.worker.placing import COUPLED
+from vllm_specrollout.worker.models.decoupled import COUPLED
 
 pytestmark = pytest.mark.nightly
 

@@ -77,7 +77,7 @@ def test_a_grammars_requests_are_masked_by_what_was_drafted_and_the_schedule_kee
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
 
-    from vllm_specrollout.worker.v2.grammar import drafted_schedule
+    from vllm_specrollout.worker.v2.scheduler import drafted_schedule
 
     schedule = SchedulerOutput.make_empty()
     schedule.scheduled_spec_decode_tokens = {"all": [-1] * 4, "some": [-1] * 4, "none": [-1] * 4, "free": [-1] * 4}

@@ -22,7 +22,7 @@ from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.launches import Key, watch
 from tests.v2.models import small_model
-from vllm_specrollout.worker.v2.warm_up import warm_up
+from vllm_specrollout.worker.v2.worker import warm_up
 
 KERNELS = (
     (tree_attention, "_attend"),

@@ -66,7 +66,7 @@ BINDINGS = (
     Binding(
         "swap",
         "owner._modules[name]",
-        "worker/swapping.py",
+        "worker/models/swapping.py",
         "while weights are loaded into a head: vLLM's reloading empties every module, the target's shared ones too",
     ),
     Binding(
@@ -105,24 +105,24 @@ BINDINGS = (
         "server/engine_args.py",
         "rows of drafts need larger graphs than rows of requests",
     ),
-    Binding("swap", "request.prompt_token_ids", "worker/resuming.py", "it ends where the answer so far begins"),
-    Binding("swap", "request.num_prompt_tokens", "worker/resuming.py", "the same"),
-    Binding("swap", "request.sampling_params", "worker/resuming.py", "limits of the whole answer, in a copy"),
-    Binding("swap", "request.max_tokens", "worker/resuming.py", "the same"),
-    Binding("swap", "request.prefill_stats", "worker/resuming.py", "vLLM would hold that a prompt caches no answer"),
+    Binding("swap", "request.prompt_token_ids", "worker/arriving.py", "it ends where the answer so far begins"),
+    Binding("swap", "request.num_prompt_tokens", "worker/arriving.py", "the same"),
+    Binding("swap", "request.sampling_params", "worker/arriving.py", "limits of the whole answer, in a copy"),
+    Binding("swap", "request.max_tokens", "worker/arriving.py", "the same"),
+    Binding("swap", "request.prefill_stats", "worker/arriving.py", "vLLM would hold that a prompt caches no answer"),
     Binding(
         "swap",
         "request.skip_reading_prefix_cache",
-        "worker/resuming.py",
+        "worker/arriving.py",
         "beside a KV connector, which holds that no more is cached than the prompt",
     ),
     Binding(
         "piggyback",
         "new.prefill_token_ids",
-        "worker/resuming.py",
+        "worker/arriving.py",
         "the answer so far; vLLM fills the field for its V2 runner alone",
     ),
-    Binding("piggyback", "setattr(output, ...)", "worker/resuming.py", "which new requests were begun elsewhere"),
+    Binding("piggyback", "setattr(output, ...)", "worker/arriving.py", "which new requests were begun elsewhere"),
     Binding(
         "piggyback",
         "setattr(output, ...)",
@@ -169,7 +169,7 @@ BINDINGS = (
     Binding(
         "piggyback",
         "setattr(output, _STEP, step)",
-        "worker/streams/step.py",
+        "worker/streams/scheduler.py",
         "the workers learn which trees a pass computes, and whose noise chooses",
     ),
     Binding(
@@ -187,8 +187,14 @@ BINDINGS = (
     Binding(
         "swap",
         "request.spec_decode_metrics",
-        "worker/request_metrics.py",
+        "worker/scheduler.py",
         "vLLM's has a place for as many accepted tokens as its `speculative_config` says: none",
+    ),
+    Binding(
+        "swap",
+        "self.spec_decode_metrics_level",
+        "worker/scheduler.py",
+        "the option `--per-request-spec-decode-metrics`, which vLLM drops where it has no `speculative_config`",
     ),
     *BINDINGS_V2,
 )

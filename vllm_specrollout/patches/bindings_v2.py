@@ -32,13 +32,13 @@ BINDINGS_V2 = (
     Binding(
         "swap",
         "self.speculator",
-        "worker/v2/modelled.py",
+        "worker/v2/proposer.py",
         "vLLM loads a model that drafts and gives it KV cache; in a step it must not run it by itself",
     ),
     Binding(
         "swap",
         "self.use_aux_hidden_state_outputs",
-        "worker/v2/modelled.py",
+        "worker/v2/proposer.py",
         "the layers' hidden states, for an EAGLE-3 head",
     ),
     Binding(
@@ -98,13 +98,13 @@ BINDINGS_V2 = (
     Binding(
         "wrap",
         "connector.prepare_output",
-        "worker/v2/experts.py",
+        "worker/v2/commit.py",
         "vLLM keeps a step's routing by its rows, and asks nobody which rows of a tree were accepted",
     ),
     Binding(
         "swap",
         "pending.token_starts",
-        "worker/v2/experts.py",
+        "worker/v2/commit.py",
         "where rows begin is the device's to say: scheduled ahead, vLLM takes room that stayed empty for computed",
     ),
     Binding(

@@ -8,7 +8,7 @@ what workers counted goes on to the frontend. What only V2 needs is in v2/schedu
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -26,10 +26,34 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.scheduling.lookahead import Ask, granted
 from vllm_specrollout.types import FinishReason
-from vllm_specrollout.worker.arriving import Arrivals
-from vllm_specrollout.worker.common import config_of, with_speculation
-from vllm_specrollout.worker.request_metrics import RequestMetricsMixin
-from vllm_specrollout.worker.resuming import mark
+from vllm_specrollout.worker.arriving import Arrivals, mark
+from vllm_specrollout.worker.common import REQUEST_METRICS_KEY, config_of, with_speculation
+
+_Base = Scheduler if TYPE_CHECKING else object
+
+
+class DraftedMetrics(RequestSpecDecodeMetrics):
+    """vLLM's, of steps with drafts alone: on the V2 runner there may be room that stays empty."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        if num_draft_tokens:
+            super().observe(num_draft_tokens, num_accepted, detailed)
+
+
+class RequestMetricsMixin(_Base):
+    """Mixed into vLLM's schedulers."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
+        self.spec_decode_metrics_level = vllm_config.additional_config.get(REQUEST_METRICS_KEY, "none")
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
+            request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
+
 
 logger = init_logger(__name__)
 

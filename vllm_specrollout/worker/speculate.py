@@ -1,17 +1,81 @@
-"""An engine's drafters, budget and listeners, made from its configuration; the same for both model runners."""
+"""Construction of an engine's speculator: drafters, budget and listeners; the same for both model runners."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
+from pathlib import Path
+
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_specrollout import drafters
 from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile
-from vllm_specrollout.worker.recording import recorder_of
-from vllm_specrollout.worker.vocabulary import vocabulary_of
+
+logger = init_logger(__name__)
+
+
+def vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
+    """The model's; its tokens are looked at only if answers are to be kept for other engines."""
+    model = vllm_config.model_config
+    config = config_of(vllm_config)
+    is_shared = "history" in config.drafters and bool(config.history.dir)
+    return Vocabulary(model.model, model.get_vocab_size(), _digest(vllm_config) if is_shared else "")
+
+
+def _digest(vllm_config: VllmConfig) -> str:
+    """Of all tokens and their ids; empty where there is no tokenizer."""
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return ""
+    try:
+        tokens = cached_tokenizer_from_config(model).get_vocab()
+    except Exception as error:  # a tokenizer is none of the engine's needs: its requests may come as token ids
+        logger.info("Spec rollout: no tokenizer, so histories are told apart by the vocabulary's size alone: %s", error)
+        return ""
+    listed = json.dumps(sorted(tokens.items(), key=lambda item: (item[1], item[0])))
+    return hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
+
+
+def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str) -> Recorder | None:
+    """Writes the engine's steps down, if the configuration says so; `runner` is `v1` or `v2`.
+
+    Raises:
+        TraceError: the file cannot be made.
+    """
+    if config.record is None or not is_first_rank():
+        return None
+    from vllm_specrollout.replay.files import ThreadSink
+    from vllm_specrollout.replay.records import Header
+
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    path = Path(config.record)
+    if parallel.data_parallel_size > 1:
+        # every engine of a data-parallel group writes its own
+        path = path.with_name(f"dp{parallel.data_parallel_rank}-{path.name}")
+    header = Header(
+        model=vllm_config.model_config.model,
+        runner=runner,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+        budget=config.budget,
+        drafters=config.sources,
+        max_draft_tokens=config.max_draft_tokens,
+        max_depth=config.max_depth,
+        shape=config.shape,
+    )
+    logger.info("Spec rollout: recording into %s", path)
+    return Recorder(header, ThreadSink(path), time.perf_counter)
 
 
 def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, Metrics]:

@@ -23,9 +23,9 @@ from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.trees.batch import joined
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.decoupling import attached
+from vllm_specrollout.worker.models.decoupled import attached
 from vllm_specrollout.worker.profiling import seed_from_profile
-from vllm_specrollout.worker.recording import recorder_of
+from vllm_specrollout.worker.speculate import recorder_of
 
 
 class ChangingOracle(BaseDrafter):

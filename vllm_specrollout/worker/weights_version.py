@@ -1,4 +1,4 @@
-"""How often the policy has changed: every way in which trainers bring new weights into a running engine.
+"""Version of the policy: every way in which trainers bring new weights into a running engine.
 
 Where vLLM is given weights, or an adapter in another's place, that is a change. What may only mean one (a sign from the
 scheduler, a call by name, waking up) has a few weights looked at before the next step: an empty sign changes nothing,
@@ -8,18 +8,145 @@ and a silent change is noticed.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_specrollout.worker.adapters import Adapters
-from vllm_specrollout.worker.fingerprint import Fingerprint
+import torch
+from vllm.logger import init_logger
+
+from vllm_specrollout.guard import CONTAINED
 from vllm_specrollout.worker.packed_weights import PackedWeights
 
-_Base: Any = object
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.worker.gpu_worker import Worker as _Base
+
+
+MOST_NAMES = 4096
+"""Names remembered, and numbers; those given first go first."""
+
+
+class Adapters:
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        # name -> (number, path) that it was given with last, and the other way round
+        self._by_name: dict[str, tuple[int, str]] = {}
+        self._names: dict[int, str] = {}
+        # numbers that were taken back
+        self._removed: dict[int, None] = {}
+
+    def given(self, request: Any, *, is_loaded: bool) -> bool:
+        """An adapter was added; whether it takes the place of another one.
+
+        Args:
+            request: vLLM's `LoRARequest`.
+            is_loaded: its number was loaded before it came: vLLM then keeps what it has, unless it is told to reload.
+        """
+        if is_loaded and not request.load_inplace:
+            return False
+        name, number, own = request.lora_name, request.lora_int_id, (request.lora_int_id, request.lora_path)
+        is_known = is_loaded or name in self._by_name or number in self._names or number in self._removed
+        is_back = (
+            self._by_name.get(name) == own
+            and self._names.get(number) == name
+            and number not in self._removed
+            and not request.load_inplace
+        )
+        self._removed.pop(number, None)
+        _remember(self._by_name, name, own)
+        _remember(self._names, number, name)
+        return is_known and not is_back
+
+    def removed(self, number: int, *, is_loaded: bool) -> None:
+        """An adapter is taken back: what comes under its number is another one."""
+        if is_loaded or number in self._names:
+            _remember(self._removed, number, None)
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > MOST_NAMES:
+        del known[next(iter(known))]
+
+
+logger = init_logger(__name__)
+
+MOST_PARAMETERS = 32
+MOST_ELEMENTS = 128  # of each
+
+
+class Fingerprint:
+    """One model's.
+
+    Args:
+        model: its parameters may be replaced later, but not renamed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        # where the parameters are that are looked at; none yet: it is not known which have elements
+        self._chosen: list[tuple[torch.nn.Module, str]] = []
+        self._has_told = False
+
+    def take(self) -> bytes:
+        """[16] bytes: equal ones mean equal weights, as far as was looked; takes a fraction of a millisecond."""
+        if not self._chosen:
+            own = [
+                (module, name)
+                for module in self._model.modules()
+                for name, parameter in module.named_parameters(recurse=False)
+                if _has_elements(parameter) and self._seen(parameter) is not None
+            ]
+            count = min(len(own), MOST_PARAMETERS)
+            self._chosen = [own[i * len(own) // count] for i in range(count)]
+        found = [getattr(module, name, None) for module, name in self._chosen]
+        parts = [
+            part
+            for parameter in found
+            if parameter is not None and _has_elements(parameter) and (part := self._seen(parameter)) is not None
+        ]
+        digest = hashlib.blake2b(digest_size=16)
+        # one transfer per device, however many parameters
+        for device in dict.fromkeys(part.device for part in parts):
+            digest.update(torch.cat([part for part in parts if part.device == device]).cpu().numpy().tobytes())
+        return digest.digest()
+
+    def _seen(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Some of its bytes; None: its tensors lack what is needed, as those of some quantised weights do."""
+        try:
+            return _some(parameter.data)
+        except CONTAINED as error:
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "Spec rollout: parameters of type %s cannot be looked at (%s). That such weights are written in "
+                    "place goes unnoticed; weights that come through vLLM are noticed all the same",
+                    type(parameter.data).__name__,
+                    error,
+                )
+            return None
+
+
+def _has_elements(parameter: torch.Tensor) -> bool:
+    # vLLM leaves empty ones behind where it has packed the weights
+    return parameter.numel() > 0 and parameter.device.type != "meta"
+
+
+def _some(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of at most MOST_ELEMENTS evenly spaced elements, in the order in which they lie in memory."""
+    step = max(values.numel() // MOST_ELEMENTS, 1)
+    some = values.as_strided((min(values.numel(), MOST_ELEMENTS),), (step,), values.storage_offset())
+    found = some.contiguous().view(torch.uint8)
+    if type(found) is not torch.Tensor:
+        raise TypeError(f"a part of it is no plain tensor, but a {type(found).__name__}")
+    return found
+
+
+_Base: Any = object
 
 _NAMES = re.compile("update|refit|load|weight", re.IGNORECASE)
 """In the names of methods by which trainers bring weights."""

@@ -78,7 +78,7 @@ def silent(right):
     return proposes
 
 
-@fault("a model's drafts are lost", "vllm_specrollout.worker.model_drafter")
+@fault("a model's drafts are lost", "vllm_specrollout.worker.models.drafter")
 def _(module):
     instead(module.ModelDrafter, "propose", silent)
 

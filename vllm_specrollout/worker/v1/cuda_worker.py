@@ -7,13 +7,10 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.drafter_calls import DrafterMixin
-from vllm_specrollout.worker.explaining import ExplainsMixin
-from vllm_specrollout.worker.history_calls import TrainerMixin
 from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cuda_runner import SpecRolloutCUDARunner
-from vllm_specrollout.worker.v1.reporting import StatsMixin
 
 
 class SpecRolloutCUDAWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, Worker):

@@ -18,7 +18,7 @@ from vllm_specrollout.decoupled.received import NONE_OF_THEM
 from vllm_specrollout.drafters.sharpness import GREEDY
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
-from vllm_specrollout.worker.model_drafter import ModelDrafter
+from vllm_specrollout.worker.models.drafter import ModelDrafter
 
 
 @dataclass(slots=True)

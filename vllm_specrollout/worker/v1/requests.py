@@ -19,8 +19,7 @@ from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView, TreeBatch
 from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
-from vllm_specrollout.worker.admission import Admission, Desk
-from vllm_specrollout.worker.request import RequestState
+from vllm_specrollout.worker.request import Admission, Desk, RequestState
 from vllm_specrollout.worker.v1.sampler import ExponentialTapeSampler, TapeTopKTopPSampler
 
 Tape = SeedTape | VectorTape[torch.Tensor]

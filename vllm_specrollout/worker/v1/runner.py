@@ -29,19 +29,17 @@ from vllm_specrollout.types import (
     TreeBatch,
     empty_trees,
 )
-from vllm_specrollout.worker import decoupling
-from vllm_specrollout.worker.common import CHAIN_ASKED, ROWS_FOR_DRAFTS, config_of
+from vllm_specrollout.worker.arriving import fill_in
+from vllm_specrollout.worker.common import CHAIN_ASKED, ROWS_FOR_DRAFTS, Stats, config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, drafted_tokens, scheduled_trees
-from vllm_specrollout.worker.model_drafter import ModelDrafter, tell
-from vllm_specrollout.worker.resuming import fill_in
+from vllm_specrollout.worker.models import decoupled
+from vllm_specrollout.worker.models.decoupled import V1Noise
+from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
-from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.target_noise import V1Noise
-from vllm_specrollout.worker.v1.feeding import feed, model_drafter_of, plain_processors
-from vllm_specrollout.worker.v1.processors import are_builtin
+from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.requests import Noise, RequestBook
-from vllm_specrollout.worker.v1.sampler import Sampled, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.sampler import Sampled, are_builtin, row_layout, sample_drafts
 
 logger = init_logger(__name__)
 _Base = GPUModelRunner if TYPE_CHECKING else object
@@ -84,7 +82,7 @@ class SpecRolloutV1(_Base):
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
         self.model_drafter: ModelDrafter | None = None
-        self.remote = decoupling.begin(self, V1Noise(self))
+        self.remote = decoupled.begin(self, V1Noise(self))
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +101,7 @@ class SpecRolloutV1(_Base):
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way
-        decoupling.join(self)
+        decoupled.join(self)
         if self.shape[0] is not DraftMode.TREE:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])

@@ -2,33 +2,86 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of, with_model
-from vllm_specrollout.worker.decoupling import keep_off
-from vllm_specrollout.worker.drafter_calls import DrafterMixin
-from vllm_specrollout.worker.explaining import ExplainsMixin
-from vllm_specrollout.worker.history_calls import TrainerMixin
+from vllm_specrollout.worker.models.decoupled import keep_off
 from vllm_specrollout.worker.rows import HeadShape, RowsAlike, attention_alike, linear_alike_from
 from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.matching import MatchingMixin
-from vllm_specrollout.worker.v1.reporting import StatsMixin
-from vllm_specrollout.worker.v1.warm_up import products_of, warm_up
 
 logger = init_logger(__name__)
+
+MOST_ROWS = 160
+"""oneDNN keeps 1,024 products, and a model has four to six kinds of them."""
+MOST_S = 2.0
+"""Seconds that starting may take longer. A model that is too large for that hardly notices a compilation."""
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def warm_up(
+    model: torch.nn.Module, dtype: torch.dtype, most_rows: int, clock: Callable[[], float] = time.perf_counter
+) -> int:
+    """Run each kind of product once for 1, 2, 3, ... rows; returns the most rows that there was time for.
+
+    Args:
+        dtype: of the hidden states.
+        most_rows: that a step can have.
+    """
+    end = clock() + MOST_S
+    products = list(products_of(model))
+    with torch.inference_mode():
+        for rows in range(1, min(most_rows, MOST_ROWS) + 1):
+            if clock() >= end:
+                return rows - 1
+            try:
+                for width, product in products:
+                    product(torch.zeros(rows, width, dtype=dtype))
+            except Exception as error:  # of a layer that wants more than its input: it is compiled in its first step
+                logger.info("Spec rollout: products are not compiled in advance: %s", error)
+                return rows - 1
+    return min(most_rows, MOST_ROWS)
+
+
+def products_of(model: torch.nn.Module) -> Iterator[tuple[int, Product]]:
+    """Width of the input, and the product, of one layer of each kind: layers of one shape share their kernels."""
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            width, height = module.input_size_per_partition, module.output_size_per_partition
+        elif isinstance(module, ParallelLMHead):
+            width, height = module.embedding_dim, module.num_embeddings_per_partition
+        else:
+            continue
+        method = module.quant_method
+        bias = getattr(module, "bias", None)
+        kind = (type(method), width, height, bias is None)
+        if method is not None and kind not in seen:
+            seen.add(kind)
+            yield width, _product(module, bias)
+
+
+def _product(module: torch.nn.Module, bias: torch.Tensor | None) -> Product:
+    return lambda x: module.quant_method.apply(module, x, bias)
 
 
 class SpecRolloutCPUWorker(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,18 +20,15 @@ from vllm_specrollout.kernels.tree_attention.launch import Tile
 from vllm_specrollout.kernels.tree_attention.warm_up import warm_up
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
-if TYPE_CHECKING:
-    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
-
-def install_tree_attention(runner: SpecRolloutV2) -> None:
+def install_tree_attention(runner: Any) -> None:
     """Wrap the implementation of every layer; all of them were found to be the kernel's to compute (layers.py)."""
     kind = HostTreeAttention if runner.device.type == "cpu" else TreeAttention
     for layer in attention_layers(runner):
         layer.impl = kind(layer.impl, runner.inputs)
 
 
-def attention_layers(runner: SpecRolloutV2) -> Iterator[Any]:
+def attention_layers(runner: Any) -> Iterator[Any]:
     """vLLM's attention layers, those that share another one's KV cache included."""
     for group in itertools.chain.from_iterable(runner.attn_groups):
         for name in group.layer_names:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
@@ -28,9 +28,6 @@ from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.inputs import TreeInputs
-
-if TYPE_CHECKING:
-    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 logger = init_logger(__name__)
 
@@ -43,7 +40,7 @@ def draft_sizes(max_draft_tokens: int) -> list[int]:
     return sizes
 
 
-def plans_for(runner: SpecRolloutV2) -> tuple[GraphPlan | None, GraphPlan | None]:
+def plans_for(runner: Any) -> tuple[GraphPlan | None, GraphPlan | None]:
     """The buckets to capture for chains and for trees; None: those steps get none.
 
     Trees get the larger half of `max_graphs`: without a bucket their attention costs most. A chain is no longer than a
@@ -65,7 +62,7 @@ def plans_for(runner: SpecRolloutV2) -> tuple[GraphPlan | None, GraphPlan | None
     return _plan(runner, longest, most - for_trees), _plan(runner, runner.max_draft_tokens, for_trees)
 
 
-def _plan(runner: SpecRolloutV2, most_drafted: int, limit: int) -> GraphPlan | None:
+def _plan(runner: Any, most_drafted: int, limit: int) -> GraphPlan | None:
     config = runner.compilation_config
     # no step with drafts has a single row
     sizes = [size for size in config.cudagraph_capture_sizes or () if size > 1]
@@ -86,7 +83,7 @@ def _plan(runner: SpecRolloutV2, most_drafted: int, limit: int) -> GraphPlan | N
 class Buckets(ModelCudaGraphManager):
     """One set of buckets."""
 
-    def __init__(self, runner: SpecRolloutV2, plan: GraphPlan) -> None:
+    def __init__(self, runner: Any, plan: GraphPlan) -> None:
         self.plan = plan
         super().__init__(
             runner.vllm_config,
@@ -125,7 +122,7 @@ class DraftGraphs:
         self.chains: Buckets | None = None
         self.trees: Buckets | None = None
 
-    def capture(self, runner: SpecRolloutV2) -> None:
+    def capture(self, runner: Any) -> None:
         """Capture every bucket."""
         chains, trees = plans_for(runner)
         if chains is None and trees is None:
@@ -137,7 +134,7 @@ class DraftGraphs:
             self.chains = _captured(runner, chains, "chains")
 
     @contextmanager
-    def chosen_from(self, runner: SpecRolloutV2) -> Iterator[None]:
+    def chosen_from(self, runner: Any) -> Iterator[None]:
         """Meanwhile they stand in the place of the runner's own."""
         self.stock, runner.cudagraph_manager = runner.cudagraph_manager, self
         try:
@@ -180,7 +177,7 @@ def _uncaptured(
     )
 
 
-def _captured(runner: SpecRolloutV2, plan: GraphPlan | None, what: str) -> Buckets | None:
+def _captured(runner: Any, plan: GraphPlan | None, what: str) -> Buckets | None:
     """One set of buckets; those of trees with no nodes in them: any may stand there later."""
     if plan is None:
         return None

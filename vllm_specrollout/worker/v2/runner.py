@@ -25,23 +25,19 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import DraftMode, FinishedRequest
-from vllm_specrollout.worker.admission import Desk
-from vllm_specrollout.worker.arriving import is_unseeded
-from vllm_specrollout.worker.common import config_of
+from vllm_specrollout.worker.arriving import is_unseeded, resumed_of
+from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step, drafted_tokens
-from vllm_specrollout.worker.model_drafter import ModelDrafter
-from vllm_specrollout.worker.resuming import resumed_of
+from vllm_specrollout.worker.models.drafter import ModelDrafter
+from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
-from vllm_specrollout.worker.stats import Stats
 from vllm_specrollout.worker.v2.attention import install_tree_attention
-from vllm_specrollout.worker.v2.commit import SlotMover
-from vllm_specrollout.worker.v2.experts import RoutedExperts
-from vllm_specrollout.worker.v2.grammar import with_masks_for_drafts
+from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
 from vllm_specrollout.worker.v2.graphs import DraftGraphs
-from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState
-from vllm_specrollout.worker.v2.in_flight import tokens_of
+from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
 from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
+from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
 from vllm_specrollout.worker.weights_version import WeightsVersion

@@ -4,22 +4,116 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
+)
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_specrollout.kernels.tree_attention.launch import MAX_HEAD_SIZE
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.v2.layers import layer_shape, spec_shape, specs_of
 
-if TYPE_CHECKING:
-    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+_BACKENDS = frozenset(
+    backend.get_path()
+    for backend in (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.CPU_ATTN)
+)
+# what vLLM's compiler can make an attention layer write instead of its result
+_OUTPUT_QUANT_KEYS = (kFp8StaticTensorSym, kNvfp4Dynamic)
+
+
+def specs_of(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
+    """The caches of one group, a model's that drafts among them: alike but for their sizes."""
+    return tuple(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
+def spec_shape(spec: KVCacheSpec) -> tuple[DraftMode, str]:
+    """What one KV cache allows at most, whatever reads it."""
+    if isinstance(spec, MambaSpec):
+        return DraftMode.OFF, "recurrent layers: a rejected token cannot be taken back"
+    if not isinstance(spec, AttentionSpec):
+        return DraftMode.OFF, f"nothing is known of {type(spec).__name__}"
+    if isinstance(spec, CircularBufferSpec) or spec.tokens_per_state != 1:
+        return DraftMode.OFF, "compressed KV caches: a rejected token cannot be taken back"
+    if getattr(spec, "non_causal", False):
+        return DraftMode.OFF, "rows attend to what follows them: they would see drafts"
+    return DraftMode.TREE, ""
+
+
+def layer_shape(impl: Any, spec: KVCacheSpec, backend: type, config: VllmConfig) -> tuple[DraftMode, str]:
+    """What may be drafted beside one attention layer, and why not more.
+
+    Args:
+        impl: vLLM's implementation of the layer; None if it has none.
+        spec: its KV cache.
+        backend: its attention backend's class.
+        config: the engine's.
+    """
+    shape, reason = spec_shape(spec)
+    if shape is DraftMode.OFF:
+        return shape, reason
+    reason = next(_of_cache(impl, spec, backend, config), "") or next(_of_attention(impl, spec, config), "")
+    return (DraftMode.CHAIN, reason) if reason else (DraftMode.TREE, "")
+
+
+def _of_cache(impl: Any, spec: Any, backend: type, config: VllmConfig) -> Iterator[str]:
+    """Why the kernel does not read the layer's KV cache as vLLM does."""
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        yield "multi-head latent attention has no tree kernel"
+    elif type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        yield f"no tree kernel for {type(spec).__name__}"
+    # by its place, not its name: a backend derived from a known one goes by the same name
+    path = f"{backend.__module__}.{backend.__qualname__}"
+    if impl is None or path not in _BACKENDS:
+        yield f"no tree kernel beside the attention backend {backend.__qualname__}"
+        return
+    dtype = config.model_config.dtype
+    modes = {spec.kv_quant_mode, get_kv_quant_mode(impl.kv_cache_dtype)}
+    if modes != {KVQuantMode.NONE} or spec.dtype != dtype:
+        yield f"a KV cache of {impl.kv_cache_dtype}: the tree kernel reads none but of the model's own type"
+    if not spec.head_size == spec.head_size_v == impl.head_size:
+        yield f"keys of {spec.head_size} elements and values of {spec.head_size_v}"
+    if spec.head_size > MAX_HEAD_SIZE:
+        yield f"heads of {spec.head_size} elements, where the tree kernel takes {MAX_HEAD_SIZE}"
+    if spec.state_content_bytes is not None or spec.num_heads != spec.num_kv_heads:
+        yield "a packed KV cache has no tree kernel"
+
+
+def _of_attention(impl: Any, spec: Any, config: VllmConfig) -> Iterator[str]:
+    """Why the kernel would compute something else than the layer."""
+    if impl.alibi_slopes is not None:
+        yield "ALiBi has no tree kernel"
+    if impl.sinks is not None:
+        yield "attention sinks have no tree kernel"
+    if getattr(impl, "chunk_lookback", -1) > -1 or getattr(spec, "attention_chunk_size", None) is not None:
+        yield "attention in chunks has no tree kernel"
+    if config.model_config.rswa_window is not None:
+        yield "R-SWA, a window that spares the prompt, has no tree kernel"
+    if config.compilation_config.pass_config.fuse_attn_quant and any(
+        impl.fused_output_quant_supported(key) for key in _OUTPUT_QUANT_KEYS
+    ):
+        yield "the compiler quantises what attention writes (`fuse_attn_quant`)"
+
 
 _STRICTEST_FIRST = (DraftMode.OFF, DraftMode.CHAIN, DraftMode.TREE)
 
 
-def model_shape(runner: SpecRolloutV2) -> tuple[DraftMode, str]:
+def model_shape(runner: Any) -> tuple[DraftMode, str]:
     """What may be drafted for the loaded model, and why not more."""
     if runner.is_encoder_decoder or runner.supports_mm_inputs or runner.uses_inputs_embeds:
         return DraftMode.OFF, "encoder-decoder or multimodal model, or prompt embeddings"
@@ -44,7 +138,7 @@ def model_shape(runner: SpecRolloutV2) -> tuple[DraftMode, str]:
     return min(found, key=lambda shape_and_reason: _STRICTEST_FIRST.index(shape_and_reason[0]))
 
 
-def _group_shapes(runner: SpecRolloutV2, group: AttentionGroup) -> Iterator[tuple[DraftMode, str]]:
+def _group_shapes(runner: Any, group: AttentionGroup) -> Iterator[tuple[DraftMode, str]]:
     """What may be drafted beside each layer of those that share an attention backend."""
     sizes = {builder.kv_cache_spec.block_size for builder in group.metadata_builders}
     if sizes - {group.kv_cache_spec.block_size}:

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.mixed_workers import check_runner
-from vllm_specrollout.worker import decoupling
-from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.drafter_calls import DrafterMixin
-from vllm_specrollout.worker.explaining import ExplainsMixin
-from vllm_specrollout.worker.history_calls import TrainerMixin
-from vllm_specrollout.worker.stats import Stats
-from vllm_specrollout.worker.target_noise import V2Noise
+from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, TrainerMixin
+from vllm_specrollout.worker.common import Stats, config_of
+from vllm_specrollout.worker.models import decoupled
+from vllm_specrollout.worker.models.decoupled import V2Noise
 from vllm_specrollout.worker.tuning import TunableMixin
+from vllm_specrollout.worker.v2.attention import attention_layers
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -27,6 +27,22 @@ if TYPE_CHECKING:
     _Base = WorkerBase
 else:
     _Base = object
+
+
+@torch.inference_mode()
+def warm_up(runner: SpecRolloutV2) -> None:
+    """After the KV cache is set up, and before graphs are captured."""
+    if runner.shape[0] is DraftMode.OFF:
+        return
+    runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device)
+    if runner.mover is None:
+        return
+    runner.mover.warm_up(1 + runner.max_draft_tokens)
+    if runner.experts is not None:
+        runner.experts.warm_up(1 + runner.max_draft_tokens)
+    block_table = runner.block_tables.input_block_tables[0][:1]
+    for layer in attention_layers(runner):
+        layer.impl.warm_up(layer, runner.dtype, block_table)
 
 
 @contextmanager
@@ -40,7 +56,7 @@ def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> I
     ours = SpecRolloutV2
     if has_model:
         # what it imports of vLLM's has other names in other versions, where no model drafts
-        from vllm_specrollout.worker.v2.modelled import ModelledV2 as ours
+        from vllm_specrollout.worker.v2.proposer import ModelledV2 as ours
     module = importlib.import_module(module_name)
     stock = getattr(module, class_name)
     found = type("SpecRolloutRunner", (ours, stock), {})
@@ -64,21 +80,20 @@ class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin,
                 "unset `VLLM_USE_V2_MODEL_RUNNER`",
             )
         config = config_of(self.vllm_config)
-        decoupling.keep_off(config)
+        decoupled.keep_off(config)
         with _runner_replaced(*self.runner_class, has_model=config.coupled_model is not None) as ours:
             super().init_device()
         check_runner(self, ours)
         # vLLM loads the target next; they get ready meanwhile
-        self.model_runner.remote = decoupling.begin(self.model_runner, V2Noise(self.model_runner))
+        self.model_runner.remote = decoupled.begin(self.model_runner, V2Noise(self.model_runner))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        from vllm_specrollout.worker.v2.warm_up import warm_up
 
         # before vLLM's own, after which it looks out for kernels that are compiled late; with or without graphs
         warm_up(self.model_runner)
         times = super().compile_or_warm_up_model()
         # last of all, since it may wait: other ranks have nothing left to do with this one
-        decoupling.join(self.model_runner)
+        decoupled.join(self.model_runner)
         return times
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Models that draft in processes of their own, as the target's runner sees them: begun with the engine, or attached."""
+"""Models that draft in processes of their own, as the target's runner sees them: begun with the engine, or attached.
+
+With `placement: auto` a duel finds whether a model drafts faster in the target's steps or beside them. A drafter
+elsewhere is told how tokens of the target's requests are chosen, and with which noise.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
+from vllm_specrollout.budgets.base import Backoff, Budget
+from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
-from vllm_specrollout.decoupled.following import TargetNoise
+from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
+from vllm_specrollout.decoupled.duel import Duel
+from vllm_specrollout.decoupled.following import Sampling, TargetNoise
+from vllm_specrollout.decoupled.messages import Noise
 from vllm_specrollout.decoupled.reconfigure import Reconfigurer
 from vllm_specrollout.decoupled.replanning import Replanning
 from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
@@ -21,8 +32,124 @@ from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
+from vllm_specrollout.patches import features
+from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
+from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.common import config_of, is_first_rank
+from vllm_specrollout.worker.models.drafter import ModelDrafter
+
+
+class V1Noise:
+    """What the V1 runner on CPU knows of its requests.
+
+    Args:
+        runner: our V1 runner.
+    """
+
+    kind = TAPE
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def sampling(self, request_id: str) -> Sampling:
+        entry = self._entry(request_id)
+        if entry.is_greedy:
+            return Sampling(0.0)
+        params = entry.state.sampling_params
+        return Sampling(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+
+    def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
+        tape = self._entry(request_id).tape
+        if not isinstance(tape, SeedTape):
+            return np.zeros(0, dtype=np.int64)
+        return tape.peek(count).copy()
+
+    def _entry(self, request_id: str) -> Any:
+        return self._runner.book.get(self._runner.requests[request_id])
+
+
+class V2Noise:
+    """What the V2 runner knows of its requests: vLLM's own copies on the host, so no step waits for the device.
+
+    Args:
+        runner: our V2 runner.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.kind = NoiseKind(Noise.COUNTER, features.installed().v2_noise)
+
+    def sampling(self, request_id: str) -> Sampling:
+        row, states = self._row(request_id), self._runner.sampler.sampling_states
+        temperature, top_k = float(states.temperature.np[row]), int(states.top_k.np[row])
+        if temperature == 0.0:
+            return Sampling(0.0)
+        # vLLM writes the whole vocabulary where a request has no such limit
+        top_k = 0 if top_k == states.vocab_size else top_k
+        return Sampling(temperature, top_k, float(states.top_p.np[row]), float(states.min_p.np[row]))
+
+    def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
+        row, states = self._row(request_id), self._runner.sampler.sampling_states
+        if states.temperature.np[row] == 0.0:
+            return np.zeros(0, dtype=np.int64)
+        return states.seeds.np[row : row + 1].astype(np.int64)
+
+    def _row(self, request_id: str) -> int:
+        row: int = self._runner.req_states.req_id_to_index[request_id]
+        return row
+
+
+COUPLED, DECOUPLED = 0, 1
+
+
+class Placing(Listener):
+    """Tells the duel what steps took, and does what it says.
+
+    Args:
+        runner: ours, with a model that drafts here, and drafters elsewhere.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        config = config_of(runner.vllm_config)
+        self.duel = Duel()
+        self.now, self.changes = COUPLED, 0
+        self._speculator = runner.spec_rollout
+        self._here: ModelDrafter = runner.model_drafter
+        self._elsewhere: DecoupledDrafter = runner.remote
+        # of the target: all of them, and those beside the drafters; empty: nothing moves
+        self._cores = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
+        self._own_cores = own_cores(config, self._cores)
+        # steps take another time on fewer cores, and drafts cost something else: each arrangement learns for itself
+        self._budgets = [runner.spec_rollout.budget, make_budget(config)]
+        self._elsewhere.rest(True)
+
+    def stepped(self, record: StepRecord) -> None:
+        timing = record.timing
+        is_there = any(link.is_there for link in self._elsewhere.links.values())
+        if not is_there or self._here not in self._speculator.drafters:
+            self.arrange(DECOUPLED if is_there else COUPLED)
+            return
+        if timing is not None and timing.is_decode_only:
+            self.duel.step(timing.batch, timing.tokens, timing.step_ms / 1e3)
+        self.arrange(self.duel.choice)
+
+    def renew(self, budget: Budget) -> None:
+        """A budget for the arrangement that is not used now; the speculator has the other one."""
+        self._budgets[1 - self.now] = budget
+
+    def arrange(self, arrangement: int) -> None:
+        """From the next step on, the model drafts here or elsewhere."""
+        if arrangement == self.now:
+            return
+        self._budgets[self.now] = self._speculator.budget
+        self.now, self.changes = arrangement, self.changes + 1
+        self._here.is_resting = arrangement == DECOUPLED
+        self._elsewhere.rest(arrangement == COUPLED)
+        self._speculator.budget = self._budgets[arrangement]
+        self._speculator.backoff = Backoff()
+        if self._own_cores:
+            use_cores(self._own_cores if arrangement == DECOUPLED else self._cores)
+
 
 logger = init_logger(__name__)
 
@@ -156,7 +283,6 @@ def join(runner: Any) -> None:
         runner.spec_rollout.listeners.append(runner.replanning)
     if runner.model_drafter is not None:
         # imported late: it needs this module
-        from vllm_specrollout.worker.placing import Placing
 
         runner.placing = Placing(runner)
         runner.spec_rollout.listeners.append(runner.placing)

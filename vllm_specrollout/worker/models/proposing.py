@@ -17,8 +17,8 @@ import torch
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import RequestView
-from vllm_specrollout.worker.admission import Admission
-from vllm_specrollout.worker.waiting_rows import Rows
+from vllm_specrollout.worker.models.waiting_rows import Rows
+from vllm_specrollout.worker.request import Admission
 
 
 class Enough(Exception):

@@ -1,0 +1,236 @@
+"""Calls by name (`collective_rpc`) that a worker answers between steps: on drafters, history, timeline, counters."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
+from vllm_specrollout.history.epochs import EpochError
+from vllm_specrollout.history.stats import Outcome
+from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.worker.common import Stats, is_first_rank
+from vllm_specrollout.worker.models import decoupled
+from vllm_specrollout.worker.models.swapping import swap
+from vllm_specrollout.worker.weights_version import WeightsMixin
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+
+    from vllm_specrollout.drafters.decoupled import DecoupledDrafter
+    from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+    from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+else:
+    _Base = object
+
+
+class DrafterMixin(_Base):
+    """Mixed into vLLM's workers."""
+
+    model_runner: SpecRolloutV1 | SpecRolloutV2
+    # where the drafter's weights came from last, and out of which folder they may not; None: as the engine was started
+    _drafter_place: tuple[Path, Path | None] | None = None
+    _has_lost_weights = False
+
+    def spec_rollout_load_drafter(self, path: str, below: str | None = None) -> dict[str, Any]:
+        """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, and whether
+        it `is_forbidden`, since it has to pass between processes.
+        """
+        place = Path(path), None if below is None else Path(below)
+        try:
+            found = swap(self.model_runner, *place)
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint, "is_forbidden": isinstance(error, ForbiddenError)}
+        self._drafter_place = place
+        return found
+
+    def sleep(self, level: int = 1) -> None:
+        # level 2 throws all weights away, and a trainer brings the target's alone
+        self._has_lost_weights = self._has_lost_weights or level >= 2
+        self.model_runner.settle()  # steps in flight may hold memory of the device
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if self._has_lost_weights and (tags is None or "weights" in tags):
+            self._has_lost_weights = False
+            self._load_again()
+
+    def _load_again(self) -> None:
+        """The drafter has its weights again, from where they came, or is off: the engine wakes up either way."""
+        runner, drafter = self.model_runner, self.model_runner.model_drafter
+        if drafter is None:
+            return
+        try:
+            swap(runner, *(self._drafter_place or (drafter.proposer.path, None)), is_new=False)
+        except SpecRolloutError as error:
+            if runner.model_drafter is not None:
+                runner.model_drafter = None
+                runner.spec_rollout.drop(drafter, error)
+
+    def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
+        """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
+        drafter = self.model_runner.model_drafter
+        if drafter is not None:
+            drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
+            drafter.is_comb = is_comb
+
+    # --- drafters elsewhere: an error comes back as its cause and hint, and ranks that do not draft answer {} ---------
+
+    def attach_drafter(
+        self,
+        name: str,
+        address: str,
+        keys: str | None = None,
+        window: int | None = None,
+        fan_out: int | None = None,
+        request_ids: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """Have a drafter that serves at an address draft as well, from the step on after it has answered.
+
+        Args, and what comes back: as `DecoupledDrafter.attach`.
+        """
+        return self._elsewhere(lambda own: own.attach(name, address, keys, window, fan_out, request_ids))
+
+    def detach_drafter(self, name: str) -> dict[str, Any]:
+        """Let go of a drafter; what it did comes back, as of `DecoupledDrafter.detach`."""
+        return self._elsewhere(lambda own: own.detach(name))
+
+    def assign_drafter(self, name: str, request_ids: Sequence[str] | None = None) -> dict[str, Any]:
+        """Have a drafter draft for these requests alone; None: for all. As `DecoupledDrafter.assign`."""
+        return self._elsewhere(lambda own: own.assign(name, request_ids))
+
+    def drafters_state(self) -> dict[str, Any]:
+        """All drafters that are attached, as `DecoupledDrafter.state`."""
+        return self._elsewhere(lambda own: own.state())
+
+    def _elsewhere(self, what: Callable[[DecoupledDrafter], dict[str, Any]]) -> dict[str, Any]:
+        if not is_first_rank():
+            return {}
+        try:
+            return what(decoupled.attached(self.model_runner))
+        except SpecRolloutError as error:
+            return {"cause": error.cause, "hint": error.hint}
+
+
+_COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
+
+
+class TrainerMixin(WeightsMixin):
+    """Mixed into vLLM's workers, whose model runner has a `spec_rollout`. Ranks that do not draft keep no history."""
+
+    def _history(self) -> HistoryDrafter | None:
+        # one on probation drafts nothing for a while, and goes on keeping what it is told
+        drafters = self.model_runner.spec_rollout.all_drafters()
+        return next((drafter for drafter in drafters if isinstance(drafter, HistoryDrafter)), None)
+
+    def _refusal(self) -> dict[str, str] | None:
+        """Cause and hint, since errors have to pass between processes; None: the history has not been given up."""
+        given_up = self.model_runner.spec_rollout.probation.given_up.get(HistoryDrafter.name)
+        if given_up is None:
+            return None
+        cause = f"the history drafter failed {given_up[0]} times and is given up; the last time: {given_up[1]}"
+        return {"cause": cause, "hint": "see the engine's log, and start the engine anew"}
+
+    def spec_rollout_health(self) -> dict[str, Any]:
+        """`Speculator.health` of the rank that drafts; empty on the others."""
+        return self.model_runner.spec_rollout.health() if is_first_rank() else {}
+
+    def spec_rollout_report_rewards(self, rewards: Sequence[tuple[Sequence[str], float]]) -> dict[str, Any]:
+        """Rewards of requests: for each, the names it may have (likeliest first) and a finite number.
+
+        Returns:
+            How many were "matched", "repeated" (the reward was replaced) and "unknown"; "cause" and "hint" where the
+            history is given up.
+        """
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        history, counts = self._history(), {"matched": 0, "repeated": 0, "unknown": 0}
+        for names, reward in rewards if history is not None else ():
+            counts[_COUNTED_AS.get(history.report_reward(names, reward), "matched")] += 1
+        return counts
+
+    def spec_rollout_begin_epoch(self, epoch: int | None = None) -> int | dict[str, str]:
+        """All problems will be asked again; returns the epoch begun; "cause" and "hint" where the history is given up.
+
+        One that cannot begin leaves all as it is, and the present one is the answer.
+        """
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        history = self._history()
+        if history is None:
+            return epoch or 0
+        try:
+            return history.begin_epoch(epoch)
+        except EpochError:
+            # an exception would cross the engine as mere text; another client was faster, and the number says so
+            return history.store.epoch
+
+    def spec_rollout_history(self) -> dict[str, Any]:
+        """What is kept and how often it drafted; empty where there is no `history` drafter; "cause" and "hint" where it
+        is given up."""
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        history = self._history()
+        return {} if history is None else history.as_dict()
+
+    def shutdown(self) -> None:
+        runner = getattr(self, "model_runner", None)
+        if runner is not None:
+            # a request that ended in the very last step is among them: no further step came to say so
+            for ending in runner.unfinished():
+                runner.spec_rollout.finish(ending)
+            # what ended while a history was on probation is to be on disk as well
+            runner.spec_rollout.tell_missed()
+            for part in (self._history(), getattr(runner, "remote", None)):
+                if part is not None:
+                    with runner.spec_rollout.guard.over("closing", "what it had still to write may be lost"):
+                        part.close()
+            runner.spec_rollout.close()
+        super().shutdown()
+
+
+class ExplainsMixin:
+    """Mixed into vLLM's workers, whose runner has a `spec_rollout`. Until it is asked, nothing is written down."""
+
+    model_runner: Any
+
+    def spec_rollout_explain(self, keep: int) -> None:
+        """Write down what is decided for each request from now on.
+
+        Of requests that ended, the last `keep` are told of; 0 ends the writing.
+        """
+        speculator = self.model_runner.spec_rollout
+        speculator.listeners = [one for one in speculator.listeners if not isinstance(one, TimelineListener)]
+        if keep > 0:
+            speculator.listeners.append(TimelineListener(keep, time.perf_counter))
+
+    def spec_rollout_explained(self) -> list[dict[str, Any]]:
+        """What was written down since: per request its name, and its segments as plain values, in order."""
+        # a step's record comes with its time, which is known when the next one begins
+        self.model_runner.settle()
+        listeners = self.model_runner.spec_rollout.listeners
+        return next((one.rows() for one in listeners if isinstance(one, TimelineListener)), [])
+
+
+class StatsMixin(_Base):
+    """Mixed into vLLM's workers."""
+
+    model_runner: SpecRolloutV1
+
+    def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Totals of this worker since the last reset; see `Stats`."""
+        runner = self.model_runner
+        stats = dataclasses.asdict(runner.stats)
+        stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
+        rows = getattr(runner, "rows", None)
+        stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
+        stats["request_reasons"] = runner.book.desk.reasons()
+        stats["failures"] = dict(runner.spec_rollout.guard.failures)
+        if reset:
+            runner.stats = Stats()
+        return stats
