@@ -46,7 +46,7 @@ PURE := $(addprefix vllm_specrollout/,types.py config.py config_text.py drafter_
 	scheduling observe replay replay_cli.py keys_cli.py time_flags.py decoupled_cli.py ladder_cli.py cluster simulate_cli.py drafters \
 	decoupled history patches group coordinator_cli.py)
 
-.PHONY: setup demo test nightly unit lint serve bench identity mutants trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
+.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants unit lint serve bench identity mutants trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -73,13 +73,21 @@ test: setup
 	$(call timed,kernels and the V2 runner,$(PYTEST) -m "$(EVERY_CHANGE)" --dist worksteal tests/kernels tests/v2)
 	$(call timed,all other tests,$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --no-loadscope-reorder)
 
+# each part by itself too, so `make -k nightly` runs all whatever one finds
 # unlike rows: as on a host whose attention and products round by the number of rows
-nightly: setup
+nightly: nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants
+
+nightly-sanitizers: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 60)
+nightly-v2: setup
 	$(call timed,kernels and the V2 runner,$(PYTEST) -m "$(LONG)" --dist worksteal tests/kernels tests/v2)
+nightly-others: setup
 	$(call timed,all other tests,$(PYTEST) -m "$(LONG)" --dist worksteal)
+nightly-faults: setup
 	$(call timed,faults,SPECROLLOUT_SCHEDULES=10 $(PYTEST) --dist worksteal tests/faults)
+nightly-unlike: setup
 	$(call timed,unlike rows,$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --unlike-rows tests/e2e tests/integration)
+nightly-mutants: setup
 	$(call timed,mutants,$(MAKE) --no-print-directory mutants)
 
 unit: setup

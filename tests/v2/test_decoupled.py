@@ -203,8 +203,9 @@ def test_a_drafter_killed_amid_a_batch_changes_no_token_and_comes_back(stage: St
         return stage.link.is_there
 
     stage.decode(before_step)
-    assert stage.link.process.restarts == 1 and stage.link.line.waited_s == 0.0
-    until(is_back)
+    # a short batch may be over before its drafter is begun anew
+    until(lambda: is_back() and stage.link.process.restarts == 1)
+    assert stage.link.line.waited_s == 0.0
     tried, accepted = stage.link.requests.score.tried, stage.runner.stats.accepted
     stage.decode(lambda step: until(stage.has_answered))
     assert stage.link.requests.score.tried > tried, "what it drafts is verified again"
