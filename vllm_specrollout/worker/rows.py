@@ -21,6 +21,11 @@ _COUNTS = (2, 9, 33)
 """Rows computed together: one draft token, a usual chain, and more than a tile of any instruction set."""
 _LONE = 4
 """Rows of a product that are computed alone."""
+_FEW_COUNTS, _ALL_COUNTS = (2, 5, 9, 17, 33, 65), range(2, 66)
+"""Rows of a product that are computed together. With AMX a product changes its way at 6, 31, 33 or 55 rows, by its
+shape: so all numbers are asked, of products small enough to be run so often."""
+_SMALL = 1 << 22
+"""Weights of a product that is asked at all numbers: it takes some tenths of a second."""
 _USUAL_WIDTH = 2048
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -71,6 +76,10 @@ def attention_alike(shape: HeadShape, dtype: torch.dtype, *, is_apart: bool = Fa
     Args:
         is_apart: together in one call, and each row a sequence of its own.
     """
+    if shape.isa == "amx":
+        # Random rows come out alike there, and answers do not. Nor may its tiles be tried: before vLLM's first product
+        # has asked the kernel for them, they end the process.
+        return False
     size, longest = shape.block_size, _CONTEXT + max(_COUNTS)
     draw = torch.Generator().manual_seed(0)
     blocks = -(-longest // size)
@@ -110,9 +119,10 @@ def linear_alike_from(products: Iterable[tuple[int, Product]], dtype: torch.dtyp
     """
     found = 1
     for width, product in products:
-        rows = torch.randn(max(_COUNTS), width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        rows = torch.randn(max(_ALL_COUNTS), width, generator=torch.Generator().manual_seed(0)).to(dtype)
         several = product(rows)
-        if not all(torch.equal(product(rows[:count]), several[:count]) for count in _COUNTS):
+        counts = _ALL_COUNTS if width * several.shape[-1] <= _SMALL else _FEW_COUNTS
+        if not all(torch.equal(product(rows[:count]), several[:count]) for count in counts):
             return 0
         # a few will do: an output head takes a tenth of a second a row
         if any(not torch.equal(product(rows[i : i + 1])[0], several[i]) for i in range(_LONE)):
