@@ -22,9 +22,9 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -283,9 +283,12 @@ _PULL: Floats = _pull()
 
 ROW_KNOTS: Floats = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], np.float64)
 """Rows at which a line may bend; the last piece has no end. Dense where kernels' tiles make few rows jump."""
-MOST_MS = 1 << 40
-"""35 years."""
-Ms = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_MS)]
+MOST = 1 << 40
+"""Largest count in a file, and longest time in milliseconds (35 years)."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Ms = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
+COLUMNS = tuple(field.name for field in fields(StepTiming))
+"""Of a timing that is kept. A later release may add some behind them, and an earlier one had fewer."""
 
 # The terms that are fitted, and what they are pulled to where the run says nothing of them: shares of `fixed`, and how
 # strongly. A straight line has a term per node; one that bends has one per tree, and the slopes of its pieces.
@@ -299,6 +302,30 @@ _BENT_SPREAD = np.asarray([0.5, 0.01, 0.3, 0.01, 0.02, 1e-5, *[0.16] * len(ROW_K
 _PIECES_BEND = 0.02  # by how much two neighbouring pieces are expected to differ
 _WORTH_BENDING = 0.005  # median relative error that a line that bends must save
 _ROUNDS = 8
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """A `types.StepTiming` as profiles and traces keep it: its columns in a row."""
+
+    batch: Count
+    rows: Count
+    nodes: Count
+    branches: Count
+    tokens: Count
+    step_ms: Ms
+    is_decode_only: bool
+    trees: Count = 0
+    context: Count = 0
+    waiting: Count = 0
+    ask_ms: Ms = 0.0
+
+    @classmethod
+    def of(cls, timing: StepTiming) -> Timing:
+        values: dict[str, Any] = {name: getattr(timing, name) for name in COLUMNS}
+        return cls(**values | {"step_ms": round(timing.step_ms, 6), "ask_ms": round(timing.ask_ms, 6)})
+
+    def step(self) -> StepTiming:
+        return StepTiming(*msgspec.structs.astuple(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

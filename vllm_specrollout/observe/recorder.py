@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
+from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
 from vllm_specrollout.replay.files import Sink
-from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Timing, Verified, round_ms
+from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified, round_ms
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     MOST_NODES,

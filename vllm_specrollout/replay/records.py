@@ -5,14 +5,13 @@ May enter: the carriers. May not: files, clocks. Probabilities are kept in thous
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
-from vllm_specrollout.budgets.step_cost import CostLine, Ms
+from vllm_specrollout.budgets.step_cost import COLUMNS, MOST, CostLine, Count, Ms, Timing
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.types import MOST_NODES, ROOT, SOURCES, DraftMode, DraftTree, StepTiming
 
@@ -25,13 +24,9 @@ UNLIMITED = 1 << 30
 Status = Literal["open", "finished", "truncated", "aborted"]
 OPEN: Status = "open"
 """Status of an answer whose end the recording has not seen; `types.FinishReason` has the others."""
-COLUMNS = tuple(field.name for field in dataclasses.fields(StepTiming))
-"""Of a timing. A later release may add some behind them, and an earlier one had fewer."""
-_MOST = 1 << 40
 _NATS = 1000.0
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-Positive = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Levels = Annotated[int, msgspec.Meta(ge=1, le=MOST_NODES)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Parent = Annotated[int, msgspec.Meta(ge=ROOT, lt=MOST_NODES)]
@@ -131,27 +126,6 @@ class Verified(msgspec.Struct, frozen=True, array_like=True):
     accepted: Count
 
 
-class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """A `types.StepTiming` in a line."""
-
-    batch: Count
-    rows: Count
-    nodes: Count
-    branches: Count
-    tokens: Count
-    step_ms: Ms
-    is_decode_only: bool
-    trees: Count = 0
-    context: Count = 0
-    waiting: Count = 0
-    ask_ms: Ms = 0.0
-
-    @classmethod
-    def of(cls, timing: StepTiming) -> Timing:
-        values = {name: getattr(timing, name) for name in COLUMNS}
-        return cls(**values | {"step_ms": round_ms(timing.step_ms), "ask_ms": round_ms(timing.ask_ms)})
-
-
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
     """One step, as the budget saw it: verdicts, a step's cost, then the next drafts."""
 
@@ -197,7 +171,7 @@ class Trace:
         """What a step cost: told `Header.lag` records later."""
         later = step + self.header.lag
         timing = self.steps[later].timing if later < len(self.steps) else None
-        return None if timing is None else StepTiming(*msgspec.structs.astuple(timing))
+        return None if timing is None else timing.step()
 
     def measured_ms(self) -> float:
         """The recorded makespan: all steps that were timed, and the last ones, which nobody was told of.

@@ -4,10 +4,10 @@ import pytest
 from msgspec import structs
 
 from tests.unit.replay.builders import LINE, header, trace_of
-from vllm_specrollout.budgets.step_cost import Load
+from vllm_specrollout.budgets.step_cost import Load, Timing
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.replay.cost import cost_of
-from vllm_specrollout.replay.records import Arrival, Step, Timing, Trace
+from vllm_specrollout.replay.records import Arrival, Step, Trace
 
 
 def recorded(count: int = 200, disturbed: int = 0) -> Trace:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from bench.replay.synthetic import Plan, make_trace
 from tests.unit.replay.builders import header, trace_of, tree
+from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.replay.files import ThreadSink, TraceWriter, read_trace, write_trace
-from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, Timing, TraceError, Verified, decode, encode
+from vllm_specrollout.replay.records import Arrival, Candidates, End, Step, TraceError, Verified, decode, encode
 from vllm_specrollout.types import DraftMode, DraftTree
 
 NAMES = ("trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst")
