@@ -15,7 +15,7 @@ from vllm_specrollout import _core
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Trace, TraceError
 from vllm_specrollout.trees.batch import batch_of
-from vllm_specrollout.trees.follow import below
+from vllm_specrollout.trees.build import below
 from vllm_specrollout.types import (
     EMPTY_TREE,
     DraftLimits,
@@ -154,7 +154,7 @@ class RecordedDrafter(BaseDrafter):
         if nearest < 0:
             return EMPTY_TREE
         root = positions[nearest]
-        return below(self._recorded[number][root].tree, request.end.token_ids[root : request.position])[0] or EMPTY_TREE
+        return below(self._recorded[number][root].tree, request.end.token_ids[root : request.position])
 
 
 def verified(trees: TreeBatch, truths: Sequence[IntArray]) -> VerifyResult:
