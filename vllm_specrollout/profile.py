@@ -9,22 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vllm_specrollout import envs
+from vllm_specrollout.budgets.step_cost import COLUMNS, Timing
 from vllm_specrollout.types import StepTiming
 
 logger = logging.getLogger("vllm.specrollout")
 
 _FORMAT = 1
-# what a profile keeps of a step; its time is kept without what asking drafters took
-_COLUMNS = tuple(field.name for field in fields(StepTiming) if field.name != "ask_ms")
+_FEWER_COLUMNS = COLUMNS[:-1]  # as an earlier release kept them: what asking takes is in no profile
 # of a model's configuration, what says nothing of its speed
 _NOT_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -60,6 +61,16 @@ class Profile:
     timings: tuple[StepTiming, ...]
 
 
+class _Body(msgspec.Struct):
+    """The file."""
+
+    format: int
+    key: ProfileKey
+    name: str
+    columns: tuple[str, ...]
+    rows: list[Timing]
+
+
 def shape_hash(config: Mapping[str, Any]) -> str:
     """Of a model's configuration (config.json), the part that bears on speed."""
     shape = {key: value for key, value in config.items() if key not in _NOT_SHAPE}
@@ -76,13 +87,12 @@ def save(profile: Profile) -> Path:
     """
     path = profile.key.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms) for timing in profile.timings]
-    rows = [[getattr(timing, name) for name in _COLUMNS] for timing in bare]
-    body = {"format": _FORMAT, "key": asdict(profile.key), "name": profile.name, "columns": _COLUMNS, "rows": rows}
+    bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms, ask_ms=0.0) for timing in profile.timings]
+    body = _Body(_FORMAT, profile.key, profile.name, COLUMNS, [Timing.of(timing) for timing in bare])
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(body, file)
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.encode(body))
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -93,10 +103,14 @@ def save(profile: Profile) -> Path:
 def load(key: ProfileKey) -> Profile | None:
     """The profile of this key; None where there is none, or, after one warning, where it cannot be used."""
     try:
-        return _parse(json.loads(key.path.read_text(encoding="utf-8")), key)
+        body = msgspec.json.decode(key.path.read_bytes(), type=_Body)
+        if body.format != _FORMAT or body.key != key or body.columns not in (COLUMNS, _FEWER_COLUMNS):
+            raise ValueError("it is of another model or host, or of another release")
+        if not body.rows or any(timing.step_ms <= 0.0 for timing in body.rows):
+            raise ValueError("it holds no steps, or one that took no time")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         logger.warning(
             "The profile %s cannot be used (%s: %s) and is ignored; run `specrollout profile` again",
             key.path,
@@ -104,26 +118,4 @@ def load(key: ProfileKey) -> Profile | None:
             error,
         )
         return None
-
-
-def _parse(body: Any, key: ProfileKey) -> Profile:
-    if body["format"] != _FORMAT:
-        raise ValueError(f"its format is {body['format']}, not {_FORMAT}")
-    if body["key"] != asdict(key):
-        raise ValueError("it is of another model or host")
-    if tuple(body["columns"]) != _COLUMNS:
-        raise ValueError("its columns are others")
-    timings = tuple(_timing(row) for row in body["rows"])
-    if not timings:
-        raise ValueError("it holds no steps")
-    return Profile(key, str(body["name"]), timings)
-
-
-def _timing(row: Sequence[Any]) -> StepTiming:
-    given = dict(zip(_COLUMNS, row, strict=True))
-    step_ms, is_decode_only = float(given.pop("step_ms")), given.pop("is_decode_only")
-    if not (math.isfinite(step_ms) and step_ms > 0.0) or not isinstance(is_decode_only, bool):
-        raise ValueError(f"a step took {step_ms} ms")
-    if any(type(value) is not int or value < 0 for value in given.values()):
-        raise ValueError("a count is no whole number of at least 0")
-    return StepTiming(step_ms=step_ms, is_decode_only=is_decode_only, **given)
+    return Profile(key, body.name, tuple(timing.step() for timing in body.rows))

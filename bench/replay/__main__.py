@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from vllm_specrollout import cli_flags as flags
@@ -55,7 +56,7 @@ def traces(
                     count = warm_up(engine, rollout)
                     run(engine, rollout, noise)
         trace = without_first(read_trace(path), count)
-        header = dataclasses.replace(trace.header, model="bench/policy/checkpoint")
+        header = msgspec.structs.replace(trace.header, model="bench/policy/checkpoint")
         write_trace(path, dataclasses.replace(trace, header=header))
         print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.replay.records import Trace
-from vllm_specrollout.types import StepTiming
+from msgspec import structs
+
+from vllm_specrollout.replay.records import Trace, round_ms
 
 from ..policy import CHECKPOINT
 from ..policy.reward import problems
@@ -20,7 +21,6 @@ _KV_GIB = 1
 _POOL = 1000
 _WARM_UP_TOKENS = 24
 _AT_ONCE_MS = 1000.0
-_NO_TIME = StepTiming(0, 0, 0, 0, 0, 0.0, False)
 _FEW_TERMS, _MANY_TERMS = 6, 18
 
 
@@ -103,19 +103,21 @@ def without_first(trace: Trace, count: int) -> Trace:
     """The trace without its first requests, which were over before the next one came, and without their steps."""
     rest = [arrival for arrival in trace.arrivals if arrival.request >= count]
     first = min(arrival.step for arrival in rest)
-    begin = trace.steps[first].at_ms - (trace.steps[first + 1].timing or _NO_TIME).step_ms
-    arrivals = [
-        replace(a, request=a.request - count, step=a.step - first, ready_ms=max(a.ready_ms - begin, 0.0)) for a in rest
-    ]
+    timing = trace.steps[first + 1].timing
+    begin = trace.steps[first].at_ms - (0.0 if timing is None else timing.step_ms)
+    arrivals = []
+    for a in rest:
+        ready_ms = round_ms(max(a.ready_ms - begin, 0.0))
+        arrivals.append(structs.replace(a, request=a.request - count, step=a.step - first, ready_ms=ready_ms))
     steps = []
     for step in trace.steps[first:]:
-        verified = tuple(replace(v, request=v.request - count) for v in step.verified if v.request >= count)
-        kept = tuple(replace(c, request=c.request - count) for c in step.candidates if c.request >= count)
-        steps.append(replace(step, at_ms=step.at_ms - begin, verified=verified, candidates=kept))
+        verified = tuple(structs.replace(v, request=v.request - count) for v in step.verified if v.request >= count)
+        kept = tuple(structs.replace(c, request=c.request - count) for c in step.candidates if c.request >= count)
+        steps.append(structs.replace(step, at_ms=round_ms(step.at_ms - begin), verified=verified, candidates=kept))
     # on the V1 runner it tells what the step before cost, which is none of ours
     if trace.header.lag:
-        steps[0] = replace(steps[0], timing=None)
-    ends = {n - count: replace(end, request=n - count) for n, end in trace.ends.items() if n >= count}
+        steps[0] = structs.replace(steps[0], timing=None)
+    ends = {n - count: structs.replace(end, request=n - count) for n, end in trace.ends.items() if n >= count}
     return at_once(Trace(trace.header, tuple(arrivals), tuple(steps), ends, trace.is_cut))
 
 
@@ -123,4 +125,4 @@ def at_once(trace: Trace) -> Trace:
     """The trace of a rollout whose requests were all handed over together: they take some time to reach the engine."""
     if not all(arrival.ready_ms < _AT_ONCE_MS for arrival in trace.arrivals):
         return trace
-    return replace(trace, arrivals=tuple(replace(arrival, ready_ms=0.0) for arrival in trace.arrivals))
+    return replace(trace, arrivals=tuple(structs.replace(arrival, ready_ms=0.0) for arrival in trace.arrivals))

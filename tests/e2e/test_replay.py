@@ -33,7 +33,7 @@ def test_a_recorded_run_yields_the_same_tokens_and_replays_in_as_many_steps(tmp_
     assert answers[0] == answers[1]
     trace = read_trace(record)
     assert not trace.is_cut and len(trace.steps) == steps and trace.header.max_num_seqs == 3
-    recorded = [trace.ends[request].token_ids.tolist() for request in range(6)]
+    recorded = [trace.ends[request].token_ids for request in range(6)]
     assert sorted(answer[:30] for answer in recorded) == sorted(answers[0])
     result = replay(trace, FixedBudget(trace.header.max_draft_tokens, trace.header.max_depth))
     assert result.steps == pytest.approx(steps, abs=2)

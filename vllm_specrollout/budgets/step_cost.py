@@ -1,14 +1,19 @@
-"""What a decode step costs in milliseconds, and what asking for drafts does, learned while the engine runs.
+"""What a decode step costs in milliseconds, and what asking for drafts does: the one model of it.
 
-What belongs here: a table of step times by the rows of the forward pass (requests and draft nodes), what drafts
-cost beside their rows, and the price of asking. The table has a value at each of `KNOTS` rows, is straight between them
-and never falls. All values come from one least-squares fit to the steps seen, in relative error, so that a disturbed
-step counts little:
+What belongs here: the two ways to learn a step's terms. A budget learns while it runs, and forgets (`StepCost`); a
+replay knows the whole run, and does not (`CostLine`, `fit_line`). Both are least squares with terms of at least 0,
+pulled to what is believed where steps say nothing, and both give a disturbed step little weight.
+
+`StepCost` keeps a table of step times by the rows of the forward pass (requests and draft nodes). The table has a value
+at each of `KNOTS` rows, is straight between them and never falls:
 
     step_ms = table(rows) + draft * [any nodes] + branch * branches
 
 Where steps say nothing the table goes on straight, from flat when nothing is known at all. Rows far beyond all tried
 cost infinitely much, so that what is believed of them is tested before it is relied on.
+
+`CostLine` has what a recorded run tells besides: terms per request, tree and token of context, those of asking and of
+prompts, and a line that may bend in the rows (`ROW_KNOTS`).
 """
 
 from __future__ import annotations
@@ -17,8 +22,11 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from statistics import median
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -156,14 +164,7 @@ class StepCost:
         scale = float(_FLAT @ self._products) / level
         moments = self._moments * (scale / _NOISE) ** 2 + _PULL
         products = self._products * (scale / _NOISE**2) + _PULL @ _FLAT
-        terms: Floats = np.asarray(np.linalg.solve(moments, products), dtype=np.float64)
-        while (below := np.flatnonzero(terms[_NUM:] < 0.0)).size:
-            # nothing gets cheaper by drafts: hold that term at 0 and fit the others again
-            held = _NUM + below
-            moments[held, :] = moments[:, held] = 0.0
-            moments[held, held], products[held] = 1.0, 0.0
-            terms = np.asarray(np.linalg.solve(moments, products), dtype=np.float64)
-            terms[held] = 0.0
+        terms = non_negative(moments, products, _NUM)  # nothing gets cheaper by drafts
         # Whatever disturbs a step makes it slower: where more rows took less time, the fewer rows' time was wrong.
         table, known = np.maximum(terms[:_NUM], _LEAST), int(np.searchsorted(KNOTS, self._widest)) + 1
         table[:known] = np.minimum.accumulate(table[:known][::-1])[::-1]
@@ -277,3 +278,199 @@ def _pull() -> Floats:
 
 
 _PULL: Floats = _pull()
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+ROW_KNOTS: Floats = np.asarray([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048], np.float64)
+"""Rows at which a line may bend; the last piece has no end. Dense where kernels' tiles make few rows jump."""
+MOST = 1 << 40
+"""Largest count in a file, and longest time in milliseconds (35 years)."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Ms = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
+COLUMNS = tuple(field.name for field in fields(StepTiming))
+"""Of a timing that is kept. A later release may add some behind them, and an earlier one had fewer."""
+
+# The terms that are fitted, and what they are pulled to where the run says nothing of them: shares of `fixed`, and how
+# strongly. A straight line has a term per node; one that bends has one per tree, and the slopes of its pieces.
+# 2-core CPU, 150 M parameters, bf16.
+_STRAIGHT = ("fixed", "request", "draft", "node", "branch", "context")
+_STRAIGHT_PRIOR = np.asarray([1.0, 0.03, 0.05, 0.03, 0.02, 0.0])
+_STRAIGHT_PULL = np.diag([0.01, 1.0, 1.0, 10.0, 10.0, 1000.0])  # in steps of one unit each
+_BENT = ("fixed", "request", "draft", "tree", "branch", "context")
+_BENT_PRIOR = np.asarray([1.0, 0.003, 0.02, 0.003, 0.015, 2e-6, *[0.027] * len(ROW_KNOTS)])
+_BENT_SPREAD = np.asarray([0.5, 0.01, 0.3, 0.01, 0.02, 1e-5, *[0.16] * len(ROW_KNOTS)])
+_PIECES_BEND = 0.02  # by how much two neighbouring pieces are expected to differ
+_WORTH_BENDING = 0.005  # median relative error that a line that bends must save
+_ROUNDS = 8
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """A `types.StepTiming` as profiles and traces keep it: its columns in a row."""
+
+    batch: Count
+    rows: Count
+    nodes: Count
+    branches: Count
+    tokens: Count
+    step_ms: Ms
+    is_decode_only: bool
+    trees: Count = 0
+    context: Count = 0
+    waiting: Count = 0
+    ask_ms: Ms = 0.0
+
+    @classmethod
+    def of(cls, timing: StepTiming) -> Timing:
+        values: dict[str, Any] = {name: getattr(timing, name) for name in COLUMNS}
+        return cls(**values | {"step_ms": round(timing.step_ms, 6), "ask_ms": round(timing.ask_ms, 6)})
+
+    def step(self) -> StepTiming:
+        return StepTiming(*msgspec.structs.astuple(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one step has to do."""
+
+    # requests, those whose prompts are computed included
+    batch: int
+    nodes: int = 0
+    branches: int = 0
+    # requests with drafts
+    trees: int = 0
+    # tokens in the KV cache, all requests together
+    context: int = 0
+    # rows of prompts
+    prompt_rows: int = 0
+    # requests that drafters were asked for after it
+    asked: int = 0
+
+
+class CostLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A step's terms, in milliseconds; none is negative.
+
+    step_ms = fixed + request * requests + rows' line + context * tokens attended to
+              + draft * [any nodes] + tree * trees + node * nodes + branch * branches
+              + ask + ask_request * requests asked for        (if drafters were asked)
+              + prompt + prompt_row * rows                    (if prompts were computed)
+    """
+
+    fixed: Ms = 0.0
+    request: Ms = 0.0
+    draft: Ms = 0.0
+    tree: Ms = 0.0
+    node: Ms = 0.0
+    branch: Ms = 0.0
+    context: Ms = 0.0
+    ask: Ms = 0.0
+    ask_request: Ms = 0.0
+    prompt: Ms = 0.0
+    prompt_row: Ms = 0.0
+    # rows computed per token of a prompt: below 1 where samples share their prompts' blocks
+    prompt_share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
+    # per row, between each two of ROW_KNOTS and beyond the last; empty: rows are in `request` and `node`
+    rows: tuple[Ms, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.rows) not in (0, len(ROW_KNOTS)):
+            raise ValueError(f"a line that bends at {len(self.rows)} places, not at {len(ROW_KNOTS)}")
+
+    def step_ms(self, load: Load) -> float:
+        ms = self.fixed + self.request * load.batch + self.context * load.context
+        if self.rows:
+            ms += float(np.dot(self.rows, _pieces(load.batch + load.nodes)))
+        if load.nodes:
+            ms += self.draft + self.tree * load.trees + self.node * load.nodes + self.branch * load.branches
+        if load.prompt_rows:
+            ms += self.prompt + self.prompt_row * load.prompt_rows
+        return ms + (self.ask + self.ask_request * load.asked if load.asked else 0.0)
+
+
+def load_of(timing: StepTiming) -> Load:
+    """A decode step's work, as far as its timing tells."""
+    trees = timing.trees or min(timing.nodes, timing.batch)
+    return Load(batch=timing.batch, nodes=timing.nodes, branches=timing.branches, trees=trees, context=timing.context)
+
+
+def fit_line(loads: Sequence[Load], ms: Floats) -> CostLine:
+    """The line through all steps at once: one that bends in the rows where that fits them better than a straight one.
+
+    A batch of one and a batch with two hundred nodes do not lie on one straight line.
+
+    Raises:
+        ArithmeticError, numpy.linalg.LinAlgError: no line fits them.
+    """
+    with np.errstate(over="raise", invalid="raise"):
+        columns = [[1, one.batch, one.nodes > 0, one.nodes, one.branches, one.context] for one in loads]
+        x = np.asarray(columns, np.float64)
+        terms = _fit(x, ms, _STRAIGHT_PRIOR, _STRAIGHT_PULL).tolist()
+        straight = CostLine(**dict(zip(_STRAIGHT, terms, strict=True)))
+        x[:, 3] = [load.trees for load in loads]
+        x = np.hstack([x, [_pieces(load.batch + load.nodes) for load in loads]])[ms > 0.0]
+        terms = _fit(x, ms[ms > 0.0], _BENT_PRIOR, _bent_pull(), is_relative=True).tolist()
+        bent = CostLine(**dict(zip(_BENT, terms[: len(_BENT)], strict=True)), rows=tuple(terms[len(_BENT) :]))
+        saved = _error(straight, loads, ms) - _error(bent, loads, ms)
+        return bent if saved > _WORTH_BENDING else straight
+
+
+def fit_two(counts: Sequence[int], ms: Sequence[float]) -> tuple[float, float]:
+    """A fixed part, and one for each of the counted."""
+    x = np.asarray([[1.0, count] for count in counts])
+    fixed, each = _fit(x, np.asarray(ms), np.asarray([1.0, 0.1]), np.diag([0.01, 0.01])).tolist()
+    return fixed, each
+
+
+def non_negative(moments: Floats, products: Floats, first: int = 0) -> Floats:
+    """Minimise t'Mt/2 - p't with t >= 0 from term `first` on: hold the most negative one at 0 and solve the others
+    again, until none is. Both arguments are overwritten."""
+    while True:
+        terms: Floats = np.asarray(np.linalg.solve(moments, products), dtype=np.float64)
+        worst = first + int(np.argmin(terms[first:]))
+        if terms[worst] >= 0.0:
+            return terms
+        moments[worst, :] = moments[:, worst] = 0.0
+        moments[worst, worst], products[worst] = 1.0, 0.0
+
+
+def _fit(x: Floats, y: Floats, prior: Floats, pull: Floats, *, is_relative: bool = False) -> Floats:
+    """[T] least squares, in relative error if asked for, with little weight for disturbed steps.
+
+    Args:
+        x: [N, T] what multiplies the terms.
+        prior, pull: [T], [T, T] what the terms are pulled to, as shares of their scale, and the precision of that.
+    """
+    if is_relative:
+        x, y = x / y[:, None], np.ones(len(y))
+    scale = float(np.median(y / np.maximum(x @ prior, 1e-30 if is_relative else 1e-9)))
+    weights, noise, precision = np.ones(len(y)), _NOISE, pull
+    for _ in range(_ROUNDS):
+        if is_relative:
+            precision = pull * (noise / scale) ** 2
+        weighed = (x * weights[:, None]).T
+        terms = non_negative(weighed @ x + precision, weighed @ y + scale * (precision @ prior))
+        off = np.abs(y - x @ terms)
+        bound = 2.0 * noise if is_relative else 3.0 * max(float(np.median(off)), 1e-6)
+        weights = np.minimum(1.0, bound / np.maximum(off, 1e-12))
+        noise = max(_NOISE, float(np.sqrt(np.mean(np.minimum(off, 4.0 * noise) ** 2))))
+    return terms
+
+
+def _error(line: CostLine, loads: Sequence[Load], ms: Floats) -> float:
+    """Median relative error."""
+    found = np.asarray([line.step_ms(load) for load in loads])
+    return float(np.median(np.abs(found - ms) / np.maximum(ms, 1e-9)))
+
+
+def _pieces(rows: int) -> Floats:
+    """[len(ROW_KNOTS)] how many of the rows lie on each piece."""
+    past = np.maximum(rows - ROW_KNOTS, 0.0)
+    past[:-1] = np.minimum(past[:-1], np.diff(ROW_KNOTS))
+    return past
+
+
+def _bent_pull() -> Floats:
+    """[T, T] precision of `_BENT_PRIOR`."""
+    pull = np.diag(1.0 / _BENT_SPREAD**2)
+    for piece in range(len(_BENT), len(pull) - 1):
+        pull[piece : piece + 2, piece : piece + 2] += np.asarray([[1.0, -1.0], [-1.0, 1.0]]) / _PIECES_BEND**2
+    return pull

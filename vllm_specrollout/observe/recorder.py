@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
+from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
 from vllm_specrollout.replay.files import Sink
-from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified
+from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified, round_ms
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
     MOST_NODES,
@@ -88,7 +90,7 @@ class Recorder(Listener):
             most = np.where(limits.max_nodes > 0, MOST_NODES, 0).astype(np.int32)
             trees = merge_select(proposals, replace(limits, max_nodes=most)).trees
             found = tuple(
-                Candidates(number, position, trees.tree(i))
+                Candidates.of(number, position, trees.tree(i))
                 for i, ((number, position), size) in enumerate(zip(places, trees.sizes.tolist(), strict=True))
                 if size
             )
@@ -132,7 +134,7 @@ class Recorder(Listener):
             End(
                 request=number,
                 status=ending.status.value,
-                token_ids=ending.token_ids,
+                token_ids=ending.token_ids.tolist(),
                 weights_version=ending.weights_version,
             )
         )
@@ -144,8 +146,7 @@ class Recorder(Listener):
             self._flush()
         self._flush()
         for request_id, number in self._numbers.items():
-            tokens = np.asarray(self._answers[request_id], dtype=np.int32)
-            self._sink.write(End(request=number, status=OPEN, token_ids=tokens))
+            self._sink.write(End(request=number, status=OPEN, token_ids=self._answers[request_id]))
         self._numbers.clear()
         self._answers.clear()
         self._sink.close()
@@ -156,7 +157,8 @@ class Recorder(Listener):
     def _open(self, at_ms: float, timing: StepTiming | None, verified: tuple[Verified, ...] = ()) -> None:
         if self._lag:
             timing, self._late = self._late, timing
-        self._step = Step(at_ms=at_ms, timing=timing, verified=verified)
+        cost = None if timing is None else Timing.of(timing)
+        self._step = Step(at_ms=round_ms(at_ms), timing=cost, verified=verified)
         self._num_steps += 1
 
     def _put(self, drafts: _Drafts) -> None:
@@ -164,7 +166,9 @@ class Recorder(Listener):
         if self._step is None:
             self._open(drafts.at_ms, None)
         assert self._step is not None
-        self._step = replace(self._step, ask_ms=drafts.ask_ms, views=drafts.views, candidates=drafts.candidates)
+        ask_ms = round_ms(drafts.ask_ms)
+        found = {"ask_ms": ask_ms, "views": drafts.views, "candidates": drafts.candidates}
+        self._step = msgspec.structs.replace(self._step, **found)
 
     def _flush(self) -> None:
         if self._step is not None:
@@ -189,7 +193,7 @@ class Recorder(Listener):
                 shape=view.shape,
                 max_draft_tokens=view.max_draft_tokens,
                 weights_version=view.weights_version,
-                ready_ms=self._ready_ms,
+                ready_ms=round_ms(self._ready_ms),
             )
             self._sink.write(arrival)
         answer = self._answers[view.request_id]

@@ -1,4 +1,4 @@
 """Recorded rollouts, and budgets run on them again without an engine: see docs/guides/replay.md.
 
-May enter: carriers, trees, budgets, numpy, compression. May not: torch, vLLM, drafters. Clocks come from outside.
+May enter: the speculator, carriers, trees, budgets, numpy, compression. May not: torch, vLLM, other drafters.
 """

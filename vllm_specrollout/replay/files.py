@@ -16,7 +16,7 @@ from typing import IO, Any, Protocol
 
 from vllm_specrollout.patience import PATIENCE_S, wait_for
 from vllm_specrollout.private import new_file
-from vllm_specrollout.replay import codec
+from vllm_specrollout.replay import records
 from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Record, Step, Trace, TraceError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -25,9 +25,8 @@ MOST_BYTES = 1 << 32
 """Of a trace, unpacked; an hour of a busy engine has some 100 MB."""
 MOST_LINE = 1 << 26
 """Bytes of one line: a step of 4,096 requests with trees of 64 nodes has 4 MB."""
-_CHUNK = 1 << 16
-# of a packed file: zstandard makes up to 128 KiB of every 4 bytes
-_PACKED_CHUNK = 1 << 10
+# of a file; of a packed one zlib makes up to a thousand times as much, and zstandard 128 KiB of every 4 bytes
+_CHUNK, _PACKED_CHUNK = 1 << 16, 1 << 10
 _IDLE_S = 0.5
 _LEVEL = 9
 MOST_WAITING = 1 << 28
@@ -63,7 +62,7 @@ class TraceWriter:
             self._packed = gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=6, mtime=0, filename="")
 
     def write(self, record: Record) -> None:
-        self._packed.write((codec.encode(record) + "\n").encode())
+        self._packed.write(records.encode(record) + b"\n")
 
     def flush(self) -> None:
         """Everything so far can be read back, whatever happens next."""
@@ -139,12 +138,12 @@ class ThreadSink:
 
 
 def _bytes_of(record: Record) -> int:
-    """Of a record in memory, about."""
+    """Of a record in memory, about: a list has 8 bytes for each number, and most tokens 28 of their own."""
     if isinstance(record, End):
-        return 512 + record.token_ids.nbytes
+        return 512 + 36 * len(record.token_ids)
     if isinstance(record, Step):
-        trees = sum(16 * candidates.tree.size for candidates in record.candidates)
-        return 512 + 1024 * len(record.candidates) + trees + 128 * len(record.verified)
+        trees = sum(512 + 80 * len(candidates.token_ids) for candidates in record.candidates)
+        return 512 + trees + 128 * len(record.verified)
     return 512
 
 
@@ -157,22 +156,17 @@ def write_trace(path: Path, trace: Trace) -> None:
     writer = TraceWriter(path)
     try:
         writer.write(trace.header)
-        for record in _in_order(trace):
-            writer.write(record)
+        arrivals = sorted(trace.arrivals, key=lambda arrival: -arrival.request)
+        for i, step in enumerate(trace.steps):
+            while arrivals and arrivals[-1].step <= i:
+                writer.write(arrivals.pop())
+            writer.write(step)
+        for arrival in reversed(arrivals):
+            writer.write(arrival)
+        for end in trace.ends.values():
+            writer.write(end)
     finally:
         writer.close()
-
-
-def _in_order(trace: Trace) -> Iterator[Record]:
-    arrivals = sorted(trace.arrivals, key=lambda arrival: arrival.request)
-    at = 0
-    for i, step in enumerate(trace.steps):
-        while at < len(arrivals) and arrivals[at].step <= i:
-            yield arrivals[at]
-            at += 1
-        yield step
-    yield from arrivals[at:]
-    yield from trace.ends.values()
 
 
 def read_trace(path: Path) -> Trace:
@@ -183,37 +177,37 @@ def read_trace(path: Path) -> Trace:
     """
     lines = _Lines(path)
     numbered = enumerate(lines, start=1)
-    header, columns = _read_header(path, next(numbered, (1, ""))[1])
+    header = _read_header(path, next(numbered, (1, bytearray()))[1])
     arrivals: list[Arrival] = []
     steps: list[Step] = []
     ends: dict[int, End] = {}
     for number, line in numbered:
         try:
-            record = codec.decode(line, columns)
-            if isinstance(record, Arrival):
-                if record.request != len(arrivals):
-                    raise ValueError("requests are not counted in order")
-                arrivals.append(record)
+            record = records.decode(line)
+            if isinstance(record, Step):
+                steps.append(record)
             elif isinstance(record, End):
                 ends[record.request] = record
-            elif isinstance(record, Step):
-                steps.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            elif record.request != len(arrivals):
+                raise ValueError("requests are not counted in order")
+            else:
+                arrivals.append(record)
+        except (ValueError, RecursionError) as error:
             cause = f"line {number} of `{path}` is damaged: {error!s:.200}"
             raise TraceError(cause, "record the trace again; what stands behind the line cannot be trusted") from None
     return Trace(header, tuple(arrivals), tuple(steps), ends, lines.is_cut)
 
 
-def _read_header(path: Path, line: str) -> tuple[Header, tuple[str, ...]]:
+def _read_header(path: Path, line: bytearray) -> Header:
     try:
-        version, header, columns = codec.decode_header(line)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        header = records.decode_header(line)
+    except (ValueError, RecursionError) as error:
         cause = f"`{path}` is not a trace: its first line is no header ({error!s:.200})"
         raise TraceError(cause, _NOT_A_TRACE) from None
-    if header is None:
-        cause = f"`{path}` is a trace of version {version}, and this release reads version {VERSION}"
+    if isinstance(header, int):
+        cause = f"`{path}` is a trace of version {header}, and this release reads version {VERSION}"
         raise TraceError(cause, "record it again, or replay it with the release that recorded it")
-    return header, columns
+    return header
 
 
 class _Lines:
@@ -223,65 +217,40 @@ class _Lines:
         self._path = path
         self.is_cut = False
 
-    def __iter__(self) -> Iterator[str]:
-        rest, num_bytes = b"", 0
-        try:
-            for chunk in self._chunks():
-                num_bytes += len(chunk)
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    yield line.decode()
-                if len(rest) > MOST_LINE or num_bytes > MOST_BYTES:
-                    cause = f"`{self._path}` holds more than {MOST_BYTES} bytes, or a line of more than {MOST_LINE}"
-                    raise TraceError(cause, "record a shorter run")
-        except (zlib.error, UnicodeDecodeError, EOFError) as error:
-            raise TraceError(f"`{self._path}` is not a trace, or damaged: {error!s:.200}", _NOT_A_TRACE) from None
-        if rest:
-            self.is_cut = True
+    def __iter__(self) -> Iterator[bytearray]:
+        rest, num_bytes = bytearray(), 0
+        for chunk in self._chunks():
+            num_bytes += len(chunk)
+            rest += chunk
+            if b"\n" in chunk:
+                *lines, rest = rest.split(b"\n")
+                yield from lines
+            if len(rest) > MOST_LINE or num_bytes > MOST_BYTES:
+                cause = f"`{self._path}` holds more than {MOST_BYTES} bytes, or a line of more than {MOST_LINE}"
+                raise TraceError(cause, "record a shorter run")
+        self.is_cut = self.is_cut or bool(rest)
 
     def _chunks(self) -> Iterator[bytes]:
-        """The file's content, at most `_CHUNK` bytes at a time however far it expands."""
-        unpack = self._unpacker()
+        """The file's content, unpacked piece by piece: a few bytes may expand to very many."""
+        unpack: Any = None
+        errors: tuple[type[Exception], ...] = (zlib.error,)
+        if self._path.suffix == ".zst":
+            zstandard = _zstandard(self._path)
+            unpack = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
+            errors = (zstandard.ZstdError,)
+        elif self._path.suffix == ".gz":
+            unpack = zlib.decompressobj(wbits=31)
         try:
             with open(self._path, "rb") as handle:
                 while chunk := handle.read(_CHUNK if unpack is None else _PACKED_CHUNK):
-                    if unpack is None:
-                        yield chunk
-                        continue
-                    while chunk and not unpack.eof:
-                        yield unpack.decompress(chunk, _CHUNK)
-                        chunk = unpack.unconsumed_tail
+                    if unpack is not None and unpack.eof:
+                        break
+                    yield chunk if unpack is None else unpack.decompress(chunk)
         except OSError as error:
             raise TraceError(f"`{self._path}` cannot be read: {error.strerror}", "name an existing trace") from None
+        except errors as error:
+            raise TraceError(f"`{self._path}` is not a trace, or damaged: {error!s:.200}", _NOT_A_TRACE) from None
         self.is_cut = unpack is not None and not unpack.eof
-
-    def _unpacker(self) -> Any:
-        if self._path.suffix == ".zst":
-            return _Zstd(self._path)
-        return zlib.decompressobj(wbits=31) if self._path.suffix == ".gz" else None
-
-
-class _Zstd:
-    """zstandard's decompressor, as far as zlib's is used here.
-
-    It expands what it is given at once: 128 KiB for a few bytes, a block each. So it is given few bytes.
-    """
-
-    unconsumed_tail = b""
-
-    def __init__(self, path: Path) -> None:
-        self._module = _zstandard(path)
-        self._object = self._module.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._object.eof)
-
-    def decompress(self, chunk: bytes, most: int) -> bytes:
-        try:
-            return bytes(self._object.decompress(chunk))
-        except self._module.ZstdError as error:
-            raise zlib.error(str(error)) from None
 
 
 def _zstandard(path: Path) -> Any:

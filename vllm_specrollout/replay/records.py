@@ -1,45 +1,62 @@
-"""What a trace holds: frozen records, one per line of the file.
+"""Records of a trace: one per line of JSON, with the types and ranges that each value must have.
 
-May enter: the carriers. May not: files, clocks. How a record becomes text is in codec.py.
+May enter: the carriers. May not: files, clocks. Probabilities are kept in thousandths of a nat, times in microseconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import msgspec
+import numpy as np
+
+from vllm_specrollout.budgets.step_cost import COLUMNS, MOST, CostLine, Count, Ms, Timing
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.types import DraftMode, DraftTree, IntArray, StepTiming
+from vllm_specrollout.types import MOST_NODES, ROOT, SOURCES, DraftMode, DraftTree, StepTiming
 
+Magic = Literal["vllm-specrollout trace"]
+MAGIC: Magic = "vllm-specrollout trace"
 VERSION = 1
 """Of the format; a reader knows this one only."""
 UNLIMITED = 1 << 30
 """A request's own limit on draft tokens when it has none."""
-OPEN = "open"
+Status = Literal["open", "finished", "truncated", "aborted"]
+OPEN: Status = "open"
 """Status of an answer whose end the recording has not seen; `types.FinishReason` has the others."""
+_NATS = 1000.0
+
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Levels = Annotated[int, msgspec.Meta(ge=1, le=MOST_NODES)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Parent = Annotated[int, msgspec.Meta(ge=ROOT, lt=MOST_NODES)]
+Source = Annotated[int, msgspec.Meta(ge=0, lt=SOURCES)]
 
 
 class TraceError(SpecRolloutError):
     """A trace cannot be written, read or replayed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The engine that was recorded."""
 
+    trace: Magic = MAGIC
+    version: int = VERSION
     model: str = ""
-    # the model runner, `v1` or `v2`: it decides how late budgets learn what a step cost
-    runner: str = "v1"
-    max_num_seqs: int
-    max_num_batched_tokens: int = 1 << 30
-    max_model_len: int = 1 << 30
+    # the model runner: it decides how late budgets learn what a step cost
+    runner: Literal["v1", "v2"] = "v1"
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive = 1 << 30
+    max_model_len: Positive = 1 << 30
     budget: str = "fixed"
     drafters: tuple[str, ...] = ()
-    max_draft_tokens: int
-    max_depth: int
-    shape: str = "tree"
-    # terms of `cost.CostLine`, for traces made without an engine; empty: fitted to the recorded steps
-    cost: dict[str, Any] = field(default_factory=dict)
+    max_draft_tokens: Levels
+    max_depth: Levels
+    shape: Literal["tree", "chain"] = "tree"
+    # of traces made without an engine; without terms: fitted to the recorded steps
+    cost: CostLine = CostLine()
+    # names of the columns of a timing
+    timing: tuple[str, ...] = COLUMNS
 
     @property
     def lag(self) -> int:
@@ -47,70 +64,91 @@ class Header:
         return 1 if self.runner == "v1" else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="arrival"):
     """A request, as it stood when it could first be drafted for: its prompt is computed, one token sampled."""
 
     # counts from 0 in the order of admission; the other records' `request`
-    request: int
+    request: Count
     # the record of the step that computed the end of its prompt: an index into `Trace.steps`
-    step: int
-    num_prompt_tokens: int
+    step: Count
+    num_prompt_tokens: Count
     # most tokens that it may generate
-    max_tokens: int
+    max_tokens: Count
     problem_id: str = ""
     shape: DraftMode = DraftMode.TREE
-    max_draft_tokens: int = UNLIMITED
-    weights_version: int = 0
+    max_draft_tokens: Count = UNLIMITED
+    weights_version: Count = 0
     # milliseconds since the recording began, before which it did not exist; 0.0 for those that were there at once
-    ready_ms: float = 0.0
+    ready_ms: Ms = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(msgspec.Struct, frozen=True, array_like=True):
     """What the drafters proposed for a request, before the budget cut it."""
 
-    request: int
+    request: Count
     # tokens generated when it was made: a node of depth d stands for token `position + d - 1` of the answer
-    position: int
-    tree: DraftTree
+    position: Count
+    # [N] as in a DraftTree
+    token_ids: list[Token]
+    parents: list[Parent]
+    # [N] -1000 times the natural log of each node's probability
+    nats: list[Count]
+    # [N] or one number for all: nearly all trees come from one drafter
+    source: Source | list[Source]
+
+    @classmethod
+    def of(cls, request: int, position: int, tree: DraftTree) -> Candidates:
+        nats = np.rint(tree.log_q * -_NATS).astype(np.int64).tolist()
+        sources = tree.source.tolist()
+        source = sources[0] if len(set(sources)) == 1 else sources
+        return cls(request, position, tree.token_ids.tolist(), tree.parents.tolist(), nats, source)
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the columns are equally long, and no child comes before its parent."""
+        count = len(self.token_ids)
+        columns = (self.parents, self.nats, self.source if isinstance(self.source, list) else self.nats)
+        is_before = all(parent < i for i, parent in enumerate(self.parents))
+        return count <= MOST_NODES and is_before and all(len(column) == count for column in columns)
+
+    @property
+    def tree(self) -> DraftTree:
+        token_ids, parents = np.asarray(self.token_ids, np.int32), np.asarray(self.parents, np.int32)
+        log_q = (np.asarray(self.nats, np.float64) / -_NATS).astype(np.float32) + np.float32(0.0)
+        return DraftTree(token_ids, parents, log_q, np.full(len(log_q), self.source, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(msgspec.Struct, frozen=True, array_like=True):
     """What became of the draft that the recorded budget chose."""
 
-    request: int
-    drafted: int
-    accepted: int
+    request: Count
+    drafted: Count
+    accepted: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
     """One step, as the budget saw it: verdicts, a step's cost, then the next drafts."""
 
     # milliseconds since the recording began, when the step's verdicts were known
-    at_ms: float
+    at_ms: Ms
     # milliseconds the drafters took for this step's candidates
-    ask_ms: float = 0.0
+    ask_ms: Ms = 0.0
     # requests that were drafted for, with or without success
-    views: int = 0
+    views: Count = 0
     # of the step `Header.lag` records before this one; None: not known
-    timing: StepTiming | None = None
+    timing: Timing | None = None
     verified: tuple[Verified, ...] = ()
-    candidates: tuple[Candidates, ...] = ()
+    candidates: tuple[Candidates, ...] = msgspec.field(default=(), name="drafts")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="end"):
     """An answer that is over: the truth that replays walk along."""
 
-    request: int
-    # `types.FinishReason` by value, or OPEN
-    status: str
-    # [num_tokens] the whole answer
-    token_ids: IntArray
-    weights_version: int = 0
+    request: Count
+    status: Status
+    # the whole answer
+    token_ids: list[Token] = msgspec.field(name="tokens")
+    weights_version: Count = 0
 
 
 Record = Header | Arrival | Step | End
@@ -132,7 +170,8 @@ class Trace:
     def timing_of(self, step: int) -> StepTiming | None:
         """What a step cost: told `Header.lag` records later."""
         later = step + self.header.lag
-        return self.steps[later].timing if later < len(self.steps) else None
+        timing = self.steps[later].timing if later < len(self.steps) else None
+        return None if timing is None else timing.step()
 
     def measured_ms(self) -> float:
         """The recorded makespan: all steps that were timed, and the last ones, which nobody was told of.
@@ -147,3 +186,44 @@ class Trace:
             elif i:
                 total += step.at_ms - self.steps[i - 1].at_ms
         return total
+
+
+class _Opening(msgspec.Struct):
+    trace: Magic
+    version: int
+
+
+encode = msgspec.json.Encoder().encode
+"""A record's line, without its end."""
+_decode = msgspec.json.Decoder(Arrival | Step | End).decode
+
+
+def decode_header(line: bytes | bytearray) -> Header | int:
+    """The header, or the version of another format.
+
+    Raises:
+        ValueError: the line opens no trace.
+    """
+    version = msgspec.json.decode(line, type=_Opening).version
+    if version != VERSION:
+        return version
+    header = msgspec.json.decode(line, type=Header)
+    if any(ours != theirs for ours, theirs in zip(COLUMNS, header.timing, strict=False)):
+        raise ValueError(f"its timings have the columns {', '.join(header.timing):.200}")
+    return header
+
+
+def decode(line: bytes | bytearray) -> Arrival | Step | End:
+    """The record of a line that is not the header.
+
+    Raises:
+        ValueError: it holds what no engine writes.
+    """
+    record = _decode(line)
+    if isinstance(record, Step) and not all(candidates.is_tree for candidates in record.candidates):
+        raise ValueError("the columns of a draft are no tree")
+    return record
+
+
+def round_ms(value: float) -> float:
+    return round(float(value), 3)

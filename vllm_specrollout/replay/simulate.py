@@ -1,8 +1,8 @@
 """A rollout without an engine: recorded answers, recorded proposals, any budget, a clock that is only counted.
 
-The order of a step is the engine's (worker/v1/runner.py): endings of the step before, admissions, the forward pass,
-verdicts, the record of the step before that, and the next drafts. An answer that ends in a step is still drafted for in
-it, since the worker learns of its end with the next schedule.
+The step is the engine's own (speculator.py), and so is its order (worker/v1/runner.py): endings of the step before,
+admissions, the forward pass, verdicts, the time of the step before that, and the next drafts. An answer that ends in a
+step is still drafted for in it, since the worker learns of its end with the next schedule.
 """
 
 from __future__ import annotations
@@ -13,22 +13,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_specrollout.budgets.base import Backoff, Budget
-from vllm_specrollout.replay.candidates import RecordedTrees, of_sources
-from vllm_specrollout.replay.cost import Cost, CostLine, Load, cost_of, load_of
-from vllm_specrollout.replay.records import Trace, TraceError
-from vllm_specrollout.replay.requests import Request, requests_of, take_rows
-from vllm_specrollout.replay.verify import verified
-from vllm_specrollout.trees.batch import batch_of, cut, num_branches
-from vllm_specrollout.types import (
-    DraftMode,
-    RequestBatch,
-    StepPlan,
-    StepRecord,
-    StepTiming,
-    TreeBatch,
-    empty_trees,
-)
+from vllm_specrollout.budgets.base import Budget
+from vllm_specrollout.budgets.step_cost import CostLine, Load, load_of
+from vllm_specrollout.guard import Guard
+from vllm_specrollout.replay.cost import Cost, cost_of
+from vllm_specrollout.replay.records import Trace
+from vllm_specrollout.replay.requests import RecordedDrafter, Request, requests_of, verified
+from vllm_specrollout.speculator import PlannedStep, Speculator
+from vllm_specrollout.trees.batch import cut, num_branches
+from vllm_specrollout.types import DraftMode, RequestBatch, StepTiming, TreeBatch, VerifyResult, empty_trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,42 +72,38 @@ class _Replay:
 
     def __init__(self, trace: Trace, budget: Budget, cost: Cost) -> None:
         self._header = trace.header
-        self._budget = budget
-        self._backoff = Backoff()
         self._cost = cost
-        self._proposals = RecordedTrees(trace)
-        share = cost.prompt_share if isinstance(cost, CostLine) else 1.0
-        self._queue = deque(requests_of(trace, share))
-        if not self._queue:
-            raise TraceError("no request of the trace has an end", "record until at least one answer is over")
+        self._queue = deque(requests_of(trace, cost.prompt_share if isinstance(cost, CostLine) else 1.0))
         self._running: list[Request] = []
         self._over: list[Request] = []
         self._now_ms = 0.0
-        # of the next step: whom it has drafts for, and which
+        # time of the drafters, which nobody else's clock knows of; and for how many requests they were asked last
+        self._asking_ms, self._asked = 0.0, 0
+        requests = {request.view.request_id: request for request in self._queue}
+        drafter = RecordedDrafter(trace, requests, self._spend)
+        clock = lambda: self._asking_ms / 1e3  # noqa: E731
+        self._speculator = Speculator([drafter], budget, guard=Guard(is_strict=True), clock=clock)
+        # of the next step: whom it may have drafts for, and which
         self._drafted_for: list[Request] = []
-        self._batch: RequestBatch | None = None
-        self._plan: StepPlan | None = None
-        # the step before, for a budget that learns of it one step late
-        self._late: StepRecord | None = None
-        self._asked = 0
+        self._planned: PlannedStep | None = None
+        # of the step before, where budgets learn of it one step late
+        self._late: StepTiming | None = None
         self._decode_tokens = self._request_steps = self._drafted = self._accepted = 0
         self._finish_ms: dict[int, float] = {}
         self._step_ms: list[float] = []
         self._nodes: list[int] = []
 
     def run(self) -> Result:
-        while self._running or self._queue:
+        while self._running or self._queue or self._over:
             for request in self._over:
-                self._budget.finish(request.ending())
+                self._speculator.finish(request.ending())
             self._over = []
             prompt_rows = self._schedule()
             if self._running:
                 self._step(prompt_rows)
-            else:
+            elif self._queue:
                 # nobody is there: wait for the next one
                 self._now_ms = max(self._now_ms, self._queue[0].arrival.ready_ms)
-        for request in self._over:
-            self._budget.finish(request.ending())
         return Result(
             makespan_ms=self._now_ms,
             steps=len(self._nodes),
@@ -130,64 +119,66 @@ class _Replay:
 
     def _schedule(self) -> dict[str, int]:
         """Admit who has come and finds a place; returns the prompt rows that the step computes, by request."""
-        header = self._header
+        header, rows = self._header, {}
         room = header.max_num_batched_tokens - sum(1 + r.num_nodes for r in self._running if not r.prompt_left)
-        rows: dict[str, int] = {}
         for request in self._running:
-            room = take_rows(request, room, rows)
-        while (
-            self._queue
-            and room > 0
-            and len(self._running) < header.max_num_seqs
-            and self._queue[0].arrival.ready_ms <= self._now_ms
-        ):
+            if taken := request.take_rows(room):
+                rows[request.view.request_id] = taken
+                room -= taken
+        while self._queue and room > 0 and len(self._running) < header.max_num_seqs:
+            if self._queue[0].arrival.ready_ms > self._now_ms:
+                break
             request = self._queue.popleft()
             self._running.append(request)
-            room = take_rows(request, room, rows)
+            rows[request.view.request_id] = taken = request.take_rows(room)
+            room -= taken
         return rows
 
     def _step(self, prompt_rows: dict[str, int]) -> None:
         """One forward pass and what follows it."""
-        running = list(self._running)
+        running = self._running
         trees = self._trees()
-        timing = self._timing(running, prompt_rows, trees)
-        truths = [request.end.token_ids[request.position :] for request in self._drafted_for]
-        record = StepRecord(self._plan, trees, verified(trees, truths), batch=self._batch)
-        timing = replace(timing, tokens=self._advance(running, prompt_rows, record))
-        is_v1 = self._header.lag > 0
-        if is_v1:
+        timing = self._timing(prompt_rows, trees)
+        result = verified(trees, [request.truth for request in self._drafted_for])
+        self._speculator.observe(self._planned, trees, result)
+        timing = replace(timing, tokens=self._advance(prompt_rows, trees, result))
+        over = [request for request in running if request.is_over]
+        if self._header.lag:
             # the next drafts are made at the step's end, before its time is known
             if self._late is not None:
-                self._budget.observe(self._late)
-            self._asked = self._draft(running)
+                self._speculator.timed(self._late)
+            self._draft(running)
         load = replace(load_of(timing), prompt_rows=sum(prompt_rows.values()), asked=self._asked)
         step_ms = self._cost.step_ms(load)
-        self._late = replace(record, timing=replace(timing, step_ms=step_ms, ask_ms=self._ask_ms(load)))
+        self._late = replace(timing, step_ms=step_ms, ask_ms=self._ask_ms(load))
         self._now_ms += step_ms
         self._step_ms.append(step_ms)
         self._nodes.append(timing.nodes)
-        for request in running:
-            if request.is_over:
-                self._finish_ms[request.arrival.request] = self._now_ms
-        self._over = [request for request in running if request.is_over]
-        self._running = [request for request in running if not request.is_over]
-        if not is_v1:
-            self._budget.observe(self._late)
-            self._asked = self._draft(self._running)
+        self._finish_ms |= {request.arrival.request: self._now_ms for request in over}
+        self._over, self._running = over, [request for request in running if not request.is_over]
+        if not self._header.lag:
+            self._speculator.timed(self._late)
+            self._draft(self._running)
 
     def _trees(self) -> TreeBatch:
         """The trees of the step: the plan's, without those of answers that ended meanwhile."""
-        if self._plan is None:
-            return empty_trees([request.name for request in self._drafted_for])
-        trees, is_over = self._plan.trees, [request.is_over for request in self._drafted_for]
-        return cut(trees, np.where(is_over, 0, trees.sizes))
+        if self._planned is None:
+            return empty_trees([request.view.request_id for request in self._drafted_for])
+        trees = self._planned.plan.trees
+        return cut(trees, np.where([request.is_over for request in self._drafted_for], 0, trees.sizes))
 
     def _ask_ms(self, load: Load) -> float:
         """What of a step's time asking drafters takes."""
         return self._cost.step_ms(load) - self._cost.step_ms(replace(load, asked=0)) if load.asked else 0.0
 
-    def _timing(self, running: Sequence[Request], prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
+    def _spend(self, num_requests: int) -> None:
+        """Drafters are asked for so many requests."""
+        self._asked = num_requests
+        self._asking_ms += self._ask_ms(Load(batch=num_requests, asked=num_requests))
+
+    def _timing(self, prompt_rows: dict[str, int], trees: TreeBatch) -> StepTiming:
         """What the forward pass has to do; tokens and time come later."""
+        running = self._running
         return StepTiming(
             batch=len(running),
             rows=len(running) - len(prompt_rows) + sum(prompt_rows.values()) + trees.num_nodes,
@@ -197,51 +188,39 @@ class _Replay:
             step_ms=0.0,
             is_decode_only=not prompt_rows,
             trees=int(np.count_nonzero(trees.sizes)),
-            context=sum(r.arrival.num_prompt_tokens + r.position - 1 for r in running if r.position),
+            context=sum(len(request.view.token_ids) - 1 for request in running if request.position),
             waiting=sum(request.arrival.ready_ms <= self._now_ms for request in self._queue),
         )
 
-    def _advance(self, running: Sequence[Request], prompt_rows: dict[str, int], record: StepRecord) -> int:
+    def _advance(self, prompt_rows: dict[str, int], trees: TreeBatch, result: VerifyResult) -> int:
         """Every request goes as far as its draft holds true, and one token further; returns the tokens of all."""
-        before = sum(request.position for request in running)
-        drafted = zip(record.trees.sizes.tolist(), record.result.num_accepted.tolist(), strict=True)
-        drafts = dict(zip((request.name for request in self._drafted_for), drafted, strict=True))
-        for request in running:
+        drafted = zip(trees.sizes.tolist(), result.num_accepted.tolist(), strict=True)
+        drafts = dict(zip(trees.request_ids, drafted, strict=True))
+        tokens = 0
+        for request in self._running:
             if request.prompt_left:
                 continue
-            size, accepted = drafts.get(request.name, (0, 0))
-            gained = min(accepted + 1, len(request.end.token_ids) - request.position)
-            request.position += gained
+            name = request.view.request_id
+            size, accepted = drafts.get(name, (0, 0))
+            gained = min(accepted + 1, len(request.truth))
+            request.advance(gained, self._header)
             request.num_nodes = 0
-            if request.name not in prompt_rows:
+            tokens += gained
+            if name not in prompt_rows:
                 self._decode_tokens += gained
                 self._request_steps += 1
                 self._drafted += size
                 self._accepted += accepted
-        self._drafted_for, self._batch, self._plan = [], None, None
-        return sum(request.position for request in running) - before
+        return tokens
 
-    def _draft(self, running: Sequence[Request]) -> int:
-        """The next step's drafts, as the speculator makes them; returns how many requests drafters were asked for.
-
-        Without a request to draft for, the budget is not asked either.
-        """
-        step = len(self._nodes)
+    def _draft(self, running: Sequence[Request]) -> None:
+        """The next step's drafts. Without a request to draft for, the budget is not asked either."""
+        step, self._asked = len(self._nodes), 0
+        self._drafted_for, self._planned = [], None
         requests = [r for r in running if r.position and r.arrival.shape is not DraftMode.OFF]
-        if not requests or self._backoff.is_paused(step) or self._budget.steps_off(len(requests)):
-            return 0
-        batch = RequestBatch.of([request.view(self._header) for request in requests])
-        limits = self._budget.limits(batch)
-        if not limits.wants_any:
-            return 0
-        found = [self._proposals.at(r.arrival.request, r.position, r.end.token_ids) for r in requests]
-        if limits.drafters is not None:
-            found = [of_sources(tree, wanted) for tree, wanted in zip(found, limits.drafters.tolist(), strict=True)]
-        proposal = batch_of(batch.request_ids, found)
-        draft_ms = self._ask_ms(Load(batch=len(requests), asked=len(requests)))
-        self._plan = self._budget.choose([proposal], limits, batch, draft_ms)
-        self._backoff.asked(step, self._plan.pays)
-        self._drafted_for, self._batch = requests, batch
-        for request, size in zip(requests, self._plan.trees.sizes.tolist(), strict=True):
+        if not requests or self._speculator.is_paused(step, len(requests)):
+            return
+        self._drafted_for = requests
+        self._planned = self._speculator.propose(RequestBatch.of([request.view for request in requests]), step)
+        for request, size in zip(requests, self._planned.plan.trees.sizes.tolist(), strict=True):
             request.num_nodes = size
-        return len(requests)

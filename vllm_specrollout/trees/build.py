@@ -113,9 +113,24 @@ def union(trees: Sequence[DraftTree], max_nodes: int) -> DraftTree:
     return _best_first(_tree(token_ids, parents, log_q, source), max_nodes)
 
 
-def select(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
-    """The tree of these nodes, in this order; the parent of each must come before it."""
-    new_index = {ROOT: ROOT}
+def below(tree: DraftTree, path: Sequence[int]) -> DraftTree:
+    """The subtree under the node that these tokens lead to from the root; empty where they leave the tree."""
+    parents, top = tree.parents.tolist(), ROOT
+    children = {key: child for child, key in enumerate(zip(parents, tree.token_ids.tolist(), strict=True))}
+    for token in path:
+        if (top, token) not in children:
+            return EMPTY_TREE
+        top = children[top, token]
+    kept = {top: None}
+    for child, parent in enumerate(parents):
+        if parent in kept:
+            kept[child] = None
+    return select(tree, list(kept)[1:], top)
+
+
+def select(tree: DraftTree, nodes: Sequence[int], root: int = ROOT) -> DraftTree:
+    """The tree of these nodes, in this order, under a node; the parent of each must come before it."""
+    new_index = {root: ROOT}
     for position, node in enumerate(nodes):
         new_index[node] = position
     old_parents = tree.parents.tolist()

@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
+from bench.replay.synthetic import Plan, make_trace
 from tests.unit.budgets.builders import batch, chains, record, step
 from tests.unit.replay import gate
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.goodput import FIRST_PLAIN, RARER, Acceptance, GoodputBudget
-from vllm_specrollout.replay.cost import CostLine
+from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.replay.simulate import Result, replay
-from vllm_specrollout.replay.synthetic import Plan, make_trace
 from vllm_specrollout.types import StepPlan, StepTiming
 
 LINE = CostLine(fixed=10.0, request=0.1, node=0.1)

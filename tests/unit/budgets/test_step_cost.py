@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.budgets.builders import step
-from vllm_specrollout.budgets.step_cost import GROWTH, StepCost
+from vllm_specrollout.budgets.step_cost import GROWTH, CostLine, StepCost
 
 
 def line(num_requests: int, num_nodes: int, branches: int = 0, fixed: float = 4.0, node: float = 0.05) -> float:
@@ -157,3 +157,8 @@ def test_an_empty_profile_leaves_nothing_known() -> None:
     cost = StepCost()
     cost.seed([])
     assert not cost.is_known and cost.plain_ms(4) == 1.0
+
+
+def test_a_line_bends_at_the_places_that_all_lines_bend_at() -> None:
+    with pytest.raises(ValueError, match="bends at 1 places, not at 18"):
+        CostLine(rows=(1.0,))

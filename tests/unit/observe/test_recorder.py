@@ -83,7 +83,7 @@ def test_a_recording_is_read_back_from_its_file(runner, tmp_path):
     rollout, _ = recorded(runner, sink=ThreadSink(path))
     trace = read_trace(path)
     assert not trace.is_cut and len(trace.steps) == len(rollout.nodes)
-    assert [trace.ends[i].token_ids.tolist() for i in range(3)] == list(ANSWERS.values())
+    assert [trace.ends[i].token_ids for i in range(3)] == list(ANSWERS.values())
     assert list(replay(trace, FixedBudget(4, 3), LINE).nodes) == rollout.nodes
 
 
@@ -136,7 +136,7 @@ def test_what_is_recorded_is_what_listeners_were_told():
         (0, 0, 10, 100),
         (1, 0, 10, 100),
     ]
-    assert [(e.request, e.status, e.token_ids.tolist()) for e in engine.of(End)] == [
+    assert [(e.request, e.status, e.token_ids) for e in engine.of(End)] == [
         (1, "truncated", [10, 11]),
         (0, "open", [10, 4, 5, 6, 7]),
     ]
@@ -152,9 +152,9 @@ def test_candidates_are_all_that_drafters_proposed_at_their_word():
     engine.recorder.stepped(record_of(plan.trees, [[], []], plan))
     (candidates,) = engine.of(Step)[0].candidates
     assert isinstance(candidates, Candidates) and candidates.request == 0
-    assert sorted(candidates.tree.token_ids.tolist()) == [1, 2, 3, 4, 5, 6, 7]
-    words = dict(zip(candidates.tree.token_ids.tolist(), np.exp(candidates.tree.log_q).tolist(), strict=True))
-    assert words[1] == pytest.approx(0.5) and words[6] == pytest.approx(0.25)
+    assert sorted(candidates.tree.token_ids) == [1, 2, 3, 4, 5, 6, 7]
+    words = dict(zip(candidates.tree.token_ids, np.exp(candidates.tree.log_q).tolist(), strict=True))
+    assert words[1] == pytest.approx(0.5, rel=1e-3) and words[6] == pytest.approx(0.25, rel=1e-3)
 
 
 def test_a_request_is_recorded_although_drafting_is_paused_all_along():
@@ -165,7 +165,7 @@ def test_a_request_is_recorded_although_drafting_is_paused_all_along():
     engine.recorder.finished(ending("a", [3, 4, 5]))
     engine.recorder.closed()
     assert [(a.request, a.max_tokens) for a in engine.of(Arrival)] == [(0, 100)]
-    assert engine.of(End)[0].token_ids.tolist() == [3, 4, 5]
+    assert engine.of(End)[0].token_ids == [3, 4, 5]
 
 
 def test_a_request_that_was_never_to_be_drafted_for_leaves_no_trace():
@@ -180,7 +180,7 @@ def test_a_request_preempted_and_admitted_again_arrives_once():
     engine.recorder.admitted(view("a", [3]))
     engine.recorder.admitted(view("a", [3, 4, 5]))
     engine.recorder.closed()
-    assert len(engine.of(Arrival)) == 1 and engine.of(End)[0].token_ids.tolist() == [3, 4, 5]
+    assert len(engine.of(Arrival)) == 1 and engine.of(End)[0].token_ids == [3, 4, 5]
 
 
 def test_a_name_that_is_used_again_is_a_request_of_its_own():
@@ -188,7 +188,7 @@ def test_a_name_that_is_used_again_is_a_request_of_its_own():
     for answer in ([1, 2], [7]):
         engine.recorder.admitted(view("a", answer[:1]))
         engine.recorder.finished(ending("a", answer))
-    assert [(e.request, e.token_ids.tolist()) for e in engine.of(End)] == [(0, [1, 2]), (1, [7])]
+    assert [(e.request, e.token_ids) for e in engine.of(End)] == [(0, [1, 2]), (1, [7])]
 
 
 def test_plans_whose_steps_never_came_are_written_when_the_engine_stops():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.replay.cost import CostLine
+from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Record, Step, Trace
 from vllm_specrollout.trees.batch import merge_select
 from vllm_specrollout.types import (
@@ -36,7 +36,7 @@ def tree(tokens: Sequence[int], parents: Sequence[int], probability: float = 0.5
 
 def header(batch: int = 2, cost: CostLine | None = LINE, **values: object) -> Header:
     facts = {"max_num_seqs": batch, "max_draft_tokens": 8, "max_depth": 4, **values}
-    return Header(**facts, cost=cost.as_dict() if cost is not None else {})  # type: ignore[arg-type]
+    return Header(**facts, cost=cost or CostLine())  # type: ignore[arg-type]
 
 
 def trace_of(
@@ -47,10 +47,7 @@ def trace_of(
         Arrival(request=i, step=0, num_prompt_tokens=prompt, max_tokens=100, problem_id=f"p{i}")
         for i in range(len(answers))
     )
-    ends = {
-        i: End(request=i, status="finished", token_ids=np.asarray(answer, dtype=np.int32))
-        for i, answer in enumerate(answers)
-    }
+    ends = {i: End(request=i, status="finished", token_ids=list(answer)) for i, answer in enumerate(answers)}
     return Trace(header(batch), arrivals, (Step(at_ms=0.0, candidates=tuple(candidates)),), ends)
 
 

@@ -6,8 +6,8 @@ batches from 4 to 256; `told` below 1 makes a drafter that claims too much.
 
 from __future__ import annotations
 
-from vllm_specrollout.replay.cost import CostLine
-from vllm_specrollout.replay.synthetic import Plan
+from bench.replay.synthetic import Plan
+from vllm_specrollout.budgets.step_cost import CostLine
 
 
 def _line(fixed: float, node: float, draft: float = 0.0, ask: float = 0.1, **terms: float) -> CostLine:

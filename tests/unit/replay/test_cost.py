@@ -1,12 +1,13 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from tests.unit.replay.builders import LINE, header, trace_of
+from vllm_specrollout.budgets.step_cost import Load, Timing
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.replay.cost import Load, cost_of
+from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.records import Arrival, Step, Trace
-from vllm_specrollout.types import StepTiming
 
 
 def recorded(count: int = 200, disturbed: int = 0) -> Trace:
@@ -17,7 +18,7 @@ def recorded(count: int = 200, disturbed: int = 0) -> Trace:
         nodes, branches = (0, 0) if i % 4 == 0 else (nodes + 1, branches)
         load = Load(batch=batch, nodes=nodes, branches=branches, asked=batch)
         ms = LINE.step_ms(load) * (8.0 if i < disturbed else 1.0)
-        timing = StepTiming(batch, batch + nodes, nodes, branches, batch, ms, True)
+        timing = Timing(batch, batch + nodes, nodes, branches, batch, ms, True)
         steps.append(Step(at_ms=0.0, ask_ms=0.1, views=batch, timing=timing))
     return replace(trace_of([[1, 2]]), header=header(8, None), arrivals=(), steps=tuple(steps))
 
@@ -42,8 +43,8 @@ def test_prompts_cost_what_the_steps_that_computed_them_cost_beyond_decoding() -
         # the prompt of one request more, 40 rows of it where its length is 50: the rest was in the prefix cache
         timing = steps[step + 1].timing
         ms = timing.step_ms + LINE.request + 40 * 0.3
-        grown = replace(timing, batch=timing.batch + 1, rows=timing.rows + 40, is_decode_only=False, step_ms=ms)
-        steps[step + 1] = replace(steps[step + 1], timing=grown)
+        grown = structs.replace(timing, batch=timing.batch + 1, rows=timing.rows + 40, is_decode_only=False, step_ms=ms)
+        steps[step + 1] = structs.replace(steps[step + 1], timing=grown)
         arrivals.append(Arrival(request=len(arrivals), step=step, num_prompt_tokens=50, max_tokens=9))
     line = cost_of(replace(trace, steps=tuple(steps), arrivals=tuple(arrivals)))
     assert line.prompt_share == pytest.approx(0.8)
@@ -53,9 +54,10 @@ def test_prompts_cost_what_the_steps_that_computed_them_cost_beyond_decoding() -
 def test_no_term_is_negative_and_a_line_in_the_header_needs_no_steps() -> None:
     falling = recorded()
     steps = [
-        replace(s, timing=replace(s.timing, step_ms=30.0 - s.timing.batch)) if s.timing else s for s in falling.steps
+        structs.replace(s, timing=structs.replace(s.timing, step_ms=30.0 - s.timing.batch)) if s.timing else s
+        for s in falling.steps
     ]
-    terms = cost_of(replace(falling, steps=tuple(steps))).as_dict()
+    terms = structs.asdict(cost_of(replace(falling, steps=tuple(steps))))
     assert min(*terms.pop("rows"), *terms.values()) >= 0.0
     assert cost_of(trace_of([[1]])) == LINE
 
@@ -66,7 +68,7 @@ def test_too_few_steps_are_refused() -> None:
 
 
 def test_the_measured_makespan_counts_the_last_step_that_no_policy_was_told_of() -> None:
-    timing = StepTiming(1, 1, 0, 0, 1, 10.0, True)
+    timing = Timing(1, 1, 0, 0, 1, 10.0, True)
     steps = (Step(at_ms=9.0), Step(at_ms=19.5, timing=timing), Step(at_ms=30.0, timing=timing))
     trace = replace(trace_of([[1]]), steps=steps)
     assert trace.measured_ms() == pytest.approx(10.0 + 10.0 + 10.5)

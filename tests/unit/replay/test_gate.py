@@ -2,12 +2,12 @@
 
 import pytest
 
+from bench.replay.synthetic import make_trace
 from tests.unit.replay.gate import PLANS
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.replay.simulate import replay
-from vllm_specrollout.replay.synthetic import make_trace
 
 WIDTHS = (1, 2, 4, 8)
 # those that take least time to replay, of each kind

@@ -2,15 +2,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from bench.replay.synthetic import Plan, make_trace
 from tests.unit.replay.builders import LINE, ScriptedBudget, header, trace_of, tree
 from vllm_specrollout.budgets.registry import make_budget, names
+from vllm_specrollout.budgets.step_cost import Load
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.replay.cost import Load
 from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.replay.simulate import replay
-from vllm_specrollout.replay.synthetic import Plan, make_trace
 from vllm_specrollout.types import FinishReason
 
 
@@ -22,8 +23,8 @@ def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
     """The example of docs/guides/replay.md."""
     drafts = [
         # after one token of the answer 1 2 3 4 5: the draft 2 3 9 holds for two tokens, the third comes with them
-        Candidates(0, 1, tree([2, 3, 9], [-1, 0, 1])),
-        Candidates(0, 4, tree([8], [-1])),
+        Candidates.of(0, 1, tree([2, 3, 9], [-1, 0, 1])),
+        Candidates.of(0, 4, tree([8], [-1])),
     ]
     policy = ScriptedBudget(max_nodes=3, max_depth=3)
     result = replay(trace_of([[1, 2, 3, 4, 5], [7]], drafts), policy)
@@ -40,7 +41,8 @@ def test_a_rollout_worked_out_by_hand_takes_exactly_that_long():
 
 def test_a_budget_learns_of_a_step_one_step_late_and_of_an_ending_before_it() -> None:
     budget = ScriptedBudget(max_nodes=3, max_depth=3)
-    replay(trace_of([[1, 2, 3, 4, 5], [7]], [Candidates(0, 1, tree([2, 3, 9], [-1, 0, 1]))]), budget)
+    drafts = [Candidates.of(0, 1, tree([2, 3, 9], [-1, 0, 1])), Candidates.of(0, 4, tree([8], [-1]))]
+    replay(trace_of([[1, 2, 3, 4, 5], [7]], drafts), budget)
     order = [name for name, _ in budget.calls]
     # the first step's record comes at the end of the second, in which the second request is over
     assert order[:6] == ["limits", "choose", "finish", "observe", "limits", "choose"]
@@ -58,13 +60,13 @@ def test_on_the_second_runner_a_step_is_learned_of_at_once() -> None:
     budget = ScriptedBudget()
     replay(replace(trace, header=header(runner="v2")), budget)
     assert [record.timing.step_ms for record in budget.of("observe")] == pytest.approx([11.1, 11.1, 11.1])
-    assert [name for name, _ in budget.calls][:3] == ["observe", "limits", "choose"]
+    assert [name for name, _ in budget.calls][:4] == ["observe", "limits"] * 2
 
 
 def test_a_record_names_the_accepted_nodes_and_what_was_planned() -> None:
     budget = ScriptedBudget(max_nodes=4, max_depth=3)
     branching = tree([9, 2, 3], [-1, -1, 1])
-    replay(trace_of([[1, 2, 3, 4, 5, 6]], [Candidates(0, 1, branching)]), budget)
+    replay(trace_of([[1, 2, 3, 4, 5, 6]], [Candidates.of(0, 1, branching)]), budget)
     record = budget.of("observe")[1]
     # the drafter is as sure of 9 as of 2, and 9 stands first
     assert record.trees.token_ids.tolist() == [9, 2, 3] and record.timing.branches == 1
@@ -74,7 +76,7 @@ def test_a_record_names_the_accepted_nodes_and_what_was_planned() -> None:
 
 def test_the_drafts_of_an_answer_that_is_over_are_not_verified() -> None:
     budget = ScriptedBudget(max_nodes=4, max_depth=4)
-    drafts = [Candidates(0, 1, tree([2, 3], [-1, 0])), Candidates(1, 1, tree([2, 3], [-1, 0]))]
+    drafts = [Candidates.of(0, 1, tree([2, 3], [-1, 0])), Candidates.of(1, 1, tree([2, 3], [-1, 0]))]
     result = replay(trace_of([[1], [1, 2, 3, 4, 5]], drafts), budget)
     record = budget.of("observe")[1]
     assert record.plan.trees.sizes.tolist() == [2, 2] and record.trees.sizes.tolist() == [0, 2]
@@ -82,7 +84,7 @@ def test_the_drafts_of_an_answer_that_is_over_are_not_verified() -> None:
 
 
 def test_a_budget_that_is_off_for_a_step_is_not_asked_for_limits() -> None:
-    trace = trace_of([[1, 2, 3, 4]], [Candidates(0, 1, tree([2], [-1])), Candidates(0, 2, tree([3], [-1]))])
+    trace = trace_of([[1, 2, 3, 4]], [Candidates.of(0, 1, tree([2], [-1])), Candidates.of(0, 2, tree([3], [-1]))])
     budget = ScriptedBudget(off=[0])
     result = replay(trace, budget)
     assert result.nodes == (0, 0, 1) and budget.asked == 3
@@ -91,19 +93,24 @@ def test_a_budget_that_is_off_for_a_step_is_not_asked_for_limits() -> None:
 
 def test_drafters_are_left_alone_after_four_steps_that_did_not_pay() -> None:
     budget = ScriptedBudget()
+    budget.backs_off = True
     replay(trace_of([list(range(12))]), budget)
     # nothing is ever proposed: asked in steps 0 to 3 and 8
-    assert len(budget.of("choose")) == 5 and budget.asked == 5
+    assert len(budget.of("limits")) == 5 and budget.asked == 5
 
 
-def test_a_drafter_that_is_not_asked_proposes_nothing() -> None:
-    mixed = tree([2, 9, 3], [-1, -1, 0])
-    mixed = replace(mixed, source=np.asarray([1, 0, 1], dtype=np.int32))
-    for drafters, kept in ((0b11, [2, 9, 3]), (0b10, [2, 3]), (0b01, [9])):
-        budget = ScriptedBudget(8, 8, drafters=drafters)
-        replay(trace_of([[1, 2, 3, 4]], [Candidates(0, 1, mixed)]), budget)
-        (proposal,), draft_ms = budget.of("choose")[0]
-        assert proposal.token_ids.tolist() == kept and draft_ms == pytest.approx(LINE.ask)
+def test_recorded_drafters_are_asked_as_one_or_not_at_all() -> None:
+    mixed = replace(tree([2, 9, 3], [-1, -1, 0]), source=np.asarray([1, 0, 1], dtype=np.int32))
+    trace = trace_of([[1, 2, 3, 4]], [Candidates.of(0, 1, mixed)])
+    asked, alone = ScriptedBudget(8, 8, drafters=0b01), ScriptedBudget(8, 8, drafters=0b10)
+    result = replay(trace, asked)
+    (proposal,), draft_ms = asked.of("choose")[0]
+    assert proposal.token_ids.tolist() == [2, 9, 3] and proposal.source.tolist() == [1, 0, 1]
+    assert draft_ms == pytest.approx(LINE.ask) and result.drafted == 3
+    # nobody has the second place, so nothing is asked, and nothing is paid for
+    result = replay(trace, alone)
+    assert not alone.of("choose") and result.drafted == 0
+    assert result.step_ms[1] == pytest.approx(LINE.fixed + LINE.request)
 
 
 def test_without_drafts_a_rollout_is_the_sum_of_its_plain_steps():
@@ -140,7 +147,7 @@ def test_a_draft_that_is_always_right_needs_one_step_in_nine():
 
 def test_a_request_waits_until_it_exists_and_until_there_is_a_place():
     trace = trace_of([[1], [2], [3]], batch=2)
-    late = replace(trace.arrivals[2], ready_ms=500.0)
+    late = structs.replace(trace.arrivals[2], ready_ms=500.0)
     result = replay(replace(trace, arrivals=(*trace.arrivals[:2], late)), budget("off"))
     assert result.finish_ms[1] < 20.0 and result.finish_ms[2] == pytest.approx(500.0 + 11.1)
     crowded = replay(trace_of([[1], [2], [3]], batch=1), budget("off"))

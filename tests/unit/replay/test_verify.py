@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.replay.builders import tree
-from vllm_specrollout.replay.verify import verified
+from vllm_specrollout.replay.requests import verified
 from vllm_specrollout.trees.batch import batch_of, cut
 from vllm_specrollout.trees.build import from_paths, path_to
 

@@ -194,3 +194,20 @@ def test_an_infinite_log_probability_is_refused() -> None:
     tree = chain([1])
     with pytest.raises(ValueError, match="log_q -inf"):
         build.check(DraftTree(tree.token_ids, tree.parents, np.full(1, -np.inf, dtype=np.float32), tree.source))
+
+
+def words(draft: DraftTree) -> list[tuple[int, ...]]:
+    return [tuple(draft.token_ids[build.path_to(draft.parents, i)].tolist()) for i in range(draft.size)]
+
+
+WEIGHTED = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.floats(0.1, 1.0)), max_size=6)
+
+
+@given(WEIGHTED, st.lists(st.integers(0, 2), max_size=4))
+def test_what_hangs_below_a_path_is_what_a_search_finds(weighted, path: list[int]) -> None:
+    draft = build.from_paths(weighted, 64, 5)
+    subtree = build.below(draft, path)
+    start = tuple(path)
+    assert words(subtree) == [w[len(path) :] for w in words(draft) if w[: len(path)] == start and len(w) > len(path)]
+    build.check(subtree)
+    assert build.is_ordered(subtree)

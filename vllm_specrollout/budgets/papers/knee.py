@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from vllm_specrollout.budgets.step_cost import Floats, non_negative
 
 _STEEPER = 2.0
 _EVIDENCE = 16.0
 _NOISE = 0.03
-
-Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def find_knee(rows: Sequence[float], ms: Sequence[float], growth: float = 0.1) -
     if len(x) < 2 or x[-1] < 2.0 * x[0]:
         return None
     weight = np.sqrt(count) / y**2
-    (intercept, slope), line_error = _line(x, y, weight)
+    (intercept, slope), line_error = _fitted(np.stack([np.ones_like(x), x], axis=1), y, weight, 0)
     if slope * (x[-1] - x[0]) < growth * (intercept + slope * x[0]):
         return None
     best = _best_corner(x, y, weight)
@@ -73,7 +72,7 @@ def find_knee(rows: Sequence[float], ms: Sequence[float], growth: float = 0.1) -
     return Knee(at, intercept + slope * at, False)
 
 
-def _medians(rows: Array, ms: Array) -> tuple[Array, Array, Array, Array]:
+def _medians(rows: Floats, ms: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     """Per row count, ascending: the rows, the median time, how many points, and the standard error of the median."""
     counts, index = np.unique(rows, return_inverse=True)
     groups = [ms[index == i] for i in range(len(counts))]
@@ -83,39 +82,26 @@ def _medians(rows: Array, ms: Array) -> tuple[Array, Array, Array, Array]:
     return counts, middle, np.asarray([float(len(group)) for group in groups]), scatter
 
 
-def _line(x: Array, y: Array, weight: Array) -> tuple[tuple[float, float], float]:
-    """(intercept, slope, neither below 0) and the weighted squared error."""
-    total = weight.sum()
-    mean_x, mean_y = weight @ x / total, weight @ y / total
-    spread = weight @ (x - mean_x) ** 2
-    slope = max(float(weight @ ((x - mean_x) * (y - mean_y)) / spread), 0.0)
-    intercept = float(mean_y - slope * mean_x)
-    if intercept < 0.0:
-        intercept, slope = 0.0, float(weight @ (x * y) / (weight @ (x * x)))
-    return (intercept, slope), float(weight @ (y - intercept - slope * x) ** 2)
+def _fitted(columns: Floats, y: Floats, weight: Floats, first: int) -> tuple[list[float], float]:
+    """(terms, those from `first` on not below 0, the weighted squared error)."""
+    weighed = (columns * weight[:, None]).T
+    terms = non_negative(weighed @ columns, weighed @ y, first)
+    return terms.tolist(), float(weight @ (y - columns @ terms) ** 2)
 
 
-def _best_corner(x: Array, y: Array, weight: Array) -> tuple[float, float, float, float, float] | None:
+def _best_corner(x: Floats, y: Floats, weight: Floats) -> tuple[float, float, float, float, float] | None:
     """(rows, slope before, slope after, ms, squared error) of the best two lines that meet; None with too few points.
 
     Corners are tried at every row count but the outermost, and where those are few, at three places between each two.
     """
     if len(x) < 4:
         return None
-    best = None
     edges = zip(x[1:-2], x[2:-1], strict=True) if len(x) > 4 else [(x[1], x[2])]
     places = 5 if len(x) <= 16 else 2
-    corners = np.unique(np.concatenate([np.linspace(a, b, places) for a, b in edges]))
-    root = np.sqrt(weight)
-    for corner in corners.tolist():
-        columns = np.stack([np.ones_like(x), np.minimum(x - corner, 0.0), np.maximum(x - corner, 0.0)], axis=1)
-        terms = np.linalg.lstsq(columns * root[:, None], y * root, rcond=None)[0]
-        if terms[1] < 0.0:
-            # time does not fall with rows: the best line before the corner is level
-            level = columns[:, [0, 2]]
-            pair = np.linalg.lstsq(level * root[:, None], y * root, rcond=None)[0]
-            terms = np.asarray([pair[0], 0.0, pair[1]])
-        error = float(weight @ (y - columns @ terms) ** 2)
-        if best is None or error < best[4]:
-            best = (corner, float(terms[1]), float(terms[2]), float(terms[0]), error)
-    return best
+    found = []
+    for corner in np.unique(np.concatenate([np.linspace(a, b, places) for a, b in edges])).tolist():
+        # time does not fall with rows: the best line before the corner may be level
+        columns = np.stack([np.ones_like(x), np.maximum(x - corner, 0.0), np.minimum(x - corner, 0.0)], axis=1)
+        (ms, after, before), error = _fitted(columns, y, weight, 2)
+        found.append((corner, before, after, ms, error))
+    return min(found, key=lambda one: one[4])

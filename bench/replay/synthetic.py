@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.replay.cost import CostLine
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Step, Trace
 from vllm_specrollout.types import DraftTree, FinishReason
 
@@ -93,12 +93,12 @@ def make_trace(plan: Plan) -> Trace:
             )
         )
         status = FinishReason.TRUNCATED if is_cut else FinishReason.FINISHED
-        ends[request] = End(request=request, status=status.value, token_ids=answer)
+        ends[request] = End(request=request, status=status.value, token_ids=answer.tolist())
         # the first token comes with the prompt
         for position in range(1, length + 1):
             if plan.silent == 0.0 or rng.random() >= plan.silent:
                 tree = _tree(plan, rng, answer[position:], position / length)
-                candidates.append(Candidates(request, position, tree))
+                candidates.append(Candidates.of(request, position, tree))
     width = 1 + (plan.sibling > 0.0)
     header = Header(
         model="synthetic",
@@ -107,7 +107,7 @@ def make_trace(plan: Plan) -> Trace:
         drafters=("synthetic",),
         max_draft_tokens=min(64, width * len(plan.acceptance)),
         max_depth=len(plan.acceptance),
-        cost=plan.cost.as_dict(),
+        cost=plan.cost,
     )
     return Trace(header, tuple(arrivals), (Step(at_ms=0.0, candidates=tuple(candidates)),), ends)
 
