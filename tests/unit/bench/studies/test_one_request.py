@@ -4,14 +4,33 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_specrollout.bench.studies.one_request import OneRequestInputs, Scene, ahead_speed, coupled_speed, run
 
-from vllm_specrollout.cluster.simulate.one_request import Scene, ahead_speed, coupled_speed
-
-SCENE = Scene(name="s", verify_ms=10.0, row_ms=0.1, draft_ms=1.0, branch_share=0.0, matches=(0.7, 0.9, 0.95))
+SCENE = Scene(verify_ms=10.0, row_ms=0.1, draft_ms=1.0, branch_share=0.0, matches=(0.7, 0.9, 0.95))
 
 
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return run(OneRequestInputs(tokens=6000), 1).figures
+
+
+def test_streams_and_chains_agree_with_their_formulas(figures):
+    assert figures["worst gap to a formula"] < 0.05
+
+
+def test_a_stream_alone_can_lose_to_a_coupled_comb(figures):
+    scene = "4 ms target, match 0.62"
+    assert figures[f"{scene}, ahead"] < figures[f"{scene}, coupled comb of 2"]
+
+
+@pytest.mark.parametrize("match", ["0.85", "0.62"])
+def test_exits_make_the_stream_win_with_a_fast_verifier(figures, match):
+    scene = f"4 ms target, match {match}"
+    assert figures[f"{scene}, ahead, 2 exits"] > figures[f"{scene}, coupled comb of 2"]
 
 
 def test_a_coupled_comb_has_the_speed_of_its_sum():
