@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 ParallelCompile("SPECROLLOUT_BUILD_JOBS").install()
 
 MAPPED = ("kernels", "patches", "bench")
+# in the source distribution and an editable install, but not in the wheel
+CHECKOUT_ONLY = ("vllm_specrollout.bench.studies",)
 
 packages = find_packages(include=["vllm_specrollout", "vllm_specrollout.*"])
 package_dir = {"vllm_specrollout": "vllm_specrollout"}
@@ -48,6 +50,8 @@ class BuildPy(build_py):
     """Also puts the table of supported vLLM versions, which lies beside the patches, into the package that reads it."""
 
     def run(self) -> None:
+        if not self.editable_mode:
+            self.packages = [name for name in self.packages if name not in CHECKOUT_ONLY]
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib, "vllm_specrollout", "patches")
@@ -60,7 +64,6 @@ setup(
     package_dir=package_dir,
     package_data={
         "vllm_specrollout": ["*.pyi"],
-        "vllm_specrollout.cluster.simulate": ["inputs/*.toml"],
         "vllm_specrollout.bench.index": ["*.json.gz"],
         "vllm_specrollout.bench.policy": ["checkpoint/*", "draft/*", "head/*"],
     },

@@ -1,4 +1,4 @@
-"""`specrollout doctor | patches | bench | plan | simulate | profile | train-head | history | replay | drafter | keys |
+"""`specrollout doctor | patches | bench | plan | profile | train-head | history | replay | drafter | keys |
 coordinator`; heavy imports happen inside commands."""
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from vllm_specrollout import (
     plan,
     profile_cli,
     replay_cli,
-    simulate_cli,
 )
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
@@ -47,6 +46,11 @@ BENCHES = {
     "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
     "soak": ("vllm_specrollout.bench.scenarios.soak", "bench_soak", "A server under load and faults, for hours."),
     "bounds": ("vllm_specrollout.bench.scenarios.bounds", "bench_bounds", "Memory, disk and bodies at their worst."),
+    "study": (
+        "vllm_specrollout.bench.studies.command",
+        "bench_study",
+        "A published experiment, simulated: our figures beside the paper's.",
+    ),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
 
@@ -157,7 +161,7 @@ def _import_bench(name: str, module: str) -> Any:
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
-            'run `pip install ".[cpu,bench]"` in the checkout',
+            'run `pip install -e ".[cpu,bench]"` in the checkout',
         ) from None
 
 
@@ -177,13 +181,19 @@ def _bench() -> None:
 
 app.add_typer(bench, name="bench")
 
+
+@app.command("simulate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def _simulate() -> None:
+    """The former name of `specrollout bench study`."""
+    raise ConfigError("`specrollout simulate` is now `specrollout bench study`", "it takes the same arguments")
+
+
 app.add_typer(plan.app, name="plan")
 app.add_typer(history_cli.app, name="history")
 app.command("keys")(keys_cli.write_keys)
 app.command("drafter")(drafter_cli.serve_drafts)
 app.command("coordinator")(coordinator_cli.coordinate)
 app.command("replay")(replay_cli.replay_command)
-app.command("simulate")(simulate_cli.simulate_command)
 app.command("profile")(profile_cli.profile)
 app.command("train-head")(training_command.train_head)
 

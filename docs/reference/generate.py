@@ -114,6 +114,8 @@ def cli_page() -> str:
     group = typer.main.get_command(app)
     parts = ["# Command line\n"]
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        if command.hidden:
+            continue
         parts.append(f"## `specrollout {name}`\n\n{_first_paragraph(command.help)}\n")
         if name != "bench":
             inner = sorted(getattr(command, "commands", {}).items())

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils.data import Dataset
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.private import make_folder, new_file
@@ -138,7 +139,7 @@ class BufferWriter:
                 path.unlink(missing_ok=True)
 
 
-class Buffer:
+class Buffer(Dataset[Example]):
     """The examples in a folder, read when they are asked for.
 
     Args:

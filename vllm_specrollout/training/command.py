@@ -77,9 +77,7 @@ def train_head(
     training = TrainingRun(target, data, out, config, start=start, newest_only=newest_only)
     measured = _run(training, is_quiet=json)
     if plot is not None:
-        from .curves import draw
-
-        draw(out / METRICS, plot)
+        _draw(out / METRICS, plot)
     _tell(out, training.num_steps, measured, is_json=json)
 
 
@@ -106,16 +104,26 @@ def _tell(out: Path, num_steps: int, measured: Any, *, is_json: bool) -> None:
     typer.echo(f"that makes {measured.tokens_per_step:.2f} tokens per step at temperature 0")
 
 
+def _draw(metrics: Path, picture: Path) -> None:
+    """Draw the loss, and how often the levels agree with the target; the picture's ending says its format."""
+    from matplotlib.figure import Figure
+
+    lines = [json_module.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    steps = [line["step"] for line in lines]
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(steps, [line["loss"] for line in lines])
+    left.set(xlabel="step", ylabel="loss, nats")
+    for level in range(len(lines[-1]["agreement"])):
+        right.plot(steps, [line["agreement"][level] for line in lines], label=f"levels 1 to {level + 1}")
+    right.set(xlabel="step", ylabel="drafts that agree", ylim=(0, 1))
+    right.legend(frameon=False)
+    figure.savefig(picture, dpi=150)
+
+
 def _run(training: Any, *, is_quiet: bool) -> Any:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, Progress
 
     console = Console(stderr=True, quiet=is_quiet)
     buffer = training.buffer
@@ -124,13 +132,6 @@ def _run(training: Any, *, is_quiet: bool) -> Any:
         console.print(f"left out, since damaged: {path}")
     if training.step:
         console.print(f"going on from step {training.step} of {training.num_steps}")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         task = progress.add_task("training", total=training.num_steps, completed=training.step)
         return training.train(lambda step, loss: progress.update(task, completed=step, description=f"loss {loss:.3f}"))

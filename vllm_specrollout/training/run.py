@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 from .buffer import Buffer
 from .config import DTYPES, TrainConfig
-from .eagle import EagleHead, load_eagle, new_eagle, save_eagle
-from .head import load_head, new_head, save_head
+from .heads import EagleHead, load_eagle, load_head, new_eagle, new_head, save_eagle, save_head
 from .packing import Batch, batch_of, packed
 
 STATE, METRICS = "training.pt", "training.jsonl"
@@ -80,7 +81,8 @@ class TrainingRun:
                 f"`{data}` holds {len(self.buffer)} answers, at least {_HELD_OUT} are needed",
                 "collect more answers first",
             )
-        self._batches = [batch for epoch in range(config.epochs) for batch in self._epoch(epoch)]
+        orders = (torch.Generator().manual_seed(config.seed * 1000 + epoch) for epoch in range(config.epochs))
+        self._batches = [batch for order in orders for batch in self._packed(self.trained_on, order)]
         weights = [one for one in self.head.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=config.weight_decay)
         self._about = {**asdict(config), "start": str(start or ""), "data": str(data), "answers": len(self.buffer)}
@@ -100,8 +102,8 @@ class TrainingRun:
         begin = time.perf_counter()
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / METRICS).open("a", encoding="utf-8") as metrics:
-            while self.step < self.num_steps:
-                loss, agreement = self._train_on(self._load(self._batches[self.step]))
+            for batch in self._loaded(self._batches[self.step :]):
+                loss, agreement = self._train_on(batch)
                 self.step += 1
                 on_step(self.step, loss)
                 if self.step % 10 == 0 or self.step == self.num_steps:
@@ -126,9 +128,7 @@ class TrainingRun:
         """What the head is worth on the answers that it was not trained on."""
         self.head.eval()
         losses, agreements, weights = [], [], []
-        lengths = [self.buffer.length(i) for i in self.held_out]
-        for group in packed(lengths, self.config.batch_tokens, None):
-            batch = self._load([self.held_out[i] for i in group])
+        for batch in self._loaded(self._packed(self.held_out)):
             loss, agreement = self._forward(batch)
             losses.append(float(loss))
             agreements.append(agreement)
@@ -176,15 +176,14 @@ class TrainingRun:
 
     # --- what it is fed with -----------------------------------------------------------------------------------------
 
-    def _epoch(self, epoch: int) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(self.config.seed * 1000 + epoch)
-        lengths = [self.buffer.length(i) for i in self.trained_on]
-        for group in packed(lengths, self.config.batch_tokens, generator):
-            yield [self.trained_on[i] for i in group]
+    def _packed(self, indices: Sequence[int], order: torch.Generator | None = None) -> list[list[int]]:
+        """The examples of each batch, in a random order if one is given."""
+        lengths = [self.buffer.length(i) for i in indices]
+        return [[indices[i] for i in group] for group in packed(lengths, self.config.batch_tokens, order)]
 
-    def _load(self, indices: Sequence[int]) -> Batch:
-        examples = [self.buffer[i] for i in indices]
-        return batch_of(examples, self.config.num_levels, self.config.batch_tokens)
+    def _loaded(self, batches: list[list[int]]) -> DataLoader[Batch]:
+        collate = partial(batch_of, num_levels=self.config.num_levels, most_tokens=self.config.batch_tokens)
+        return DataLoader(self.buffer, batch_sampler=batches, collate_fn=collate)
 
     def _head(self, target: Path, start: Path | None) -> Any:
         """A new one, or that in the folder `start`."""

@@ -1,0 +1,66 @@
+"""What a forward pass takes, and how fast an answer grows by each way of drafting.
+
+Most formulas are those of vllm_specrollout/decoupled, by which engines plan; what no engine needs is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from vllm_specrollout.decoupled.rates import tokens_per_window
+from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW, shared_stream
+from vllm_specrollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """Milliseconds of one forward pass over a batch.
+
+        base + request * requests + row * rows + (steep - row) * max(rows - knee, 0)
+
+    Rows are all tokens computed: one per request, and the drafts. Below the knee a device reads its weights for longer
+    than it computes, so that rows are cheap; beyond it they are not.
+    """
+
+    base: float
+    request: float = 0.0
+    row: float = 0.0
+    # per row beyond `knee`
+    steep: float = 0.0
+    knee: float = math.inf
+
+    def __post_init__(self) -> None:
+        # a comparison that nan fails too
+        if not all(term >= 0.0 for term in astuple(self)):
+            raise ConfigError(f"a term of {self} is below 0", "give terms of at least 0")
+
+    def ms(self, batch: float, drafts: float = 0.0) -> float:
+        """Of so many requests with so many drafts each: what the formulas ask for."""
+        return self.step_ms(batch, batch * drafts)
+
+    def step_ms(self, requests: float, drafts: float = 0.0) -> float:
+        """Of so many running requests with so many draft tokens between them."""
+        rows = requests + drafts
+        beyond = max(rows - self.knee, 0.0)
+        return self.base + self.request * requests + self.row * (rows - beyond) + self.steep * beyond
+
+
+Rate = Callable[[StepLine, StepLine, int, int, float], float]
+"""Drafter, verifier, batch, window, p -> tokens per millisecond of a request."""
+
+
+def best_window(rate: Rate, p: float, batch: int, verifier: StepLine, drafter: StepLine) -> int:
+    """The window with most tokens per ms, the shortest of several."""
+    return max(range(1, MAX_WINDOW + 1), key=lambda window: rate(drafter, verifier, batch, window, p))
+
+
+def exact_rate(draft: StepLine, verify: StepLine, batch: int, window: int, p: float) -> float:
+    """SpecActor's periods, section 4.1, by renewal: a window with a miss lasts two, as the drafter begins anew."""
+    return tokens_per_window(p, window) / max(window * draft.ms(batch), verify.ms(batch, window - 1))
+
+
+def decoupled_rate(draft: StepLine, verify: StepLine, batch: int, window: int, p: float) -> float:
+    """The verifier never waits: it decodes plainly what has no window."""
+    return shared_stream(draft, verify, batch, window, p).rate

@@ -1,0 +1,166 @@
+"""TLT, Tables 4, 7 and 8: speed-ups by batch and tokens to verify, and one cycle time per drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from vllm_specrollout.bench.studies.formulas import StepLine
+from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, StudyReport, error_of
+
+BATCHES, TOKENS = (1, 2, 4, 8, 16, 32), (16, 32, 48, 64)
+"""Rows and columns of Table 4."""
+PRINTED = (
+    (3.22, 3.46, 3.56, 3.62),
+    (3.08, 3.28, 3.39, 3.38),
+    (3.01, 3.09, 3.13, 2.98),
+    (2.73, 2.63, 2.51, 2.27),
+    (2.67, 2.52, 2.24, 1.91),
+    (2.48, 2.23, 1.90, 1.70),
+)
+FITTED = np.asarray([[b in (1, 4) or (b == 32 and n in (16, 64)) for n in TOKENS] for b in BATCHES])
+"""Cells that the free inputs were fitted to, by least squares of the logarithms. Batch 1 shows the accept lengths,
+batch 4 where the best column turns, and the ends of batch 32 what rows and requests cost."""
+CYCLES = {
+    "EAGLE": ("eagle_cycle_ms", ((6.53, 542.12), (6.77, 562.04), (1.57, 130.34))),
+    "Qwen2.5-0.5B": ("small_model_cycle_ms", ((6.68, 408.51), (6.89, 421.35), (5.95, 363.87))),
+    "HASS": ("hass_cycle_ms", ((6.67, 553.91),)),
+    "EAGLE-3": ("eagle3_cycle_ms", ((6.83, 617.42),)),
+}
+"""Drafter -> its input, and printed rows of accept length and tokens per second: trained, with OSD, original."""
+
+
+class Table4Inputs(Inputs):
+    """Time is in plain steps of batch 1."""
+
+    # text, Table 4
+    depth: Number = 10
+    # text, Table 1
+    depth_of_table_1: Number = 12
+    tokens_of_table_1: Number = 64
+    # derived from Table 1, topK 8: accept length 8.67 over speed-up 3.64
+    cycle_of_table_1: Number = 2.382
+    # free, set: the power of two below H100's 295 rows (989 Tflop/s of bf16 over 3.35 TB/s)
+    knee_rows: Number = 256
+    # free, fitted: per request, per row below and beyond the knee, of drafting per further request; tokens a cycle
+    request: Number = 0.11506
+    row: Number = 0.00310
+    row_beyond_knee: Number = 0.00603
+    draft_request: Number = 0.13667
+    accept_length: tuple[Number, Number, Number, Number] = (6.554, 7.198, 7.666, 7.867)
+
+
+class CyclesInputs(Inputs):
+    """Milliseconds, derived: a plain step from Table 7's row Base, 1000 / 242.11; cycles from drafters' first rows."""
+
+    plain_ms: Number = 4.1304
+    eagle_cycle_ms: Number = 12.0453
+    small_model_cycle_ms: Number = 16.3521
+    hass_cycle_ms: Number = 12.0416
+    eagle3_cycle_ms: Number = 11.0622
+
+
+def speed_up(inputs: Table4Inputs, batch: int, accept_length: float, tokens: int) -> float:
+    """Over plain decoding: A(n) plain(B) / (plain(B) + rows(B n) + draft(B)).
+
+    Table 1 prints accept length and speed-up at depth 12: their ratio is the cycle, and what is no step is drafting.
+    """
+    request, row, beyond = inputs.request, inputs.row, inputs.row_beyond_knee
+    line = StepLine(base=1.0 - request - row, request=request, row=row, steep=beyond, knee=inputs.knee_rows)
+    drafting = inputs.cycle_of_table_1 - line.step_ms(1, inputs.tokens_of_table_1)
+    drafting *= inputs.depth / inputs.depth_of_table_1
+    drafting += inputs.draft_request * (batch - 1)
+    return accept_length * line.step_ms(batch) / (line.step_ms(batch, batch * tokens) + drafting)
+
+
+def speed_ups(inputs: Table4Inputs) -> np.ndarray:
+    """[batches, tokens] of Table 4."""
+    columns = list(zip(inputs.accept_length, TOKENS, strict=True))
+    return np.asarray([[speed_up(inputs, batch, *column) for column in columns] for batch in BATCHES])
+
+
+def run_table_4(inputs: Table4Inputs, seed: int) -> StudyReport:
+    """All 24 cells; the seed changes nothing, since nothing is drawn."""
+    printed, ours = np.asarray(PRINTED), speed_ups(inputs)
+    error = np.abs(ours / printed - 1.0)
+    predicted = error[~FITTED]
+    rows: list[tuple[Cell, ...]] = []
+    for batch, own, theirs, used in zip(BATCHES, ours, printed, FITTED, strict=True):
+        cells = (
+            f"{a:.2f} / {b:.2f} {error_of(a, b)}{'*' if u else ''}" for a, b, u in zip(own, theirs, used, strict=True)
+        )
+        rows.append((str(batch), *cells, f"{TOKENS[own.argmax()]} / {TOKENS[theirs.argmax()]}"))
+    right = int((ours.argmax(axis=1) == printed.argmax(axis=1)).sum())
+    slow = 1.0 + (inputs.request + inputs.row) * (BATCHES[-1] - 1)
+    worst, rms = float(predicted.max()), float(np.sqrt((predicted**2).mean()))
+    ties = [(batch, *np.sort(own)[-2:]) for batch, own in zip(BATCHES, ours, strict=True)]
+    return StudyReport(
+        title="TLT, Table 4: Qwen-32B, TP 4, H100, depth 10, topK 8",
+        tables=(
+            ResultTable("speed-up, ours / paper", ("batch", *(f"{n} tokens" for n in TOKENS), "best"), tuple(rows)),
+        ),
+        figures={
+            "worst error": float(error.max()),
+            "worst error of predicted cells": worst,
+            "rms error of predicted cells": rms,
+            "rows with the best column right": right,
+            "plain step of the last batch": slow,
+        },
+        findings=(
+            f"Cells with * were used to fit the free inputs: {FITTED.sum()} of {FITTED.size}. The others are predicted,"
+            f" at most {worst:.1%} off (rms {rms:.1%}).",
+            f"The best column is right in {right} of {len(BATCHES)} rows.",
+            f"The fit makes a plain step of batch {BATCHES[-1]} last {slow:.1f} steps of batch 1, and drafting grow"
+            " alike. Ratios do not tell the two apart, so read both as effective values.",
+            *(
+                f"At batch {batch} our best two columns differ by {first / second - 1:.1%}: that is a tie."
+                for batch, second, first in ties
+                if first / second < 1.005
+            ),
+        ),
+        curves=tuple(
+            Curve(f"batch {batch}", TOKENS, tuple(own), theirs)
+            for batch, own, theirs in zip(BATCHES, ours.tolist(), PRINTED, strict=True)
+        ),
+        axes=("tokens to verify", "speed-up over plain decoding"),
+    )
+
+
+def run_cycles(inputs: CyclesInputs, seed: int) -> StudyReport:
+    """At batch 1 a drafter's cycle takes the same time whatever is accepted in it; nothing is drawn.
+
+    A cycle drafts and verifies once and yields `accept length` tokens, so throughput = accept length / cycle. One row
+    per drafter gives its cycle time; the drafter's other rows are predicted.
+    """
+    cycle_ms = {name: float(getattr(inputs, given)) for name, (given, _) in CYCLES.items()}
+    drafting = {name: ms - inputs.plain_ms for name, ms in cycle_ms.items()}
+    beyond = ", ".join(f"{name} {ms:.1f} ms" for name, ms in drafting.items())
+    worst = max(
+        abs(cycle_ms[name] * printed / (1e3 * length) - 1.0)
+        for name, (_, rows) in CYCLES.items()
+        for length, printed in rows
+    )
+    columns = ("drafter", "accept length", "cycle ms", "paper's ms", "tokens/s", "paper", "error", "speed-up", "row")
+    return StudyReport(
+        title="TLT, Tables 7 and 8: Qwen2.5-7B, TP 2, batch 1, H100",
+        tables=(ResultTable("Qwen2.5-7B, TP 2, batch 1", columns, tuple(_cycle_rows(cycle_ms, inputs.plain_ms))),),
+        figures={
+            "plain_ms": inputs.plain_ms,
+            **{f"{name} drafting ms": ms for name, ms in drafting.items()},
+            "worst cycle error": worst,
+        },
+        findings=(
+            "One row per drafter gave its cycle time; EAGLE's and the 0.5B model's other rows are predicted.",
+            "HASS and EAGLE-3 are printed once, so their rows predict nothing.",
+            f"Beyond a plain step of {inputs.plain_ms:.2f} ms a cycle takes: {beyond}.",
+        ),
+    )
+
+
+def _cycle_rows(cycle_ms: dict[str, float], plain_ms: float) -> Iterator[tuple[Cell, ...]]:
+    for name, (_, rows) in CYCLES.items():
+        for number, (length, printed) in enumerate(rows):
+            ours = 1e3 * length / cycle_ms[name]
+            speeds = f"{ours:.2f}", f"{printed:.2f}", error_of(ours, printed), f"{ours * plain_ms / 1e3:.2f}x"
+            times = f"{cycle_ms[name]:.2f}", f"{1e3 * length / printed:.2f}"
+            yield name, length, *times, *speeds, "predicted" if number else "given"

@@ -1,0 +1,100 @@
+import msgspec
+import numpy as np
+import pytest
+from vllm_specrollout.bench.studies.specactor import ARMS, SpecActorInputs, draw_workload, run, run_arms, scan, setups
+
+
+def smaller(**values):
+    """A quarter of the cluster, answers a twentieth as long."""
+    return msgspec.structs.replace(SpecActorInputs(), **{"gpus": 64, "requests": 4096, "shortened": 20, **values})
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return [run_arms(smaller(), seed) for seed in range(3)]
+
+
+def mean_ms(rollouts, arm):
+    return sum(arms[arm].makespan_ms for arms in rollouts) / len(rollouts)
+
+
+def drawn(**values):
+    given = {"requests": 16_000, "shortened": 1, "median_length": 500, "longest": 1e9, "samples": 8}
+    return draw_workload(smaller(**{**given, **values}), 0)
+
+
+def logits(work):
+    return np.log(work.acceptance / (1 - work.acceptance))
+
+
+def test_lengths_have_the_planned_median_spread_and_cap():
+    assert np.median(drawn().length) == pytest.approx(500, rel=0.05)
+    assert np.log(drawn().length).std() == pytest.approx(0.7, rel=0.05)
+    assert drawn(longest=700).length.max() == 700
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_answers_of_a_problem_share_the_planned_part_of_the_variance(shared):
+    groups = np.log(drawn(length_shared=shared).length).reshape(-1, 8)
+    assert groups.var(axis=1, ddof=1).mean() == pytest.approx(0.49 * (1 - shared), abs=0.03)
+
+
+def test_acceptances_have_the_planned_medians_and_what_is_common_to_methods():
+    work = drawn(acceptance_common=0.5)
+    assert np.median(work.acceptance, axis=1) == pytest.approx([0.88, 0.90, 0.35], abs=0.01)
+    assert np.corrcoef(logits(work))[0, 1] == pytest.approx(0.5, abs=0.03)
+
+
+def test_long_answers_may_be_drafted_worse():
+    work = drawn(acceptance_with_length=-1.0, acceptance_common=1.0)
+    assert np.corrcoef(np.log(work.length), logits(work)[0])[0, 1] < -0.99
+
+
+@pytest.mark.nightly
+def test_over_several_seeds_each_technique_adds_to_the_one_before_it(rollouts):
+    times = [mean_ms(rollouts, name) for name in ("plain", "vanilla", "decoupled", "reconfigured", "ladder")]
+    assert times == sorted(times, reverse=True)
+
+
+def test_drafts_pay_and_disaggregation_alone_does_not_with_every_seed(rollouts):
+    for arms in rollouts:
+        assert arms["vanilla"].makespan_ms < arms["plain"].makespan_ms
+        assert arms["disaggregated"].makespan_ms > arms["vanilla"].makespan_ms
+        assert arms["ladder"].makespan_ms < arms["decoupled"].makespan_ms
+
+
+def test_decoding_plainly_beats_waiting(rollouts):
+    assert mean_ms(rollouts, "decoupled") < mean_ms(rollouts, "decoupled, waiting")
+
+
+def test_all_arms_generate_the_same_tokens_and_waste_within_the_bound(rollouts):
+    for arms in rollouts:
+        assert len({outcome.counts.tokens for name, outcome in arms.items() if name != "ladder"}) == 1
+        assert all(outcome.counts.excess == 0 for outcome in arms.values())
+
+
+def test_the_ladder_puts_idle_groups_to_work(rollouts):
+    for arms in rollouts:
+        assert arms["ladder"].idle_share < arms["reconfigured"].idle_share - 0.1
+        assert arms["ladder"].races_won > 0
+
+
+def test_the_report_has_a_row_and_a_curve_per_arm_and_says_what_does_not_come_out():
+    report = run(smaller(rollouts=1, shortened=80), 0)
+    assert [row[0] for row in report.tables[0].rows] == list(ARMS) == [curve.label for curve in report.curves]
+    assert all(curve.y[0] == 4096 and curve.y[-1] == 0 for curve in report.curves)
+    assert sum("does not come out" in finding for finding in report.findings) == 2
+    # plain types alone, as JSON wants them
+    assert msgspec.to_builtins(report)["figures"]["plain s"] > report.figures["ladder s"]
+
+
+def test_windows_are_planned_for_the_batch_at_the_beginning():
+    planned = setups(smaller(), draw_workload(smaller(), 0))
+    assert planned["plain"].groups == 16 and planned["decoupled"].groups == 12
+    assert planned["vanilla"].window <= planned["decoupled"].window
+
+
+def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_rows():
+    _, findings, figures = scan(SpecActorInputs())
+    assert figures["best gain, exact"] < 1.3 < figures["best gain, paper"]
+    assert len(findings) == 3 and "in none of 100 cases" in findings[1]

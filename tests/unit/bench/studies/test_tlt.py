@@ -1,0 +1,73 @@
+import msgspec
+import numpy as np
+import pytest
+from vllm_specrollout.bench.studies.tlt import (
+    FITTED,
+    PRINTED,
+    CyclesInputs,
+    Table4Inputs,
+    run_cycles,
+    run_table_4,
+    speed_up,
+    speed_ups,
+)
+
+INPUTS = Table4Inputs()
+FREE = ("request", "row", "row_beyond_knee", "draft_request")
+CYCLES = run_cycles(CyclesInputs(), 0)
+
+
+def changed(**values):
+    return msgspec.structs.replace(INPUTS, **values)
+
+
+def test_each_of_the_24_cells_is_within_a_tenth_of_the_paper():
+    assert speed_ups(INPUTS).shape == (6, 4)
+    assert np.abs(speed_ups(INPUTS) / PRINTED - 1.0).max() < 0.10
+
+
+def test_the_best_column_of_each_row_is_the_papers():
+    assert speed_ups(INPUTS).argmax(axis=1).tolist() == np.asarray(PRINTED).argmax(axis=1).tolist()
+
+
+def test_the_shipped_values_are_those_that_the_named_cells_yield():
+    # one more step of Gauss and Newton from the shipped values moves none of them by more than their rounding
+    start = np.asarray([*(getattr(INPUTS, name) for name in FREE), *INPUTS.accept_length])
+
+    def residual(values):
+        given = dict(zip(FREE, values[:4], strict=True))
+        return np.log(speed_ups(changed(**given, accept_length=tuple(values[4:]))) / PRINTED)[FITTED]
+
+    now = residual(start)
+    slopes = np.stack([(residual(start * (1 + 1e-6 * one)) - now) / 1e-6 for one in np.eye(len(start))], axis=1)
+    step = np.linalg.lstsq(slopes, -now, rcond=None)[0]
+    assert np.abs(step).max() < 0.01
+
+
+def test_more_than_half_of_the_cells_are_predicted():
+    report = run_table_4(INPUTS, 0)
+    assert sum(str(cell).endswith("*") for row in report.tables[0].rows for cell in row) == 10
+    assert report.figures["worst error of predicted cells"] == report.figures["worst error"]
+
+
+def test_verifying_nothing_with_no_drafting_is_plain_decoding():
+    plain = changed(depth=0.0, draft_request=0.0)
+    assert [speed_up(plain, batch, 1.0, 0) for batch in (1, 7, 32)] == pytest.approx([1.0] * 3)
+
+
+def test_one_cycle_time_per_drafter_explains_every_row_within_two_percent():
+    assert CYCLES.figures["worst cycle error"] < 0.02
+    rows = CYCLES.tables[0].rows
+    assert len(rows) == 8
+    for row in rows:
+        assert float(row[4]) == pytest.approx(float(row[5]), rel=0.02)
+
+
+@pytest.mark.parametrize(("row", "speed_up"), [(0, 2.24), (6, 2.29), (7, 2.55)])
+def test_speed_ups_are_those_of_table_7(row, speed_up):
+    assert float(str(CYCLES.tables[0].rows[row][7]).rstrip("x")) == pytest.approx(speed_up, rel=0.01)
+
+
+def test_one_row_of_each_drafter_is_given_and_the_others_are_predicted():
+    kinds = [row[-1] for row in CYCLES.tables[0].rows]
+    assert kinds.count("given") == 4 and kinds.count("predicted") == 4

@@ -1,1 +1,0 @@
-"""One module per study: inputs in, a `StudyReport` out. What belongs here: how a paper's experiment is set up."""
