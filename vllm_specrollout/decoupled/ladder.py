@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm_specrollout.budgets.step_cost import Floats
 from vllm_specrollout.checks import check_real
 from vllm_specrollout.decoupled.rates import Mode, coupled_rate, plain_rate
 from vllm_specrollout.decoupled.times import AffineTime
 from vllm_specrollout.decoupled.timetable import StepTime, decoupled_rate, shared_stream, step_time, timetable
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.replay.broken_line import Floats
 
 GRID = tuple(i / 20 for i in range(20))
 """Acceptance rates of a ladder: 0 to 0.95."""

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specrollout.budgets.step_cost import Floats, non_negative
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.replay.broken_line import Floats, non_negative
 
 _RIDGE = 1e-12
 """Of the squared size of a term: it only keeps equations solvable, where rows say nothing of the term."""

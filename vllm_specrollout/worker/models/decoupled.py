@@ -38,6 +38,12 @@ from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 
+logger = init_logger(__name__)
+
+_POLL_S = 0.02  # while the engine starts
+_SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with
+_KV_CACHE = 1 << 30  # bytes of the drafter's, where its settings name no other
+
 
 class V1Noise:
     """What the V1 runner on CPU knows of its requests.
@@ -149,13 +155,6 @@ class Placing(Listener):
         self._speculator.backoff = Backoff()
         if self._own_cores:
             use_cores(self._own_cores if arrangement == DECOUPLED else self._cores)
-
-
-logger = init_logger(__name__)
-
-_POLL_S = 0.02  # while the engine starts
-_SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with
-_KV_CACHE = 1 << 30  # bytes of the drafter's, where its settings name no other
 
 
 class LinkCounter(Listener):
