@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,14 +46,15 @@ def judged(
     asked = _candidates(judge, case, prefix, stock_token, our_token, answer)
     if asked is None:
         return False, "and stock does not repeat itself"
-    candidates, seed = asked
+    candidates, seed, (lowest, highest) = asked
     temperature = case.params.get("temperature", 1.0)
     is_tie, why = ties.judged(candidates, seed, temperature, dtype)
     if is_tie:
         return True, why
     # where a mask cuts by the logits themselves (top-k, top-p, min-p), either may stand at its edge: there stock takes
-    # ours as soon as one of them is raised or lowered by what rounding may add
-    by = ties.allowed(candidates, temperature, dtype) * (temperature or 1.0)
+    # ours as soon as one of them is raised or lowered by what rounding may add: to what stands at the edge, and to the
+    # likeliest token, which the mass that top-p cuts by and what min-p compares with hang on
+    by = ties.tolerance(dtype, [logit * (temperature or 1.0) for logit in (lowest, highest)])
     for token, bias in ((our_token, by), (stock_token, -by)):
         moved = {**case.params.get("logit_bias", {})}
         moved[token] = moved.get(token, 0.0) + bias
@@ -66,13 +68,16 @@ def judged(
 def gap(judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int) -> float:
     """How far apart the two candidates are after `prefix`; infinity if it cannot be told."""
     asked = _candidates(judge, case, prefix, stock_token, our_token, 0)
-    return float("inf") if asked is None else ties.gap(*asked, case.params.get("temperature", 1.0))
+    return float("inf") if asked is None else ties.gap(*asked[:2], case.params.get("temperature", 1.0))
 
 
 def _candidates(
     judge: Judge, case: Case, prefix: list[int], stock_token: int, our_token: int, answer: int
-) -> tuple[Candidates, int | None] | None:
-    """Both, as stock sees them, and the seed of their noise; None where stock does not repeat itself."""
+) -> tuple[Candidates, int | None, tuple[float, float]] | None:
+    """Both, as stock sees them, the seed of their noise, and the least and the highest logit that no mask cut.
+
+    None where stock does not repeat itself.
+    """
     seed = case.params.get("seed")
     for output in judge.answers(case, answer):
         if list(output.token_ids[: len(prefix)]) != prefix or len(output.logprobs) == len(prefix):
@@ -87,5 +92,6 @@ def _candidates(
             num_prefix=len(prefix),
             width=len(row),
         )
-        return candidates, None if seed is None else seed + answer
+        kept = [value.logprob for value in row.values() if math.isfinite(value.logprob)]
+        return candidates, None if seed is None else seed + answer, (min(kept), max(kept))
     return None
