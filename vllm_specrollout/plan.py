@@ -1,6 +1,6 @@
 """`specrollout plan graphs`: which CUDA graphs to capture, and what they are estimated to take.
 
-The commands beside it are in decoupled_cli.py and ladder_cli.py.
+`specrollout plan decoupled` is in decoupled_cli.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.decoupled_cli import plan_decoupled_command
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.ladder_cli import plan_ladder_command
 from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
     GraphMemory,
@@ -62,7 +61,6 @@ def _plan() -> None:
 
 
 app.command("decoupled")(plan_decoupled_command)
-app.command("ladder")(plan_ladder_command)
 
 
 @app.command("graphs")

@@ -72,18 +72,6 @@ def read_profile(path: Path, flag: str) -> tuple[TimeFit, dict[int, TimeFit]]:
     return _time(body["draft"], path, "draft"), dict(sorted(fits.items()))
 
 
-def read_methods(path: Path, flag: str) -> dict[str, TimeFit]:
-    """Drafting methods from `{"0.5B": TIME, "ngram": TIME}`.
-
-    Raises:
-        ConfigError: the file cannot be read, or says something else.
-    """
-    body = _object(path, flag)
-    if not body:
-        raise ConfigError(f"`{path}` names no drafting method", 'write {"0.5B": TIME}')
-    return {method: _time(time, path, method) for method, time in body.items()}
-
-
 def _line(text: str, flag: str, way: str) -> AffineTime:
     match = _LINE.fullmatch(text.replace(" ", ""))
     if match is None:

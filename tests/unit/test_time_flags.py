@@ -4,7 +4,7 @@ import pytest
 
 from vllm_specrollout.decoupled.times import AffineTime
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.time_flags import draft_time, read_methods, read_profile, verify_times
+from vllm_specrollout.time_flags import draft_time, read_profile, verify_times
 
 LINE = {"fixed_ms": 13, "per_request_ms": 0.04, "per_row_ms": 0.03}
 
@@ -38,10 +38,6 @@ def test_a_profile_holds_lines_or_rows(file):
     assert verify[2].worst_error < 1e-6
 
 
-def test_methods_have_names_of_their_own(file):
-    assert list(read_methods(file({"0.5B": LINE, "ngram": {"fixed_ms": 0.02}}), "--methods")) == ["0.5B", "ngram"]
-
-
 @pytest.mark.parametrize(
     ("body", "cause"),
     [
@@ -60,8 +56,3 @@ def test_methods_have_names_of_their_own(file):
 def test_a_file_that_says_something_else_is_refused(file, body, cause):
     with pytest.raises(ConfigError, match=cause):
         read_profile(file(body), "--profile")
-
-
-def test_a_file_that_names_no_method_is_refused(file):
-    with pytest.raises(ConfigError, match="names no drafting method"):
-        read_methods(file({}), "--methods")
