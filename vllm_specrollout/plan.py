@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.config import MAX_NODES
-from vllm_specrollout.decoupled_cli import plan_decoupled_command
+from vllm_specrollout.decoupled_cli import GONE, plan_decoupled_command
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
@@ -44,6 +44,9 @@ class _Plans(typer.core.TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             args = ["decoupled", *args]
+        for flag in args[1:] if args[:1] == ["decoupled"] else ():
+            if (name := flag.split("=")[0]) in GONE:
+                raise ConfigError(f"`{name}` is gone: plans are rehearsed, not computed by formula", GONE[name])
         return super().parse_args(ctx, args)
 
 

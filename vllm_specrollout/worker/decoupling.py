@@ -14,8 +14,7 @@ from vllm.logger import init_logger
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
 from vllm_specrollout.decoupled.following import TargetNoise
-from vllm_specrollout.decoupled.reconfigure import Reconfigurer
-from vllm_specrollout.decoupled.replanning import Replanning
+from vllm_specrollout.decoupled.reconfigure import Replanning
 from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
@@ -152,7 +151,7 @@ def join(runner: Any) -> None:
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
     if (kind := config_of(runner.vllm_config).decoupled.reconfigure) != "off":
-        runner.replanning = Replanning(drafter, Reconfigurer(printed=kind == "paper"))
+        runner.replanning = Replanning(drafter, printed=kind == "paper")
         runner.spec_rollout.listeners.append(runner.replanning)
     if runner.model_drafter is not None:
         # imported late: it needs this module

@@ -19,8 +19,8 @@ import numpy as np
 
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import Ints
+from vllm_specrollout.decoupled.rates import decoupled_rate
 from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW, surely_below
-from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 Rate = Callable[[StepLine, StepLine, int, int, float], float]
 """draft, verify, batch, window, match rate -> tokens per millisecond of a request."""

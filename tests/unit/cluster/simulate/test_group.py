@@ -8,8 +8,7 @@ from vllm_specrollout.cluster.simulate.group import Counts, Group, Method, Waiti
 from vllm_specrollout.cluster.simulate.guesses import Guesses
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.workload import constant_workload
-from vllm_specrollout.decoupled.rates import Mode, coupled_rate
-from vllm_specrollout.decoupled.timetable import decoupled_rate
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate, decoupled_rate
 
 
 @pytest.mark.parametrize(("p", "window", "batch"), [(0.5, 2, 32), (0.8, 4, 32), (0.9, 8, 321)])

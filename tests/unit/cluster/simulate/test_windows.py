@@ -4,9 +4,8 @@ import pytest
 from tests.unit.cluster.simulate.builders import DRAFTER, VERIFIER
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.windows import Reconfiguration, best_window
-from vllm_specrollout.decoupled.rates import coupled_rate, plain_rate
+from vllm_specrollout.decoupled.rates import coupled_rate, decoupled_rate, plain_rate
 from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
-from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 
 def test_coupled_speed_by_hand():

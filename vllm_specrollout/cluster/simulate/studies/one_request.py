@@ -10,8 +10,7 @@ from vllm_specrollout.cluster.simulate.inputs import StudyInputs
 from vllm_specrollout.cluster.simulate.one_request import Scene, ahead_speed, coupled_speed
 from vllm_specrollout.cluster.simulate.report import Cell, ResultTable, StudyReport
 from vllm_specrollout.cluster.simulate.step_line import StepLine
-from vllm_specrollout.decoupled.rates import coupled_rate
-from vllm_specrollout.decoupled.timetable import decoupled_rate
+from vllm_specrollout.decoupled.rates import coupled_rate, decoupled_rate
 
 WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _SCENES = {"large_target": "13 ms target", "small_target": "4 ms target", "cpu_target": "CPU, 16 ms target"}

@@ -20,8 +20,7 @@ from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.studies.specactor_scan import scan
 from vllm_specrollout.cluster.simulate.windows import Reconfiguration, best_window
 from vllm_specrollout.cluster.simulate.workload import AcceptancePlan, LengthPlan, Workload, draw_workload
-from vllm_specrollout.decoupled.rates import Mode, coupled_rate
-from vllm_specrollout.decoupled.timetable import decoupled_rate
+from vllm_specrollout.decoupled.rates import Mode, coupled_rate, decoupled_rate
 
 ARMS = ("plain", "vanilla", "disaggregated", "decoupled, waiting", "decoupled", "reconfigured", "ladder")
 """In the order of the table; the fourth is the paper's stall rule."""

@@ -16,10 +16,15 @@ from vllm_specrollout.cluster.simulate.inputs import StudyInputs
 from vllm_specrollout.cluster.simulate.report import Cell, ResultTable
 from vllm_specrollout.cluster.simulate.step_line import StepLine
 from vllm_specrollout.cluster.simulate.windows import Rate
-from vllm_specrollout.decoupled.rates import coupled_rate, plain_rate, printed_rate, tokens_per_window
+from vllm_specrollout.decoupled.rates import (
+    Time,
+    coupled_rate,
+    decoupled_rate,
+    plain_rate,
+    printed_rate,
+    tokens_per_window,
+)
 from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
-from vllm_specrollout.decoupled.times import Time
-from vllm_specrollout.decoupled.timetable import decoupled_rate
 
 _BATCH = 256
 # per row beyond the knee, over the base divided by 256: 1 doubles the step at 256 further rows
