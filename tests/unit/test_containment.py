@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.drafters import Says, nothing_accepted
+from tests.reference.trees import check
 from tests.trees import batch_of, chain
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Budget, bounded
@@ -20,7 +21,6 @@ from vllm_specrollout.drafters.base import BaseDrafter, Drafter
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import (
     DraftLimits,
     DraftTree,

@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
+from tests.drafters import nothing_accepted
 from tests.reference import decoupled_rates as naive
 from tests.reference.decoupled import VOCABULARY, FakeNoise, Line
 from vllm_specrollout.budgets.step_cost import StepCost
@@ -18,7 +19,6 @@ from vllm_specrollout.decoupled.rates import AffineTime, Mode, coupled_rate, pri
 from vllm_specrollout.decoupled.reconfigure import Group, Replanning, draft_line, line_at, reconfigure
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import (
-    NOTHING_ACCEPTED,
     DraftLimits,
     RequestBatch,
     RequestView,
@@ -141,7 +141,7 @@ class Engine:
         """A step is over."""
         ms = 12.0 + 0.2 * (16 + nodes)
         timing = StepTiming(16, 16 + nodes, nodes, 0, tokens, ms, is_decode_only)
-        self.replanning.stepped(StepRecord(None, empty_trees([]), NOTHING_ACCEPTED, timing))
+        self.replanning.stepped(StepRecord(None, empty_trees([]), nothing_accepted(0), timing))
 
 
 def test_a_request_that_is_surely_below_hears_of_its_own_plan_in_its_next_verdict() -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tests.drafters import ask
+from tests.reference.trees import check
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
 
 _core = pytest.importorskip("vllm_specrollout._core")

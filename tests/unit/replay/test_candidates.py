@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.reference.trees import path_to
 from tests.unit.replay.builders import trace_of, tree
 from vllm_specrollout.replay.candidates import RecordedTrees, of_sources
 from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.trees.batch import batch_of
-from vllm_specrollout.trees.build import path_to
 from vllm_specrollout.types import DraftTree
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.trees.build import check, from_paths, is_ordered, path_to
+from tests.reference.trees import check, from_paths, is_ordered, path_to
 from vllm_specrollout.trees.follow import below
 from vllm_specrollout.types import DraftTree
 
