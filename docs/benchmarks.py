@@ -56,11 +56,6 @@ _TITLES = {
         "A server under load and faults: what it holds, and whether its answers are stock's"
         " ([picture](concepts/soak.png)).",
     ),
-    "bounds": (
-        "Bounds",
-        "Without an engine: memory and disk where no problem ever comes back, and how long the worst bodies let a"
-        " server's event loop stand still.",
-    ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),

@@ -11,7 +11,7 @@ from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
 from tests.unit import test_containment, test_speculator
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.decoupled.replanning import Elsewhere, Replanning
+from vllm_specrollout.decoupled.reconfigure import Elsewhere, Replanning
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener

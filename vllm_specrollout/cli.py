@@ -45,7 +45,6 @@ BENCHES = {
     ),
     "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
     "soak": ("vllm_specrollout.bench.scenarios.soak", "bench_soak", "A server under load and faults, for hours."),
-    "bounds": ("vllm_specrollout.bench.scenarios.bounds", "bench_bounds", "Memory, disk and bodies at their worst."),
     "study": (
         "vllm_specrollout.bench.studies.command",
         "bench_study",

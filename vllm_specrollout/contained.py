@@ -1,7 +1,8 @@
 """Drafters, budget and listeners of one engine, as far as they may fail. Pure.
 
 What belongs here: who is asked, and what happens when one of them fails: it goes on probation (probation.py), and the
-step goes on without it. When a step asks whom is in speculator.py; nothing here is entered in a step that goes well.
+step goes on without it. It is told of requests all the same, so nothing of them is left behind in it. When a step asks
+whom is in speculator.py; nothing here is entered in a step that goes well.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.probation import NEVER, Missed, Probation
+from vllm_specrollout.probation import Probation
 
 logger = logging.getLogger("vllm.specrollout")
 
 RESTS = "the budget failed"
 """Why steps go without drafts while the budget is on probation."""
 _BUDGET = "budget"
+_STILL = "it is on probation already"
 _CLOSING_S = 10.0
 """Given to what was given up, to close its files, when the engine ends."""
 
@@ -64,7 +66,7 @@ class Contained:
         self._known: dict[int, Drafter] = {}
         self._sources: dict[int, int] = {}
         self._resting: set[int] = set()
-        # told of requests: those that are asked, and those that rest
+        # told of requests: also those that rest or are on probation, since they would keep what is over
         self._told: list[Drafter] = []
         self.budget = budget
         # in the place of a budget that was given up
@@ -103,8 +105,9 @@ class Contained:
 
     def _choose(self) -> None:
         """Who is told and who is asked, when that may have changed; in new lists, since somebody may be in the old."""
-        self._told = [drafter for key, drafter in self._known.items() if key not in self.probation.out]
-        self.drafters = [drafter for drafter in self._told if id(drafter) not in self._resting]
+        self._told = list(self._known.values())
+        left_out = self._resting | self.probation.out
+        self.drafters = [drafter for drafter in self._told if id(drafter) not in left_out]
         self._tell_alive()
 
     def draft_with(self, drafters: Iterable[Drafter]) -> None:
@@ -117,12 +120,7 @@ class Contained:
 
     def all_drafters(self) -> list[Drafter]:
         """Those that are asked, those that rest and those on probation, by their sources."""
-        return list(self._known.values())
-
-    def _missed(self, what: Callable[[Missed], None]) -> None:
-        """Keep for those on probation what they are not told now; before the others are told, who may fail at it."""
-        for missed in self.probation.out.values():
-            what(missed)
+        return list(self._told)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -130,19 +128,24 @@ class Contained:
         """A drafter has failed, and is asked no more."""
         self._failed(drafter, error, for_good=True)
 
-    def _budget_failed(self, error: BaseException, missed: Missed | None = None) -> None:
-        left_alone = self.probation.failed(self.budget, _BUDGET, error, self._step, missed=missed)
+    def _budget_failed(self, error: BaseException) -> None:
+        if id(self.budget) in self.probation.out:
+            self.guard.failed(_BUDGET, error, _STILL)
+            return
+        left_alone = self.probation.failed(self.budget, _BUDGET, error, self._step)
         if not left_alone:
             self.budget = self._no_budget = OffBudget()
         self.guard.failed(_BUDGET, error, "drafting is off" + _until(left_alone), is_last=not left_alone)
 
-    def _failed(
-        self, drafter: Drafter, error: BaseException, *, for_good: bool = False, missed: Missed | None = None
-    ) -> None:
+    def _failed(self, drafter: Drafter, error: BaseException, *, for_good: bool = False) -> None:
         name = f"drafter {drafter.name}"
+        if id(drafter) in self.probation.out and not for_good:
+            # at being told of a request: it is asked for nothing as it is, and its next failure when asked counts
+            self.guard.failed(name, error, _STILL)
+            return
         self.worth.drop(drafter.name)
         for_good = for_good or drafter.is_in_step
-        left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good, missed=missed)
+        left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good)
         if not left_alone:
             self._known.pop(id(drafter), None)
             self._resting.discard(id(drafter))
@@ -166,24 +169,9 @@ class Contained:
             closing.join(_CLOSING_S)
 
     def _try_again(self, step: int) -> None:
-        """Parts whose time has come are told what they missed, and asked again."""
-        for part, missed in self.probation.due(step):
-            if part is self.budget:
-                try:
-                    missed.tell_budget(part)
-                except CONTAINED as error:
-                    self._budget_failed(error, missed)
-            elif id(part) in self._known:
-                self._choose()
-                try:
-                    missed.tell(part)
-                except CONTAINED as error:
-                    self._failed(part, error, missed=missed)
-
-    def tell_missed(self) -> None:
-        """The engine ends: who is on probation hears now what it missed, such as answers that are to be kept."""
-        if self.probation.out:
-            self._try_again(NEVER)
+        """Parts whose time has come are asked again."""
+        self.probation.due(step)
+        self._choose()
 
     def _tell_alive(self) -> None:
         self.guard.watching(self.listeners, lambda listener: listener.drafters_alive(len(self.drafters)))

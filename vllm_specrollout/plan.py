@@ -1,6 +1,6 @@
 """`specrollout plan graphs`: which CUDA graphs to capture, and what they are estimated to take.
 
-The commands beside it are in decoupled_cli.py and ladder_cli.py.
+`specrollout plan decoupled` is in decoupled_cli.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from rich.table import Table
 
 from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.config import MAX_NODES
-from vllm_specrollout.decoupled_cli import plan_decoupled_command
+from vllm_specrollout.decoupled_cli import GONE, plan_decoupled_command
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.ladder_cli import plan_ladder_command
 from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
     GraphMemory,
@@ -45,6 +44,9 @@ class _Plans(typer.core.TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             args = ["decoupled", *args]
+        for flag in args[1:] if args[:1] == ["decoupled"] else ():
+            if (name := flag.split("=")[0]) in GONE:
+                raise ConfigError(f"`{name}` is gone: plans are rehearsed, not computed by formula", GONE[name])
         return super().parse_args(ctx, args)
 
 
@@ -62,7 +64,6 @@ def _plan() -> None:
 
 
 app.command("decoupled")(plan_decoupled_command)
-app.command("ladder")(plan_ladder_command)
 
 
 @app.command("graphs")

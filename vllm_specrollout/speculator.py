@@ -84,7 +84,6 @@ class Speculator(Contained):
 
     def admit(self, view: RequestView) -> None:
         """A request has come. Drafters may get ready for it, whatever the budget does."""
-        self._missed(lambda missed: missed.admit(view))
         for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.admit(view))
 
@@ -242,17 +241,19 @@ class Speculator(Contained):
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Drafters hear of each; listeners of one that began or has a token."""
-        self._missed(lambda missed: missed.finish(ending))
         for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.finish(ending))
         if len(ending.token_ids):
-            self._budget_does(lambda budget: budget.finish(ending))
+            try:
+                # also on probation: of a budget that comes back nothing is to be missing
+                self.budget.finish(ending)
+            except CONTAINED as error:
+                self._budget_failed(error)
         if len(ending.token_ids) or ending.request_id in self._begun:
             self._begun.discard(ending.request_id)
             self.guard.watching(self.listeners, lambda listener: listener.finished(ending))
 
     def forget(self, request_id: str) -> None:
-        self._missed(lambda missed: missed.forget(request_id))
         for drafter in self._told:
             self._drafter_does(drafter, lambda drafter: drafter.forget(request_id))
 
@@ -260,7 +261,6 @@ class Speculator(Contained):
         """Nothing more will come: what is still open is told as it is."""
         while self._untimed:
             self.timed(None)
-        self.tell_missed()
         self.guard.watching(self.listeners, lambda listener: listener.closed())
         self._close_drafters()
 

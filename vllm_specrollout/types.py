@@ -297,4 +297,3 @@ _NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
 _NO_FLOATS: FloatArray = np.zeros(0, dtype=np.float32)
 _NO_INTS.flags.writeable = _NO_FLOATS.flags.writeable = False
 EMPTY_TREE = DraftTree(_NO_INTS, _NO_INTS, _NO_FLOATS, _NO_INTS)
-NOTHING_ACCEPTED = VerifyResult(_NO_INTS, _NO_INTS)

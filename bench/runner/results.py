@@ -20,7 +20,6 @@ SCENARIOS = (
     "decoupled",
     "ladder",
     "soak",
-    "bounds",
     "index",
     "host",
     "kernels",
@@ -120,7 +119,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 _ROWS = {
     **{"grpo": _epochs, "drafters": _drafters, "gpu first hour": _first_hour},
-    **dict.fromkeys(("index", "decoupled", "ladder", "soak", "bounds"), _plain),
+    **dict.fromkeys(("index", "decoupled", "ladder", "soak"), _plain),
 }
 
 

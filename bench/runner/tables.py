@@ -211,15 +211,6 @@ _SOAK: Columns = {
     "holds": verdict("passed"),
 }
 
-_BOUNDS: Columns = {
-    "what": field("what"),
-    "measured": field("name"),
-    "value": lambda row: f"{row['value']:.4g}" if row["value"] < 1000 else f"{row['value']:.0f}",
-    "limit": lambda row: "-" if row.get("limit") is None else f"{row['limit']:.10g}",
-    "unit": lambda row: row.get("unit") or "-",
-    "holds": verdict("passed"),
-}
-
 
 def _decoupled_table(run: Mapping[str, Any]) -> str:
     columns = dict(_DECOUPLED)
@@ -257,7 +248,6 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "decoupled": _decoupled_table,
     "ladder": lambda run: table(run["rows"], _LADDER),
     "soak": lambda run: table(run["rows"], _SOAK),
-    "bounds": lambda run: table(run["rows"], _BOUNDS),
     "index": lambda run: table(run["rows"], _INDEX),
     "kernels": lambda run: table(run["rows"], _GPU),
 }

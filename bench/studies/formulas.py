@@ -1,4 +1,4 @@
-"""What a forward pass takes, and how fast an answer grows by each way of drafting.
+"""Milliseconds of a forward pass, and the growth of an answer by each way of drafting.
 
 Most formulas are those of vllm_specrollout/decoupled, by which engines plan; what no engine needs is here.
 """
@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from vllm_specrollout.decoupled.rates import tokens_per_window
-from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW, shared_stream
+from vllm_specrollout.decoupled.rates import shared_stream, tokens_per_window
+from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
 from vllm_specrollout.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference import trees
 from tests.reference.history import NaiveHistory
 from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftTree
 
 # few different tokens repeat a lot; the odd ones out are the extremes of the type
@@ -152,8 +152,8 @@ def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, ch
     for doc in both.docs:
         tree = propose(both.index, doc, *bounds)
         assert_same(tree, both.naive.propose(doc, nodes, depth, is_chain=chain, siblings=siblings))
-        build.check(tree)
-        assert build.is_ordered(tree)
+        trees.check(tree)
+        assert trees.is_ordered(tree)
 
 
 @given(configs(), st.lists(CHANGES, max_size=8), st.integers(1, 30), st.integers(1, 12))

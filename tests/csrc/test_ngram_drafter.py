@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.drafters import ask
 from tests.reference import ngram as ngram_naive
+from tests.reference import trees as made
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
-from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftMode, DraftTree, RequestView
 
 CONFIG = NgramConfig(min_match=1, max_match=4)
@@ -57,7 +57,7 @@ def test_drafts_depend_on_the_requests_present_tokens_alone(steps) -> None:
         views = [make_view(text, str(key)) for key, text in texts.items()]
         trees = ask(drafter, views, max_nodes, max_depth, is_chain=is_chain)
         for view, tree in zip(views, trees, strict=True):
-            build.check(tree)
+            made.check(tree)
             assert set(tree.source.tolist()) <= {1}
             nodes = min(max_nodes, max_depth if is_chain else max_nodes, 12)
             text = view.token_ids.tolist()
@@ -81,8 +81,8 @@ def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
 
 def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
     text = [1, 2, 1, 3, 1, 4, 1]
-    assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text)).parents) > 1
-    assert build.num_paths(draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.CHAIN)).parents) == 1
+    assert made.num_paths(draft(NgramDrafter(CONFIG), make_view(text)).parents) > 1
+    assert made.num_paths(draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.CHAIN)).parents) == 1
     assert draft(NgramDrafter(CONFIG), make_view(text, shape=DraftMode.OFF)).size == 0
 
 

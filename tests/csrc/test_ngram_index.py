@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reference import ngram as ngram_naive
+from tests.reference import trees
 from vllm_specrollout import _core
 from vllm_specrollout.drafter_config import NgramConfig
-from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftTree
 
 
@@ -59,8 +59,8 @@ def test_a_draft_equals_the_naive_twins_however_the_text_was_cut_into_appends(co
     assert len(index) == len(text)
     tree = as_tree(index.propose(*bounds))
     assert_same(tree, ngram_naive.propose(text, config, *bounds))
-    build.check(tree)
-    assert build.is_ordered(tree)
+    trees.check(tree)
+    assert trees.is_ordered(tree)
 
 
 @given(configs(), TEXTS, st.integers(1, 30), st.integers(1, 20))

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 
 from tests.drafters import TreeByTree
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.trees.build import from_paths
+from tests.reference.trees import from_paths
 from vllm_specrollout.types import DraftTree, RequestView
 
 # Of simulated runs in which a drafted token stood for what was drawn in 5% of all rows, the checks fail in 88% where

@@ -301,7 +301,7 @@ class Live:
         # what has ended is told with one more step
         while self._core.scheduler.has_requests():
             self._core.step_fn()
-        # whoever is on probation comes back, well, and hears what it missed: then nothing is left of that
+        # whoever is on probation comes back, well
         self.broken.recover()
         self.speculator._try_again(1 << 40)
         failures = set(self.speculator.guard.failures)

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_specrollout.config import RequestOptions
+from vllm_specrollout.history.problems import Problems
 from vllm_specrollout.support import DraftMode
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.request import Admission, RequestState, external_name
@@ -38,13 +39,15 @@ def test_a_request_is_known_under_its_clients_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_of_requests_that_are_over_no_id_stays_whatever_its_length() -> None:
-    length, count = 1 << 16, 200
+    length, count, problems = 1 << 16, 200, Problems()
 
     def answer(number: int) -> None:
         name = f"{number}-{'x' * length}-0123abcd"
-        state = RequestState(name, Admission(RequestOptions(), "", DraftMode.TREE, 8), TOKENS, len(TOKENS))
+        problem = problems.arrive(name, [5, 6, 7, 8], [9, 10]).problem_id
+        state = RequestState(name, Admission(RequestOptions(), problem, DraftMode.TREE, 8), TOKENS, len(TOKENS))
         state.seen(TOKENS, 64, 0)
         assert state.ending(TOKENS, TOKENS, FinishReason.FINISHED, 0).name == external_name(name)
+        problems.end(name)
 
     answer(0)
     tracemalloc.start()

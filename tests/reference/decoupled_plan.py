@@ -1,27 +1,8 @@
-"""Algorithm 1 without pruning, and Algorithm 3 as its text has it: see `decoupled/planner.py` and `assignment.py`."""
+"""Algorithm 3 as its text has it: see `decoupled/assignment.py`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-
-from vllm_specrollout.decoupled.planner import Workload
-from vllm_specrollout.decoupled.rates import Mode
-
-
-def best_decoupled(work: Workload, gpus: int, batch: int, *, windows: int) -> float:
-    """The highest tokens per second of a request over all groups with g_d <= g_v, and all windows up to a large one."""
-    best = 0.0
-    for verifiers, verify in work.verify.items():
-        for drafters in range(1, verifiers + 1):
-            if drafters + verifiers > gpus:
-                continue
-            share = math.ceil((drafters + verifiers) * batch / gpus)
-            for window in range(1, windows + 1):
-                draft = work.draft.shared_by(drafters)
-                for rate in work.rates(Mode.DECOUPLED):
-                    best = max(best, 1e3 * rate(draft, verify, share, window, work.match_rate))
-    return best
 
 
 def assign(

@@ -1,4 +1,4 @@
-"""The specification of `decoupled.rates` and `decoupled.timetable`: drafters and verifiers, token by token, in time.
+"""The specification of `decoupled.rates`: drafters and verifiers, token by token, in time.
 
 Nothing here knows a formula: a drafter drafts a token every so many milliseconds, and a verifier does one step after
 the other.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from vllm_specrollout.decoupled.times import AffineTime
+from vllm_specrollout.decoupled.rates import AffineTime
 
 _ALMOST = 1e-7  # milliseconds
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.drafters import nothing_accepted
+from tests.reference.trees import check, num_paths
 from vllm_specrollout import profile
 from vllm_specrollout.cli import app
 from vllm_specrollout.errors import ConfigError
@@ -25,9 +27,7 @@ from vllm_specrollout.profile_sweep import (
     summary,
     undisturbed,
 )
-from vllm_specrollout.trees.build import check, num_paths
 from vllm_specrollout.types import (
-    NOTHING_ACCEPTED,
     DraftMode,
     RequestBatch,
     RequestView,
@@ -159,7 +159,7 @@ def test_the_sweep_goes_through_all_kinds_and_asks_for_what_it_drafts() -> None:
 
 def test_only_decode_steps_of_the_timed_rounds_count() -> None:
     sweep = Sweep(drafts())
-    record = StepRecord(None, empty_trees([]), NOTHING_ACCEPTED)
+    record = StepRecord(None, empty_trees([]), nothing_accepted(0))
     sweep.observe(dataclasses.replace(record, timing=_step()))
     sweep.is_recording = True
     sweep.observe(dataclasses.replace(record, timing=dataclasses.replace(_step(), is_decode_only=False)))

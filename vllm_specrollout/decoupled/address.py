@@ -27,9 +27,7 @@ def connect(address: str, keys: str | None = None) -> Mailbox:
     return mailbox
 
 
-def open_mailbox(
-    address: str, *, serve: bool, keys: Path | str | None = None, vocab_size: int | None = None
-) -> Mailbox:
+def open_mailbox(address: str, *, serve: bool, keys: Path | str | None = None) -> Mailbox:
     """Open one end of a mailbox.
 
     Args:
@@ -37,7 +35,6 @@ def open_mailbox(
         serve: whether this end makes it, as verifiers do, or connects to it, as drafters do. Shared memory has to be
             served before it can be opened; sockets may be opened in any order.
         keys: the directory of the CURVE keys; needed where `tcp` leaves the host.
-        vocab_size: count and drop messages with token ids from there on.
 
     Raises:
         ConfigError: the address or the keys cannot be used.
@@ -48,12 +45,12 @@ def open_mailbox(
         if keys is not None:
             cause = f"`{address}` is shared memory, which takes no keys"
             raise ConfigError(cause, "leave the keys out: only processes of the same user can open it")
-        return RingMailbox(name, serve=serve, vocab_size=vocab_size)
+        return RingMailbox(name, serve=serve)
     if scheme in ("ipc", "tcp") and separator:
         # ZeroMQ takes a while to import, and most mailboxes are in shared memory
         from vllm_specrollout.decoupled.socket_mailbox import SocketMailbox
 
         folder = None if keys is None else Path(keys)
-        return SocketMailbox(address, serve=serve, key_folder=folder, vocab_size=vocab_size)
+        return SocketMailbox(address, serve=serve, key_folder=folder)
     cause = f"`{address[:140]}` is no address of a mailbox"
     raise ConfigError(cause, "write shm://NAME, ipc://PATH or tcp://HOST:PORT")

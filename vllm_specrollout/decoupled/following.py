@@ -19,8 +19,7 @@ from vllm_specrollout.decoupled.counter import NoiseKind
 from vllm_specrollout.decoupled.messages import Close, Drafts, Message, MessageError, Open, Pace, Verdict
 from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.received import Fitting, Received, Score
-from vllm_specrollout.decoupled.reconfigure import MatchCounts, OwnPlan
-from vllm_specrollout.types import RequestView
+from vllm_specrollout.types import IntArray, RequestView
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -56,6 +55,26 @@ class TargetNoise(Protocol):
     def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
         """[count] the noise of its next tokens, or [1] what all of it is counted from; empty where it has none."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlan:
+    """What one request is given: w_r and m_r."""
+
+    window: int
+    # coupled: its drafter waits for the verdict on each window
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class MatchCounts:
+    """What was drafted for each running request lately, and how much of it the target sampled itself."""
+
+    request_ids: tuple[str, ...]
+    # [R] int32, drafted tokens that the target got to: those that matched, and each first one that did not
+    tried: IntArray
+    # [R] int32
+    matched: IntArray
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_specrollout.decoupled.codec import Frame, encode, opened
-from vllm_specrollout.decoupled.messages import Fault, Message, MessageError, check
+from vllm_specrollout.decoupled.messages import Fault, Message, MessageError
 from vllm_specrollout.errors import SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -105,13 +105,8 @@ def drained(receive: Callable[[], list[Message]]) -> Iterator[Message]:
 class Tracker:
     """Numbers what one end sends, and checks, orders and counts what arrives."""
 
-    def __init__(self, vocab_size: int | None = None) -> None:
-        """
-        Args:
-            vocab_size: refuse messages with token ids from there on; None: the caller does that.
-        """
+    def __init__(self) -> None:
         self.stats = MailboxStats()
-        self._vocab_size = vocab_size
         self._session = secrets.randbits(64)
         self._next_number = 0
         # the other end's session, and the last number of it
@@ -172,13 +167,10 @@ class Tracker:
 
     def _read(self, frame: Frame) -> Message | None:
         try:
-            message = frame.message()
-            if self._vocab_size is not None:
-                check(message, self._vocab_size)
+            return frame.message()
         except MessageError as error:
             self.note_malformed(error)
             return None
-        return message
 
     def _note_number(self, frame: Frame) -> bool:
         """Whether the message comes in its turn; False: it had come before, or a later one had."""

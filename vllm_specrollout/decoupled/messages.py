@@ -219,19 +219,6 @@ def validate(message: Message) -> None:
         _check_tree(message)
 
 
-def check(message: Message, vocab_size: int) -> None:
-    """Refuse tokens that the vocabulary does not have.
-
-    Raises:
-        MessageError: a token id is `vocab_size` or above.
-    """
-    if isinstance(message, (Open, Verdict, Drafts)) and len(message.token_ids):
-        highest = int(message.token_ids.max())
-        if highest >= vocab_size:
-            what = f"has token id {highest}, outside the vocabulary of {vocab_size}"
-            raise _error(message, Fault.VOCABULARY, what, "let both ends load models of one vocabulary")
-
-
 def _check_real(message: Message, name: str, low: float, high: float) -> None:
     value = getattr(message, name)
     # a nucleus of nothing would leave no token to sample

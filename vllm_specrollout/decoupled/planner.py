@@ -1,66 +1,30 @@
-"""Which devices draft, which verify, and how far ahead.
+"""Plans of drafting and verifying devices: who drafts, who verifies, and how far ahead, ranked by rehearsal. Pure.
 
-Source: SpecActor, section 4.1, Algorithm 1. What belongs here: the search over groups of devices and windows. What a
-choice yields is in rates.py and timetable.py.
+Source: SpecActor, section 4.1, Algorithm 1. What a plan yields comes from rehearsal.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-from vllm_specrollout.checks import check_real
-from vllm_specrollout.decoupled.rates import (
-    NO_EXITS,
-    Exits,
-    Mode,
-    coupled_rate,
-    plain_rate,
-    printed_rate,
-    waiting_rate,
-)
-from vllm_specrollout.decoupled.times import AffineTime
-from vllm_specrollout.decoupled.timetable import decoupled_rate
+import numpy as np
+
+from vllm_specrollout.checks import check_range
+from vllm_specrollout.decoupled.rates import AffineTime, Mode, printed_rate
+from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import MOST_NODES
 
-Rate = Callable[[AffineTime, AffineTime, int, int, float], float]
-"""draft, verify, batch, window, match rate -> tokens per millisecond of a request."""
-TAUS: Mapping[str, Rate] = {"exact": decoupled_rate, "waiting": waiting_rate, "paper": printed_rate}
-"""Models of decoupled speculation: a verifier that never waits, one that waits, and that one as the paper prints it."""
-MAX_WINDOW = 64
-"""Longest window looked at: the most nodes that a request's draft may have."""
+WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Windows that are rehearsed, as long as they gain."""
+REQUEST_STEPS = 1500
+"""Steps of a rehearsal, of all its requests together. A rate is then within some 2 %."""
+_REHEARSED = 16  # requests at most: each stands for so many of a larger batch
 _BEYOND = 2
-"""A verifier that never waits has use for windows beyond the paper's bound, which it overtakes before they arrive. Of
-500 random workloads the bound itself lost up to 8.5 %, twice the bound at most 0.04 %."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Groups of devices alike, each with its share of the requests."""
-
-    mode: Mode
-    # of each group; 0 where drafts are made on the verifier's devices, or not at all
-    draft_gpus: int
-    verify_gpus: int
-    # tokens; 0 if nothing is drafted
-    window: int
-    # requests of a group
-    batch: int
-    # whether exits are drafted; a plan may do without, where they cost more than they yield
-    has_exits: bool
-    # estimates: of one request, and of all
-    tokens_per_s: float
-    total_tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The fastest plan, and the others with their best windows, fastest first."""
-
-    best: Plan
-    others: tuple[Plan, ...]
+"""A verifier that never waits has use for windows beyond the paper's bound, which it overtakes before they arrive."""
+_PATIENCE = 2  # longer windows in a row that gain nothing, after which no more are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,63 +39,82 @@ class Workload:
     draft: AffineTime
     # devices -> V(b, w) of a verifier on so many: the paper's set G
     verify: Mapping[int, AffineTime]
-    # p, per drafted token
-    match_rate: float
-    exits: Exits = NO_EXITS
-    # a key of `TAUS`
-    tau: str = "exact"
-    max_window: int = MAX_WINDOW
+    match: Match
+    # tokens of each position: the first choice, and exits beside it
+    fan_out: int = 1
+    # nodes of a stream that are looked behind, at most
+    most_nodes: int = 16
+    max_window: int = MOST_NODES
 
     def __post_init__(self) -> None:
-        check_real("match_rate", self.match_rate, 0, 1)
-        if self.tau not in TAUS:
-            raise ConfigError(f"`tau` is {self.tau!r}, which does not exist", f"choose from: {', '.join(TAUS)}")
-        if self.exits != NO_EXITS and self.tau != "exact":
-            raise ConfigError(f"exits are given, and `tau` is {self.tau!r}", "exits are modelled with `exact` alone")
-        if self.max_window < 1:
-            raise ConfigError(f"`max_window` is {self.max_window}", "choose 1 or more")
-        if not self.verify:
-            raise ConfigError("no verifier is given", "give its time on one number of devices at least")
+        check_range("fan_out", self.fan_out, 1, 8)
+        check_range("most_nodes", self.most_nodes, 1, MOST_NODES)
+        check_range("max_window", self.max_window, 1, MOST_NODES)
         for devices, time in self.verify.items():
             if devices < 1 or time.ms(1) <= 0.0:
                 raise ConfigError(
                     f"a verifier on {devices} devices takes {time.ms(1)} ms a step", "measure it on 1 device or more"
                 )
 
-    def rates(self, mode: Mode) -> list[Rate]:
-        """Of a mode that drafts: without exits, and with them if there are any."""
-        rate: Callable[..., float] = coupled_rate if mode is Mode.COUPLED else TAUS[self.tau]
-        return [rate] if self.exits == NO_EXITS else [rate, partial(rate, exits=self.exits)]
+    def drafts(self, window: int) -> int:
+        """Nodes of a request that a step verifies, at most."""
+        return min(window * self.fan_out, MOST_NODES)
 
 
-def plan_cluster(work: Workload, gpus: int, batch: int) -> Ranking:
-    """Algorithm 1, with plain and coupled groups beside its decoupled ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Groups of devices alike, each with its share of the requests."""
 
-    A group of g_d + g_v devices has b = ceil((g_d + g_v) B / G) requests; the cluster need not be a whole number of
-    groups. As in the paper, g_d is at most g_v, and w at most what `largest_window` says, or twice that if the verifier
-    never waits. A coupled drafter runs on one of the verifier's devices.
+    mode: Mode
+    # of each group; 0 where drafts are made on the verifier's devices, or not at all
+    draft_gpus: int
+    verify_gpus: int
+    # requests of a group
+    batch: int
+    # tokens; 0 if nothing is drafted
+    window: int = 0
+    # estimates: of one request, and of all
+    tokens_per_step: float = 1.0
+    tokens_per_s: float = 0.0
+    total_tokens_per_s: float = 0.0
+    # of one request, as SpecActor's tau has it for that window; None: it has no such plans
+    printed_per_s: float | None = None
+
+
+def plan_devices(work: Workload, gpus: int, batch: int, *, one_host: bool = False, seed: int = 0) -> tuple[Plan, ...]:
+    """Algorithm 1, with plain and coupled groups beside its decoupled ones; fastest first.
+
+    A group of g_d + g_v devices has b = ceil((g_d + g_v) B / G) requests, and g_d is at most g_v, as in the paper. A
+    coupled drafter runs on one of the verifier's devices.
 
     Args:
         gpus: G.
         batch: B, the requests of all groups together.
+        one_host: groups are whole, devices that are left over stay idle, and any number of devices may draft.
+        seed: of where requests begin among the known ranks.
 
     Raises:
         ConfigError: no verifier fits.
     """
-    _check_sizes(gpus, batch)
-    return _ranking(work, gpus, batch, lambda size: math.ceil(size * batch / gpus), lambda verify: verify)
-
-
-def choose_placement(work: Workload, devices: int, batch: int) -> Ranking:
-    """Plain, coupled or decoupled for the devices of one host, and the window.
-
-    Here groups are whole: devices that are left over stay idle. Any number of devices may draft.
-
-    Raises:
-        ConfigError: no verifier fits.
-    """
-    _check_sizes(devices, batch)
-    return _ranking(work, devices, batch, lambda size: math.ceil(batch / (devices // size)), lambda verify: devices)
+    check_range("devices", gpus, 1, 1 << 16)
+    check_range("batch", batch, 1, 1 << 24)
+    fitting = [devices for devices in sorted(work.verify) if devices <= gpus]
+    if not fitting:
+        raise ConfigError(
+            f"{gpus} devices, and the smallest verifier needs {min(work.verify)}", "give a verifier that fits"
+        )
+    groups = [(mode, 0, devices) for mode in (Mode.PLAIN, Mode.COUPLED) for devices in fitting]
+    for devices in fitting:
+        most = min(gpus if one_host else devices, gpus - devices)
+        groups += [(Mode.DECOUPLED, drafters, devices) for drafters in range(1, most + 1)]
+    plans = []
+    for mode, drafters, devices in groups:
+        size = drafters + devices
+        share = math.ceil(batch / (gpus // size)) if one_host else math.ceil(size * batch / gpus)
+        plans.append(_best(work, mode, drafters, devices, share, batch, seed))
+    # Of equal ones the first: plain before coupled before decoupled, and fewer devices for a group. What agrees in nine
+    # digits is equal: rounding would decide otherwise.
+    return tuple(sorted(plans, key=lambda plan: -float(f"{plan.tokens_per_s:.9g}")))
 
 
 def largest_window(draft: AffineTime, verify: AffineTime, limit: int) -> int:
@@ -146,69 +129,58 @@ def largest_window(draft: AffineTime, verify: AffineTime, limit: int) -> int:
     return limit
 
 
-def _check_sizes(gpus: int, batch: int) -> None:
-    for name, value in (("devices", gpus), ("batch", batch)):
-        if value < 1:
-            raise ConfigError(f"`{name}` is {value}", "choose 1 or more")
+def _best(work: Workload, mode: Mode, drafters: int, devices: int, share: int, batch: int, seed: int) -> Plan:
+    """The group with the window that yields most, the shortest of several."""
+    verify, draft = work.verify[devices], work.draft.shared_by(max(drafters, 1))
+    best, since = (0, 1.0, 1.0 / verify.ms(share) if mode is Mode.PLAIN else 0.0), 0
+    for window in () if mode is Mode.PLAIN else _windows(work, mode, draft, verify):
+        if mode is Mode.COUPLED:
+            tokens = coupled_tokens(work.match, window, work.fan_out)
+            rate = tokens / (window * draft.ms(share) + verify.ms(share, work.drafts(window)))
+        else:
+            tokens, rate = _rehearsed(work, draft, verify, share, window, seed)
+        since = 0 if rate > best[2] else since + 1
+        best = (window, tokens, rate) if rate > best[2] else best
+        if since == _PATIENCE:
+            break
+    window, tokens, rate = best
+    printed = printed_rate(draft, verify, share, window, work.match.among(1)) if mode is Mode.DECOUPLED else None
+    return Plan(
+        mode=mode,
+        draft_gpus=drafters,
+        verify_gpus=devices,
+        batch=share,
+        window=window,
+        tokens_per_step=tokens,
+        tokens_per_s=1e3 * rate,
+        total_tokens_per_s=1e3 * rate * batch,
+        printed_per_s=None if printed is None else 1e3 * printed,
+    )
 
 
-def _ranking(
-    work: Workload, gpus: int, batch: int, share: Callable[[int], int], most_drafters: Callable[[int], int]
-) -> Ranking:
-    """Args: share, devices of a group -> its requests; most_drafters, g_v -> the largest g_d to look at."""
-    plans = []
-    for mode, drafters, verifiers, found in _searched(work, gpus, share, most_drafters):
-        window, has_exits, rate = found
-        plans.append(
-            Plan(
-                mode=mode,
-                draft_gpus=drafters,
-                verify_gpus=verifiers,
-                window=window,
-                has_exits=has_exits,
-                batch=share(drafters + verifiers),
-                tokens_per_s=1e3 * rate,
-                total_tokens_per_s=1e3 * rate * batch,
-            )
-        )
-    if not plans:
-        raise ConfigError(
-            f"{gpus} devices, and the smallest verifier needs {min(work.verify)}", "give a verifier that fits"
-        )
-    # Of equal ones the first: plain before coupled before decoupled, and fewer devices for a group. What agrees in nine
-    # digits is equal: rounding would decide otherwise.
-    best, *others = sorted(plans, key=lambda plan: -float(f"{plan.tokens_per_s:.9g}"))
-    return Ranking(best, tuple(others))
+def _windows(work: Workload, mode: Mode, draft: AffineTime, verify: AffineTime) -> Iterator[int]:
+    limit = work.max_window
+    if mode is Mode.DECOUPLED:
+        limit = min(limit, _BEYOND * largest_window(draft, verify, limit))
+    return iter(sorted({window for window in WINDOWS if window < limit} | {limit}))
 
 
-_Found = tuple[int, bool, float]
-"""A window, whether exits are drafted, and the rate."""
-
-
-def _searched(
-    work: Workload, gpus: int, share: Callable[[int], int], most_drafters: Callable[[int], int]
-) -> Iterator[tuple[Mode, int, int, _Found]]:
-    """Each mode and group that fits, with the window that is best for it."""
-    fitting = [(devices, time) for devices, time in sorted(work.verify.items()) if devices <= gpus]
-    for devices, time in fitting:
-        yield Mode.PLAIN, 0, devices, (0, False, plain_rate(time, share(devices)))
-    for devices, time in fitting:
-        yield Mode.COUPLED, 0, devices, _best(work, Mode.COUPLED, work.draft, time, share(devices), work.max_window)
-    for devices, time in fitting:
-        for drafters in range(1, min(most_drafters(devices), gpus - devices) + 1):
-            draft = work.draft.shared_by(drafters)
-            bound = largest_window(draft, time, work.max_window)
-            limit = min(work.max_window, bound * (_BEYOND if work.tau == "exact" else 1))
-            found = _best(work, Mode.DECOUPLED, draft, time, share(drafters + devices), limit)
-            yield Mode.DECOUPLED, drafters, devices, found
-
-
-def _best(work: Workload, mode: Mode, draft: AffineTime, verify: AffineTime, batch: int, limit: int) -> _Found:
-    """The window from 1 to `limit` with the highest rate, the shortest of several, and rather without exits."""
-    found: _Found = (0, False, 0.0)
-    for has_exits, rate in enumerate(work.rates(mode)):
-        for window in range(1, limit + 1):
-            tokens = rate(draft, verify, batch, window, work.match_rate)
-            if tokens > found[2]:
-                found = (window, bool(has_exits), tokens)
-    return found
+def _rehearsed(
+    work: Workload, draft: AffineTime, verify: AffineTime, batch: int, window: int, seed: int
+) -> tuple[float, float]:
+    """Tokens of a request per step, and per millisecond."""
+    rehearsed = min(batch, _REHEARSED)
+    each = batch / rehearsed
+    setting = Setting(
+        verify_ms=lambda requests, rows: verify.ms(requests * each, rows / requests),
+        draft_ms=lambda streams, rows: draft.ms(streams * each, rows / streams),
+        match=work.match,
+        batch=rehearsed,
+        window=window,
+        fan_out=work.fan_out,
+        most_nodes=work.most_nodes,
+        most_drafts=work.drafts(window),
+        most_depth=window,
+    )
+    found = rehearse(setting, np.random.default_rng(seed), max(REQUEST_STEPS // rehearsed, 1))
+    return found.tokens_per_step, found.rate

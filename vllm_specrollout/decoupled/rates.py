@@ -1,22 +1,38 @@
-"""How fast a request's answer grows: plain, coupled, and decoupled as SpecActor models it.
+"""Rates of a request's answer by formula: plain, coupled, ahead of the target, and as SpecActor prints the last one.
 
-Source: SpecActor, section 4.1. What belongs here: closed formulas. A verifier that never waits is in timetable.py.
+Source: SpecActor, section 4.1. Own windows (reconfigure.py) and simulated groups are chosen by these, which take
+microseconds. What a host or a cluster is told is rehearsed instead (rehearsal.py).
 
-Each drafted token matches the target's with probability p in its turn. All rates are tokens per millisecond of one
-request; all of a batch's requests go at the same one.
+Each drafted token matches the target's with probability p in its turn. A rate is in tokens per millisecond of one
+request; all of a batch's requests go at the same one. Ahead of a target that never waits,
+
+- a step gives a request the target's own next token at least, and the first one after a miss gives no more;
+- a window is sent when all its w tokens are drafted, and the drafter goes on for one more without an answer;
+- a step verifies the rest of one window, and its own token takes the place of the next window's first draft.
+
+Between two misses all goes as foreseen, so steps follow one timetable. Step i of it takes place if all R_i tokens
+before it matched. So, by renewal, the rate is 1 / (1 - p) / sum over i of p^(R_i) ms_i.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import islice
+from typing import Protocol
 
-from vllm_specrollout.checks import check_real
-from vllm_specrollout.decoupled.times import Time
 from vllm_specrollout.errors import ConfigError
 
 MOST = 1.0 - 1e-9
 """Match rates above count as this: the formulas have p = 1 as their limit, not as a value."""
+_LEAST = 1e-12  # what is less probable changes no rate
+_STEPS = 512  # after these the speed of the second half of them goes on
+_ROUNDS = 64
+_CLOSE = 1e-9
+StepTime = Callable[[int], float]
+"""Milliseconds of a step in which this request has so many drafts."""
 
 
 class Mode(StrEnum):
@@ -27,52 +43,64 @@ class Mode(StrEnum):
     DECOUPLED = "decoupled"
 
 
+class Time(Protocol):
+    """What a drafter's or a verifier's step takes, whatever its shape."""
+
+    def ms(self, batch: float, drafts: float = 0.0) -> float:
+        """Milliseconds of a step with so many requests and so many drafts each."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Exits:
-    """What is drafted beside the stream, for when the target leaves it.
+class AffineTime:
+    """fixed + batch * (per request + drafts of each * per row), in milliseconds.
+
+    Of a drafter it is D(b), the time in which each of b requests gets one more drafted token. Of a verifier it is
+    V(b, w): a step of b requests, each with its own row and some drafts' rows.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a term is negative or not finite.
     """
 
-    # that the token which replaces a miss is among the alternatives
-    probability: float = 0.0
-    # alternatives at each place
-    width: int = 0
-    # what a window takes with the continuations behind them, over what it takes without
-    draft_factor: float = 1.0
+    per_request_ms: float
+    fixed_ms: float
+    # of a draft's row beside the request's own
+    per_row_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        check_real("exits", self.probability, 0, 1)
-        if self.width < 0 or not 1.0 <= self.draft_factor < float("inf"):
-            raise ConfigError(
-                f"exits of width {self.width} with a draft factor of {self.draft_factor}",
-                "give a width of 0 or more and a factor of 1 or more",
-            )
+        for name in ("per_request_ms", "fixed_ms", "per_row_ms"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ConfigError(f"`{name}` is {value}, not a time", "give milliseconds, 0 or more")
+
+    def ms(self, batch: float, drafts: float = 0.0) -> float:
+        """Milliseconds of a step with so many requests and so many drafts each."""
+        return self.fixed_ms + batch * (self.per_request_ms + drafts * self.per_row_ms)
+
+    def shared_by(self, workers: int) -> AffineTime:
+        """The line of so many workers, each with its share of the batch."""
+        return replace(self, per_request_ms=self.per_request_ms / workers, per_row_ms=self.per_row_ms / workers)
 
 
-NO_EXITS = Exits()
+def plain_rate(verify: Time, batch: int) -> float:
+    """One token per step."""
+    return 1.0 / verify.ms(batch)
 
 
-def tokens_per_window(match_rate: float, window: int, balance: float = 1.0) -> float:
-    """Tokens per period max(w D, V) when the verifier waits for windows; by renewal, so exact.
+def coupled_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
+    """Draft w tokens, then verify them in w + 1 rows: (1 - p^(w+1)) / (1 - p) tokens in w D + V."""
+    p = min(match_rate, MOST)
+    tokens = (1.0 - p ** (window + 1)) / (1.0 - p)
+    return tokens / (window * draft.ms(batch) + verify.ms(batch, window))
 
-    A whole window of matches yields w tokens in one period, as the next one was drafted meanwhile. Any other yields the
-    a matches and the target's own token, and lasts w D + V: the window drafted meanwhile is lost.
 
-        tau = [sum p^a (1 - p) (a + 1) + w p^w] / [(1 - p^w) (1 + balance) + p^w]
+def tokens_per_window(match_rate: float, window: int) -> float:
+    """Tokens per period of a verifier that waits for windows, where drafting one takes as long as verifying it.
 
-    Args:
-        match_rate: p.
-        window: w, 1 or more.
-        balance: the shorter of w D and V over the longer one. At 1 a partly accepted window lasts two periods.
-
-    Raises:
-        ConfigError: a value out of range.
+    A window of matches takes one period. Any other takes two, since what was drafted meanwhile is lost.
     """
-    check_real("balance", balance, 0, 1)
-    p, whole = _checked(match_rate, window)
-    return (1.0 - whole) / (1.0 - p) / ((1.0 - whole) * (1.0 + balance) + whole)
+    p, whole = min(match_rate, MOST), min(match_rate, MOST) ** window
+    return (1.0 - whole) / (1.0 - p) / (2.0 - whole)
 
 
 def printed_tokens_per_window(match_rate: float, window: int) -> float:
@@ -81,50 +109,118 @@ def printed_tokens_per_window(match_rate: float, window: int) -> float:
     It averages tokens per period over windows. But a partly accepted window lasts two periods, so it counts twice in
     time. The printed value is 17 to 26 % above the exact one for usual p and w, and never below it.
     """
-    p, whole = _checked(match_rate, window)
+    p, whole = min(match_rate, MOST), min(match_rate, MOST) ** window
     return 0.5 * (1.0 - whole) / (1.0 - p) + 0.5 * window * whole
 
 
-def plain_rate(verify: Time, batch: int) -> float:
-    """One token per step."""
-    return 1.0 / verify.ms(batch)
-
-
-def coupled_rate(
-    draft: Time, verify: Time, batch: int, window: int, match_rate: float, exits: Exits = NO_EXITS
-) -> float:
-    """Draft w tokens, then verify them in w + 1 rows: (1 - p^(w+1)) / (1 - p) tokens in w D + V.
-
-    The paper leaves this model out. Exits are verified beside the chain, `exits.width` at each of the w places. One
-    that is hit yields the target's token behind it as well.
-    """
-    p, whole = _checked(match_rate, window)
-    tokens = (1.0 - p * whole) / (1.0 - p) + exits.probability * (1.0 - whole)
-    return tokens / (window * draft.ms(batch) + verify.ms(batch, window * (1 + exits.width)))
-
-
-def waiting_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
-    """Decoupled, and the verifier waits for a whole window; exact. A window is verified in w rows."""
-    period, balance = _period(draft, verify, batch, window)
-    return tokens_per_window(match_rate, window, balance) / period
-
-
 def printed_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
-    """TGS as SpecActor prints it, with its tau_w, whatever the balance."""
-    return printed_tokens_per_window(match_rate, window) / _period(draft, verify, batch, window)[0]
+    """TGS as SpecActor prints it: its tau_w in a period of max(w D, V)."""
+    period = max(window * draft.ms(batch), verify.ms(batch, window - 1))
+    return printed_tokens_per_window(match_rate, window) / period
 
 
-def _checked(match_rate: float, window: int) -> tuple[float, float]:
-    """p below 1, and p^w."""
-    if window < 1:
-        raise ConfigError(f"a window is {window} tokens long", "draft 1 token or more")
-    check_real("match_rate", match_rate, 0, 1)
-    p = min(match_rate, MOST)
-    return p, p**window
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What a request that is drafted for ahead gets from a step, in the mean."""
+
+    tokens: float
+    # drafts verified
+    drafts: float
+    ms: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond."""
+        return self.tokens / self.ms
 
 
-def _period(draft: Time, verify: Time, batch: int, window: int) -> tuple[float, float]:
-    """max(w D, V), and the shorter one over the longer one."""
-    drafting, verifying = window * draft.ms(batch), verify.ms(batch, window - 1)
-    period = max(drafting, verifying)
-    return period, min(drafting, verifying) / period
+def decoupled_rate(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> float:
+    """Tokens per millisecond of each request, when the verifier never waits."""
+    return shared_stream(draft, verify, batch, window, match_rate).rate
+
+
+def shared_stream(draft: Time, verify: Time, batch: int, window: int, match_rate: float) -> Stream:
+    """The stream of each of a batch's requests.
+
+    The others' drafts make a step longer by their mean. That is exact for one request, and for any batch whose windows
+    are drafted within a plain step.
+    """
+    window_ms, others = window * draft.ms(batch), 0.0
+    for _ in range(_ROUNDS):
+        found = stream(match_rate, window, window_ms, step_time(verify, batch, others))
+        if abs(found.drafts - others) < _CLOSE or batch == 1:
+            break
+        others = found.drafts
+    return found
+
+
+def step_time(verify: Time, batch: int, others: float) -> StepTime:
+    """A step's time by one request's drafts, while each of the others has `others` in the mean."""
+    beside = (batch - 1) * others
+    return lambda drafts: verify.ms(batch, (beside + drafts) / batch)
+
+
+def stream(match_rate: float, window: int, window_ms: float, step_ms: StepTime, *, is_ahead: bool = True) -> Stream:
+    """Means over the timetable.
+
+    Args:
+        match_rate: p.
+        window: w.
+        window_ms: what drafting one takes.
+        is_ahead: whether the drafter drafts on while a window is verified. If not, it begins anew after each verified
+            window, and nothing is drafted in vain beyond that window.
+    """
+    p, plain_ms = min(match_rate, MOST), step_ms(0)
+    if not is_ahead:
+        return _by_turns(p, window, max(1, math.ceil(window_ms / plain_ms)), step_ms)
+    if window > 1 and window_ms <= plain_ms:
+        later = 1.0 / (1.0 - p**window)
+        sums = later, later * (window - 1), later * step_ms(window - 1)
+    else:
+        sums = _later_sums(p, timetable(window, window_ms, step_ms))
+    steps = 1.0 + p * sums[0]
+    return Stream(1.0 / (1.0 - p) / steps, p * sums[1] / steps, (plain_ms + p * sums[2]) / steps)
+
+
+def _by_turns(p: float, window: int, plain: int, step_ms: StepTime) -> Stream:
+    """So many plain steps while a window is drafted, one that verifies what is left of it, and so on."""
+    drafts = window - plain
+    if drafts < 1:
+        return Stream(1.0, 0.0, step_ms(0))
+    before, reached = (1.0 - p**plain) / (1.0 - p), p**plain
+    steps = before + reached
+    tokens = (1.0 - p ** (window + 1)) / (1.0 - p)
+    return Stream(tokens / steps, reached * drafts / steps, (before * step_ms(0) + reached * step_ms(drafts)) / steps)
+
+
+def _later_sums(p: float, steps: Iterator[tuple[int, float]]) -> tuple[float, float, float]:
+    """Steps, drafts and milliseconds between two misses, from the second step on, given that it takes place."""
+    total = [0.0, 0.0, 0.0]
+    tail = [0.0, 0.0, 0.0]
+    chance = 1.0
+    for i, (drafts, ms) in enumerate(islice(steps, 1, _STEPS)):
+        for j, value in enumerate((1.0, drafts, ms)):
+            total[j] += chance * value
+            tail[j] += value if i >= _STEPS // 2 else 0.0
+        chance *= p ** (drafts + 1)
+        if chance < _LEAST:
+            return total[0], total[1], total[2]
+    left = chance / (1.0 - p) / (tail[0] + tail[1])
+    return total[0] + left * tail[0], total[1] + left * tail[1], total[2] + left * tail[2]
+
+
+def timetable(window: int, window_ms: float, step_ms: StepTime) -> Iterator[tuple[int, float]]:
+    """Drafts and milliseconds of each step from a miss on, as long as every draft matches; without an end."""
+    known, now = 0, 0.0
+    done = [window_ms]  # when each window is drafted
+    answered: list[float] = []  # when each was verified, or overtaken by plain steps
+    while True:
+        at = known // window
+        for i in range(len(done), at + 1):
+            done.append(max(done[i - 1], answered[i - 2] if i > 1 else 0.0) + window_ms)
+        has_arrived = known > 0 and done[at] <= now + _CLOSE
+        drafts = (at + 1) * window - known if has_arrived else 0
+        ms = step_ms(drafts)
+        yield drafts, ms
+        known, now = known + drafts + 1, now + ms
+        answered += [now] * (known // window - len(answered))

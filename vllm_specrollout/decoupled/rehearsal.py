@@ -2,7 +2,7 @@
 
 What belongs here: a verifier and a drafter as times and match rates, event by event. The streams are those of
 stream.py, and what fits is said by received.py: so a rehearsal and an engine differ in their times and tokens alone.
-The formulas of timetable.py are of windows, without exits behind exits.
+The formulas of rates.py are of windows, without exits behind exits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_specrollout.checks import check_real
+from vllm_specrollout.decoupled.following import OwnPlan
 from vllm_specrollout.decoupled.messages import Drafts, Open, Pace, Verdict
 from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.received import Fitting, Received
-from vllm_specrollout.decoupled.reconfigure import OwnPlan
 from vllm_specrollout.decoupled.stream import Choices, Stream
 from vllm_specrollout.decoupled.survival import Survival
 from vllm_specrollout.errors import ConfigError

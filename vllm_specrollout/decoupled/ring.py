@@ -131,12 +131,11 @@ class ByteRing:
 class RingMailbox:
     """A mailbox (see `Mailbox`) in shared memory. The end that serves it creates it, and removes it at the end."""
 
-    def __init__(self, name: str, *, serve: bool, capacity: int = CAPACITY, vocab_size: int | None = None) -> None:
+    def __init__(self, name: str, *, serve: bool, capacity: int = CAPACITY) -> None:
         """
         Args:
             name: of the shared memory; the same at both ends.
             capacity: bytes each way, a power of two; the end that serves decides.
-            vocab_size: refuse messages with token ids from there on.
 
         Raises:
             ConfigError: the name or the capacity cannot be used.
@@ -148,7 +147,7 @@ class RingMailbox:
         size = segment.PAGE + 2 * capacity
         self._segment = segment.create(name, size) if serve else segment.attach(name)
         self.address = f"shm://{name}"
-        self._tracker = Tracker(vocab_size)
+        self._tracker = Tracker()
         self._is_closed = self._has_warned = False
         try:
             # the first ring is for what the serving end writes

@@ -41,14 +41,11 @@ _Socket = zmq.Socket[bytes]
 class SocketMailbox:
     """A mailbox (see `Mailbox`) over ZeroMQ. The end that serves can send once the other one has sent something."""
 
-    def __init__(
-        self, address: str, *, serve: bool, key_folder: Path | None = None, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, address: str, *, serve: bool, key_folder: Path | None = None) -> None:
         """
         Args:
             address: ipc://PATH or tcp://HOST:PORT; port 0 serves at any free one.
             key_folder: with the CURVE keys that `specrollout keys` writes.
-            vocab_size: refuse messages with token ids from there on.
 
         Raises:
             ConfigError: no such address, one off the host without keys, or keys that cannot be used.
@@ -63,7 +60,7 @@ class SocketMailbox:
         client_keys = keys.load_client(key_folder) if key_folder is not None and not serve else None
         if serve and where.path is not None:
             endpoint.claim(where.path)
-        self._tracker = Tracker(vocab_size)
+        self._tracker = Tracker()
         self._serves = serve
         self._peer: bytes | None = None  # the connection to answer on
         self._is_closed = False

@@ -182,12 +182,6 @@ def naive_plan(
     )
 
 
-def pick(plan: GraphPlan, num_reqs: int, num_tokens: int, max_query_len: int) -> GraphBucket | None:
-    """The target's smallest bucket that holds the step; None if none does: then it runs piecewise."""
-    first = bisect_left(plan.target, num_tokens, key=lambda bucket: bucket.num_tokens)
-    return next((b for b in plan.target[first:] if b.holds(num_reqs, num_tokens, max_query_len)), None)
-
-
 def estimate_mib(plan: GraphPlan, memory: GraphMemory, drafter: GraphMemory | None = None) -> float:
     """MiB that the plan's graphs take, by the model of `GraphMemory`.
 

@@ -184,8 +184,6 @@ class TrainerMixin(WeightsMixin):
             # a request that ended in the very last step is among them: no further step came to say so
             for ending in runner.unfinished():
                 runner.spec_rollout.finish(ending)
-            # what ended while a history was on probation is to be on disk as well
-            runner.spec_rollout.tell_missed()
             for part in (self._history(), getattr(runner, "remote", None)):
                 if part is not None:
                     with runner.spec_rollout.guard.over("closing", "what it had still to write may be lost"):

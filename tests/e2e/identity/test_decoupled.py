@@ -28,10 +28,10 @@ from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.decoupled.address import connect
 from vllm_specrollout.decoupled.child import Command
+from vllm_specrollout.decoupled.following import MatchCounts, OwnPlan
 from vllm_specrollout.decoupled.messages import Hello, Message, Noise, Pace, Role, Verdict
 from vllm_specrollout.decoupled.rates import Mode
-from vllm_specrollout.decoupled.reconfigure import Group, MatchCounts, OwnPlan
-from vllm_specrollout.decoupled.replanning import draft_line
+from vllm_specrollout.decoupled.reconfigure import Group, draft_line
 from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.trees.build import depths
 
@@ -231,8 +231,8 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
     """Each 20 tokens: what Algorithm 2 says, by the times that this engine has learned, and something else for all
     others."""
     stage.attach("ipc")
-    link, reconfigurer, rng = stage.drafter.links["ipc"], stage.runner.replanning.reconfigurer, random.Random(1)
-    own, send = reconfigurer.plan, link.requests._send
+    link, replanning, rng = stage.drafter.links["ipc"], stage.runner.replanning, random.Random(1)
+    own, send = replanning.plan, link.requests._send
     until(lambda: stage.ask("drafters_state")["ipc"]["is_there"])
     groups: list[Group] = []
     told: set[tuple[int, Pace]] = set()
@@ -241,8 +241,8 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
     def plan(group: Group, counts: MatchCounts) -> dict[str, OwnPlan]:
         groups.append(group)
         modes = (Mode.COUPLED, Mode.DECOUPLED)
-        return {name: OwnPlan(rng.randint(1, 16), rng.choice(modes)) for name in counts.request_ids} | own(
-            group, counts
+        return {name: OwnPlan(rng.randint(1, 16), rng.choice(modes)) for name in counts.request_ids} | dict(
+            own(group, counts)
         )
 
     def spied(message: Message) -> bool:
@@ -257,8 +257,8 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
             until(lambda: has_answered(stage, "ipc", levels=1))
         most[0] = max(most[0], stage.ask("drafters_state")["ipc"]["own_plans"])
 
-    monkeypatch.setattr(reconfigurer, "every", 20)
-    monkeypatch.setattr(reconfigurer, "plan", plan)
+    monkeypatch.setattr(replanning, "every", 20)
+    monkeypatch.setattr(replanning, "plan", plan)
     monkeypatch.setattr(link.requests, "_send", spied)
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     assert len(groups) >= 10 and all(group.verify.ms(1) > 0.0 < group.draft.ms(1) for group in groups)

@@ -6,10 +6,10 @@ import numpy as np
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, Line, token_at
 from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
+from vllm_specrollout.decoupled.following import OwnPlan
 from vllm_specrollout.decoupled.link import Link
 from vllm_specrollout.decoupled.loop import Loop
 from vllm_specrollout.decoupled.rates import Mode
-from vllm_specrollout.decoupled.reconfigure import OwnPlan
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
 

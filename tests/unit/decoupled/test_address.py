@@ -38,15 +38,3 @@ def test_an_unknown_address_is_refused_with_the_ones_there_are(address: str) -> 
 def test_shared_memory_takes_no_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no keys"):
         open_mailbox("shm://name", serve=True, keys=tmp_path)
-
-
-def test_the_vocabulary_is_handed_on(tmp_path: Path) -> None:
-    from tests.unit.decoupled.builders import DRAFTS
-
-    for address in (f"shm://test-{os.getpid()}", "tcp://127.0.0.1:0"):
-        ours = open_mailbox(address, serve=True, vocab_size=4)
-        theirs = open_mailbox(ours.address, serve=False)
-        theirs.send(DRAFTS)
-        assert ours.wait(10.0) and ours.receive() == [] and ours.stats.malformed == 1
-        theirs.close()
-        ours.close()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.reference.decoupled import VOCABULARY
 from tests.unit.decoupled.rollout import PROMPT, Rollout
 from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
+from vllm_specrollout.decoupled.following import OwnPlan
 from vllm_specrollout.decoupled.messages import Hello, Noise, Role
 from vllm_specrollout.decoupled.rates import Mode
-from vllm_specrollout.decoupled.reconfigure import OwnPlan
 from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView
 
 COUNTED = NoiseKind(Noise.COUNTER, "murmur")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.decoupled.rates import Mode
-from vllm_specrollout.decoupled.reconfigure import Group, MatchCounts, OwnPlan, reconfigure
+from vllm_specrollout.decoupled.following import MatchCounts, OwnPlan
+from vllm_specrollout.decoupled.rates import AffineTime, Mode
+from vllm_specrollout.decoupled.reconfigure import Group, reconfigure
 from vllm_specrollout.decoupled.rehearsal import Match, Rehearsal, Setting, Yield, coupled_tokens, rehearse
-from vllm_specrollout.decoupled.times import AffineTime
 from vllm_specrollout.errors import ConfigError
 
 ALWAYS = Match(np.zeros(64, np.int32))

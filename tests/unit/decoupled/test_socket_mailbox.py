@@ -157,7 +157,6 @@ HOSTILE = {
     "cut off": [[encode(DRAFTS, 1, 0)[:-1]]],
     "several parts": [[b"", encode(CLOSE, 1, 0)], [encode(CLOSE, 1, 0)] * 50],
     "another version": [[sealed(4, bytes(8), version=9)]],
-    "a wild token": [[encode(replace(DRAFTS, token_ids=np.full(4, 2**31 - 1, np.int32)), 1, 0)]],
     "a huge count": [[sealed(5, bytes(16) + struct.pack("<I", 2**32 - 1))]],
 }
 
@@ -166,7 +165,7 @@ HOSTILE = {
 def test_hostile_messages_are_refused_logged_and_harmless(
     title: str, opener: Opener, raw: zmq.Socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = opener(serve=True, vocab_size=32_000)
+    served = opener(serve=True)
     raw.connect(served.address)
     for parts in HOSTILE[title] * 20:
         raw.send_multipart(parts)

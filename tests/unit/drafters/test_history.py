@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from tests.drafters import ask
+from tests.reference.trees import check
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.probation import MOST_MISSED, Missed
-from vllm_specrollout.trees.build import check
 from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
 
 _core = pytest.importorskip("vllm_specrollout._core")
@@ -227,29 +226,3 @@ def test_what_it_says_of_itself_is_plain_json(drafter: _Drafter) -> None:
     _drafts(drafter, _view("a", ANSWER), _view("b", ANSWER[:10]))
     told = json.loads(json.dumps(drafter.as_dict()))
     assert (told["lookups"], told["hits"], told["hit_rate"]) == (2, 1, 0.5)
-
-
-def test_a_problem_whose_request_ended_while_the_history_was_on_probation_begins_an_epoch_all_the_same() -> None:
-    drafter = HistoryDrafter(HistoryConfig())
-
-    def view(name: str, weights: int = 0) -> RequestView:
-        tokens = np.asarray(PROMPT, np.int32)
-        return RequestView(name, tokens, len(PROMPT), 50, problem_id=name[0], weights_version=weights)
-
-    def over(name: str) -> FinishedRequest:
-        tokens = np.asarray(ANSWER, np.int32)
-        return FinishedRequest(name, name[0], tokens[:2], tokens, FinishReason.FINISHED)
-
-    drafter.admit(view("p0"))
-    assert drafter.report_reward(["p0"], 1.0) is Outcome.EARLY
-    missed = Missed()
-    for name in ("p0", *(f"q{i}" for i in range(MOST_MISSED))):
-        if name != "p0":
-            missed.admit(view(name))
-        missed.finish(over(name))
-        missed.forget(name)
-    missed.tell(drafter)
-    assert not drafter.store._guess.is_running("p0") and not drafter.store._early
-    drafter.admit(view("r0", 1))
-    drafter.admit(view("p1", 1))
-    assert drafter.store.epoch == 1

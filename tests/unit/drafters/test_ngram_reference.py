@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import ngram as ngram_naive
+from tests.reference import trees
 from vllm_specrollout.drafter_config import NgramConfig
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import ROOT, DraftTree
@@ -26,18 +27,18 @@ def first_level(tree: DraftTree) -> dict[int, float]:
 @given(TEXTS, st.integers(0, 20), st.integers(0, 8), st.booleans())
 def test_every_draft_is_a_sound_ordered_tree_within_its_bounds(text, max_nodes, max_depth, is_chain) -> None:
     tree = ngram_naive.propose(text, CONFIG, max_nodes, max_depth, is_chain)
-    build.check(tree)
-    assert build.is_ordered(tree)
+    trees.check(tree)
+    assert trees.is_ordered(tree)
     assert tree.size <= max_nodes
     assert max(build.depths(tree.parents).tolist(), default=0) <= max_depth
-    assert not is_chain or build.num_paths(tree.parents) <= 1
+    assert not is_chain or trees.num_paths(tree.parents) <= 1
 
 
 @given(TEXTS)
 def test_every_path_occurred_after_the_texts_last_tokens(text) -> None:
     tree = ngram_naive.propose(text, CONFIG, 20, 6)
     for node in range(tree.size):
-        wanted = text[-2:] + tree.token_ids[build.path_to(tree.parents, node)].tolist()
+        wanted = text[-2:] + tree.token_ids[trees.path_to(tree.parents, node)].tolist()
         assert any(text[start : start + len(wanted)] == wanted for start in range(len(text)))
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drafters import ask
+from tests.reference import trees
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import OracleConfig
@@ -53,8 +54,8 @@ ANSWERS = st.lists(st.integers(0, 20), min_size=1, max_size=40)
 def test_a_draft_is_a_sound_tree_within_its_bounds(accuracy, answer, done, max_nodes, max_depth, is_chain) -> None:
     drafter = OracleDrafter(OracleConfig(accuracy=accuracy), {"p": answer}, source=2)
     tree = draft(drafter, make_view(answer[:done]), max_nodes, max_depth, is_chain)
-    build.check(tree)
-    assert build.is_ordered(tree)
+    trees.check(tree)
+    assert trees.is_ordered(tree)
     assert tree.size <= max_nodes
     assert max(build.depths(tree.parents).tolist(), default=0) <= min(max_depth, max(len(answer) - done, 0))
     assert set(tree.source.tolist()) <= {2}
@@ -130,7 +131,7 @@ def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:
 
 def test_the_view_alone_can_forbid_branches_or_drafts() -> None:
     drafter = OracleDrafter(OracleConfig(accuracy=(0.4, 0.3)), {"p": list(range(20))})
-    assert build.num_paths(draft(drafter, make_view([], shape=DraftMode.CHAIN), 9, 9).parents) == 1
+    assert trees.num_paths(draft(drafter, make_view([], shape=DraftMode.CHAIN), 9, 9).parents) == 1
     assert draft(drafter, make_view([], shape=DraftMode.OFF), 9, 9).size == 0
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.drafters import nothing_accepted
 from tests.trees import batch_of, tree_of
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import (
     EMPTY_TREE,
-    NOTHING_ACCEPTED,
     DraftLimits,
     DraftTree,
     FinishedRequest,
@@ -57,7 +57,7 @@ def record_of(
     trees: TreeBatch, accepted: Sequence[Sequence[int]] = (), plan: StepPlan | None = None, **values: object
 ) -> StepRecord:
     """A step that verified these trees; `accepted` has the accepted nodes of each request."""
-    result = NOTHING_ACCEPTED
+    result = nothing_accepted(0)
     if trees.num_nodes:
         flat = [node for own in accepted for node in own]
         result = VerifyResult(np.asarray([len(own) for own in accepted], np.int32), np.asarray(flat, np.int32))

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.reference.trees import path_to
 from tests.unit.replay.builders import trace_of, tree
 from vllm_specrollout.budgets.base import bounded
 from vllm_specrollout.replay.records import Candidates
 from vllm_specrollout.replay.requests import RecordedDrafter, requests_of
 from vllm_specrollout.trees.batch import batch_of
-from vllm_specrollout.trees.build import path_to
 from vllm_specrollout.types import DraftTree, RequestBatch
 
 

@@ -2,10 +2,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference.trees import from_paths, path_to
 from tests.unit.replay.builders import tree
 from vllm_specrollout.replay.requests import verified
 from vllm_specrollout.trees.batch import batch_of, cut
-from vllm_specrollout.trees.build import from_paths, path_to
 
 tokens = st.integers(0, 2)
 drafts = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=5), st.floats(0.1, 1.0)), max_size=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 
 import pytest
 from hypothesis import given
@@ -19,10 +20,16 @@ from vllm_specrollout.scheduling.cudagraphs import (
     estimate_mib,
     ladder,
     naive_plan,
-    pick,
     plan_graphs,
     within_mib,
 )
+
+
+def pick(plan: GraphPlan, num_reqs: int, num_tokens: int, max_query_len: int) -> GraphBucket | None:
+    """The target's smallest bucket that holds the step; None if none does: then it runs piecewise."""
+    first = bisect_left(plan.target, num_tokens, key=lambda bucket: bucket.num_tokens)
+    return next((b for b in plan.target[first:] if b.holds(num_reqs, num_tokens, max_query_len)), None)
+
 
 DRAFTS = (8, 16, 32, 64)
 MODELS = {

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import threading
+import tracemalloc
 
 import pytest
 from fastapi.testclient import TestClient
@@ -470,3 +471,19 @@ def test_how_drafters_are_can_be_read(client, engine):
     engine.given_up = "no space left"
     (found,) = client.get("/spec_rollout/drafters").json()["engines"]
     assert found["drafters"]["history"] == {"state": "given up", "failed": 5, "error": "no space left", "steps": 0}
+
+
+@pytest.mark.parametrize("name", [*WORST, "valid"])
+def test_the_worst_body_of_one_mebibyte_takes_a_few_times_its_size(client, name):
+    valid = of_one_mebibyte('{"rewards":[', lambda i: f'{{"request_id":"chatcmpl-{i:030d}","reward":1.0}}', "]}")
+    body = WORST.get(name, valid)
+    # what is made once is no growth
+    client.post("/spec_rollout/rewards", content=body[:1024], headers=JSON)
+    tracemalloc.start()
+    try:
+        status = client.post("/spec_rollout/rewards", content=body, headers=JSON).status_code
+        left, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert status == (200 if name == "valid" else 422)
+    assert peak < 16 << 20 and left < 2 << 20

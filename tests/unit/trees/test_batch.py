@@ -2,6 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference.trees import first_nodes, is_chain, num_paths
 from tests.trees import batch_of, drafted, tree_of
 from vllm_specrollout.trees.batch import (
     as_chains,
@@ -14,7 +15,7 @@ from vllm_specrollout.trees.batch import (
     token_lists,
     with_branches,
 )
-from vllm_specrollout.trees.build import first_nodes, is_chain, num_paths, order, select
+from vllm_specrollout.trees.build import order, select
 from vllm_specrollout.types import EMPTY_TREE, ROOT, TreeBatch
 
 BATCHES = st.lists(drafted().map(order), min_size=1, max_size=5)

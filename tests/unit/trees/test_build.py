@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference import trees as made
 from tests.trees import chain
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
@@ -42,7 +43,7 @@ def trees(draw: st.DrawFn, max_size: int = 12, source: int = 0) -> DraftTree:
 def by_path(tree: DraftTree) -> dict[tuple[int, ...], tuple[float, int]]:
     """Tokens from the root down -> (log_q, source) of the node."""
     return {
-        tuple(tree.token_ids[build.path_to(tree.parents, node)].tolist()): (
+        tuple(tree.token_ids[made.path_to(tree.parents, node)].tolist()): (
             float(tree.log_q[node]),
             int(tree.source[node]),
         )
@@ -52,25 +53,25 @@ def by_path(tree: DraftTree) -> dict[tuple[int, ...], tuple[float, int]]:
 
 @given(trees(), st.integers(0, 14))
 def test_the_first_nodes_are_a_tree_of_their_own(tree: DraftTree, count: int) -> None:
-    first = build.first_nodes(tree, count)
-    build.check(first)
+    first = made.first_nodes(tree, count)
+    made.check(first)
     assert first.token_ids.tolist() == tree.token_ids.tolist()[:count]
     assert first.parents.tolist() == tree.parents.tolist()[:count]
 
 
 @given(trees())
 def test_a_chain_is_a_tree_with_one_path_at_most(tree: DraftTree) -> None:
-    assert build.is_chain(tree) == (build.num_paths(tree.parents) <= 1)
+    assert made.is_chain(tree) == (made.num_paths(tree.parents) <= 1)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 64, 65, 200])
 def test_chains_of_every_length_are_told_from_trees(size: int) -> None:
     line = chain(list(range(size)))
-    assert build.is_chain(line)
+    assert made.is_chain(line)
     if size > 1:
         parents = line.parents.copy()
         parents[-1] -= 1
-        assert not build.is_chain(DraftTree(line.token_ids, parents, line.log_q, line.source))
+        assert not made.is_chain(DraftTree(line.token_ids, parents, line.log_q, line.source))
 
 
 def best_gain(tree: DraftTree, size: int) -> float:
@@ -87,8 +88,8 @@ def best_gain(tree: DraftTree, size: int) -> float:
 @given(trees())
 def test_ordering_keeps_the_nodes_and_the_invariants(tree: DraftTree) -> None:
     ordered = build.order(tree)
-    build.check(ordered)
-    assert build.is_ordered(ordered)
+    made.check(ordered)
+    assert made.is_ordered(ordered)
     assert by_path(ordered) == by_path(tree)
 
 
@@ -125,8 +126,8 @@ def test_a_trie_holds_the_heaviest_prefixes_with_their_conditional_probabilities
     for path, path_weight in paths:
         for depth in range(1, min(len(path), max_depth) + 1):
             weight[tuple(path[:depth])] = weight.get(tuple(path[:depth]), 0.0) + path_weight
-    tree = build.from_paths(paths, max_nodes, max_depth, source=3)
-    build.check(tree)
+    tree = made.from_paths(paths, max_nodes, max_depth, source=3)
+    made.check(tree)
     nodes = by_path(tree)
     assert len(nodes) == min(max_nodes, len(weight) - 1)
     for path, (log_q, source) in nodes.items():
@@ -139,9 +140,9 @@ def test_a_trie_holds_the_heaviest_prefixes_with_their_conditional_probabilities
 
 @given(trees(source=0), trees(source=1))
 def test_a_union_holds_every_node_with_its_best_probability_and_that_ones_source(first, second) -> None:
-    merged = build.union([first, second], max_nodes=64)
-    build.check(merged)
-    assert build.is_ordered(merged)
+    merged = made.union([first, second], max_nodes=64)
+    made.check(merged)
+    assert made.is_ordered(merged)
     left, right, both = by_path(first), by_path(second), by_path(merged)
     assert both.keys() == left.keys() | right.keys()
     for path, node in both.items():
@@ -152,25 +153,25 @@ def test_a_union_holds_every_node_with_its_best_probability_and_that_ones_source
 
 @given(trees(), trees(), st.integers(0, 10))
 def test_a_union_cut_short_is_the_prefix_of_the_whole_union(first, second, max_nodes) -> None:
-    whole, cut = build.union([first, second], 64), build.union([first, second], max_nodes)
+    whole, cut = made.union([first, second], 64), made.union([first, second], max_nodes)
     assert cut.token_ids.tolist() == whole.token_ids[:max_nodes].tolist()
     assert cut.parents.tolist() == whole.parents[:max_nodes].tolist()
 
 
 @given(trees())
 def test_depths_paths_and_leaves_agree_with_each_other(tree: DraftTree) -> None:
-    paths = [build.path_to(tree.parents, node) for node in range(tree.size)]
+    paths = [made.path_to(tree.parents, node) for node in range(tree.size)]
     assert build.depths(tree.parents).tolist() == [len(path) for path in paths]
     leaves = [node for node in range(tree.size) if node not in tree.parents]
-    assert build.num_paths(tree.parents) == len(leaves)
+    assert made.num_paths(tree.parents) == len(leaves)
 
 
 def test_nothing_drafted_stays_nothing() -> None:
     assert build.order(EMPTY_TREE).size == 0
-    assert build.union([], 8).size == 0
-    assert build.from_paths([], 8, 8).size == 0
-    assert build.num_paths(EMPTY_TREE.parents) == 0
-    build.check(EMPTY_TREE)
+    assert made.union([], 8).size == 0
+    assert made.from_paths([], 8, 8).size == 0
+    assert made.num_paths(EMPTY_TREE.parents) == 0
+    made.check(EMPTY_TREE)
 
 
 @pytest.mark.parametrize(
@@ -187,17 +188,17 @@ def test_nothing_drafted_stays_nothing() -> None:
 )
 def test_a_broken_tree_is_named_with_its_reason(tree: DraftTree, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        build.check(tree)
+        made.check(tree)
 
 
 def test_an_infinite_log_probability_is_refused() -> None:
     tree = chain([1])
     with pytest.raises(ValueError, match="log_q -inf"):
-        build.check(DraftTree(tree.token_ids, tree.parents, np.full(1, -np.inf, dtype=np.float32), tree.source))
+        made.check(DraftTree(tree.token_ids, tree.parents, np.full(1, -np.inf, dtype=np.float32), tree.source))
 
 
 def words(draft: DraftTree) -> list[tuple[int, ...]]:
-    return [tuple(draft.token_ids[build.path_to(draft.parents, i)].tolist()) for i in range(draft.size)]
+    return [tuple(draft.token_ids[made.path_to(draft.parents, i)].tolist()) for i in range(draft.size)]
 
 
 WEIGHTED = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.floats(0.1, 1.0)), max_size=6)
@@ -205,9 +206,9 @@ WEIGHTED = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5
 
 @given(WEIGHTED, st.lists(st.integers(0, 2), max_size=4))
 def test_what_hangs_below_a_path_is_what_a_search_finds(weighted, path: list[int]) -> None:
-    draft = build.from_paths(weighted, 64, 5)
+    draft = made.from_paths(weighted, 64, 5)
     subtree = build.below(draft, path)
     start = tuple(path)
     assert words(subtree) == [w[len(path) :] for w in words(draft) if w[: len(path)] == start and len(w) > len(path)]
-    build.check(subtree)
-    assert build.is_ordered(subtree)
+    made.check(subtree)
+    assert made.is_ordered(subtree)

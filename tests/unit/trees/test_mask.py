@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference.trees import path_to
 from tests.trees import batch_of, drafted, tree_of
-from vllm_specrollout.trees.build import path_to
 from vllm_specrollout.trees.mask import ancestor_mask, ancestor_masks
 from vllm_specrollout.types import ROOT
 

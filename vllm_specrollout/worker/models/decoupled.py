@@ -25,8 +25,7 @@ from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.decoupled.following import Sampling, TargetNoise
 from vllm_specrollout.decoupled.messages import Noise
-from vllm_specrollout.decoupled.reconfigure import Reconfigurer
-from vllm_specrollout.decoupled.replanning import Replanning
+from vllm_specrollout.decoupled.reconfigure import Replanning
 from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
@@ -278,11 +277,9 @@ def join(runner: Any) -> None:
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
     if (kind := config_of(runner.vllm_config).decoupled.reconfigure) != "off":
-        runner.replanning = Replanning(drafter, Reconfigurer(printed=kind == "paper"))
+        runner.replanning = Replanning(drafter, printed=kind == "paper")
         runner.spec_rollout.listeners.append(runner.replanning)
     if runner.model_drafter is not None:
-        # imported late: it needs this module
-
         runner.placing = Placing(runner)
         runner.spec_rollout.listeners.append(runner.placing)
     most_s, begin_s = config_of(runner.vllm_config).decoupled.start_s, time.monotonic()
