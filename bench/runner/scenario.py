@@ -248,5 +248,5 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ",".join(f"{part:g}" if isinstance(part, (int, float)) else part for part in value)
+        return ",".join(f"{part:g}" if isinstance(part, (int, float)) else str(part) for part in value)
     return value

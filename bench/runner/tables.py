@@ -102,12 +102,12 @@ def micros(way: str) -> Callable[[Row], str]:
 
 _GPU: Columns = {
     **{name: field(name) for name in ("step", "name")},
-    "right": verdict("is_right", no="NO"),
+    "right": verdict("passed", no="NO"),
     "ours, us": micros("ours"),
     "FA3, us": micros("fa3 graph"),
     "roof, us": field("roof_us"),
     "step, ms": field("step_ms"),
-    "stock's, ms": field("stock_step_ms"),
+    "stock's, ms": field("stock_ms"),
     "idle, ms": field("idle_ms"),
 }
 
