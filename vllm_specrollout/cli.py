@@ -49,7 +49,7 @@ BENCHES = {
     "device": ("vllm_specrollout.bench.scenarios.device", "bench_device", "Identity, speed and idle time on a GPU."),
     "graphs": ("vllm_specrollout.bench.scenarios.graphs", "bench_graphs", "Device memory of CUDA graphs."),
     "gpu": ("vllm_specrollout.bench.gpu.hour", "run", "All that needs a GPU, one after the other, resumed."),
-    "soak": ("vllm_specrollout.bench.scenarios.soak", "bench_soak", "A server under load and faults, for hours."),
+    "soak": ("vllm_specrollout.bench.soak.scenario", "bench_soak", "A server under load and faults, for hours."),
     "bounds": ("vllm_specrollout.bench.scenarios.bounds", "bench_bounds", "Memory, disk and bodies at their worst."),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
@@ -159,6 +159,11 @@ def _import_bench(name: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if module.startswith(f"{error.name}.") or module == error.name:
+            raise UnsupportedError(
+                f"`specrollout bench {name}` is not part of the installed package",
+                "run it in a checkout of the project",
+            ) from None
         raise UnsupportedError(
             f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
             'run `pip install ".[cpu,bench]"` in the checkout',

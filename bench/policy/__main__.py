@@ -1,9 +1,8 @@
-"""Command line: `python -m bench.policy train | distil | inflate | random | reward-demo | stats`."""
+"""Command line: `python -m bench.policy train | distil | inflate | random | stats`."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from random import Random
 from typing import Annotated
 
 import typer
@@ -19,9 +18,6 @@ from .evaluate import EvalConfig, FamilyStats, as_json, evaluate
 from .inflate import inflate as inflate_policy
 from .inflate import inflate_head
 from .random_model import make_random_model
-from .reward import problems as draw_set
-from .reward import reward
-from .tasks import demonstrate
 from .train import TrainConfig
 from .train import train as train_policy
 
@@ -32,16 +28,15 @@ console = Console()
 @app.command()
 def train(
     out: Annotated[Path, typer.Option(help="Folder to write the checkpoint into.")],
-    work: Annotated[Path, typer.Option(help="Folder for metrics and the state to resume from.")] = Path("policy-work"),
     seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = TrainConfig.seed,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = TrainConfig.steps,
 ) -> None:
-    """Train the policy; started again with the same --work, it goes on where it was stopped."""
+    """Train the policy."""
     config = TrainConfig(seed=seed, steps=steps)
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}"))
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("training", total=steps, loss=float("nan"))
-        facts = train_policy(config, out, work, lambda step, loss: progress.update(bar, completed=step + 1, loss=loss))
+        facts = train_policy(config, out, lambda step, loss: progress.update(bar, completed=step + 1, loss=loss))
     (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
     console.print(f"wrote {out}")
 
@@ -124,20 +119,6 @@ def stats(
         path = model / "training.json"
         facts = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(facts | {"evaluation": as_json(config, figures)}, indent=2) + "\n")
-
-
-@app.command("reward-demo")
-def reward_demo(
-    count: Annotated[int, typer.Option(help="Problems to show.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-) -> None:
-    """Show problems, one written-out answer to each, and the rewards of it whole and cut off."""
-    rng = Random(seed)
-    for problem in draw_set(count, seed):
-        text = demonstrate(problem, rng, slips=False)
-        console.print(f"[bold]{problem.problem_id}[/bold]  {problem.prompt}\n{text}")
-        cut = text[: len(text) // 2]
-        console.print(f"reward {reward(problem, text)}, cut in half {reward(problem, cut)}\n")
 
 
 if __name__ == "__main__":
