@@ -49,7 +49,11 @@ BENCHES = {
     "device": ("vllm_specrollout.bench.scenarios.device", "bench_device", "Identity, speed and idle time on a GPU."),
     "graphs": ("vllm_specrollout.bench.scenarios.graphs", "bench_graphs", "Device memory of CUDA graphs."),
     "gpu": ("vllm_specrollout.bench.gpu.hour", "run", "All that needs a GPU, one after the other, resumed."),
-    "soak": ("vllm_specrollout.bench.soak.scenario", "bench_soak", "A server under load and faults, for hours."),
+    "soak": (
+        "vllm_specrollout.bench.soak.scenario",
+        "bench_soak",
+        "A server under load and faults, for hours; in a checkout.",
+    ),
     "bounds": ("vllm_specrollout.bench.scenarios.bounds", "bench_bounds", "Memory, disk and bodies at their worst."),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }

@@ -15,11 +15,6 @@ from bench.runner.display import main
             ["train", "--steps", "0", "--out", "x"],
             "error: steps is 0, the least is 1\n\nhint: give a larger steps\n",
         ),
-        (
-            ["stats", "--problems", "1"],
-            "error: 1 problems x 4 samples are too few, the least is 2 x 2\n\n"
-            "hint: give larger --problems and --samples\n",
-        ),
     ],
 )
 def test_bad_input_is_one_error_with_a_hint_and_exit_code_two(arguments, error, monkeypatch, capsys):
