@@ -16,8 +16,12 @@ HERE = Path(__file__).parent
 ParallelCompile("SPECROLLOUT_BUILD_JOBS").install()
 
 MAPPED = ("kernels", "patches", "bench")
-# in the source distribution and an editable install, but not in the wheel
-CHECKOUT_ONLY = ("vllm_specrollout.bench.studies",)
+# what needs the checkout is not in the wheel: packages, and modules of others
+NOT_SHIPPED = (
+    "vllm_specrollout.bench.soak",
+    "vllm_specrollout.bench.studies",
+    *(f"vllm_specrollout.bench.policy.{name}" for name in ("__main__", "distil", "evaluate", "train")),
+)
 
 packages = find_packages(include=["vllm_specrollout", "vllm_specrollout.*"])
 package_dir = {"vllm_specrollout": "vllm_specrollout"}
@@ -49,9 +53,20 @@ extension = Pybind11Extension(
 class BuildPy(build_py):
     """Also puts the table of supported vLLM versions, which lies beside the patches, into the package that reads it."""
 
-    def run(self) -> None:
+    def finalize_options(self) -> None:
+        super().finalize_options()
         if not self.editable_mode:
-            self.packages = [name for name in self.packages if name not in CHECKOUT_ONLY]
+            self.packages = [name for name in self.packages if name not in NOT_SHIPPED]
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        found = super().find_package_modules(package, package_dir)
+        return [one for one in found if self.editable_mode or f"{one[0]}.{one[1]}" not in NOT_SHIPPED]
+
+    def find_data_files(self, package: str, src_dir: str) -> list[str]:
+        # the folder of the policy is packed whole, its recipe apart
+        return [path for path in super().find_data_files(package, src_dir) if not path.endswith((".py", ".md"))]
+
+    def run(self) -> None:
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib, "vllm_specrollout", "patches")

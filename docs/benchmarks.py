@@ -53,8 +53,7 @@ _TITLES = {
     ),
     "soak": (
         "Soak",
-        "A server under load and faults: what it holds, and whether its answers are stock's"
-        " ([picture](concepts/soak.png)).",
+        "A server under load and faults: what it holds, and whether its answers are stock's.",
     ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
     "host": ("Host time", "What a step costs beside the model."),

@@ -44,11 +44,19 @@ BENCHES = {
         "A model that drafts, in the target's steps and beside them.",
     ),
     "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
-    "soak": ("vllm_specrollout.bench.scenarios.soak", "bench_soak", "A server under load and faults, for hours."),
+    "kernels": ("vllm_specrollout.bench.scenarios.kernels", "bench_kernels", "Kernels on a GPU: right, and how fast."),
+    "device": ("vllm_specrollout.bench.scenarios.device", "bench_device", "Identity, speed and idle time on a GPU."),
+    "graphs": ("vllm_specrollout.bench.scenarios.graphs", "bench_graphs", "Device memory of CUDA graphs."),
+    "gpu": ("vllm_specrollout.bench.gpu.hour", "run", "All that needs a GPU, one after the other, resumed."),
+    "soak": (
+        "vllm_specrollout.bench.soak.scenario",
+        "bench_soak",
+        "A server under load and faults, for hours; in a checkout.",
+    ),
     "study": (
         "vllm_specrollout.bench.studies.command",
         "bench_study",
-        "A published experiment, simulated: our figures beside the paper's.",
+        "A published experiment, simulated: our figures beside the paper's; in a checkout.",
     ),
     "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
 }
@@ -158,6 +166,11 @@ def _import_bench(name: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if module.startswith(f"{error.name}.") or module == error.name:
+            raise UnsupportedError(
+                f"`specrollout bench {name}` is not part of the installed package",
+                "run it in a checkout of the project",
+            ) from None
         raise UnsupportedError(
             f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
             'run `pip install -e ".[cpu,bench]"` in the checkout',

@@ -1,1 +1,1 @@
-"""Measurements on one CUDA GPU: kernels, identity, engines. `bench/gpu/first_hour.sh --help`."""
+"""The hour on a GPU: a list of benchmark commands, resumed after any end. `bench/gpu/first_hour.sh --help`."""

@@ -3,7 +3,7 @@
 import typer
 
 from ..runner.display import main
-from .command import run
+from .hour import run
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

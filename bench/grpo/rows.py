@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..runner.engines import OURS, STOCK
-from ..runner.report import number
+from ..runner.report import Columns, number, print_table, verdict
 
 SUFFIX = "suffix"
 
@@ -150,28 +149,24 @@ def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[s
 
 def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
     """One line per epoch: reward, and per engine its time, steps and ratios."""
-    table = Table(pad_edge=False)
-    table.add_column("epoch", no_wrap=True)
-    for title in ("identical", "reward", "solved"):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns: dict[str, Any] = {
+        "epoch": lambda row: row.epoch,
+        "identical": lambda row: _identical(row.engines),
+        "reward": lambda row: f"{row.reward:.3f}",
+        "solved": lambda row: number(row.solved),
+    }
     has_suffix = any(engine.engine == SUFFIX for engine in rows[0].engines)
-    for engine in rows[0].engines:
-        table.add_column(f"{engine.engine}\ns (steps)", justify="right", no_wrap=True)
+    for i, engine in enumerate(rows[0].engines):
+        columns[f"{engine.engine}\ns (steps)"] = lambda row, i=i: _seconds(row.engines[i])
         if engine.engine != STOCK:
-            table.add_column("x stock", justify="right", no_wrap=True)
+            columns[f"{engine.engine}\nx stock"] = lambda row, i=i: number(row.engines[i].speedup, "x")
         if has_suffix and engine.identical is not None:
-            table.add_column("x suffix", justify="right", no_wrap=True)
-    for row in rows:
-        cells = [row.epoch, _identical(row.engines), f"{row.reward:.3f}", f"{row.solved:.2f}"]
-        for engine in row.engines:
-            seconds = "-" if engine.identical is False else f"{engine.wall_s:.1f}"
-            cells.append(f"{seconds} ({engine.steps})")
-            if engine.engine != STOCK:
-                cells.append(number(engine.speedup, "x"))
-            if has_suffix and engine.identical is not None:
-                cells.append(number(engine.speedup_on_suffix, "x"))
-        table.add_row(*cells)
-    console.print(table)
+            columns[f"{engine.engine}\nx suffix"] = lambda row, i=i: number(row.engines[i].speedup_on_suffix, "x")
+    print_table(rows, columns, console, left=len(columns))
+
+
+def _seconds(engine: EngineEpoch) -> str:
+    return f"{'-' if engine.identical is False else f'{engine.wall_s:.1f}'} ({engine.steps})"
 
 
 def print_ablation(rows: Sequence[EpochRow], console: Console) -> None:
@@ -179,25 +174,22 @@ def print_ablation(rows: Sequence[EpochRow], console: Console) -> None:
     summary = {row.epoch: {engine.engine: engine for engine in row.engines} for row in rows}
     whole, later = summary.get("all", summary["1"]), summary.get("2 on", summary["1"])
     base = later.get(OURS)
-    table = Table(pad_edge=False)
-    table.add_column("variant", no_wrap=True)
-    for title in ("identical", "x stock, all", "from epoch 2", "steps, all", "from epoch 2", "tokens/step", "x ours"):
-        table.add_column(title, justify="right")
-    for name, engine in later.items():
-        if engine.identical is None:
-            continue
-        told = base is not None and base.speedup and engine.speedup
-        table.add_row(
-            name,
-            "yes" if whole[name].identical else "NO",
-            number(whole[name].speedup, "x"),
-            number(engine.speedup, "x"),
-            str(whole[name].steps),
-            str(engine.steps),
-            f"{engine.tokens_per_step:.2f}",
-            number(engine.speedup / base.speedup, "x") if told else "-",
-        )
-    console.print(table)
+
+    def to_ours(name: str) -> str:
+        is_told = base is not None and base.speedup and later[name].speedup
+        return number(later[name].speedup / base.speedup, "x") if is_told else "-"  # type: ignore[operator,union-attr]
+
+    columns: Columns = {
+        "variant": lambda name: name,
+        "identical": lambda name: verdict(whole[name].identical),
+        "x stock, all": lambda name: number(whole[name].speedup, "x"),
+        "x stock, from epoch 2": lambda name: number(later[name].speedup, "x"),
+        "steps, all": lambda name: whole[name].steps,
+        "steps, from epoch 2": lambda name: later[name].steps,
+        "tokens/step": lambda name: number(later[name].tokens_per_step),
+        "x ours": to_ours,
+    }
+    print_table([name for name, engine in later.items() if engine.identical is not None], columns, console)
 
 
 def print_notes(steps: Sequence[StepRow], notes: Sequence[str], console: Console) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout import cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.drafter_config import HistoryConfig
 
-from ..runner.report import Found, host
+from ..runner.report import Found, host, print_table
 from ..runner.scenario import Scenario, Session, command, flag
+from ..runner.tables import INDEX
 from .data import RECORDED, recorded, synthetic
 from .measure import compare, flatness, many_problems
 from .systems import ARCTIC, load_arctic
@@ -72,16 +72,7 @@ class Index(Scenario):
         """One line per comparison."""
         what = f"history index beside arctic-inference {ARCTIC}, {self.nodes} nodes; {host()['cpu']}"
         out.print(what, markup=False)
-        table = Table(pad_edge=False)
-        for title in ("data", "row"):
-            table.add_column(title, no_wrap=True)
-        for title in ("ours", "theirs", "ratio", "limit", "unit", "met"):
-            table.add_column(title, justify="left" if title in ("unit", "met") else "right")
-        for row in found.rows:
-            numbers = (row.ours, row.theirs, row.ratio, row.limit)
-            met = "-" if row.is_met is None else "yes" if row.is_met else "NO"
-            table.add_row(row.data, row.name, *("-" if x is None else f"{x:.3f}" for x in numbers), row.unit, met)
-        out.print(table)
+        print_table([asdict(row) for row in found.rows], INDEX, out, left=2)
 
 
 bench_index = command(Index)

@@ -1,1 +1,1 @@
-"""Checks and times of the CUDA kernels; `bench/gpu/first_hour.sh` runs them."""
+"""Checks and times of the CUDA kernels; `specrollout bench kernels` runs them."""

@@ -11,7 +11,7 @@ import torch
 
 from . import flash, reference
 from .inputs import AttentionInputs, make_attention
-from .shapes import Attention, Model
+from .shapes import Attention
 from .timing import Call, Timer
 
 _COLD_BYTES, _MOST_LAYERS, _FEWEST_LAYERS = 256 << 20, 28, 4
@@ -23,15 +23,20 @@ def load() -> Any:
     return importlib.import_module("vllm_specrollout.kernels.tree_attention.kernel").tree_attention
 
 
-def check(kernel: Any, model: Model, context: int, batch: int, nodes: int, kind: str, device: str = "cuda") -> float:
+def check(kernel: Any, case: Attention, device: str) -> float:
     """How far the kernel is off its specification on random inputs, as `reference.TOLERANCE` counts it."""
-    inputs = make_attention(Attention(model, context, batch, nodes, kind), device)
+    inputs = make_attention(case, device)
     return reference.excess(inputs.call(kernel).double(), reference.attention(inputs))
 
 
-def measure(
-    timer: Timer, bandwidth: float, case: Attention, device: str = "cuda", layers: int | None = None
-) -> dict[str, Any]:
+def checked(case: Attention, device: str) -> dict[str, Any]:
+    """Whether ours is right."""
+    excess = check(load(), case, device)
+    told = f"off the specification by {excess:.3g}, of {reference.TOLERANCE:g} allowed"
+    return {"passed": excess <= reference.TOLERANCE, "checked": told}
+
+
+def measure(timer: Timer, case: Attention, device: str, layers: int | None = None) -> dict[str, Any]:
     """Times of one layer's attention by every way there is, with a check of ours; see docs/gpu.md for the fields.
 
     A way that cannot run here is left out with a note. Ours is not timed if it is wrong.
@@ -46,7 +51,7 @@ def measure(
     inputs = [make_attention(case, device) for _ in range(layers)]
     kernel = load()
     ways, notes = _flash_ways(inputs, device)
-    right, checked = _check_beside(kernel, inputs[0], ways)
+    right, beside = _check_beside(kernel, inputs[0], ways)
     if right:
         ways = {"ours": [functools.partial(one.call, kernel) for one in inputs], **ways}
     else:
@@ -57,8 +62,8 @@ def measure(
             times[name] = asdict(timer.time(made))
         except Exception as error:
             notes.append(_note(name, error, device))
-    roof = case.least_bytes / bandwidth * 1e6
-    return {"is_right": right, "checked": checked, "times": times, "roof_us": roof, "layers": layers, "notes": notes}
+    told = {"passed": right, "checked": beside, "layers": layers, "notes": notes}
+    return {**told, "times": times, **timer.roof(case.least_bytes)}
 
 
 def _note(name: str, error: Exception, device: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
+from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees.mask import ancestor_mask
 from vllm_specrollout.types import IntArray
 
@@ -47,6 +49,38 @@ splits."""
 VERIFY_CHECKS = ((1, 0), (3, 7), (2, 31))
 COMMIT_CHECKS = ((1, 7), (3, 31))
 """(batch, nodes) likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """`batch` requests at once, each with `context` tokens cached before the clock starts."""
+
+    BLOCK: ClassVar[int] = 64
+    """Contexts are multiples of it, so that the prefix cache holds them whole in any engine's blocks."""
+
+    batch: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str, flag: str = "--cells") -> Cell:
+        """`8x1024` -> Cell(8, 1024).
+
+        Raises:
+            ConfigError: anything else.
+        """
+        batch, _, context = text.partition("x")
+        if not (batch.isdigit() and context.isdigit() and int(batch) and int(context)) or int(context) % cls.BLOCK:
+            way = f"give BATCHxCONTEXT, CONTEXT a multiple of {cls.BLOCK}: `{flag} 1x1024,32x1024`"
+            raise ConfigError(f"`{flag}` holds {text!r}", way)
+        return cls(int(batch), int(context))
+
+    @classmethod
+    def parse_all(cls, text: str, flag: str) -> tuple[Cell, ...]:
+        """`1x1024,8x1024`, in the order given."""
+        return tuple(cls.parse(part.strip(), flag) for part in text.split(","))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.context}"
 
 
 @dataclass(frozen=True, slots=True)

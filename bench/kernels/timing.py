@@ -46,7 +46,12 @@ class Timer:
     def time(self, calls: Sequence[Call]) -> Time:
         raise NotImplementedError
 
-    def copy_bandwidth(self) -> float:
+    def roof(self, least_bytes: int) -> dict[str, float]:
+        """Fields of a row: the time that moving so many bytes takes at least."""
+        return {"roof_us": least_bytes / self.bandwidth * 1e6, "copy_bytes_per_s": self.bandwidth}
+
+    @cached_property
+    def bandwidth(self) -> float:
         """Bytes per second, read and written, of a large copy: the roof of what is bound by memory."""
         source = torch.zeros(self.copy_bytes, dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)

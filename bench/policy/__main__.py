@@ -1,10 +1,12 @@
-"""Command line: `python -m bench.policy train | distil | inflate | random | reward-demo | stats`."""
+"""Command line: `python -m bench.policy train | distil | inflate | random | stats`."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from random import Random
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,13 +17,10 @@ from ..runner.display import Display, main
 from . import CHECKPOINT
 from .distil import DistilConfig
 from .distil import distil as distil_policy
-from .evaluate import EvalConfig, FamilyStats, as_json, evaluate
+from .evaluate import evaluate
 from .inflate import inflate as inflate_policy
 from .inflate import inflate_head
 from .random_model import make_random_model
-from .reward import problems as draw_set
-from .reward import reward
-from .tasks import demonstrate
 from .train import TrainConfig
 from .train import train as train_policy
 
@@ -29,21 +28,31 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="The small re
 console = Console()
 
 
+@contextmanager
+def _progress(title: str, loss: str) -> Iterator[Callable[[int, int, float], None]]:
+    """Told step, number of steps and the loss."""
+    with Progress(
+        *Progress.get_default_columns(), TextColumn(loss + " {task.fields[loss]:.4f}"), console=console
+    ) as bars:
+        bar = bars.add_task(title, loss=float("nan"))
+        yield lambda step, of, value: bars.update(bar, completed=step, total=of, loss=value)
+
+
+def _write(out: Path, facts: dict[str, Any]) -> None:
+    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    console.print(f"wrote {out}: {facts['parameters']} parameters")
+
+
 @app.command()
 def train(
     out: Annotated[Path, typer.Option(help="Folder to write the checkpoint into.")],
-    work: Annotated[Path, typer.Option(help="Folder for metrics and the state to resume from.")] = Path("policy-work"),
     seed: Annotated[int, typer.Option(help="Seed of weights and demonstrations.")] = TrainConfig.seed,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = TrainConfig.steps,
 ) -> None:
-    """Train the policy; started again with the same --work, it goes on where it was stopped."""
+    """Train the policy."""
     config = TrainConfig(seed=seed, steps=steps)
-    columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.4f}"))
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("training", total=steps, loss=float("nan"))
-        facts = train_policy(config, out, work, lambda step, loss: progress.update(bar, completed=step + 1, loss=loss))
-    (out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    console.print(f"wrote {out}")
+    with _progress("training", "loss") as told:
+        _write(out, train_policy(config, out, lambda step, loss: told(step + 1, steps, loss)))
 
 
 @app.command()
@@ -56,14 +65,8 @@ def distil(
 ) -> None:
     """Train a draft model of a quarter of the policy's size on the policy's own distributions."""
     config = DistilConfig(seed=seed, epochs=epochs)
-    columns = (*Progress.get_default_columns(), TextColumn("KL {task.fields[loss]:.4f}"))
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("distilling", loss=float("nan"))
-        facts = distil_policy(
-            config, policy, data, out, lambda step, of, loss: progress.update(bar, completed=step, total=of, loss=loss)
-        )
-    (out / "training.json").write_text(json.dumps({"config": asdict(config), **facts}, indent=2) + "\n")
-    console.print(f"wrote {out}: {facts['parameters']} parameters, KL divergence {facts['loss']:.3f} nats per token")
+    with _progress("distilling", "KL, nats per token") as told:
+        _write(out, {"config": asdict(config), **distil_policy(config, policy, data, out, told)})
 
 
 @app.command()
@@ -108,36 +111,23 @@ def inflate_a_head(
 @app.command()
 def stats(
     model: Annotated[Path, typer.Option(help="Checkpoint to sample from.")] = CHECKPOINT,
-    problems: Annotated[int, typer.Option(help="Held-out problems, half of each family.")] = EvalConfig.num_problems,
-    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = EvalConfig.samples,
-    seed: Annotated[int, typer.Option(help="Seed of the problems and of sampling.")] = EvalConfig.seed,
+    problems: Annotated[int, typer.Option(help="Held-out problems, half of each family.", min=2)] = 240,
+    samples: Annotated[int, typer.Option(help="Answers to each problem.", min=2)] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the problems and of sampling.")] = 0,
     write: Annotated[bool, typer.Option(help="Also write the figures into the checkpoint's training.json.")] = False,
 ) -> None:
     """Sample held-out problems in stock vLLM; print accuracy, lengths and repeat rates."""
-    config = EvalConfig(num_problems=problems, samples=samples, seed=seed)
-    figures = evaluate(model, config)
+    figures = evaluate(model, problems, samples, seed)
     table = Table("figure", *figures)
-    for name in FamilyStats.__dataclass_fields__:
-        table.add_row(name, *(str(getattr(column, name)) for column in figures.values()))
+    for name in figures["all"]:
+        table.add_row(name, *(str(column[name]) for column in figures.values()))
     console.print(table)
     if write:
         path = model / "training.json"
         facts = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(facts | {"evaluation": as_json(config, figures)}, indent=2) + "\n")
-
-
-@app.command("reward-demo")
-def reward_demo(
-    count: Annotated[int, typer.Option(help="Problems to show.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-) -> None:
-    """Show problems, one written-out answer to each, and the rewards of it whole and cut off."""
-    rng = Random(seed)
-    for problem in draw_set(count, seed):
-        text = demonstrate(problem, rng, slips=False)
-        console.print(f"[bold]{problem.problem_id}[/bold]  {problem.prompt}\n{text}")
-        cut = text[: len(text) // 2]
-        console.print(f"reward {reward(problem, text)}, cut in half {reward(problem, cut)}\n")
+        config = {"num_problems": problems, "samples": samples, "seed": seed}
+        facts["evaluation"] = {"vllm": version("vllm"), "config": config, **figures}
+        path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the distribution it drew from. The draft model learns these, which suits draftin
 asked what the policy would say, slips included.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from vllm_specrollout.training.buffer import Buffer, Example
 
+from .grpo import check_least, packed
 from .random_model import model_config, shape_of_size
 from .tokenizer import build_tokenizer
-from .train import check_least, packed
+from .train import rate_at
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +41,6 @@ class DistilConfig:
 
     def __post_init__(self) -> None:
         check_least(self, 1, "epochs", "batch_tokens", "num_layers", "warmup_steps")
-
-    def rate_at(self, step: int, num_steps: int) -> float:
-        """Learning rate of step `step` (from 0)."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
-        return self.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def distil(
@@ -77,7 +70,7 @@ def distil(
     losses: list[float] = []
     for step, indices in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = config.rate_at(step, len(batches))
+            group["lr"] = rate_at(step, len(batches), config.warmup_steps, config.learning_rate)
         loss = _loss(model, head, [buffer[i] for i in indices])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)

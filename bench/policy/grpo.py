@@ -10,20 +10,32 @@ the trainer's own, from one pass before the first optimiser step: those of an en
 import random
 import shutil
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from vllm_specrollout.errors import ConfigError
-
-from .train import answer_logits, check_least, packed
 
 if TYPE_CHECKING:
     import torch
 
+Item = TypeVar("Item")
+Tokens = tuple[Sequence[int], Sequence[int]]
+"""Of a prompt, and of an answer with the end token."""
 _MICRO_TOKENS = 8192
 """Padded tokens of one forward pass; bounds memory, changes nothing else."""
+
+
+def check_least(config: object, least: int, *names: str) -> None:
+    """Refuse fields below their least value.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name in names:
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} is {getattr(config, name)}, the least is {least}", f"give a larger {name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,3 +277,28 @@ def answer_log_probs(model: "torch.nn.Module", rows: Sequence[_Row]) -> "torch.T
 
 def _micro_batches(rows: Sequence[_Row], chosen: Iterable[int]) -> list[list[int]]:
     return packed(chosen, lambda i: len(rows[i].prompt_ids) + len(rows[i].answer), _MICRO_TOKENS)
+
+
+def answer_logits(model: "torch.nn.Module", rows: Sequence[Tokens]) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Logits [num_tokens, V] of all answer tokens of these rows, row after row, and the tokens, int64 [num_tokens].
+
+    Rows are padded on the right, so causal attention alone keeps the padding out.
+    """
+    import torch
+
+    wholes = [torch.tensor([*prompt, *answer]) for prompt, answer in rows]
+    places = [torch.arange(len(whole)) >= len(prompt) for whole, (prompt, _) in zip(wholes, rows, strict=True)]
+    ids, is_answer = (torch.nn.utils.rnn.pad_sequence(one, batch_first=True) for one in (wholes, places))
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return model.lm_head(hidden[is_answer[:, 1:]]), ids[is_answer]
+
+
+def packed(rows: Iterable[Item], length: Callable[[Item], int], tokens: int) -> list[list[Item]]:
+    """The rows by length, cut into batches of at most `tokens` padded tokens (one row at least)."""
+    groups: list[list[Item]] = []
+    for row in sorted(rows, key=length):
+        if groups and length(row) * (len(groups[-1]) + 1) <= tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups

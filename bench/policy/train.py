@@ -1,25 +1,21 @@
 """Supervised training of the small policy on demonstrations of the tasks, on CPU.
 
-A run is set by its `TrainConfig` alone: the same command gives the same data in the same order. It saves its state
-now and then, and goes on from there when started again with the same work folder. It may then be given another number
-of steps, and goes on in that schedule; `training.json` lists each part of such a run.
+A run is set by its `TrainConfig` alone: the same command gives the same data in the same order.
 
 Demonstrations are drawn on the fly. Those of similar length share a batch, so little of it is padding, every answer
 starts at position 0 of its own row, and no answer attends to another. (Packing several into one row would need a block
 mask, slow on CPU.)
 """
 
-import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from vllm_specrollout.errors import ConfigError
-
+from .grpo import Tokens, answer_logits, check_least, packed
 from .random_model import model_config, shape_of_size
 from .reward import draw_problems
 from .tasks import FAMILIES, demonstrate
@@ -29,24 +25,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-Row = TypeVar("Row")
-Tokens = tuple[Sequence[int], Sequence[int]]
-"""Of a prompt, and of an answer with the end token."""
 _POOL = 1024
 """Demonstrations drawn and sorted at a time."""
 # From each share of the run on, the largest number of terms: short problems first, they teach the sums fastest.
 _CURRICULUM = ((0.0, 8), (0.35, 16), (0.55, 64))
-
-
-def check_least(config: object, least: int, *names: str) -> None:
-    """Refuse fields below their least value.
-
-    Raises:
-        ConfigError: one is.
-    """
-    for name in names:
-        if getattr(config, name) < least:
-            raise ConfigError(f"{name} is {getattr(config, name)}, the least is {least}", f"give a larger {name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,61 +50,42 @@ class TrainConfig:
     clip: float = 1.0
     # Torch threads.
     threads: int = 2
-    # Steps between two saved states.
-    save_every: int = 400
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "steps", "batch_tokens", "threads", "save_every")
-
-    def rate_at(self, step: int) -> float:
-        """Learning rate of step `step` (from 0)."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return self.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+        check_least(self, 1, "steps", "batch_tokens", "threads")
 
 
-def train(config: TrainConfig, out: Path, work: Path, on_step: Callable[[int, float], None] | None = None) -> dict:
+def rate_at(step: int, steps: int, warmup: int, highest: float) -> float:
+    """Learning rate of step `step` (from 0): up to the highest one, then a cosine down to a hundredth of it."""
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train(config: TrainConfig, out: Path, on_step: Callable[[int, float], None]) -> dict:
     """Trains a policy, writes its checkpoint into `out`, and returns the run's facts for `training.json`.
 
-    `work` receives `metrics.jsonl` (step, loss in nats per answer token, tokens/s) and `state.pt`. `on_step` is told
-    each step's number and loss.
+    `on_step` is told each step's number and loss, in nats per answer token.
     """
     import torch
 
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    work.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     model, optimizer = _build(config, len(tokenizer))
-    parts, first, seconds = _resume(config, model, optimizer, work)
-    recent = 0.0
-    with (work / "metrics.jsonl").open("a") as metrics:
-        started = time.perf_counter() - seconds
-        stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
-        for step, rows in enumerate(stream):
-            if step < first:
-                continue
-            for group in optimizer.param_groups:
-                group["lr"] = config.rate_at(step)
-            loss = _step(model, optimizer, rows, config.clip)
-            recent = loss if step == first else 0.98 * recent + 0.02 * loss
-            seconds = time.perf_counter() - started
-            if on_step is not None:
-                on_step(step, recent)
-            if step % 20 == 0:
-                line = {"step": step, "loss": loss, "smoothed": recent, "seconds": seconds}
-                metrics.write(json.dumps({name: round(value, 5) for name, value in line.items()}) + "\n")
-                metrics.flush()
-            if (step + 1) % config.save_every == 0:
-                state = {"config": asdict(config), "parts": parts, "step": step + 1, "seconds": seconds}
-                state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(state, work / "state.tmp")
-                # in one move, so that a run killed meanwhile leaves a whole one
-                (work / "state.tmp").replace(work / "state.pt")
+    recent, started = 0.0, time.perf_counter()
+    stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
+    for step, rows in enumerate(stream):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, config.steps, config.warmup_steps, config.learning_rate)
+        loss = _step(model, optimizer, rows, config.clip)
+        recent = 0.98 * recent + 0.02 * loss if step else loss
+        on_step(step, recent)
+    seconds = time.perf_counter() - started
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return _facts(config, model, parts, recent, seconds)
+    return _facts(config, model, recent, seconds)
 
 
 def _build(config: TrainConfig, vocab_size: int) -> tuple["torch.nn.Module", "torch.optim.Optimizer"]:
@@ -154,44 +117,7 @@ def _step(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", rows: Se
     return loss.item()
 
 
-def answer_logits(model: "torch.nn.Module", rows: Sequence[Tokens]) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Logits [num_tokens, V] of all answer tokens of these rows, row after row, and the tokens, int64 [num_tokens].
-
-    Rows are padded on the right, so causal attention alone keeps the padding out.
-    """
-    import torch
-
-    wholes = [torch.tensor([*prompt, *answer]) for prompt, answer in rows]
-    places = [torch.arange(len(whole)) >= len(prompt) for whole, (prompt, _) in zip(wholes, rows, strict=True)]
-    ids, is_answer = (torch.nn.utils.rnn.pad_sequence(one, batch_first=True) for one in (wholes, places))
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    return model.lm_head(hidden[is_answer[:, 1:]]), ids[is_answer]
-
-
-def _resume(
-    config: TrainConfig, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", work: Path
-) -> tuple[list[dict], int, float]:
-    """Loads a saved state, if there is one; returns the run's parts, the next step and the seconds spent so far.
-
-    A part is {"steps": schedule it ran under, "from_step": its first step}; the last one is the coming one.
-    """
-    import torch
-
-    path = work / "state.pt"
-    if not path.exists():
-        return [{"steps": config.steps, "from_step": 0}], 0, 0.0
-    state = torch.load(path, weights_only=True)
-    if state["config"] | {"steps": config.steps} != asdict(config):
-        raise ConfigError(f"{path} was saved by a run with other settings", "choose another --work, or delete it")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    parts, step = state["parts"], state["step"]
-    if parts[-1]["steps"] != config.steps:
-        parts = [*parts, {"steps": config.steps, "from_step": step}]
-    return parts, step, state["seconds"]
-
-
-def _facts(config: TrainConfig, model: "torch.nn.Module", parts: list[dict], loss: float, seconds: float) -> dict:
+def _facts(config: TrainConfig, model: "torch.nn.Module", loss: float, seconds: float) -> dict:
     """What `training.json` says about the run itself."""
     import torch
     import transformers
@@ -199,7 +125,6 @@ def _facts(config: TrainConfig, model: "torch.nn.Module", parts: list[dict], los
     return {
         "command": f"python -m bench.policy train --seed {config.seed} --steps {config.steps} --out DIR",
         "config": asdict(config),
-        "parts": parts,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -235,14 +160,3 @@ def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_ter
             prompts.append(prompt_text(problem.prompt))
             answers.append(demonstrate(problem, rng) + END)
     return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
-
-
-def packed(rows: Iterable[Row], length: Callable[[Row], int], tokens: int) -> list[list[Row]]:
-    """The rows by length, cut into batches of at most `tokens` padded tokens (one row at least)."""
-    groups: list[list[Row]] = []
-    for row in sorted(rows, key=length):
-        if groups and length(row) * (len(groups[-1]) + 1) <= tokens:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
-from .rows import SPEEDS, Pair, Row, ratio
-from .runs import Parting, Run, partings
+from .rows import SPEEDS, Judged, Pair, Row, judge, ratio
+from .runs import Parting, Run
 
 _JUDGE = "judge"
 
@@ -54,14 +54,6 @@ class Waves:
         """Of one request."""
         own = {"problem_id": str(i)} if is_ours else None
         return sampling(self.seed + i, self.lengths[i], own, is_to_the_end=self.is_to_the_end)
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Where outputs part from stock's, in words: proven ties, and what is none."""
-
-    ties: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,21 +122,14 @@ class BudgetEngines(Engines):
 
         The engine that tells is started when it is needed first: those that are timed tell no logits.
         """
-        found = Judged()
-        for pair in pairs:
-            if pair.stock.itself is not None:
-                found.differences.append(f"stock against itself: {pair.stock.itself.as_text('then')}")
-                continue
-            for one in partings(pair.stock, pair.ours):
-                answer = pair.ours.token_ids[one.request]
-                key = (one, answer[: one.position], tuple(waves.prompts[one.request]), waves.seed)
-                if key not in self._known:
-                    self._known[key] = self._ask(waves, one, answer)
-                is_tie, why = self._known[key]
-                told, text = found.ties if is_tie else found.differences, f"{one.as_text()}, {why}"
-                if text not in told:
-                    told.append(text)
-        return found
+
+        def ask(one: Parting, answer: tuple[int, ...]) -> tuple[bool, str]:
+            key = (one, answer[: one.position], tuple(waves.prompts[one.request]), waves.seed)
+            if key not in self._known:
+                self._known[key] = self._ask(waves, one, answer)
+            return self._known[key]
+
+        return judge(pairs, ask)
 
     def _ask(self, waves: Waves, parting: Parting, answer: Sequence[int]) -> tuple[bool, str]:
         # imports torch and vLLM, which nothing else here needs while engines are timed

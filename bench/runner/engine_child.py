@@ -96,7 +96,7 @@ class Engine:
 
         Needs the arguments `ties.JUDGE`.
 
-        Returns token_ids; logits, of each candidate; width, of the row that noise is added to.
+        Returns token_ids; logits, of each candidate; width, of the row that noise is added to; is_v2, the runner.
         """
         self._add("look", prompt, {**params, "max_tokens": at + 1, "logprobs": -1})
         output = None
@@ -106,7 +106,9 @@ class Engine:
         answer = output.outputs[0]
         row = answer.logprobs[at] if len(answer.logprobs) > at else {}
         known = [row[token].logprob if token in row else float("-inf") for token in candidates]
-        return {"token_ids": list(answer.token_ids), "logits": known, "width": len(row)}
+        # as it was resolved: a GPU has the V2 runner without being told so
+        is_v2 = bool(getattr(self.core.vllm_config, "use_v2_model_runner", False))
+        return {"token_ids": list(answer.token_ids), "logits": known, "width": len(row), "is_v2": is_v2}
 
     def extend(
         self, prefixes: list[list[int]], num_tokens: list[int], repeats: int, seed: int

@@ -18,6 +18,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vllm_specrollout import envs
 from vllm_specrollout.errors import SpecRolloutError
 
@@ -55,8 +57,6 @@ class EngineSpec:
     is_verbose: bool = False
     # variables of the process, above all others
     environment: Mapping[str, str] = field(default_factory=dict)
-    # file for vLLM's log, which outlives this process; None: one that does not
-    log: Path | None = None
 
 
 class EngineProcess:
@@ -68,8 +68,7 @@ class EngineProcess:
         # an answer is outstanding, or will never come
         self._is_busy = False
         # open as long as the process lives
-        open_log = spec.log.open if spec.log else tempfile.TemporaryFile
-        self._log = open_log("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         is_ours = spec.spec_rollout is not None
         arguments = {**spec.arguments, **({"spec_rollout": spec.spec_rollout} if is_ours else {})}
         # -P: the script's own folder must not stand on the import path
@@ -115,15 +114,14 @@ class EngineProcess:
         return max(0.0, self._last_use + QUIET_S - time.monotonic())
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that this engine's processes have used so far; 0 where there is no /proc."""
-        ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                # after the name, which may hold spaces: state, parent, process group, ..., user and system ticks
-                values = stat.read_text().rpartition(")")[2].split()
-                if int(values[2]) == self._process.pid:
-                    ticks += int(values[11]) + int(values[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        """Seconds of processor time that this engine's processes have used so far."""
+        seconds = 0.0
+        child = psutil.Process(self._process.pid)
+        for process in (child, *child.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                seconds += times.user + times.system
+        return seconds
 
     def close(self) -> None:
         """End the engine and its workers; by force if they are in the middle of something. Once is enough."""
@@ -138,14 +136,6 @@ class EngineProcess:
                 self._signal(number)
                 if self._ends_within(_END_S / 4):
                     break
-        self._leash.release()
-        self._log.close()
-
-    def kill(self) -> None:
-        """End the engine and its workers at once; what it holds on a device goes with it."""
-        self._signal(signal.SIGKILL)
-        self._pipe.close()
-        self._ends_within(_END_S / 4)
         self._leash.release()
         self._log.close()
 

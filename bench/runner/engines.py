@@ -104,7 +104,7 @@ class Engines:
 
     def wait_for(self, name: str) -> None:
         """Wait until this engine has the processor for itself."""
-        if self._environment != IN_ONE_PROCESS:
+        if not IN_ONE_PROCESS.items() <= self._environment.items():
             others = [engine for other, engine in self._processes.items() if other != name]
             time.sleep(max((engine.quiet_in() for engine in others), default=0.0))
 

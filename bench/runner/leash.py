@@ -54,29 +54,43 @@ class Leash:
         self._held = -1
 
 
-def start(
-    program: Sequence[str], environment: Mapping[str, str], output: Any
-) -> tuple[subprocess.Popen[bytes], Connection, Leash]:
+def spawn(
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    output: Any,
+    pass_fds: Sequence[int] = (),
+    error: Any = None,
+) -> tuple[subprocess.Popen[bytes], Leash]:
     """Run Python in a session of its own, so that Ctrl-C does not reach it.
 
     Args:
-        program: Python's arguments; the descriptor of the other end of the pipe is added to them.
-        output: file for both its outputs.
+        program: Python's arguments.
+        output: file for its outputs.
+        error: one of its own for standard error.
     """
-    pipe, child_end = Pipe()
-    with child_end:
-        process = subprocess.Popen(
-            [sys.executable, *program, str(child_end.fileno())],
-            env=dict(environment),
-            pass_fds=[child_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        [sys.executable, *program],
+        env=dict(environment),
+        pass_fds=list(pass_fds),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output if error is None else error,
+        start_new_session=True,
+    )
     try:
-        return process, pipe, Leash(process.pid)
+        return process, Leash(process.pid)
     except BaseException:
         # a signal, just now: nobody would end it
         process.kill()
         raise
+
+
+def start(
+    program: Sequence[str], environment: Mapping[str, str], output: Any
+) -> tuple[subprocess.Popen[bytes], Connection, Leash]:
+    """As `spawn`, with a pipe to it; the descriptor of its other end is added to Python's arguments."""
+    pipe, child_end = Pipe()
+    with child_end:
+        descriptor = child_end.fileno()
+        process, leash = spawn([*program, str(descriptor)], environment, output, [descriptor])
+    return process, pipe, leash

@@ -14,12 +14,15 @@ from typing import Any
 
 from vllm_specrollout.errors import ConfigError
 
+from ..kernels.shapes import MODELS, Model
 from ..policy import CHECKPOINT, DRAFT, HEAD, inflate, random_model, tokenizer
 from .display import Display
 
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
 """Where models are kept unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
+BARE = {**MODELS, "tiny": Model(2, 1, 64, 2, 512, 256)}
+"""Shapes of models without weights; the tiny one is for trying the code itself."""
 
 
 def find_model(
@@ -91,6 +94,36 @@ def quarter_drafter(size: str, cache: Path) -> Path:
     files = [DRAFT / "config.json", *sorted(DRAFT.glob("*.safetensors"))]
     key = _key([str(shape)], [*files, Path(inflate.__file__)])
     return _cached(cache / f"draft-quarter-{size}-{key}", lambda out: inflate.inflate(DRAFT, out, shape))
+
+
+def bare_model(name: str, folder: Path, vocab: int | None = None) -> Path:
+    """Write the config.json of a Qwen2.5 model, all that vLLM needs to make up its weights; its folder.
+
+    Args:
+        vocab: in place of its own, for a drafter of a model with another vocabulary.
+    """
+    model = BARE[name]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_size": model.heads * model.head_size,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "vocab_size": vocab or model.vocab,
+        "max_position_embeddings": 1 << 16,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def _check_model(model: Path) -> Path:

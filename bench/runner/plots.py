@@ -1,4 +1,4 @@
-"""Pictures: rollouts over time, a sweep's cells, an RL loop's epochs, a soak; the file's ending says the format."""
+"""Pictures: rollouts over time, a sweep's cells, an RL loop's epochs; the file's ending says the format."""
 
 from __future__ import annotations
 
@@ -135,46 +135,3 @@ def plot_workers(runs: Any, title: str, path: Path) -> None:
         for drafter, colour in colours.items():
             grid[0].barh(0, 0, color=colour, label=drafter)
         grid[0].legend(loc="best", fontsize="small", title="drafter", frameon=False)
-
-
-def plot_soak(
-    samples: Sequence[Any], faults: Sequence[Any], settled_s: float, limit: float, title: str, path: Path
-) -> None:
-    """A server's memory by role, its handles, disk and drafts over time; faults are shaded."""
-    minutes = [sample.at_s / 60.0 for sample in samples]
-    roles = dict.fromkeys(role for sample in samples for role in sample.holdings)
-    with _panels(path, title, 4, 17) as (memory, handles, disk, drafts):
-        for role in roles:
-            known = [(at, s.holdings[role]) for at, s in zip(minutes, samples, strict=True) if role in s.holdings]
-            settled = [one.rss_mib for at, one in known if at * 60.0 >= settled_s] or [known[-1][1].rss_mib]
-            times, base = [at for at, _ in known], settled[0]
-            memory.plot(times, [one.rss_mib / base for _, one in known], label=f"{role}, {base:.0f} MiB", linewidth=1.2)
-            handles.plot(times, [one.files for _, one in known], label=f"{role}, files", linewidth=1.2)
-        for bound in (1.0 - limit, 1.0 + limit):
-            memory.axhline(bound, color=_GREY, linewidth=0.8, linestyle=":")
-        if settled_s / 60.0 < minutes[-1]:
-            memory.axvline(settled_s / 60.0, color=_GREY, linewidth=0.8)
-        memory.set(ylabel="memory, of its size once settled", ylim=(1.0 - 3.0 * limit, 1.0 + 3.0 * limit))
-        handles.set(ylabel="open files", ylim=(0, None))
-        disk.plot(minutes, [sample.disk_mib for sample in samples], color=_BLUE)
-        disk.set(ylabel="history on disk, MiB", ylim=(0, None))
-        _plot_rates(drafts, [(at, s.counts) for at, s in zip(minutes, samples, strict=True) if s.counts])
-        for axes in (memory, handles, disk, drafts):
-            axes.set(xlabel="minutes")
-            for fault in faults:
-                axes.axvspan(fault.begin_s / 60.0, fault.end_s / 60.0, color="#d62728", alpha=0.15, linewidth=0)
-        for axes in (memory, handles, drafts):
-            axes.legend(frameon=False, fontsize=8)
-
-
-def _plot_rates(axes: Any, counted: Sequence[tuple[float, Any]]) -> None:
-    """Tokens and accepted nodes per second, between samples half a minute apart or more."""
-    kept = [counted[0]] if counted else []
-    for at, counts in counted:
-        if at - kept[-1][0] >= 0.5:
-            kept.append((at, counts))
-    pairs = list(itertools.pairwise(kept))
-    for name, colour, label in (("tokens", _GREY, "tokens"), ("accepted", _BLUE, "of them accepted drafts")):
-        rates = [(b[name] - a[name]) / (60.0 * (end - begin)) for (begin, a), (end, b) in pairs]
-        axes.plot([end for (_, _), (end, _) in pairs], rates, color=colour, label=label)
-    axes.set(ylabel="per second", ylim=(0, None))

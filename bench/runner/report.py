@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .rows import Row
@@ -89,38 +90,54 @@ def versions(*more: str) -> dict[str, Any]:
     return found
 
 
+Columns = Mapping[str, Callable[[Any], Any]]
+"""Title -> what a row has there."""
+_ROWS: Columns = {
+    "run": lambda row: row.name,
+    "identical": lambda row: verdict(row.identical),
+    "batch": lambda row: row.batch,
+    "draft": lambda row: row.draft or "-",
+    "speed-up": lambda row: number(row.speedup, "x"),
+    "ideal": lambda row: number(row.ideal, "x"),
+    "efficiency": lambda row: number(row.efficiency),
+    "decode only": lambda row: number(row.decode_speedup, "x"),
+    "tokens/step": lambda row: number(row.tokens_per_step),
+    "verified/ accepted": lambda row: number(row.verified_per_accepted),
+    "overhead ms/step": lambda row: number(row.overhead_ms_per_step),
+    "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
+    "makespan s": lambda row: f"{number(row.stock_makespan_s)} -> {number(row.makespan_s)}",
+}
+
+
 def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """One line per row; `-` where there is nothing to tell."""
-    table = Table(pad_edge=False)
-    # the two columns that no terminal may drop come first
-    for title in ("run", "identical"):
-        table.add_column(title, no_wrap=True)
-    columns: dict[str, Callable[[Row], str]] = {
-        "batch": lambda row: str(row.batch),
-        "draft": lambda row: str(row.draft or "-"),
-        "speed-up": lambda row: number(row.speedup, "x"),
-        "ideal": lambda row: number(row.ideal, "x"),
-        "efficiency": lambda row: number(row.efficiency),
-        "decode only": lambda row: number(row.decode_speedup, "x"),
-        "tokens/step": lambda row: number(row.tokens_per_step),
-        "verified/ accepted": lambda row: number(row.verified_per_accepted),
-        "overhead ms/step": lambda row: number(row.overhead_ms_per_step),
-        "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
-        "makespan s": lambda row: f"{number(row.stock_makespan_s)} -> {number(row.makespan_s)}",
-    }
-    for title in columns:
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(row.name, "yes" if row.identical else "NO", *(show(row) for show in columns.values()))
-    console.print(table)
+    """One line per row, and where outputs differ, where."""
+    print_table(rows, _ROWS, console, left=2)
     for row in rows:
         if not row.identical:
             draft = f", draft {row.draft}" if row.draft else ""
             console.print(f"{row.name}, batch {row.batch}{draft}: {row.difference}", markup=False)
 
 
+def print_table(rows: Sequence[Any], columns: Columns, console: Console, left: int = 1) -> None:
+    """One line per row; `-` where there is nothing to tell.
+
+    Args:
+        left: columns that no terminal may drop.
+    """
+    table = Table(pad_edge=False)
+    for i, title in enumerate(columns):
+        table.add_column(title, justify="left" if i < left else "right", no_wrap=i < left)
+    for row in rows:
+        table.add_row(*(escape(str(show(row))) for show in columns.values()))
+    console.print(table)
+
+
 def number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}"
+    return "-" if value is None else f"{value:.2f}{unit}" if isinstance(value, float) else f"{value}{unit}"
+
+
+def verdict(value: bool | None) -> str:
+    return {True: "yes", False: "NO", None: "-"}[value]
 
 
 def span(ends: Sequence[float] | None) -> str:

@@ -32,6 +32,8 @@ _ROW = (
     *("seed", "auto_to_best", "best_draft", "best", "switches", "steps_on", "steps_off", "length_ratio"),
 )
 """Fields kept of a row, where it has them."""
+_DEVICE = (*_ROW, "step_ms", "stock_ms", "busy_ms", "idle_ms", "roof_us", "times")
+"""Fields kept of a row of a GPU's, where they may be told."""
 _SIZES = ("batches", "drafts", "rounds", "repeats")
 """Settings that say how much was measured, not what."""
 
@@ -97,13 +99,10 @@ def _plain(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows that were measured on a GPU, see docs/gpu.md; of what is wrong, no time is told."""
-    for row in report["rows"]:
-        if row["state"] != "done":
-            continue
-        values = row["values"] if row["is_right"] is not False else {}
-        kept = _known(values, ("step_ms", "stock_step_ms", "busy_ms", "idle_ms", "roof_us", "times"))
-        speed = _known(values.get("row") or {}, _ROW)
-        yield {**speed, **kept, **_known(row, ("is_right", "step", "name"))}
+    for run in report["runs"]:
+        for row in run["report"].get("rows", ()):
+            told = _DEVICE if row["passed"] is not False else ()
+            yield {"step": run["step"], **_known(row, told), **_known(row, ("passed", "name"))}
 
 
 def _drafters(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -21,12 +21,16 @@ class WorkerTotals:
     draft_ms: float
     # rows of the forward pass -> (steps, milliseconds), decode steps only
     by_rows: Mapping[int, tuple[int, float]]
+    # waiting for sampled tokens
+    wait_ms: float = 0.0
+    # steps that accepted another branch than the first
+    branches_committed: int = 0
 
     @classmethod
     def from_worker(cls, stats: Mapping[str, Any]) -> WorkerTotals:
         """Pick what is known from the worker's answer, which may grow."""
         rows = {int(rows): (int(steps), float(ms)) for rows, (steps, ms) in stats["by_rows"].items()}
-        return cls(**{name: stats[name] for name in cls.__dataclass_fields__} | {"by_rows": rows})
+        return cls(**{name: stats[name] for name in cls.__dataclass_fields__ if name in stats} | {"by_rows": rows})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,19 @@ class EngineScenario(Scenario):
         return kind(arguments, report, kv_gib=self.kv_gib, is_verbose=self.verbose, **more)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelScenario(EngineScenario):
+    """One that runs random weights, or a model that is named."""
+
+    size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)
+    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size is not None and self.model is not None:
+            raise ConfigError("`--size` and `--model` are both given", "give one: a size is of random weights")
+
+
 def run(scenario: Scenario) -> None:
     """Check, measure, print, draw, write; ends with status 1 if one output was not stock's, or a check failed.
 
@@ -248,5 +261,5 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ",".join(f"{part:g}" if isinstance(part, (int, float)) else part for part in value)
+        return ",".join(f"{part:g}" if isinstance(part, (int, float)) else str(part) for part in value)
     return value

@@ -1,19 +1,13 @@
-"""What is kept of reports, as tables of Markdown: one for each scenario. Pure."""
+"""Tables of what scenarios found: columns that a terminal and the kept page share, and the page's Markdown. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .report import span
+from .report import Columns, number, span
 
 Row = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Row], Any]]
-
-
-def number(value: Any, unit: str = "") -> str:
-    """`-` where there is nothing to tell."""
-    return "-" if value is None else f"{value:.2f}{unit}" if isinstance(value, float) else f"{value}{unit}"
 
 
 def speedup(row: Row) -> str:
@@ -63,20 +57,20 @@ _LOAD: Columns = {
     "switches": field("switches"),
     "auto / best": lambda row: "-" if row.get("best") is None else f"{row['auto_to_best']:.2f} ({row['best']})",
 }
-_INDEX: Columns = {
+INDEX: Columns = {
     **{name: field(name) for name in ("data", "name", "unit", "ours", "theirs", "ratio", "limit")},
     "met": verdict("is_met"),
 }
 
 
-_MET: Columns = {
+MET: Columns = {
     **{name: field(name) for name in ("drafter", "temperature", "positions")},
     "1 - d": field("overlap"),
     **{name: field(name) for name in ("greedy", "shared", "learned")},
     "greedy, two": field("greedy_two"),
     "shared, two": field("shared_two"),
     "learned, two": field("learned_two"),
-    "two / (1 - d)": lambda row: number(row["learned_two"] / row["overlap"], "x"),
+    "two / (1 - d)": lambda row: number(row["learned_two"] / row["overlap"] if row["overlap"] else None, "x"),
     "sharpness": lambda row: f"{row['sharpness']:g}",
     "ms per draft": field("draft_ms"),
 }
@@ -86,7 +80,7 @@ def drafters_tables(run: Mapping[str, Any]) -> str:
     """How often each one is met; and, where they were timed, the arms."""
     met = [row for row in run["rows"] if "overlap" in row]
     timed = [row for row in run["rows"] if "overlap" not in row]
-    tables = [table(rows, columns) for rows, columns in ((met, _MET), (timed, _ROLLOUT)) if rows]
+    tables = [table(rows, columns) for rows, columns in ((met, MET), (timed, _ROLLOUT)) if rows]
     return "\n\n".join(tables)
 
 
@@ -102,12 +96,12 @@ def micros(way: str) -> Callable[[Row], str]:
 
 _GPU: Columns = {
     **{name: field(name) for name in ("step", "name")},
-    "right": verdict("is_right", no="NO"),
+    "right": verdict("passed", no="NO"),
     "ours, us": micros("ours"),
     "FA3, us": micros("fa3 graph"),
     "roof, us": field("roof_us"),
     "step, ms": field("step_ms"),
-    "stock's, ms": field("stock_step_ms"),
+    "stock's, ms": field("stock_ms"),
     "idle, ms": field("idle_ms"),
 }
 
@@ -176,7 +170,7 @@ def line(name: str) -> Callable[[Row], str]:
     return show
 
 
-_DECOUPLED: Columns = {
+DECOUPLED: Columns = {
     **{name: field(name) for name in ("drafter", "batch", "window")},
     "stock itself": lambda row: span(row.get("stock_quartiles")),
     "coupled; estimated": way("coupled"),
@@ -193,7 +187,7 @@ _FACTS: Columns = {
     "D beside": line("draft_beside"),
     "among 1, 2, 4": lambda row: ", ".join(number(share) for share in row["facts"]["match"]["among"][:3]),
 }
-_LADDER: Columns = {
+LADDER: Columns = {
     "ladder": field("ladder"),
     "makespan, s": field("makespan_s"),
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
@@ -202,7 +196,7 @@ _LADDER: Columns = {
 }
 
 
-_SOAK: Columns = {
+SOAK: Columns = {
     "what": field("name"),
     **{name: field(name) for name in ("first", "last")},
     "value": lambda row: _judged(row, "value"),
@@ -212,11 +206,13 @@ _SOAK: Columns = {
 }
 
 
+def decoupled_columns(rows: Sequence[Row]) -> Columns:
+    is_more = any("reconfigured" in row["ways"] for row in rows)
+    return {**DECOUPLED, "reconfigured": way("reconfigured")} if is_more else DECOUPLED
+
+
 def _decoupled_table(run: Mapping[str, Any]) -> str:
-    columns = dict(_DECOUPLED)
-    if any("reconfigured" in row["ways"] for row in run["rows"]):
-        columns = {**columns, "reconfigured": way("reconfigured")}
-    return table(run["rows"], columns) + _known_before(run["rows"])
+    return table(run["rows"], decoupled_columns(run["rows"])) + _known_before(run["rows"])
 
 
 def _known_before(rows: Sequence[Row]) -> str:
@@ -246,9 +242,9 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "load": lambda run: table(run["rows"], _LOAD),
     "drafters": drafters_tables,
     "decoupled": _decoupled_table,
-    "ladder": lambda run: table(run["rows"], _LADDER),
-    "soak": lambda run: table(run["rows"], _SOAK),
-    "index": lambda run: table(run["rows"], _INDEX),
+    "ladder": lambda run: table(run["rows"], LADDER),
+    "soak": lambda run: table(run["rows"], SOAK),
+    "index": lambda run: table(run["rows"], INDEX),
     "kernels": lambda run: table(run["rows"], _GPU),
 }
 """Scenario -> the table of one of its runs."""

@@ -41,6 +41,8 @@ class Candidates:
     num_prefix: int
     # of the row that noise is added to
     width: int
+    # which model runner draws the noise; None: that of this process's environment
+    is_v2: bool | None = None
 
 
 def tolerance(dtype: str, logits: Iterable[float], temperature: float = 0.0) -> float:
@@ -100,6 +102,7 @@ def asked(
         num_prompt=len(prompt),
         num_prefix=len(prefix),
         width=found["width"],
+        is_v2=found.get("is_v2"),
     )
     return judged(one, params["seed"], params["temperature"], dtype)
 
@@ -119,7 +122,7 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
     import vllm.envs as envs
     from vllm_specrollout.kernels.tree_verify.naive import noise32
 
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
+    if envs.VLLM_USE_V2_MODEL_RUNNER if one.is_v2 is None else one.is_v2:
         position = one.num_prompt + one.num_prefix - 1
         noise = noise32(seed, position, max(one.stock, one.ours) + 1)
         return float(abs(one.stock_logit + noise[one.stock] - one.our_logit - noise[one.ours]))

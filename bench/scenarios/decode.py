@@ -20,7 +20,7 @@ from ..runner.models import find_model
 from ..runner.report import Found, host, print_rows
 from ..runner.rows import Pair, Row, make_row
 from ..runner.runs import Run
-from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.scenario import ModelScenario, Session, command, flag
 
 SHAPES = ("tree", "chain", "both")
 INSTALLED, IDLE = "installed", "idle"
@@ -40,13 +40,11 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decode(EngineScenario):
+class Decode(ModelScenario):
     """Decode with drafts of known accuracy (the oracle drafter) and without: speed-up, ideal, efficiency."""
 
     bench: ClassVar[str] = "engine"
 
-    size: str | None = flag(None, "Random weights of this size: 1M, 3M, 30M, 150M or 400M.", is_setting=False)
-    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
     batches: tuple[int, ...] = flag((1, 4, 16), "Requests at once.", "--batch", within=(1, 256))
     drafts: tuple[int, ...] = flag((3, 7, 15), "Draft tokens per request and step.", "--draft", within=(1, MAX_NODES))
     tokens: int = flag(96, "Tokens generated per request.", within=(2, 1 << 16))
@@ -62,8 +60,6 @@ class Decode(EngineScenario):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size is not None and self.model is not None:
-            raise ConfigError("`--size` and `--model` are both given", "give one: a size is of random weights")
         if self.shape == "both" and len(self.accuracy) == 1:
             raise ConfigError(
                 "`--shape both` compares a chain with a tree, and one rank makes no tree",

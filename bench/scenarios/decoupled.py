@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout.decoupled.rehearsal import Match
 
@@ -22,12 +21,12 @@ from ..policy import DRAFT
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import find_model, quarter_drafter
-from ..runner.report import Found, number, span
+from ..runner.report import Found, print_table
 from ..runner.rows import Pair, quartiles
 from ..runner.runs import Run, first_difference
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.tables import decoupled_columns
 from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated, most_drafts
-from .ways import Way, measured, shown
 
 AUTO = "auto"
 RECONFIGURED = "reconfigured"
@@ -35,6 +34,18 @@ QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
 _MOST_TOKENS = 1280  # of each request, in which `auto` may settle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to draft in one setting."""
+
+    # times plain decoding, and the quartiles over rounds; None where an output is not stock's
+    speedup: float | None
+    quartiles: tuple[float, float] | None
+    # None: the planner does not know this way
+    estimated: float | None
+    tokens_per_step: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,22 +111,8 @@ class Decoupled(EngineScenario):
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
-        ways = (COUPLED, DECOUPLED, *([RECONFIGURED] if self.reconfigure else []))
-        columns = ("drafter", "batch", "window", "stock tokens/s", "stock itself", *ways, "fastest", "planned", "lost")
-        table = Table(*columns, "auto", "lost", pad_edge=False)
-        for row in found.rows:
-            cells = [shown(row.ways[name]) for name in ways]
-            ends = (
-                row.fastest or "-",
-                row.planned,
-                number(row.lost, ""),
-                row.chosen or "-",
-                number(row.chosen_lost, ""),
-            )
-            stock = (number(row.stock_tokens_per_s, ""), span(row.stock_quartiles))
-            own = (row.drafter, str(row.batch), str(row.window), *stock)
-            table.add_row(*own, *cells, *ends)
-        out.print(table)
+        rows = [asdict(row) for row in found.rows]
+        print_table(rows, decoupled_columns(rows), out)
         for row in found.rows:
             if row.difference is not None:
                 out.print(f"{row.drafter}, batch {row.batch}, window {row.window}: {row.difference}", markup=False)
@@ -279,6 +276,17 @@ class _Bench:
             else 1.0 - speeds[chosen] / max(speeds[COUPLED], speeds[DECOUPLED]),
             facts=facts.as_dict(),
         )
+
+
+def measured(pairs: Sequence[Pair], estimated: float | None, is_told: bool) -> Way:
+    speeds = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs]
+    last = pairs[-1].ours
+    return Way(
+        speedup=statistics.median(speeds) if is_told else None,
+        quartiles=quartiles(speeds) if is_told else None,
+        estimated=estimated,
+        tokens_per_step=1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
+    )
 
 
 bench_decoupled = command(Decoupled)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout import cli_flags
 from vllm_specrollout.config import BUDGETS
@@ -19,10 +18,11 @@ from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import find_model, shipped_drafters
-from ..runner.report import Found, number, print_rows
+from ..runner.report import Found, print_rows, print_table
 from ..runner.rows import Pair, Row, make_row
 from ..runner.runs import Run
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.tables import MET
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
 _AS = {GREEDY: (sharpness.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
@@ -121,25 +121,13 @@ class Drafters(EngineScenario):
             for name in drafters:
                 met += bench.match(name)
                 rows += bench.time(name) if self.rounds else []
-        return Found(model=title, rows=rows, extra={"met": [vars_of(one) for one in met]}, more=met)
+        return Found(model=title, rows=rows, extra={"met": [asdict(one) for one in met]})
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}: {self.prompts} problems x {self.samples} answers", markup=False)
-        columns = ("drafter", "temperature", "positions", "1 - TV", "greedy", "shared", "learned", "greedy two")
-        table = Table(*columns, "shared two", "learned two", "two / (1 - TV)", "s", "ms", pad_edge=False)
-        for one in found.more:
-            shares = (one.overlap, one.greedy, one.shared, one.learned, one.greedy_two, one.shared_two, one.learned_two)
-            ratio = one.learned_two / one.overlap if one.overlap else None
-            shown = [f"{share:.3f}" for share in shares]
-            more = (number(ratio, "x"), f"{one.sharpness:g}", f"{one.draft_ms:.2f}")
-            table.add_row(one.drafter, f"{one.temperature:g}", str(one.positions), *shown, *more)
-        out.print(table)
+        print_table(found.extra["met"], MET, out)
         if found.rows:
             print_rows(found.rows, out)
-
-
-def vars_of(one: Met) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in Met.__dataclass_fields__}
 
 
 class _Bench:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout.observe.timeline import Segment, summarise
 
 from ..policy.tasks import Problem
+from ..runner.report import Columns, print_table
 from ..runner.runs import Run
 
 _MOST_LINES = 12
@@ -76,33 +76,9 @@ def print_explained(explained: Sequence[Explained], out: Console) -> None:
             highlight=False,
         )
         if one.stretches:
-            out.print(_table(one.stretches))
+            print_table(one.stretches, _COLUMNS, out)
         else:
             out.print("the budget was never asked for it: `specrollout doctor --model` says what may be drafted")
-
-
-def _table(stretches: Sequence[Segment]) -> Table:
-    table = Table(pad_edge=False)
-    for title in ("tokens", "from s", "running"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("why")
-    for title in ("steps", "nodes/ step", "accepted/ step", "expected/ step", "ms/ step", "expected (plain) ms"):
-        table.add_column(title, justify="right")
-    for one in stretches:
-        steps = one.steps
-        table.add_row(
-            f"{one.first}-{one.end}",
-            f"{one.begin_s:.2f}",
-            f"{one.batch / steps:.0f}",
-            reasons_text(one.reasons),
-            str(steps),
-            f"{one.nodes / steps:.1f}",
-            f"{one.accepted / steps:.1f}",
-            f"{one.expected / steps:.1f}" if one.expected > 0.0 else "-",
-            f"{(one.end_s - one.begin_s) * 1e3 / steps:.1f}",
-            f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else "-",
-        )
-    return table
 
 
 def reasons_text(reasons: Mapping[str, int]) -> str:
@@ -114,3 +90,19 @@ def reasons_text(reasons: Mapping[str, int]) -> str:
     other = steps - sum(count for _, count in named)
     named += [("other", other)] if other else []
     return ", ".join(f"{reason} {100 * count / steps:.0f} %" for reason, count in named)
+
+
+_COLUMNS: Columns = {
+    "tokens": lambda one: f"{one.first}-{one.end}",
+    "from s": lambda one: f"{one.begin_s:.2f}",
+    "running": lambda one: f"{one.batch / one.steps:.0f}",
+    "why": lambda one: reasons_text(one.reasons),
+    "steps": lambda one: one.steps,
+    "nodes/ step": lambda one: f"{one.nodes / one.steps:.1f}",
+    "accepted/ step": lambda one: f"{one.accepted / one.steps:.1f}",
+    "expected/ step": lambda one: f"{one.expected / one.steps:.1f}" if one.expected > 0.0 else "-",
+    "ms/ step": lambda one: f"{(one.end_s - one.begin_s) * 1e3 / one.steps:.1f}",
+    "expected (plain) ms": lambda one: (
+        f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else "-"
+    ),
+}

@@ -7,12 +7,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout.config import DRAFTERS
 from vllm_specrollout.errors import ConfigError
@@ -26,9 +25,10 @@ from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
 from ..runner.models import find_model, quarter_drafter
 from ..runner.plots import plot_workers
-from ..runner.report import Found, number, span
+from ..runner.report import Found, print_table
 from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.tables import LADDER
 from .decoupled import QUARTER, SMALL
 
 OFF = "off"
@@ -226,11 +226,7 @@ class Ladder(EngineScenario):
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests", markup=False)
-        table = Table("ladder", "makespan s", "times", "quartiles", "copied", "won by helpers", pad_edge=False)
-        for row in found.rows:
-            times = (number(row.makespan_s, ""), number(row.speedup, "x"), span(row.quartiles))
-            table.add_row(row.ladder, *times, str(row.copied), str(row.won))
-        out.print(table)
+        print_table([asdict(row) for row in found.rows], LADDER, out)
         for row in found.rows:
             if row.difference is not None:
                 out.print(f"{row.ladder}: {row.difference}", markup=False)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
 
 from vllm_specrollout.config import BUDGETS, MAX_NODES
-from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
 from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared
@@ -20,7 +18,7 @@ from ..runner.models import find_model
 from ..runner.report import Found
 from ..runner.rows import Pair, make_row
 from ..runner.runs import Run
-from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.scenario import ModelScenario, Session, command, flag
 from .patterns import PATTERNS, Pattern, pattern, tail, tail_ratio
 from .rollout import DRAFTERS
 
@@ -56,13 +54,11 @@ class RampRow(ComparedRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp(EngineScenario):
+class Ramp(ModelScenario):
     """Run loads that change on the way under `auto` and other budgets; or, with --tail, a long-tail rollout."""
 
     bench: ClassVar[str] = "ramp"
 
-    size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)
-    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
     patterns: tuple[str, ...] = flag(PATTERNS, "Load patterns.", "--pattern", choices=PATTERNS)
     budgets: tuple[str, ...] = flag(BUDGETS, "Budgets beside `auto`.", "--budget", choices=BUDGETS)
     is_tail: bool = flag(
@@ -74,11 +70,6 @@ class Ramp(EngineScenario):
     max_draft_tokens: int = flag(7, "Most draft tokens per step.", within=(1, MAX_NODES))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     places: int = flag(8, "Requests at once, with --tail.", "--batch", within=(1, 256))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size is not None and self.model is not None:
-            raise ConfigError("`--size` and `--model` are both given", "give one: a size is of random weights")
 
     def resolved(self) -> Ramp:
         if not self.is_tail:

@@ -20,7 +20,7 @@ from ..runner.plots import plot_sweep
 from ..runner.report import Found
 from ..runner.rows import Pair, make_row, speedup
 from ..runner.runs import Run, first_difference
-from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.scenario import ModelScenario, Session, command, flag
 from .rollout import DRAFTERS
 
 PROMPT_LEN = 64
@@ -56,14 +56,12 @@ class SweepRow(ComparedRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(EngineScenario):
+class Sweep(ModelScenario):
     """Compare `auto` with stock and with every fixed draft length, at many batches and qualities of drafts."""
 
     bench: ClassVar[str] = "sweep"
     draws_what_is_left: ClassVar[bool] = True
 
-    size: str | None = flag(None, "Random weights of this size (default: 150M); or the policy's.", is_setting=False)
-    model: Path | None = flag(None, "A model's folder, instead of random weights.", is_setting=False)
     is_policy: bool = flag(False, "The project's policy with its real drafters, instead of the oracle.", "--policy")
     batches: tuple[int, ...] = flag((1, 2, 4, 8, 16, 32, 64), "Requests at once.", "--batch", within=(1, 256))
     accuracies: tuple[float, ...] = flag(
@@ -76,8 +74,8 @@ class Sweep(EngineScenario):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model is not None and (self.is_policy or self.size is not None):
-            raise ConfigError("`--model` is given beside `--policy` or `--size`", "give `--model` alone")
+        if self.model is not None and self.is_policy:
+            raise ConfigError("`--model` and `--policy` are both given", "give one")
 
     def resolved(self) -> Sweep:
         return replace(self, accuracies=()) if self.is_policy else self

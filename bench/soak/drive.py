@@ -4,39 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from .arrivals import Arrival, Mix, arrivals
-from .client import PATIENCE_S, Answer, Lost, ask
-from .faults import Fault, Faults
-from .processes import Holding, disk_bytes, holdings
-from .server import Server
-from .trainer import Trainer
+from ..policy.reward import reward
+from .faults import Fault, inflict
+from .load import PATIENCE_S, Answer, Arrival, Lost, Mix, arrivals, ask
+from .server import Holding, Server, disk_bytes, holdings
 
 MOST_TOLD = 20
 """Failures that are told word by word; further ones are counted."""
 _DRAIN_S = 120.0
 """For requests that run when the last one has come."""
 _CALM_S = 3.0
+_REWARDS_S = 5.0
+"""Between two reports of rewards."""
 _COUNTERS = {
     "drafted": "vllm:spec_rollout_drafted_nodes_total",
     "accepted": "vllm:spec_rollout_accepted_nodes_total",
     "failures": "vllm:spec_rollout_failures_total",
-    "tokens": "vllm:generation_tokens_total",
     "preemptions": "vllm:num_preemptions_total",
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
 }
-
-_HISTORY = ("epoch", "answers", "memory_bytes", "write_errors", "damaged", "evicted")
+_OURS = "/spec_rollout"
+_COMPLETIONS = "/v1/completions"
+MISTAKES: tuple[tuple[str, bytes, tuple[int, ...]], ...] = (
+    (f"{_OURS}/rewards", b"{", (400,)),
+    (f"{_OURS}/rewards", b'{"rewards": [{"request_id": "x", "reward": NaN}]}', (400, 422)),
+    (f"{_OURS}/rewards", b'{"rewards": [' + b",".join([b"{}"] * 2000) + b"]}", (422,)),
+    (f"{_OURS}/rewards", b'{"rewards": [{"request_id": "' + b"x" * 5000 + b'", "reward": 1.0}]}', (422,)),
+    (f"{_OURS}/rewards", b'{"rewards": "' + b"x" * (9 << 20) + b'"}', (413,)),
+    (f"{_OURS}/epoch", b'{"epoch": 1e999}', (400, 422)),
+    # long past
+    (f"{_OURS}/epoch", b'{"epoch": 0}', (409,)),
+    (f"{_OURS}/drafter", b'{"path": "/nowhere"}', (403,)),
+    (_COMPLETIONS, b'{"model": "policy", "prompt": "1", "vllm_xargs": {"spec_rollout": "{"}}', (400,)),
+)
+"""(route, body that it may not take, statuses it may be refused with)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +63,8 @@ class Sample:
     disk_mib: float
     # of _COUNTERS; empty where the server did not answer
     counts: Mapping[str, float]
-    # of _HISTORY; empty where there is none
-    history: Mapping[str, float]
-    # requests that this side has open
-    open_requests: int
+    # writes of the history that failed so far
+    write_errors: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +96,10 @@ class Outcome:
     kept: list[Answer] = field(default_factory=list)
     # requests by how they ended: "answered", "left", "lost"; and "late", those that waited on this side
     requests: Counter[str] = field(default_factory=Counter)
-    # what was lost, and what routes answered that they should not have
+    # rewards by what became of them, bodies that no route takes, and what a route answered that it should not have
+    routes: Counter[str] = field(default_factory=Counter)
+    # what was lost or answered wrongly, in words
     told: list[str] = field(default_factory=list)
-    wrong_answers: int = 0
-    trainer: Trainer | None = None
     # before the first request, and after the last one has ended
     idle: tuple[Sample, Sample] | None = None
 
@@ -104,14 +116,17 @@ def parse_counts(text: str) -> dict[str, float]:
 
 
 class Soak:
-    """One run against one server."""
+    """One run against one server.
+
+    Args:
+        report: told of seconds done, and of all.
+    """
 
     def __init__(self, server: Server, load: Load, report: Callable[[int, int], None]) -> None:
-        """Args:
-        report: told of seconds done, and of all.
-        """
         self._server, self._load, self._report = server, load, report
-        self._outcome, self._open, self._begin = Outcome(), 0, 0.0
+        self._outcome, self._begin = Outcome(), 0.0
+        # rewards that are not reported yet
+        self._due: list[dict[str, Any]] = []
 
     def run(self) -> Outcome:
         asyncio.run(self._run())
@@ -122,21 +137,17 @@ class Soak:
         return time.monotonic() - self._begin
 
     async def _run(self) -> None:
-        load, outcome = self._load, self._outcome
         # nothing is kept alive: a socket that stays open is then the server's
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(self._server.address, connector=connector, timeout=timeout) as session:
             self._begin = time.monotonic()
             first = await self._sample(session)
             self._begin = time.monotonic()
-            beside = [asyncio.create_task(self._watch(session))]
-            if load.is_ours:
-                outcome.trainer = Trainer(
-                    self._server.address, load.seed, load.epoch_s, load.mistake_s, self._note_wrong_answer
-                )
-                beside.append(asyncio.create_task(outcome.trainer.run(session)))
-                beside.append(asyncio.create_task(self._faults()))
+            acts = [self._watch(session)]
+            if self._load.is_ours:
+                acts += [self._epochs(session), self._rewards(session), self._mistakes(session), self._faults()]
+            beside = [asyncio.create_task(act) for act in acts]
             try:
                 await self._requests(session)
             finally:
@@ -147,12 +158,12 @@ class Soak:
                 if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
                     raise end
             await asyncio.sleep(_CALM_S)
-            outcome.idle = (first, await self._sample(session))
+            self._outcome.idle = (first, await self._sample(session))
 
     async def _requests(self, session: aiohttp.ClientSession) -> None:
         load, tasks = self._load, set[asyncio.Task[None]]()
-        plan = arrivals(load.seed, load.per_second, load.mix)
         room = asyncio.Semaphore(load.most_open)
+        plan = arrivals(load.seed, load.per_second, load.mix)
         for arrival in takewhile(lambda one: one.at_s < load.duration_s, plan):
             await asyncio.sleep(max(0.0, arrival.at_s - self._now))
             if self._now >= load.duration_s or not self._server.is_alive:
@@ -169,21 +180,23 @@ class Soak:
                 self._note_lost(f"still open {_DRAIN_S:g} s after the last request came")
 
     async def _request(self, session: aiohttp.ClientSession, arrival: Arrival, room: asyncio.Semaphore) -> None:
-        load, outcome = self._load, self._outcome
-        self._open += 1
+        outcome = self._outcome
         try:
-            answer = await ask(session, self._server.address, arrival, load.max_tokens, is_ours=load.is_ours)
+            answer = await ask(session, arrival, self._load.max_tokens, is_ours=self._load.is_ours)
         except Lost as error:
             self._note_lost(f"request {arrival.number} ({arrival.kind}): {error}")
             return
         finally:
-            self._open -= 1
             room.release()
         outcome.requests["left" if answer is None else "answered"] += 1
-        if answer is not None and arrival.is_checked:
+        if answer is None:
+            return
+        if arrival.is_checked:
             outcome.kept.append(answer)
-        if answer is not None and outcome.trainer is not None:
-            outcome.trainer.finished(answer)
+        # answers to problems that come back are worth something
+        for index, text in enumerate(answer.texts if arrival.is_recurring else ()):
+            value = reward(arrival.problem, text)
+            self._due.append({"request_id": answer.request_id, "index": index, "reward": value})
 
     async def _watch(self, session: aiohttp.ClientSession) -> None:
         while True:
@@ -194,42 +207,74 @@ class Soak:
     async def _sample(self, session: aiohttp.ClientSession) -> Sample:
         counts: dict[str, float] = {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with session.get(f"{self._server.address}/metrics") as response:
+            async with session.get("/metrics") as response:
                 counts = parse_counts(await response.text())
+        kept = await self._call(session.get(f"{_OURS}/history")) if self._load.is_ours else None
         return Sample(
             at_s=self._now,
             holdings=holdings(self._server.pid),
             disk_mib=disk_bytes(self._load.history.parent) / 2**20,
             counts=counts,
-            history=await self._history(session) if self._load.is_ours else {},
-            open_requests=self._open,
+            write_errors=float((kept or {}).get("total", {}).get("store", {}).get("write_errors", 0)),
         )
 
-    async def _history(self, session: aiohttp.ClientSession) -> dict[str, float]:
-        """What the history says of itself."""
-        try:
-            async with session.get(f"{self._server.address}/spec_rollout/history") as response:
-                if response.status == 200:
-                    kept = (await response.json())["total"].get("store", {})
-                    return {name: float(kept[name]) for name in _HISTORY if name in kept}
-                self._note_wrong_answer(f"/history answered with {response.status}: {(await response.text())[:200]}")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self._note_wrong_answer(f"/history: {type(error).__name__}: {error}")
-        return {}
+    async def _epochs(self, session: aiohttp.ClientSession) -> None:
+        # the first one by name, so that a mistake's epoch 0 is always past
+        epoch = 1
+        while True:
+            await self._call(session.post(f"{_OURS}/epoch", json={"epoch": epoch}))
+            await asyncio.sleep(self._load.epoch_s)
+            epoch += 1
+
+    async def _rewards(self, session: aiohttp.ClientSession) -> None:
+        while True:
+            await asyncio.sleep(_REWARDS_S)
+            due, self._due = self._due, []
+            if due:
+                counts = await self._call(session.post(f"{_OURS}/rewards", json={"rewards": due}))
+                self._outcome.routes.update({f"rewards {kind}": count for kind, count in (counts or {}).items()})
+
+    async def _mistakes(self, session: aiohttp.ClientSession) -> None:
+        """Bodies of somebody who got the routes wrong."""
+        rng = random.Random(f"mistakes/{self._load.seed}")
+        while True:
+            await asyncio.sleep(rng.expovariate(1.0 / self._load.mistake_s))
+            path, body, statuses = rng.choice(MISTAKES)
+            try:
+                async with session.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
+                    await response.read()
+                    status = response.status
+            except aiohttp.ClientError:
+                # a body that is not read to its end: the connection goes with it
+                status = 413 if 413 in statuses else 0
+            self._outcome.routes["mistakes"] += 1
+            if status not in statuses:
+                self._note_wrong_answer(f"{path} answered {body[:60]!r} with {status}, not {statuses}")
 
     async def _faults(self) -> None:
-        does = Faults(self._server.pid, self._load.history)
         for fault in self._load.faults:
             await asyncio.sleep(max(0.0, fault.begin_s - self._now))
-            with does.inflict(fault.kind):
+            with inflict(fault.kind, self._server.pid, self._load.history):
                 await asyncio.sleep(max(0.0, fault.end_s - self._now))
+
+    async def _call(self, request: Any) -> Any:
+        """What a route answers; None, and a note, if it does not."""
+        try:
+            async with request as response:
+                if response.status == 200:
+                    return await response.json()
+                path = response.url.path
+                self._note_wrong_answer(f"{path} answered with {response.status}: {(await response.text())[:200]}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            self._note_wrong_answer(f"a route: {type(error).__name__}: {error}")
+        return None
 
     def _note_lost(self, what: str) -> None:
         self._outcome.requests["lost"] += 1
         self._tell(what)
 
     def _note_wrong_answer(self, what: str) -> None:
-        self._outcome.wrong_answers += 1
+        self._outcome.routes["wrong"] += 1
         self._tell(what)
 
     def _tell(self, what: str) -> None:

@@ -1,21 +1,20 @@
 """Faults that come from outside: the plan, which follows from a seed, and how each is done and undone.
 
-What belongs here needs no rights that the server's user has not, and nothing of the server's own: so a full disk is a
-limit on the size of the worker's files, under which every write fails.
+They need no rights that the server's user has not, and nothing of the server's own: a full disk is a limit on the size
+of the worker's files, under which every write fails.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import resource
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .processes import DRAFTER, family, role_of
+import psutil
+
+from .server import DRAFTER, WORKER, family
 
 FULL, AWAY, STALL, KILL = "disk full", "folder away", "worker stalled", "drafter killed"
 """No write goes through; the history's folder is a file; the worker stands still; a drafter's process ends."""
@@ -48,77 +47,36 @@ def plan(seed: int, duration_s: float, kinds: Sequence[str]) -> list[Fault]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Does them to one server.
+@contextlib.contextmanager
+def inflict(kind: str, root: int, history: Path) -> Iterator[None]:
+    """A fault, as long as the block lasts.
 
     Args:
         root: the server's process id.
         history: its folder.
     """
-
-    root: int
-    history: Path
-
-    @contextlib.contextmanager
-    def inflict(self, kind: str) -> Iterator[None]:
-        """A fault, as long as the block lasts."""
-        acts: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-            FULL: self._full,
-            AWAY: self._away,
-            STALL: self._stalled,
-            KILL: self._killed,
-        }
-        with acts[kind]():
-            yield
-
-    def _workers(self) -> list[int]:
-        found = []
-        for pid in family(self.root):
-            with contextlib.suppress(OSError):
-                found += [pid] if role_of(pid, self.root) == "worker" else []
-        return found
-
-    @contextlib.contextmanager
-    def _full(self) -> Iterator[None]:
-        limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in self._workers()}
-        try:
-            for pid, (_, hard) in limits.items():
+    workers = [process for role, process in family(root) if role == WORKER]
+    undone = contextlib.ExitStack()
+    # what is gone meanwhile needs no undoing
+    undone.enter_context(contextlib.suppress(psutil.Error))
+    with undone:
+        if kind == FULL:
+            for worker in workers:
+                known = worker.rlimit(psutil.RLIMIT_FSIZE)
                 # Python ignores the signal that comes with it: the write fails with an OSError
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
-            yield
-        finally:
-            for pid, known in limits.items():
-                with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_FSIZE, known)
-
-    @contextlib.contextmanager
-    def _away(self) -> Iterator[None]:
-        elsewhere = self.history.with_name(self.history.name + "-away")
-        self.history.rename(elsewhere)
-        try:
-            self.history.touch()
-            yield
-        finally:
-            self.history.unlink(missing_ok=True)
-            elsewhere.rename(self.history)
-
-    @contextlib.contextmanager
-    def _stalled(self) -> Iterator[None]:
-        stopped = self._workers()
-        try:
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-            yield
-        finally:
-            for pid in stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-
-    @contextlib.contextmanager
-    def _killed(self) -> Iterator[None]:
-        for pid in family(self.root):
-            with contextlib.suppress(OSError):
-                if role_of(pid, self.root) == DRAFTER:
-                    os.kill(pid, signal.SIGKILL)
+                worker.rlimit(psutil.RLIMIT_FSIZE, (0, known[1]))
+                undone.callback(worker.rlimit, psutil.RLIMIT_FSIZE, known)
+        elif kind == AWAY:
+            elsewhere = history.rename(history.with_name(history.name + "-away"))
+            undone.callback(elsewhere.rename, history)
+            history.touch()
+            undone.callback(history.unlink, missing_ok=True)
+        elif kind == STALL:
+            for worker in workers:
+                worker.suspend()
+                undone.callback(worker.resume)
+        else:
+            for role, process in family(root):
+                if role == DRAFTER:
+                    process.kill()
         yield

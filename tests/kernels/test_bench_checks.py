@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.kernels import attention, flash, inputs, reference, shapes, verdict
-from bench.kernels.timing import HostTimer, Time
+from bench.kernels.timing import HostTimer, Time, Timer
 
 SMALL = shapes.MODELS["0.5B"]
 
@@ -23,7 +23,7 @@ def kernels():
 
 def test_the_kernels_pass(kernels, device):
     for context, batch, nodes, kind in shapes.ATTENTION_CHECKS[:4]:
-        excess = attention.check(kernels[0], SMALL, context, batch, nodes, kind, device.type)
+        excess = attention.check(kernels[0], shapes.Attention(SMALL, context, batch, nodes, kind), device.type)
         assert excess <= reference.TOLERANCE, (nodes, kind)
     for batch, nodes in shapes.VERIFY_CHECKS:
         assert verdict.check_verify(kernels[1], batch, nodes, device.type) is None
@@ -37,7 +37,7 @@ def test_attention_that_ignores_the_tree_is_found_out(kernels, device):
         ancestors[1::2] = 1
         kernels[0](*arguments[:-1], ancestors, **options)
 
-    assert attention.check(causal, SMALL, 53, 2, 7, "tree", device.type) > reference.TOLERANCE
+    assert attention.check(causal, shapes.Attention(SMALL, 53, 2, 7, "tree"), device.type) > reference.TOLERANCE
 
 
 def test_a_commit_that_moves_nothing_is_found_out(kernels, device):
@@ -51,11 +51,13 @@ def test_a_commit_that_moves_nothing_is_found_out(kernels, device):
     assert "differ" in verdict.check_commit(Idle, 1, 7, device.type)
 
 
-class Watch:
+class Watch(Timer):
     """In place of the timer: every call is made once, and takes as long as the test says."""
 
+    device, copy_bytes = "cpu", 1
+
     def __init__(self):
-        self.calls = 0
+        self.bandwidth, self.calls = 1e12, 0
 
     def time(self, calls):
         self.calls += len(calls)
@@ -69,18 +71,18 @@ CASE = shapes.Attention(SMALL, 40, 2, 7, "tree")
 
 def test_what_is_measured_is_checked_at_that_very_shape_and_goes_into_json(device):
     watch = Watch()
-    values = json.loads(json.dumps(attention.measure(watch, 1e12, CASE, "cpu", layers=2)))
-    assert values["is_right"] and "the specification" in values["checked"]
+    values = json.loads(json.dumps(attention.measure(watch, CASE, "cpu", layers=2)))
+    assert values["passed"] and "the specification" in values["checked"]
     assert values["times"]["ours"]["median_us"] == 2.0 and watch.calls == 2
     assert values["notes"] == ["FlashAttention 3 needs a GPU"]
     for measure in (verdict.measure_verify, verdict.measure_commit):
-        assert measure(Watch(), 1e12, shapes.Verdict(SMALL, 1, 3), "cpu")["times"]["ours"]["samples"] == 3
+        assert measure(Watch(), shapes.Verdict(SMALL, 1, 3), "cpu")["times"]["ours"]["samples"] == 3
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(attention, "load", lambda: lambda *arguments, **_: arguments[3].zero_())
-    values = attention.measure(Watch(), 1e12, CASE, "cpu", layers=1)
-    assert not values["is_right"] and values["times"] == {}
+    values = attention.measure(Watch(), CASE, "cpu", layers=1)
+    assert not values["passed"] and values["times"] == {}
     assert values["notes"][-1] == "ours is wrong, so it is not timed"
 
 
@@ -90,8 +92,8 @@ def test_a_way_that_fails_is_left_out_with_its_reason(monkeypatch):
             raise RuntimeError("cannot be captured\nfor reasons")
 
     monkeypatch.setattr(attention, "load", lambda: kernel_by_specification)
-    values = attention.measure(Failing(), 1e12, CASE, "cpu", layers=1)
-    assert values["is_right"] and values["times"] == {}
+    values = attention.measure(Failing(), CASE, "cpu", layers=1)
+    assert values["passed"] and values["times"] == {}
     assert values["notes"][-1] == "ours: RuntimeError: cannot be captured"
 
 
@@ -188,4 +190,4 @@ def test_every_way_is_tried_beside_ours_where_there_is_a_gpu(monkeypatch):
 def test_the_hosts_clock_stands_in_for_the_device_in_a_dry_walk():
     time = HostTimer().time([lambda: None, lambda: None])
     assert time.low_us <= time.median_us <= time.high_us
-    assert HostTimer().copy_bandwidth() > 0
+    assert HostTimer().bandwidth > 0

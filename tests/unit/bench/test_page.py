@@ -46,7 +46,7 @@ def test_a_row_whose_outputs_differ_shows_no_speed():
 
 def test_gpu_rows_have_a_table_of_their_own():
     times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}}
-    rows = [{"step": "kernels", "name": "verify", "is_right": True, "times": times, "roof_us": 1.0}]
+    rows = [{"step": "kernels", "name": "verify", "passed": True, "times": times, "roof_us": 1.0}]
     text = TABLES["kernels"]({"rows": rows})
     assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | - | 1.00 | - | - | - |" in text
 

@@ -1,9 +1,6 @@
-"""The device by nvidia-smi, and what an earlier start left behind."""
+"""The device by nvidia-smi, and the code by its digest."""
 
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -48,36 +45,6 @@ def test_a_driver_that_says_nonsense_or_is_not_there_describes_no_device(smi, mo
     assert machine.describe() == {"gpu": None}
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.describe() == {"gpu": None} and machine.strangers() == []
-
-
-def sleeper(environment):
-    command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(1000)"]
-    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE)
-    process.stdout.readline()
-    return process
-
-
-def test_only_processes_that_worked_in_this_folder_are_ended(tmp_path):
-    ours = sleeper(machine.marked(os.environ, tmp_path / "work"))
-    another = sleeper(machine.marked(os.environ, tmp_path / "other"))
-    unmarked = sleeper(os.environ)
-    try:
-        assert machine.end_orphans(tmp_path / "work") == [ours.pid]
-        assert ours.wait(5) == -signal.SIGKILL
-        assert another.poll() is None and unmarked.poll() is None
-    finally:
-        for process in (ours, another, unmarked):
-            process.kill()
-            process.wait()
-
-
-def test_this_process_does_not_end_itself(tmp_path):
-    code = (
-        f"from pathlib import Path; from bench.gpu import machine; print(machine.end_orphans(Path({str(tmp_path)!r})))"
-    )
-    environment = machine.marked(os.environ, tmp_path)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "[]\n"
 
 
 def test_the_codes_digest_changes_with_the_code_and_with_nothing_else(tmp_path):

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 from bench.policy.__main__ import app
 from bench.runner.display import main
@@ -16,15 +15,6 @@ from bench.runner.display import main
             ["train", "--steps", "0", "--out", "x"],
             "error: steps is 0, the least is 1\n\nhint: give a larger steps\n",
         ),
-        (
-            ["stats", "--problems", "1"],
-            "error: 1 problems x 4 samples are too few, the least is 2 x 2\n\n"
-            "hint: give larger --problems and --samples\n",
-        ),
-        (
-            ["reward-demo", "--count", "-1"],
-            "error: count is -1, the least is 0\n\nhint: ask for a positive number of problems\n",
-        ),
     ],
 )
 def test_bad_input_is_one_error_with_a_hint_and_exit_code_two(arguments, error, monkeypatch, capsys):
@@ -33,9 +23,3 @@ def test_bad_input_is_one_error_with_a_hint_and_exit_code_two(arguments, error, 
         main(app)
     assert ended.value.code == 2
     assert capsys.readouterr().err == error
-
-
-def test_the_reward_demo_shows_right_answers_and_their_rewards():
-    result = CliRunner().invoke(app, ["reward-demo", "--count", "3"])
-    assert result.exit_code == 0
-    assert result.stdout.count("reward 1.0, cut in half 0.0") == 3

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.policy.random_model import SHAPES, shape_of_size
-from bench.policy.train import TrainConfig, max_terms_at
+from bench.policy.train import TrainConfig, max_terms_at, rate_at
 from vllm_specrollout.errors import ConfigError
 
 
@@ -29,7 +29,8 @@ def test_an_unknown_size_names_the_known_ones():
 
 def test_the_learning_rate_warms_up_and_falls_to_a_hundredth():
     config = TrainConfig(steps=1000)
-    rates = [config.rate_at(step) for step in range(config.steps)]
+    args = (config.steps, config.warmup_steps, config.learning_rate)
+    rates = [rate_at(step, *args) for step in range(config.steps)]
     assert max(rates) == pytest.approx(config.learning_rate)
     assert rates.index(max(rates)) in range(config.warmup_steps - 1, config.warmup_steps + 1)
     assert rates[-1] == pytest.approx(config.learning_rate / 100, rel=0.05)

@@ -59,8 +59,9 @@ def test_a_file_reads_back_and_has_a_line_per_row():
 
 def test_of_a_gpu_what_is_right_is_kept_with_its_times_and_what_is_wrong_without():
     times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0, "samples": 25}}
-    shared = {"step": "kernels", "name": "verify", "state": "done", "values": {"times": times, "checked": "x"}}
-    rows = [{**shared, "is_right": True}, {**shared, "is_right": False}, {**shared, "state": "failed", "values": {}}]
-    right, wrong = reduced({**HEAD, "bench": "gpu first hour", "rows": rows})["rows"]
-    assert right == {"step": "kernels", "name": "verify", "is_right": True, "times": times}
-    assert wrong == {"step": "kernels", "name": "verify", "is_right": False}
+    shared = {"name": "verify", "times": times, "checked": "x"}
+    rows = [{**shared, "passed": True}, {**shared, "passed": False}]
+    runs = [{"step": "kernels", "report": {"rows": rows}}, {"step": "checks", "report": {}}]
+    right, wrong = reduced({**HEAD, "bench": "gpu first hour", "runs": runs})["rows"]
+    assert right == {"step": "kernels", "name": "verify", "passed": True, "times": times}
+    assert wrong == {"step": "kernels", "name": "verify", "passed": False}

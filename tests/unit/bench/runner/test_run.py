@@ -72,7 +72,7 @@ def test_outputs_that_differ_end_with_status_1_and_no_speed(model, tmp_path, ben
             "`--explain-requests` is 0, outside 1 to 1000",
         ),
         (rollout.bench_rollout, ["--show-samples", "65"], "`--show-samples` is 65, outside 0 to 64"),
-        (sweep.bench_sweep, ["--policy", "--model", "x"], "`--model` is given beside `--policy` or `--size`"),
+        (sweep.bench_sweep, ["--policy", "--model", "x"], "`--model` and `--policy` are both given"),
         (sweep.bench_sweep, ["--accuracy", "0.5,0.5"], "`--accuracy` is '0.5,0.5', which holds a value twice"),
         (load.bench_ramp, ["--pattern", "tail"], "`--pattern` is 'tail', which does not exist"),
     ],

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.soak.faults import AWAY, FULL, KILL, STALL, Faults, plan
-from bench.soak.processes import DRAFTER, disk_bytes, family, holdings
+from bench.soak.faults import AWAY, FULL, KILL, STALL, inflict, plan
+from bench.soak.server import DRAFTER, disk_bytes, family, holdings
 
 KINDS = (FULL, AWAY, STALL, KILL)
 # it writes a byte whenever it is sent a line, and says whether that went
@@ -51,8 +51,8 @@ def begun(tmp_path):
         process.communicate()
 
 
-def faults(history=Path("nowhere")):
-    return Faults(os.getpid(), history)
+def inflicted(kind, history=Path("nowhere")):
+    return inflict(kind, os.getpid(), history)
 
 
 def state(pid):
@@ -75,7 +75,7 @@ def test_a_short_run_and_a_run_without_kinds_have_no_faults():
 def test_on_a_full_disk_no_write_goes_through_and_afterwards_all_do(begun):
     _, write = begun("VLLM::Worker")
     assert write() == "written"
-    with faults().inflict(FULL):
+    with inflicted(FULL):
         assert write() == "OSError"
     assert write() == "written"
 
@@ -84,7 +84,7 @@ def test_a_folder_that_is_away_is_a_file_and_comes_back_with_what_it_held(tmp_pa
     history = tmp_path / "kept" / "history"
     history.mkdir(parents=True)
     (history / "answers").write_bytes(b"12345")
-    with faults(history).inflict(AWAY):
+    with inflicted(AWAY, history):
         assert history.is_file()
         # wherever it is, it takes its place on the disk
         assert disk_bytes(history.parent) == 5
@@ -94,7 +94,7 @@ def test_a_folder_that_is_away_is_a_file_and_comes_back_with_what_it_held(tmp_pa
 
 def test_a_worker_that_is_stalled_stands_still_and_goes_on(begun):
     process, write = begun("VLLM::Worker")
-    with faults().inflict(STALL):
+    with inflicted(STALL):
         end = time.monotonic() + 30.0
         while state(process.pid) != "T" and time.monotonic() < end:
             time.sleep(0.01)
@@ -105,7 +105,7 @@ def test_a_worker_that_is_stalled_stands_still_and_goes_on(begun):
 def test_of_all_processes_the_drafter_alone_is_killed(begun):
     drafter, _ = begun("vllm_specrollout.worker.streams.process")
     worker, write = begun("VLLM::Worker")
-    with faults().inflict(KILL):
+    with inflicted(KILL):
         assert drafter.wait(30.0) < 0
     assert worker.poll() is None and write() == "written"
 
@@ -115,7 +115,7 @@ def test_what_processes_hold_is_told_by_what_they_are_for(begun):
     process, _ = begun("VLLM::Worker")
     begun("vllm_specrollout.worker.streams.process")
     found = holdings(os.getpid())
-    assert process.pid in family(os.getpid())
+    assert process.pid in [one.pid for _, one in family(os.getpid())]
     assert found["worker"].processes == found[DRAFTER].processes == 1
     assert found["worker"].rss_mib > 1.0
     # its three outputs and the file that it writes, and what this process handed down

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout.config import parse
 
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model
-from ..runner.plots import plot_soak
-from ..runner.report import Found
+from ..runner.report import Found, print_table
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.tables import SOAK
 from ..runner.ties import JUDGE
-from ..soak import checks
-from ..soak.answers import Verdict, compare
-from ..soak.arrivals import Mix
-from ..soak.checks import Check
-from ..soak.drive import MOST_TOLD, Load, Outcome, Soak
-from ..soak.faults import AWAY, FULL, KILL, STALL, plan
-from ..soak.server import serve
+from . import checks
+from .checks import Check, Verdict, compare
+from .drive import MOST_TOLD, Load, Outcome, Soak
+from .faults import AWAY, FULL, KILL, STALL, plan
+from .load import Mix
+from .server import serve
 
 OURS = "ours"
 
@@ -34,7 +31,6 @@ class SoakScenario(EngineScenario):
     """Drive a server for hours: arrivals, clients that leave, epochs, rewards, mistakes and faults."""
 
     bench: ClassVar[str] = "soak"
-    draws_what_is_left: ClassVar[bool] = True
 
     hours: float = flag(0.5, "How long requests arrive.", within=(0.001, 1000))
     server: str = flag(OURS, "`stock` drives vLLM without this project, to tell its own growth.", choices=(OURS, STOCK))
@@ -59,7 +55,6 @@ class SoakScenario(EngineScenario):
     settle_s: float = flag(300.0, "Seconds after which nothing may grow.", within=(0, 1000000))
     growth: float = flag(0.02, "Share by which memory may grow after that.", within=(0, 10))
     disk_mib: float = flag(64.0, "Most MiB of the history's folder.", within=(0.1, 1 << 30))
-    plot: Path | None = flag(None, "Draw memory, handles, disk and drafts over time.", is_setting=False)
 
     @property
     def duration_s(self) -> float:
@@ -83,16 +78,16 @@ class SoakScenario(EngineScenario):
         with serve(folder, self._flags(), own, is_verbose=self.verbose) as server:
             outcome = Soak(server, load, session.display.counter("seconds")).run()
             is_alive = server.is_alive
-        verdict = self._verdict(folder, outcome, session)
-        rows = self._checks(outcome, verdict, is_alive)
-        told = [*outcome.told, *verdict.differences, *verdict.ties]
+        compared = self._compared(folder, outcome, session)
+        rows = self._checks(outcome, compared, is_alive)
+        told = [*outcome.told, *compared.differences, *compared.ties]
         extra = {
-            "compared": {"answers": verdict.answers, "tokens": verdict.tokens, "ties": len(verdict.ties)},
+            "compared": {"answers": compared.answers, "tokens": compared.tokens, "ties": len(compared.ties)},
             "told": told[: 2 * MOST_TOLD],
             "faults": [asdict(fault) for fault in load.faults],
             "samples": [asdict(sample) for sample in outcome.samples],
         }
-        return Found(model=title, rows=rows, extra=extra, more=(outcome, load))
+        return Found(model=title, rows=rows, extra=extra)
 
     @property
     def _length(self) -> int:
@@ -147,7 +142,7 @@ class SoakScenario(EngineScenario):
     def _has_drafter(self) -> bool:
         return self.spec_rollout.get("placement", "coupled") != "coupled"
 
-    def _verdict(self, model: Path, outcome: Outcome, session: Session) -> Verdict:
+    def _compared(self, model: Path, outcome: Outcome, session: Session) -> Verdict:
         report = session.display.steps(1)
         shape = {"seqs": self.seqs, "length": self._length, "width": 2 * self._length}
         with self.make_engines(model, report, environment=IN_ONE_PROCESS, **shape) as engines:
@@ -155,42 +150,20 @@ class SoakScenario(EngineScenario):
             counter = session.display.counter("answers compared")
             return compare(engines, outcome.kept, self.max_tokens, self.dtype, counter)
 
-    def _checks(self, outcome: Outcome, verdict: Verdict, is_alive: bool) -> list[Check]:
+    def _checks(self, outcome: Outcome, compared: Verdict, is_alive: bool) -> list[Check]:
         found = checks.memory(outcome.samples, self.settle_s, self.growth)
         found += checks.handles(outcome, self.settle_s)
         found += [checks.disk(outcome.samples, self.disk_mib)] if self._is_ours else []
         found += checks.requests(outcome, is_alive)
         found += checks.drafting(outcome) if self._is_ours else []
-        found.append(checks.answers(verdict))
+        found.append(checks.answers(compared))
         return found
 
     def show(self, found: Found, out: Console) -> None:
         out.print(f"{found.model}, {self.dtype}, {self._title}, {self.hours:g} hours", markup=False)
-        table = Table("what", "first", "last", "value", "limit", "per hour", "holds", pad_edge=False)
-        for row in found.rows:
-            table.add_row(*_shown(row))
-        out.print(table)
+        print_table([asdict(row) for row in found.rows], SOAK, out)
         for text in found.extra["told"]:
             out.print(text, markup=False)
-
-    def draw(self, found: Found, path: Path) -> None:
-        outcome, load = found.more
-        title = f"{found.model}, {self._title}, {self.hours:g} hours, {self.rate:g} requests per second"
-        plot_soak(outcome.samples, load.faults, self.settle_s, self.growth, title, path)
-
-
-def _shown(row: Check) -> Sequence[str]:
-    is_share = row.name.startswith("memory")
-    unit = f" {row.unit}" if row.unit else ""
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:+.2%}" if is_share else f"{value:g}{unit}"
-
-    def plain(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1f}{unit}"
-
-    holds = {True: "yes", False: "NO", None: "-"}[row.passed]
-    return row.name, plain(row.first), plain(row.last), number(row.value), number(row.limit), plain(row.slope), holds
 
 
 bench_soak = command(SoakScenario)

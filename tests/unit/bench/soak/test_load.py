@@ -1,8 +1,9 @@
-"""A request ends whole, is left as planned, or is lost: nothing in between counts as an answer."""
+"""The plan of who arrives; and a request ends whole, is left as planned, or is lost: nothing in between."""
 
 import asyncio
 import itertools
 import json
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,7 @@ pytest.importorskip("aiohttp")
 import aiohttp
 from aiohttp import web
 
-from bench.soak.arrivals import GRAMMARS, Mix, arrivals
-from bench.soak.client import Lost, ask, body
+from bench.soak.load import CHOICES, GRAMMAR, GRAMMARS, MOST_CHOICES, Lost, Mix, arrivals, ask
 
 (PLAIN,) = (replace(one, leaves_after=None) for one in itertools.islice(arrivals(1, 1.0, Mix(grammar=0, choices=0)), 1))
 PAIR = replace(PLAIN, num_answers=2)
@@ -53,8 +53,8 @@ def answered(arrival, chunks, status=200, silence_s=0.0):
         await site.start()
         address = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
-            async with aiohttp.ClientSession() as session:
-                return await ask(session, address, arrival, 16, is_ours=True), len(sent)
+            async with aiohttp.ClientSession(address) as session:
+                return await ask(session, arrival, 16, is_ours=True), len(sent)
         finally:
             await runner.cleanup()
 
@@ -67,7 +67,7 @@ WHOLE = [chunk(0, [5, 6], prompt=[1, 2]), chunk(1, [7]), chunk(1, [8, 4], "stop"
 def test_every_answer_of_a_request_is_put_together():
     answer, _ = answered(PAIR, WHOLE)
     assert (answer.request_id, answer.prompt, answer.tokens) == ("cmpl-1", [1, 2], [[5, 6, 9], [7, 8, 4]])
-    assert (answer.texts, answer.num_tokens) == (["xxx", "xxx"], 6)
+    assert answer.texts == ["xxx", "xxx"]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,67 @@ def test_a_client_leaves_before_a_word_came():
 
 
 def test_a_body_says_what_the_plan_says_and_stock_is_told_nothing_of_ours():
-    ours = body(replace(PAIR, is_named=True, grammar=1), 16, is_ours=True)
+    ours = replace(PAIR, number=0, grammar=1).body(16, is_ours=True)
     assert (ours["n"], ours["seed"], ours["structured_outputs"]) == (2, PAIR.seed, GRAMMARS[1])
     assert json.loads(ours["vllm_xargs"]["spec_rollout"]) == {"problem_id": PAIR.problem.problem_id}
-    assert "vllm_xargs" not in body(replace(PAIR, is_named=True), 16, is_ours=False)
-    assert "vllm_xargs" not in body(replace(PAIR, is_named=False), 16, is_ours=True)
+    assert "vllm_xargs" not in replace(PAIR, number=0).body(16, is_ours=False)
+    assert "vllm_xargs" not in replace(PAIR, number=1).body(16, is_ours=True)
+
+
+SOME = 2000
+
+
+def first(count, seed=3, per_second=4.0, **mix):
+    return list(itertools.islice(arrivals(seed, per_second, Mix(**mix)), count))
+
+
+def test_one_seed_is_one_plan_and_a_longer_run_begins_like_a_shorter_one():
+    assert first(200)[:50] == first(50)
+    assert first(50, seed=4) != first(50)
+
+
+def test_they_come_at_random_at_the_rate_asked_for():
+    times = [one.at_s for one in first(SOME)]
+    gaps = [b - a for a, b in itertools.pairwise([0.0, *times])]
+    assert min(gaps) > 0.0
+    # of a Poisson process mean and deviation are the same
+    assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
+
+
+def test_each_share_is_as_asked_for():
+    plan = first(SOME, recurring=0.3, grammar=0.2, choices=0.25, leaving=0.15, checked=0.5)
+    shares = {
+        "recurring": [one.is_recurring for one in plan],
+        "grammar": [one.kind == GRAMMAR for one in plan],
+        "choices": [one.kind == CHOICES for one in plan],
+        "leaving": [one.leaves_after is not None for one in plan],
+        "checked": [one.is_checked for one in plan if one.leaves_after is None],
+    }
+    found = {name: sum(flags) / len(flags) for name, flags in shares.items()}
+    wanted = {"recurring": 0.3, "grammar": 0.2, "choices": 0.25, "leaving": 0.15, "checked": 0.5}
+    assert found == pytest.approx(wanted, abs=0.05)
+
+
+def test_one_share_moves_no_other_request():
+    few, many = first(300, leaving=0.0), first(300, leaving=1.0)
+    assert [(a.at_s, a.kind, a.problem) for a in few] == [(b.at_s, b.kind, b.problem) for b in many]
+
+
+def test_problems_come_back_or_are_asked_once():
+    plan = first(SOME, pool=8)
+    back = {one.problem.problem_id for one in plan if one.is_recurring}
+    once = [one.problem.problem_id for one in plan if not one.is_recurring]
+    assert len(back) == 8 and len(set(once)) == len(once) and not back & set(once)
+
+
+def test_no_two_answers_share_their_noise():
+    seeds = [one.seed + i for one in first(SOME) for i in range(one.num_answers)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_what_is_asked_for_fits_its_kind():
+    for one in first(500):
+        assert (one.kind == CHOICES) == (one.num_answers > 1) and one.num_answers <= MOST_CHOICES
+        assert (one.kind == GRAMMAR) == (0 <= one.grammar < len(GRAMMARS))
+        assert not one.is_checked or one.leaves_after is None

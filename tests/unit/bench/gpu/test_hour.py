@@ -1,0 +1,198 @@
+"""The hour on a GPU, with commands that are a few lines of Python: what ends how, and what is begun again."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.gpu import commands, hour, machine
+from bench.gpu.commands import Command, Options
+from vllm_specrollout.cli import BENCHES
+from vllm_specrollout.errors import SpecRolloutError
+
+ROOT = Path(__file__).resolve().parents[4]
+# `bench WORD ... --json FILE`: what the word says, and a count of how often it was begun
+FAKE = """
+import json, os, sys, time
+word, report = sys.argv[2], sys.argv[-1]
+with open(os.environ["BEGUN"], "a") as begun:
+    print(word, file=begun)
+print("table of", word)
+print("log of", word, file=sys.stderr, flush=True)
+if word == "hangs":
+    time.sleep(1000)
+if word == "dies":
+    sys.exit(2)
+open(report, "w").write(json.dumps({"rows": [{"name": word, "passed": word == "right"}]}))
+sys.exit(word != "right")
+"""
+
+
+def command(word, limit_s=60.0, expected_s=0.0):
+    return Command(step="checks", name=word, arguments=("bench", word), expected_s=expected_s, limit_s=limit_s)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Run these commands: (exit status, what is on disk, the log)."""
+    monkeypatch.setattr(hour, "_CLI", ["-c", FAKE])
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    out, work = tmp_path / "out", tmp_path / "work"
+
+    def run(*chosen, left_s=60.0):
+        for folder in (out, work):
+            folder.mkdir(exist_ok=True)
+        log = (out / hour.LOG).open("a+")
+        code = hour.Hour(chosen, out, work, [work], log, is_dry=True).run(time.monotonic() + left_s)
+        log.seek(0)
+        return code, json.loads((out / hour.FILE).read_text())["runs"], log.read()
+
+    return run
+
+
+def begun(tmp_path):
+    return (tmp_path / "begun").read_text().split()
+
+
+def test_what_is_right_is_kept_and_not_run_again(start, tmp_path, capsys):
+    code, (one,), log = start(command("right"))
+    assert (code, one["state"], one["attempts"], one["report"]["rows"][0]["name"]) == (0, "done", 1, "right")
+    assert "table of right" in capsys.readouterr().out and "log of right" in log
+    assert start(command("right"))[0] == 0
+    assert begun(tmp_path) == ["right"]
+
+
+def test_what_says_that_it_is_wrong_is_kept_as_wrong(start, tmp_path):
+    code, runs, _ = start(command("wrong"), command("right"))
+    assert (code, [one["state"] for one in runs]) == (hour.WRONG, ["wrong", "done"])
+    start(command("wrong"))
+    assert begun(tmp_path) == ["wrong", "right"]
+
+
+def test_what_dies_is_begun_twice_and_no_oftener_and_the_others_run(start, tmp_path):
+    code, runs, _ = start(command("dies"), command("right"))
+    assert (code, [one["state"] for one in runs]) == (hour.WRONG, ["failed", "done"])
+    assert runs[0]["error"] == "it ended with 2" and start(command("dies"))[0] == hour.WRONG
+    assert begun(tmp_path) == ["dies", "dies", "right"]
+
+
+def test_what_hangs_is_ended_at_its_limit(start):
+    code, (one,), _ = start(command("hangs", limit_s=0.5))
+    assert (code, one["state"], one["attempts"]) == (hour.WRONG, "failed", 2)
+    assert one["error"] == "no end within 0 s"
+
+
+def test_nothing_is_begun_that_may_not_end_before_the_deadline(start, tmp_path):
+    code, runs, log = start(command("right"), command("wrong", expected_s=1000.0))
+    assert (code, len(runs)) == (hour.UNFINISHED, 1) and "no time left for it" in log
+    assert start(command("wrong"))[0] == hour.WRONG
+    assert begun(tmp_path) == ["right", "wrong"]
+
+
+def test_what_is_cut_off_at_the_deadline_is_left_for_one_more_start(start):
+    code, (one,), _ = start(command("hangs", expected_s=0.4), left_s=0.5)
+    assert (code, one["state"], one["attempts"]) == (hour.UNFINISHED, "begun", 1)
+    assert start(command("hangs", limit_s=0.2))[0] == hour.WRONG
+
+
+def test_a_signal_ends_it_with_its_tables(tmp_path):
+    code = f"""
+import sys, time
+from pathlib import Path
+from bench.gpu import hour
+from tests.unit.bench.gpu.test_hour import FAKE, command
+hour._CLI = ["-c", FAKE]
+out = Path({str(tmp_path)!r})
+with hour._stoppable():
+    one = hour.Hour([command("hangs")], out, out, [], open(out / "log", "a"), is_dry=True)
+    sys.exit(one.run(time.monotonic() + 1000))
+"""
+    environment = {**os.environ, "BEGUN": str(tmp_path / "begun")}
+    pipe = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipe)
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[0]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "hangs" in said and "stopped by SIGTERM" in said
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(hour.run)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return "--out", tmp_path / "out", "--work", tmp_path / "work"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["--steps", "checks,lunch"], "`--steps` is 'lunch', which does not exist"),
+        (["--models", "70B"], "`--models` is '70B', which does not exist"),
+        (["--taus", "5"], "`--taus` is '5', which does not exist"),
+        (["--arms", "bush"], "`--arms` is 'bush', which does not exist"),
+        (["--rivals", "eagle"], "`--rivals` is 'eagle', which does not exist"),
+        (["--steps", "memory"], "`--steps memory` has nothing to measure in a dry walk"),
+    ],
+)
+def test_bad_flags_are_one_clear_error_and_leave_nothing_behind(folders, arguments, cause):
+    error = run(*folders, "--dry", *arguments).exception
+    assert isinstance(error, SpecRolloutError) and error.cause == cause
+    assert not folders[1].exists()
+
+
+def test_without_a_gpu_nothing_but_the_dry_walk_starts(folders, monkeypatch):
+    monkeypatch.setattr(machine, "describe", lambda: {"gpu": None})
+    error = run(*folders).exception
+    assert isinstance(error, SpecRolloutError) and error.cause.startswith("no NVIDIA GPU can be seen")
+
+
+def test_two_starts_do_not_work_in_one_folder_at_once(folders):
+    folders[3].mkdir()
+    with hour._alone(folders[3]):
+        error = run(*folders, "--dry", "--steps", "checks").exception
+    assert isinstance(error, SpecRolloutError) and "another start works in" in error.cause
+
+
+def test_what_cannot_be_read_is_measured_again(tmp_path):
+    (tmp_path / hour.FILE).write_text("{")
+    log = io.StringIO()
+    hour.Hour([], tmp_path, tmp_path, [], log, is_dry=True)
+    assert "could not be read" in log.getvalue()
+
+
+def test_the_parent_needs_neither_torch_nor_vllm():
+    code = "import sys, bench.gpu.hour; print({'torch', 'vllm', 'triton'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_every_step_is_made_of_benchmarks_and_no_two_commands_are_alike(is_dry):
+    steps = commands.FIRST_HOUR if is_dry else tuple(commands.STEPS)
+    made = commands.commands(Options(steps=steps, is_dry=is_dry, rivals=("ngram",)))
+    assert list(dict.fromkeys(one.step for one in made)) == list(steps)
+    assert len({one.arguments for one in made}) == len({one.title for one in made}) == len(made)
+    assert {one.arguments[1] for one in made if one.arguments[0] == "bench"} <= set(BENCHES)
+    assert all(one.expected_s < one.limit_s for one in made)
+
+
+def test_arms_that_are_not_asked_for_start_no_engines():
+    for arm, other in (("tree", "chain"), ("chain", "tree")):
+        made = commands.commands(Options(arms=(arm,)))
+        assert {one.step for one in made} == set(commands.FIRST_HOUR)
+        assert not [one for one in made if other in ",".join(one.arguments).split(",")]
