@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_specrollout.history.keeping import PER_MIB
+from vllm_specrollout.history.store import PER_MIB
 
 from .posts import Posted
 from .problems import Held
