@@ -79,10 +79,10 @@ class HistoryConfig:
     (RhymeRL, 5.3); an answer with no reward above 0 counts 1/256. `reward_weight` has no meaning then."""
     max_mib: int = 1024
     """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped. Answers have
-    the same limit: in memory so much of them, and everywhere 768 for each MiB; beyond it the oldest are dropped."""
+    the same limit: in memory so much of them, and of this engine 768 for each MiB; beyond it the oldest are dropped."""
     max_disk_mib: int = 16384
     """Disk for the files of `dir` that this engine writes or finds without an engine, in MiB; beyond it, the oldest
-    answers are dropped. While a file is written anew, the copy counts too."""
+    answers are dropped. Half of it is for this engine's own file."""
     foreign: str = "skip"
     """What becomes of files in `dir` of another model's vocabulary: `skip` leaves them out with a warning, `refuse` is
     an error at the start."""

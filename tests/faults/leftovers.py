@@ -8,7 +8,7 @@ from typing import Any
 
 KEPT = re.compile(
     r"^runner\.(host\.|drafting\.|spec_rollout\.)*(planned|_planned|step)\b|^scheduler\._report\b"
-    r"|_store\._(requests|memory|folder|kept)|cache\._(entries|problem_of)"
+    r"|_store\._(requests|waiting|due|folder)|cache\._(entries|problem_of)"
     r"|listeners\[\d\]\._(ended|timeline)\b"
 )
 """What remembers requests on purpose: the last step until the next one, a history its answers, and what traces and

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
+import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
@@ -13,7 +12,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-_PWRITE = os.pwrite
+from vllm_specrollout.history.database import Database
+
+_WRITE = Database.write
 
 
 class Background(Executor):
@@ -48,11 +49,13 @@ class Disk:
     def turn(self) -> None:
         """Full from now on, or no longer."""
         self.is_full = not self.is_full
-        self._patch.setattr(os, "pwrite", self._refuse if self.is_full else _PWRITE)
+        self._patch.setattr(Database, "write", self._refuse if self.is_full else _WRITE)
 
     @staticmethod
-    def _refuse(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def _refuse(database: Database, *args: Any) -> list[int]:
+        if database.path is None:
+            return _WRITE(database, *args)
+        raise sqlite3.OperationalError("database or disk is full")
 
 
 class Clock:

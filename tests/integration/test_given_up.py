@@ -64,7 +64,7 @@ def test_a_history_that_fails_now_and_then_goes_on_keeping_what_it_is_told(specu
 def test_a_history_that_is_given_up_is_closed_and_says_so(speculator, tmp_path: Path) -> None:
     worker, drafter = worker_of(speculator), speculator.drafters[0]
     speculator.finish(ending("a"))
-    path = drafter.store._kept.folder.path
+    path = drafter.store._folder.own.path
     speculator.drop(drafter, OSError("stale file handle"))
     speculator.close()
     for told in (
@@ -76,7 +76,7 @@ def test_a_history_that_is_given_up_is_closed_and_says_so(speculator, tmp_path: 
     assert worker.spec_rollout_health()["drafters"]["history"]["state"] == "given up"
     # another engine may have its file now, with all that was written
     heir = HistoryDrafter(HistoryConfig(dir=str(tmp_path)))
-    assert heir.store._kept.folder.path == path and heir.store.stats().answers == 1
+    assert heir.store._folder.own.path == path and heir.store.stats().answers == 1
     heir.close()
 
 

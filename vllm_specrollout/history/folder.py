@@ -1,52 +1,100 @@
-"""The directory of a store: the file this process writes, and those that others write. No epochs' logic.
+"""The directory of a store: the file that this engine writes, and those of others, which it reads. No epochs' logic.
 
-Only the table is shared with the store's callers, so only its changes take the lock. `write`, `refresh` and `rewrite`
-wait for the disk and are for one thread at a time; they take the lock themselves. The rest is called with it.
+Each engine claims the first file of the directory that nobody writes: it holds a lock (`flock`) on a file beside it.
+Not on the file itself: who closes any descriptor of a database drops the locks that SQLite has on it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import logging
 import os
-import threading
-from array import array
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
-import numpy as np
-
-from vllm_specrollout.history import log
-from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.claiming import claim, is_ours_by_name, unlink_if_unused
-from vllm_specrollout.history.epochs import MAX_EPOCH
-from vllm_specrollout.history.frames import Frame, HistoryError
-from vllm_specrollout.history.records import (
-    REWARD_BYTES,
-    AnswerHead,
-    EpochRecord,
-    Record,
-    RecordHead,
-    RewardRecord,
-    with_reward,
+from vllm_specrollout.history import old_format
+from vllm_specrollout.history.database import (
+    ERRORS,
+    SUFFIX,
+    Counts,
+    Database,
+    ForeignError,
+    HistoryError,
+    OtherFileError,
+    files,
+    remove,
+    size_of,
 )
-from vllm_specrollout.history.source import NO_ROW, Source
-from vllm_specrollout.history.table import Place, Table, key_of
-from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.private import FILE_MODE, make_folder
 
 logger = logging.getLogger(__name__)
 
-OWN = 1
-"""Number of the own file; others count on from there."""
-# rewriting below it saves nothing worth the work
-_LEAST_REWRITTEN = 1 << 20
+# of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
+# that its file server no longer knows
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ESTALE)
+
+
+class LockedError(HistoryError):
+    """Another process writes the file."""
+
+
+class Lock:
+    """Who writes a file, for as long as this is held. A killed process holds none.
+
+    Raises:
+        LockedError: another one does.
+        HistoryError: the file system has no locks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + ".lock")
+        while True:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # whoever had it before may have removed it between the two calls
+                if os.path.samestat(os.fstat(self._fd), os.stat(self._path)):
+                    return
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                os.close(self._fd)
+                raise _refused(path, error) from None
+            os.close(self._fd)
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def _refused(path: Path, error: OSError) -> HistoryError:
+    if isinstance(error, BlockingIOError):
+        cause = f"`{path}` is being written by another process"
+        return LockedError(cause, "end the engine that uses this `history.dir` first")
+    cause = f"`{path}` cannot be locked: {error.strerror}. Its file system has no file locks, which a history needs"
+    return HistoryError(cause, "name a folder on a local disk in `history.dir`")
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process writes the file now."""
+    with contextlib.suppress(FileNotFoundError), path.with_name(path.name + ".lock").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 class Folder:
     """Opens the directory, claims a file in it and reads all others, but for those that it cannot use.
 
+    `refresh`, `remove_stale`, `replace_own` and `close` wait for the disk, and are for one thread at a time.
+
     Args:
+        path: None: the one file is in memory.
         expects_own: a file in another vocabulary is an error, now; one that comes later is left out.
 
     Raises:
@@ -54,101 +102,128 @@ class Folder:
         ForeignError: it holds a file in another vocabulary now, and none was expected.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        table: Table,
-        lock: threading.RLock,
-        vocabulary: Vocabulary = ANY_VOCABULARY,
-        expects_own: bool = False,
-    ) -> None:
-        self._path = path
-        self._vocabulary = vocabulary
-        self._table = table
-        self._lock = lock
-        self._sources: dict[int, Source] = {OWN: Source(None)}
-        self._expects_own = expects_own
+    def __init__(self, path: Path | None, vocabulary: Vocabulary = ANY_VOCABULARY, expects_own: bool = False) -> None:
+        self._path, self._vocabulary, self._expects_own = path, vocabulary, expects_own
+        # what is read, the own file too: who looks up answers there does not wait for who writes it
+        self._readers: dict[Path, Database] = {}
         # what cannot be used, and why; and what of it was named already
         self._unusable: dict[Path, str] = {}
         self._warned: set[Path] = set()
         self.foreign: set[Path] = set()
         """Files that are left out, since their token ids mean something else."""
         self.latest_epoch = 0
-        """Of all that was read."""
-        own = self._sources[OWN]
-        self.writer = claim(path, lambda frame, head: self._take(OWN, own, frame, head), vocabulary, self._pass_over)
-        own.reader = self.writer.reader
+        self._lock: Lock | None = None
+        if path is None:
+            self.own = Database(None, writes=True)
+            return
+        try:
+            make_folder(path)
+        except OSError as error:
+            raise self._unkept(error) from None
+        self.refresh()
+        self.own = self._claim(path)
         self.refresh()
         # from here on nobody would hear of an error, and upkeep would end with it
         self._expects_own = False
 
+    def _unkept(self, error: OSError) -> HistoryError:
+        way = "name another folder in `history.dir`, or see to its permissions"
+        return HistoryError(f"the history in `{self._path}` cannot be kept: {error.strerror or error}", way)
+
+    def _claim(self, folder: Path) -> Database:
+        for number in range(1 << 16):
+            path = folder / f"answers-{number:04d}{SUFFIX}"
+            if path in self._unusable:
+                continue
+            try:
+                lock = Lock(path)
+            except LockedError:
+                continue
+            except OSError as error:
+                if error.errno in _NOT_OURS and os.path.lexists(path):
+                    continue
+                raise self._unkept(error) from None
+            is_new = not os.path.lexists(path) or not path.lstat().st_size
+            try:
+                own = Database(path, True, self._vocabulary)
+                self._lock = lock
+                return own
+            except (HistoryError, OSError) as error:
+                lock.release()
+                if is_new:
+                    # so no other one can be made either
+                    raise (self._unkept(error) if isinstance(error, OSError) else error) from None
+                if not isinstance(error, OSError):
+                    self._pass_over(path, error)
+        raise HistoryError(f"all {1 << 16} history files in `{folder}` are others'", "name another `history.dir`")
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
     @property
-    def path(self) -> Path:
-        """Of the own file."""
-        return self.writer.path
-
-    def readers(self) -> list[log.Reader]:
-        return [source.reader for source in list(self._sources.values()) if source.reader is not None]
-
-    def num_bytes(self) -> int:
-        """Of all files, as far as they were read."""
-        others = [reader.seen_bytes for reader in self.readers() if reader is not self.writer.reader]
-        return self.writer.size + sum(others)
-
-    def reader(self, file: int) -> log.Reader:
-        """Who reads the file now; it goes on reading it even if another one is put in its place."""
-        reader = self._sources[file].reader
-        assert reader is not None, "a file whose answers are known was opened"
-        return reader
-
-    def write(self, record: Record | bytes) -> Frame:
-        """Hand a record, or its bytes, to the operating system. What it means for the table is told by `wrote_*`.
-
-        Raises:
-            OSError: the disk is full or gone.
-            ValueError: the record is larger than one may be.
-        """
-        return self.writer.append(record)
-
-    def wrote_answer(self, frame: Frame, row: int, num_tokens: int) -> None:
-        """The answer of this row is in the own file now; NO_ROW: it was dropped meanwhile."""
-        own = self._sources[OWN]
-        own.num_tokens += num_tokens
-        if row != NO_ROW:
-            self._table.move(row, OWN, frame.offset, frame.sequence)
-            own.set_row(frame.sequence, row)
-
-    def wrote_reward(self) -> None:
-        """The own file has a reward more."""
-        self._sources[OWN].reward_bytes += REWARD_BYTES
+    def sources(self) -> list[Database]:
+        """Others' files first, by name."""
+        if self._path is None:
+            return [self.own]
+        own = self.own.path
+        found = sorted(list(self._readers.items()), key=lambda item: (item[0] == own, item[0]))
+        return [one for _, one in found if one.failure is None]
 
     def refresh(self) -> None:
-        """Read what others have written since. Files that cannot be used are left out, with one warning for all.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
-        known = {source.reader.path: number for number, source in self._sources.items() if source.reader is not None}
-        paths = [path for path in log.files(self._path) if path != self.path]
+        """Look for files that are new, and for those that are gone. Those that cannot be used are left out, with one
+        warning for all."""
+        if self._path is None:
+            return
+        paths = files(self._path)
         # what is gone need not be remembered
-        self._unusable = {path: why for path, why in self._unusable.items() if path in set(paths)}
-        for path, number in known.items():
-            reader = self._sources[number].reader
-            if number != OWN and (path not in paths or reader is None or not reader.is_current):
-                self._forget(number)
+        self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
+        self.foreign &= set(paths)
+        for path, reader in list(self._readers.items()):
+            if reader.failure is not None:
+                self._pass_over(path, reader.failure)
+            if path not in paths or not reader.is_current:
+                del self._readers[path]
+        converted = list[Path]()
         for path in paths:
-            number = known.get(path, 0)
-            if number not in self._sources:
-                number = max(self._sources) + 1
             try:
-                self._read_on(number, path)
-                self._unusable.pop(path, None)
-            except (HistoryError, OSError) as error:
+                if path not in self._readers:
+                    self._readers[path] = self._opened(path, converted)
+                    self._unusable.pop(path, None)
+                    self.foreign.discard(path)
+                self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
+            except FileNotFoundError:
+                pass  # another engine makes it now, or has removed it
+            except (HistoryError, *ERRORS) as error:
+                self._readers.pop(path, None)
                 self._pass_over(path, error)
+        if converted:
+            names = ", ".join(path.name for path in converted)
+            logger.info("histories of an earlier version were read and written anew, as databases: %s", names)
         self._name_unusable()
 
+    def _opened(self, path: Path, converted: list[Path]) -> Database:
+        try:
+            found = Database(path)
+        except OtherFileError:
+            if path.is_symlink() or not old_format.is_old(path):
+                raise
+            lock = Lock(path)
+            try:
+                old_format.convert(path)
+            finally:
+                lock.release()
+            converted.append(path)
+            found = Database(path)
+        if not self._vocabulary.fits(found.vocabulary):
+            self.foreign.add(path)
+            raise ForeignError(
+                f"`{path}` was written for `{found.vocabulary.model}`, which has another vocabulary than"
+                f" `{self._vocabulary.model}`",
+                "give each model its own `history.dir`; nothing else is lost",
+            )
+        return found
+
     def _pass_over(self, path: Path, error: Exception) -> None:
-        if self._expects_own and isinstance(error, log.ForeignError):
+        if self._expects_own and isinstance(error, ForeignError):
             raise error
         self._unusable[path] = str(error)
 
@@ -160,139 +235,65 @@ class Folder:
             more = f" ({len(new) - 1} more: {', '.join(path.name for path in new[1:6])})" if new[1:] else ""
             logger.warning("answers of another engine are not used: %s%s", self._unusable[new[0]], more)
 
-    def _read_on(self, number: int, path: Path) -> None:
-        if number not in self._sources:
-            reader = log.Reader(path)
-            self._expect_own_vocabulary(reader)
-            self._sources[number] = Source(reader)
-        source = self._sources[number]
-        assert source.reader is not None, "only the own file has none, while it is opened"
-        for frame, head in source.reader.records():
-            with self._lock:
-                self._take(number, source, frame, head)
+    def counts_of_others(self, oldest: int) -> Counts:
+        found = [Counts(0, 0, 0)]
+        for source in self.sources:
+            with contextlib.suppress(*ERRORS):
+                found += [source.counts(oldest)] if source.path != self.own.path else []
+        return Counts(*map(sum, zip(*found, strict=True)))
 
-    def _expect_own_vocabulary(self, reader: log.Reader) -> None:
-        found = reader.vocabulary()
-        if self._vocabulary.fits(found):
-            self.foreign.discard(reader.path)
-            return
-        self.foreign.add(reader.path)
-        raise log.ForeignError(
-            f"`{reader.path}` was written for `{found.model}`, which has another vocabulary than"
-            f" `{self._vocabulary.model}`",
-            "give each model its own `history.dir`; nothing else is lost",
-        )
+    def num_bytes(self) -> int:
+        """Of all files that are read."""
+        found = 0
+        for source in self.sources:
+            with contextlib.suppress(*ERRORS):
+                found += size_of(source.path) if source.path is not None else 0
+        return found
 
-    def _take(self, number: int, source: Source, frame: Frame, head: Record | RecordHead) -> int:
-        """Note a record that is in a file; returns an answer's row, otherwise -1."""
-        row = NO_ROW
-        if isinstance(head, (Answer, AnswerHead, EpochRecord)) and not 0 <= head.epoch <= MAX_EPOCH:
-            # no writer of ours numbers epochs so, and no index could hold it
-            return row
-        if isinstance(head, (Answer, AnswerHead)):
-            place = Place(number, frame.offset, frame.sequence, head.epoch, head.reward, head.num_tokens)
-            row = self._table.add(key_of(head.problem_id), place)
-            source.set_row(frame.sequence, row)
-            source.num_tokens += head.num_tokens
-            self.latest_epoch = max(self.latest_epoch, head.epoch)
-        elif isinstance(head, RewardRecord):
-            source.reward_bytes += REWARD_BYTES
-            if (known := source.row(head.sequence)) != NO_ROW:
-                self._table.set_reward(known, head.reward)
-        elif isinstance(head, EpochRecord):
-            self.latest_epoch = max(self.latest_epoch, head.epoch)
-        return row
-
-    def _forget(self, number: int) -> None:
-        with self._lock:
-            known = self._table.of_file(number)
-        # only this thread drops answers of files
-        for rows in parts(known.rows.tolist()):
-            with self._lock:
-                self._table.drop(rows)
-        with self._lock:
-            del self._sources[number]
-
-    def dropped(self, places: list[Place]) -> None:
-        """These rows are gone, and may be others' soon. Called with the lock."""
-        for place in places:
-            if place.file in self._sources:
-                self._sources[place.file].set_row(place.sequence, NO_ROW)
-
-    def is_mostly_dead(self) -> bool:
-        """Whether more than half of the own file is of no use any more. Called with the lock."""
-        own = self._sources[OWN]
-        if self.writer.size < _LEAST_REWRITTEN:
-            return False
-        is_old = 2 * self._table.num_tokens(OWN) < own.num_tokens
-        return is_old or 2 * own.reward_bytes > self.writer.size
-
-    def oldest_beyond(self, most_bytes: int) -> list[int]:
-        """Tickets of the own file's answers for which there is no room in so many bytes."""
-        with self._lock:
-            found = self._table.of_file(OWN)
-        found = found.picked(np.argsort(found.offsets))
-        # an answer ends where the next one begins, at the latest
-        sizes = np.diff(found.offsets, append=self.writer.size)
-        newest_first = np.lexsort((-found.offsets, -found.epochs))
-        beyond = np.cumsum(sizes[newest_first]) > most_bytes
-        return found.picked(newest_first[beyond]).tickets()
+    # --- upkeep ------------------------------------------------------------------------------------------------------
 
     def remove_stale(self, oldest: int, most_bytes: int) -> None:
         """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
 
         Only files that this engine might have written: named like its own, of its vocabulary, and nobody's now.
         """
-        stale: list[tuple[float, int, int, log.Reader]] = []
-        for number, source in self._sources.items():
-            if number != OWN and source.reader is not None and is_ours_by_name(source.reader.path):
+        stale: list[tuple[float, Path, int]] = []
+        for path in self._readers:
+            if path != self.own.path and re.fullmatch(r"answers-[0-9]{4,5}\.history", path.name):
                 # one that its file server no longer knows is nobody's to remove
                 with contextlib.suppress(OSError):
-                    found = os.fstat(source.reader.descriptor.fd)
-                    stale.append((found.st_mtime, number, found.st_size, source.reader))
-        room = most_bytes - sum(size for _, _, size, _ in stale)
-        for _, number, size, reader in sorted(stale, key=lambda one: one[:2]):
-            with self._lock:
-                epochs = self._table.of_file(number).epochs
-            is_alive = bool(np.any(epochs >= oldest))
-            if (is_alive and room >= 0) or not unlink_if_unused(reader):
-                continue
-            room += size
-            self._forget(number)
+                    stale.append((path.stat().st_mtime, path, size_of(path)))
+        room = most_bytes - sum(size for _, _, size in stale)
+        for _, path, size in sorted(stale):
+            # its writer removes the lock: who has it is its writer
+            with contextlib.suppress(HistoryError, *ERRORS):
+                if room >= 0 and self._readers[path].counts(oldest).answers:
+                    continue
+                lock = Lock(path)
+                try:
+                    if self._readers[path].is_current:
+                        remove(path)
+                        del self._readers[path]
+                        room += size
+                finally:
+                    lock.release()
 
-    def rewrite(self, epoch: int) -> set[int]:
-        """Write the own file anew, with the answers that the table still has. Nothing may be appended meanwhile.
+    def replace_own(self, error: Exception) -> None:
+        """Go on in another file: the own one is damaged."""
+        if self._path is None or self.own.path is None:
+            return
+        self._pass_over(self.own.path, error)
+        self.close()
+        self.own = self._claim(self._path)
+        self.refresh()
 
-        Returns the rows of answers that turned out to be damaged; the table has them no longer.
-
-        Raises:
-            OSError: the disk is full or gone; all stays as it was.
-        """
-        # numbers rather than objects: a file may hold a million answers
-        with self._lock:
-            found = self._table.of_file(OWN)
-            reader = self.writer.reader
-        rows = found.rows[np.argsort(found.offsets)]
-        # of the answers that could be read: row; and, with the epoch before them, where they are now
-        written, offsets = array("i"), array("q")
-
-        def live() -> Iterator[Record | bytes]:
-            yield EpochRecord(epoch)
-            for row in map(int, rows):
-                place = self._table.place(row)
-                payload = reader.payload(place.offset)
-                if payload is not None:
-                    written.append(row)
-                    yield with_reward(payload, place.reward)
-
-        last = self.writer.rewrite(live(), lambda frame: offsets.append(frame.offset))
-        own = Source(self.writer.reader)
-        first = last.sequence + 1 - len(written)
-        own.rows = array("i", [NO_ROW]) * first + written
-        with self._lock:
-            # all at once: from here on, places are those in the new file
-            own.num_tokens = self._table.move_all(np.array(written, dtype=np.int64), OWN, offsets[1:], first)
-            self._sources[OWN] = own
-            lost = set(rows.tolist()) - set(written) if len(written) < len(rows) else set()
-            self._table.drop(lost)
-            return lost
+    def close(self) -> None:
+        """Let others write the own file."""
+        if self._lock is not None and self.own.path is not None:
+            # the last one that closes a file removes its log
+            self._readers.pop(self.own.path, None)
+            try:
+                self.own.close()
+            finally:
+                self._lock.release()
+                self._lock = None

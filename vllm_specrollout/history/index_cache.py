@@ -16,8 +16,8 @@ from typing import Generic
 
 from vllm_specrollout.drafter_config import HistoryConfig
 from vllm_specrollout.history.background import Background
+from vllm_specrollout.history.database import Located
 from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
-from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
@@ -240,10 +240,10 @@ class IndexCache(Generic[IndexType]):
             located = located[(len(located) + 1) // 2 :]
         if not is_short:
             # what ended meanwhile; what ends from here on is in the index of the next epoch
-            known = {place.place for place in located}
-            later = [place for place in self._store.find(problem_id) if place.place not in known]
+            known = set(located)
+            later = [found for found in self._store.find(problem_id) if found not in known]
             self._fill(key, entry, index, documents, later, epoch)
-        num_tokens = sum(found.place.num_tokens for found in located)
+        num_tokens = sum(found.num_tokens for found in located)
         with self._lock:
             if num_tokens >= _LEAST_GUESS:
                 self._bytes_per_token = max(self._bytes_per_token, 1.25 * index.nbytes / num_tokens)
@@ -263,7 +263,7 @@ class IndexCache(Generic[IndexType]):
         for found in located:
             with self._lock:
                 # tables double, so an answer may add as much as there is
-                step = max(index.nbytes, int(found.place.num_tokens * self._bytes_per_token))
+                step = max(index.nbytes, int(found.num_tokens * self._bytes_per_token))
                 if not self._hold(key, entry, index.nbytes + step):
                     return False
             answer = self._store.read(found, None if self._config.scope == "global" else key)

@@ -38,9 +38,9 @@ class StoreStats:
     waiting: int
     """Answers that are not in `history.dir` yet: they are written in the background, or could not be."""
     damaged: int
-    """Records that were written and could not be read."""
+    """Times that an answer or a file could not be read."""
     evicted: int
-    """Answers dropped because those in memory took more than `history.max_mib`."""
+    """Answers dropped because there was no room for them, in memory or on disk."""
     write_errors: int
     foreign_files: int
     """Files of the directory that are left out, since they are in another vocabulary."""

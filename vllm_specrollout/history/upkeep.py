@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
+import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_specrollout.history import log
+from vllm_specrollout.history import database as db
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.frames import HEADER, HistoryError, expect_history
-from vllm_specrollout.history.locking import is_locked, lock
-from vllm_specrollout.history.log import SUFFIX, Reader, Writer
-from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
+from vllm_specrollout.history.database import SUFFIX, Database, HistoryError, OtherFileError, Row
+from vllm_specrollout.history.folder import Lock, is_locked
+from vllm_specrollout.history.old_format import is_old
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.private import make_folder
+
+_AT_ONCE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,11 @@ class FileReport:
     """What one file holds."""
 
     path: str
-    # None: it has no header yet
-    version: int | None
-    # of its writer; empty: not known, as in files of version 1
+    # of its writer; empty: not known
     model: str
     # None: not known
     vocab_size: int | None
     is_being_written: bool
-    records: int
     answers: int
     rewards: int
     """Of answers that have one."""
@@ -42,12 +40,10 @@ class FileReport:
     last_epoch: int | None
     tokens: int
     file_bytes: int
-    missing: int
-    """Records that were written and cannot be read."""
     damaged: int
-    """Stretches without a good record, between good ones."""
-    torn_bytes: int
-    """Behind the last good record: one being written, or torn by a kill; its next writer cuts them."""
+    """Answers that cannot be read."""
+    integrity: str
+    """`ok`, or what of the database is damaged."""
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -65,7 +61,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise HistoryError(f"`{path}` does not exist", "name a history file, or the directory in `history.dir`")
-        inside = log.files(path) if path.is_dir() else [path]
+        inside = db.files(path) if path.is_dir() else [path]
         if not inside:
             raise HistoryError(
                 f"`{path}` has no history files (*{SUFFIX})",
@@ -77,63 +73,55 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 def inspect(path: Path) -> FileReport:
     """Read a whole file, whether it is being written or not. Tokens are decoded, so that nothing is taken on trust."""
-    reader = Reader(path)
-    num_records = num_tokens = num_undecodable = 0
-    problems: set[str] = set()
-    epochs: list[int] = []
-    rewarded: set[int] = set()
-    answers: set[int] = set()
-    for frame, head in reader.records():
-        num_records += 1
-        if isinstance(head, AnswerHead):
+    database = _opened(path)
+    answers, damaged, integrity = list[tuple[str, int, int, bool]](), 0, database.integrity()
+    try:
+        for row in database.rows():
             try:
-                decode_record(frame.payload)
+                answer = db.answer_of(row)
             except ValueError:
-                num_undecodable += 1
+                damaged += 1
                 continue
-            answers.add(frame.sequence)
-            problems.add(head.problem_id)
-            epochs.append(head.epoch)
-            num_tokens += head.num_tokens
-            if head.reward is not None:
-                rewarded.add(frame.sequence)
-        elif isinstance(head, RewardRecord):
-            rewarded.add(head.sequence)
-    scanner = reader.scanner()
-    vocabulary = reader.vocabulary()
-    size = reader.descriptor.size()
+            answers.append((answer.problem_id, answer.epoch, answer.num_tokens, answer.reward is not None))
+    except sqlite3.Error as error:
+        integrity = str(error)
+    vocabulary = database.vocabulary
     return FileReport(
         path=str(path),
-        version=reader.version,
         model=vocabulary.model,
         vocab_size=None if vocabulary == ANY_VOCABULARY else vocabulary.size,
         is_being_written=is_locked(path),
-        records=num_records,
         answers=len(answers),
-        rewards=len(rewarded & answers),
-        problems=len(problems),
-        first_epoch=min(epochs, default=None),
-        last_epoch=max(epochs, default=None),
-        tokens=num_tokens,
-        file_bytes=size,
-        missing=0 if scanner is None else scanner.missing + reader.undecodable + num_undecodable,
-        damaged=0 if scanner is None else scanner.damaged,
-        torn_bytes=size if scanner is None else max(0, size - max(scanner.position, HEADER.size)),
+        rewards=sum(has_reward for *_, has_reward in answers),
+        problems=len({problem for problem, *_ in answers}),
+        first_epoch=min((epoch for _, epoch, *_ in answers), default=None),
+        last_epoch=max((epoch for _, epoch, *_ in answers), default=None),
+        tokens=sum(count for _, _, count, _ in answers),
+        file_bytes=db.size_of(path),
+        damaged=damaged,
+        integrity=integrity,
     )
+
+
+def _opened(path: Path) -> Database:
+    try:
+        return Database(path)
+    except FileNotFoundError:
+        raise HistoryError(f"`{path}` has no history in it yet", "ask again, or remove it") from None
+    except OtherFileError:
+        if not is_old(path):
+            raise
+        cause = f"`{path}` was written by an earlier vllm-specrollout (format version 1 or 2)"
+        raise HistoryError(cause, "start an engine with this `history.dir` once: it writes the file anew") from None
 
 
 def answers_of(path: Path) -> Iterator[Answer]:
     """All answers of a file that can be read, with their last rewards, in the order they were written."""
-    rewards = {head.sequence: head.reward for _, head in Reader(path).records() if isinstance(head, RewardRecord)}
-    for frame, head in Reader(path).records():
-        if not isinstance(head, AnswerHead):
-            continue
+    for row in _opened(path).rows():
         try:
-            answer = decode_record(frame.payload)
+            yield db.answer_of(row)
         except ValueError:
             continue
-        assert isinstance(answer, Answer), "its head is an answer's"
-        yield dataclasses.replace(answer, reward=rewards.get(frame.sequence, answer.reward))
 
 
 def merge(sources: list[Path], into: Path) -> int:
@@ -147,46 +135,49 @@ def merge(sources: list[Path], into: Path) -> int:
         raise HistoryError(f"`{into}` exists already", "name a file that does not exist, or remove this one first")
     if into.suffix != SUFFIX:
         raise HistoryError(f"`{into}` does not end in `{SUFFIX}`, so no engine would read it", f"name it *{SUFFIX}")
-    vocabulary = _common_vocabulary(sources)
-    for source in sources:
-        # before anything is made: a source may turn out to be unreadable
-        for _ in Reader(source).records():
-            break
+    # before anything is made: a source may turn out to be unreadable
+    opened = [_opened(source) for source in sources]
+    vocabulary = _common_vocabulary(opened)
     make_folder(into.parent)
     unfinished = into.with_name(into.name + ".merging")
-    unfinished.unlink(missing_ok=True)
-    seen: set[tuple[str, str, int, int, bytes]] = set()
+    db.remove(unfinished)
+    seen = set[tuple[bytes, bytes, int, int, bytes]]()
     try:
-        writer = Writer(unfinished, vocabulary=vocabulary)
-        for source in sources:
-            for answer in answers_of(source):
-                tokens = answer.token_ids.tobytes()[-64:]
-                key = (answer.problem_id, answer.request_id, answer.epoch, answer.num_tokens, tokens)
-                if key not in seen:
-                    writer.append(answer)
-                seen.add(key)
-        writer.sync()
-        writer.close()
+        with closing(Database(unfinished, True, vocabulary)) as target:
+            new = (row for one in opened for row in one.rows() if _is_new(row, seen))
+            while few := list(itertools.islice(new, _AT_ONCE)):
+                target.write(few, (), None)
+            target.write((), (), max(one.latest_epoch() for one in opened))
         os.rename(unfinished, into)
-        log.sync_folder(into.parent)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        db.remove(unfinished)
         raise
     return len(seen)
 
 
-def _common_vocabulary(sources: list[Path]) -> Vocabulary:
+def _is_new(row: Row, seen: set[tuple[bytes, bytes, int, int, bytes]]) -> bool:
+    try:
+        db.answer_of(row)
+    except ValueError:
+        return False
+    key = (row.problem, row.request, row.epoch, row.num_tokens, row.tokens[-64:])
+    is_new = key not in seen
+    seen.add(key)
+    return is_new
+
+
+def _common_vocabulary(sources: list[Database]) -> Vocabulary:
     """That of all files; not known if one of them does not say."""
-    found = {source: Reader(source).vocabulary() for source in sources}
-    first = next(iter(found), None)
-    for source, vocabulary in found.items():
-        if first is not None and not vocabulary.fits(found[first]):
+    first = sources[0]
+    for source in sources:
+        if not source.vocabulary.fits(first.vocabulary):
             raise HistoryError(
-                f"`{source}` is in the vocabulary of `{vocabulary.model}`,"
-                f" and `{first}` in that of `{found[first].model}`",
+                f"`{source.path}` is in the vocabulary of `{source.vocabulary.model}`,"
+                f" and `{first.path}` in that of `{first.vocabulary.model}`",
                 "merge the files of each model apart",
             )
-    return ANY_VOCABULARY if first is None or ANY_VOCABULARY in found.values() else found[first]
+    known = [source.vocabulary for source in sources]
+    return ANY_VOCABULARY if ANY_VOCABULARY in known else first.vocabulary
 
 
 def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:
@@ -195,20 +186,20 @@ def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:
     Raises:
         LockedError: one of the files is being written; then none is changed.
     """
-    with ExitStack() as open_writers:
-        writers: dict[Path, Writer] = {}
+    with ExitStack() as held:
         for path in paths:
-            writers[path] = Writer(path)
-            open_writers.callback(writers[path].close, sync=False)
-        found = {path: [answer.epoch for answer in answers_of(path)] for path in paths}
-        latest = max(itertools.chain.from_iterable(found.values()), default=0)
+            held.callback(Lock(path).release)
+        opened = [(path, held.enter_context(closing(_opened(path)))) for path in paths]
+        newest = [places[-1].epoch for _, one in opened if (places := one.places(None, 0, 1))]
+        oldest = max(newest, default=0) - epochs + 1
         changed = {}
-        for path, writer in writers.items():
-            num_kept = sum(epoch > latest - epochs for epoch in found[path])
-            changed[path] = (len(found[path]), num_kept)
-            if num_kept < len(found[path]):
-                live = (answer for answer in answers_of(path) if answer.epoch > latest - epochs)
-                writer.rewrite(itertools.chain([EpochRecord(latest)], live))
+        for path, one in opened:
+            before, after = one.counts(0).answers, one.counts(oldest).answers
+            changed[path] = before, after
+            if after < before:
+                with closing(Database(path, writes=True)) as written:
+                    written.drop_before(oldest)
+                    written.compact()
         return changed
 
 
@@ -219,10 +210,19 @@ def clear(paths: list[Path]) -> int:
         LockedError: one of the files is being written; then none is removed.
         HistoryError: one of them is no history file, whatever it is called; likewise.
     """
-    held = [lock(path) for path in paths]
-    for descriptor, path in zip(held, paths, strict=True):
-        expect_history(descriptor, path)
-    freed = sum(descriptor.size() for descriptor in held)
-    for path in paths:
-        path.unlink()
+    with ExitStack() as held:
+        for path in paths:
+            held.callback(Lock(path).release)
+            try:
+                Database(path).close()
+            except FileNotFoundError:
+                pass
+            except OtherFileError as error:
+                if not is_old(path):
+                    raise HistoryError(error.cause + ", so it stays", "remove it by hand, if at all") from None
+            except HistoryError:
+                pass  # damaged, or of a later version
+        freed = sum(db.size_of(path) for path in paths)
+        for path in paths:
+            db.remove(path)
     return freed

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.history import folder
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.store import HistoryStore
@@ -32,14 +31,13 @@ def is_right(answer: Answer) -> bool:
 
 def run(path: str, engine: int, rounds: int) -> dict[str, object]:
     chance, number, wrong, seen = random.Random(engine), 0, list[str](), 0
-    folder._LEAST_REWRITTEN = 1 << 12
     config = HistoryConfig(dir=path, epochs=1)
     for round_ in range(rounds):
         background = Background("disk").submit if round_ % 2 else (lambda task: task())
         store = HistoryStore(config, background)
         if not round_:
             # all are open at once
-            print(store._kept.folder.path.name, flush=True)
+            print(store._folder.own.path.name, flush=True)
             sys.stdin.readline()
         for _ in range(chance.randrange(40)):
             number += 1

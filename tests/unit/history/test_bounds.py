@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.history.poisoned import filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.history import epochs, folder, keeping, log
+from vllm_specrollout.history import epochs, store
 from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.database import Database, files
 from vllm_specrollout.history.epochs import EpochGuess
-from vllm_specrollout.history.log import Reader
-from vllm_specrollout.history.records import EpochRecord
 from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
@@ -35,48 +35,57 @@ def _ask(store: HistoryStore, number: int, tokens: int = 30) -> None:
 def test_problems_that_never_come_back_are_forgotten_the_oldest_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(keeping, "PER_MIB", 64)
+    monkeypatch.setattr(store, "PER_MIB", 64)
     monkeypatch.setattr(epochs, "MOST_PROBLEMS", 50)
-    store = HistoryStore(HistoryConfig(dir="" if where == "in memory" else str(tmp_path), max_mib=1))
-    for number in range(1000):
-        _ask(store, number)
-        assert len(store._guess._seen) + len(store._guess._before) <= 50 and not store._guess._running
-        assert len(store._requests) <= 65
-        assert store.stats().answers <= 65 and store.stats().problems <= 65
-    stats = store.stats()
-    assert stats.evicted == 1000 - stats.answers and not stats.write_errors
-    kept = [number for number in range(1000) if answers_in(store, f"one-off-{number}")]
-    assert kept == list(range(1000 - stats.answers, 1000)) and len(kept) >= 60
-    # names lead to their own answers, although rows are used again
-    assert store.report_reward("r3", 1.0) is Outcome.UNKNOWN
-    assert store.report_reward("r999", 1.0) is Outcome.RECORDED
-    assert answers_in(store, "one-off-999")[0].reward == 1.0 and answers_in(store, "one-off-998")[0].reward is None
+    kept = HistoryStore(HistoryConfig(dir="" if where == "in memory" else str(tmp_path), max_mib=1))
+    for number in range(500):
+        _ask(kept, number)
+        assert len(kept._guess._seen) + len(kept._guess._before) <= 50 and not kept._guess._running
+        assert len(kept._requests) <= 65 and not kept._waiting and not kept._due
+        assert kept.stats().answers <= 65 and kept.stats().problems <= 65
+    stats = kept.stats()
+    assert stats.evicted == 500 - stats.answers and not stats.write_errors
+    found = [number for number in range(500) if answers_in(kept, f"one-off-{number}")]
+    assert found == list(range(500 - stats.answers, 500)) and len(found) >= 60
+    assert kept.report_reward("r3", 1.0) is Outcome.UNKNOWN
+    assert kept.report_reward("r499", 1.0) is Outcome.RECORDED
+    assert answers_in(kept, "one-off-499")[0].reward == 1.0 and answers_in(kept, "one-off-498")[0].reward is None
 
 
 def test_files_stay_under_their_limit_without_any_epoch_and_keep_the_latest_answers(tmp_path: Path) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path), max_disk_mib=1))
-    peak = 0
-    for number in range(1500):
-        _ask(store, number, tokens=1000)
+    kept, peak = HistoryStore(HistoryConfig(dir=str(tmp_path), max_disk_mib=1)), 0
+    for number in range(1000):
+        _ask(kept, number, tokens=1000)
         peak = max(peak, sum(path.stat().st_size for path in tmp_path.iterdir()))
-    stats = store.stats()
+    stats = kept.stats()
     assert 1 << 18 < stats.file_bytes < peak <= 1 << 20 and stats.evicted > 500 and not stats.memory_bytes
-    assert stats.evicted + stats.answers == 1500 and answers_in(store, "one-off-1499")
-    store.close()
+    assert stats.evicted + stats.answers == 1000 and answers_in(kept, "one-off-999")
+    kept.close()
     assert HistoryStore(HistoryConfig(dir=str(tmp_path))).stats().answers == stats.answers
 
 
-def test_the_copy_of_a_file_written_anew_counts_towards_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path), max_disk_mib=1))
-    sizes, rename = [], os.rename
-    monkeypatch.setattr(
-        os, "rename", lambda *args: (sizes.append(sum(p.stat().st_size for p in tmp_path.iterdir())), rename(*args))
-    )
-    for number in range(1500):
-        _ask(store, number, tokens=1000)
-    assert len(sizes) > 1 and max(sizes) <= 1 << 20
+def test_a_file_gives_back_what_a_lower_limit_or_a_later_epoch_leaves_unused(tmp_path: Path) -> None:
+    kept = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=0))
+    for number in range(1000):
+        _ask(kept, number, tokens=1000)
+    kept.close()
+    (path,) = tmp_path.iterdir()
+    size = path.stat().st_size
+    low = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=0, max_disk_mib=2))
+    assert low.stats().answers < 600 and low.stats().evicted == 1000 - low.stats().answers
+    low.begin_epoch()
+    low.close()
+    assert path.stat().st_size < size / 20
+
+
+def test_a_token_takes_about_two_bytes_at_rest(tmp_path: Path) -> None:
+    kept, rng = HistoryStore(HistoryConfig(dir=str(tmp_path))), np.random.default_rng(0)
+    for number in range(400):
+        # some are common, as in any text
+        ids = np.minimum(rng.zipf(1.3, 1000) - 1, 150_000).astype(np.int32)
+        kept.append(Answer(f"{number // 8:024d}", f"cmpl-{number:032d}", 0, 0, FinishReason.FINISHED, ids, ids[:64]))
+    kept.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) / 400_000 <= 2.2
 
 
 def test_a_problem_that_runs_is_not_forgotten() -> None:
@@ -90,105 +99,55 @@ def test_a_problem_that_runs_is_not_forgotten() -> None:
     assert guess.arrived("long", "b")
 
 
-def test_an_answer_longer_than_a_record_may_be_is_counted_and_hurts_nobody(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", [{"count": 101}, {"weights_version": 1 << 63}], ids=["tokens", "version"])
+def test_an_answer_that_no_row_can_hold_is_counted_and_hurts_nobody(
+    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
 ) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
+    kept = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     monkeypatch.setattr("vllm_specrollout.history.tokens.MAX_TOKENS", 100)
-    store.append(make_answer("long", count=101))
-    store.append(make_answer("short"))
-    assert [answer.request_id for answer in answers_in(store, "p")] == ["short"]
-    assert store.stats().write_errors == 1 and store.report_reward("long", 1.0) is Outcome.UNKNOWN
+    kept.append(make_answer("long", **change))
+    kept.append(make_answer("short"))
+    assert [answer.request_id for answer in answers_in(kept, "p")] == ["short"]
+    assert kept.stats().write_errors == 1 and kept.report_reward("long", 1.0) is Outcome.UNKNOWN
 
 
-def test_a_reward_that_is_reported_again_is_not_written_again(tmp_path: Path, make_answer: MakeAnswer) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    store.append(make_answer("a"))
-    store.report_reward("a", 1.0)
-    size = store.stats().file_bytes
-    assert [store.report_reward("a", 1.0) for _ in range(100)] == [Outcome.REPEATED] * 100
-    assert store.stats().file_bytes == size
-    store.report_reward("a", 2.0)
-    assert store.stats().file_bytes > size
-
-
-def test_rewards_count_as_dead_when_a_file_is_written_anew(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    store.append(make_answer("a"))
+def test_rewards_take_no_room_however_often_they_are_reported(tmp_path: Path, make_answer: MakeAnswer) -> None:
+    kept = HistoryStore(HistoryConfig(dir=str(tmp_path)))
+    kept.append(make_answer("a"))
     for number in range(1000):
-        store.report_reward("a", number)
-    before = store.stats().file_bytes
-    store.begin_epoch()
-    assert store.stats().file_bytes < before / 20 and answers_in(store, "p")[0].reward == 999.0
+        kept.report_reward("a", number)
+    assert kept.report_reward("a", 999) is Outcome.REPEATED and not kept._due
+    kept.close()
+    assert (tmp_path / "answers-0000.history").stat().st_size < 10_000
+    assert answers_in(HistoryStore(HistoryConfig(dir=str(tmp_path))), "p")[0].reward == 999.0
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), ValueError("a mistake"), OSError(28, "No space left")])
+@pytest.mark.parametrize("step", ["sync", "drop_before", "give_back", "counts"])
 def test_an_error_in_the_background_is_said_and_leaves_no_answer_behind(
     tmp_path: Path,
     make_answer: MakeAnswer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    step: str,
     error: Exception,
 ) -> None:
-    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
     config = HistoryConfig(dir=str(tmp_path), epochs=0)
-    store = HistoryStore(config)
-    store.append(make_answer("old"))
+    kept = HistoryStore(config)
+    kept.append(make_answer("old"))
 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(store._kept.folder, "rewrite", fail)
-    store.begin_epoch(1)
-    assert store.stats().write_errors == 1 and str(error) in caplog.text
-    for name in "abc":
-        store.append(make_answer(name, epoch=1))
-    assert store.stats().memory_bytes == 0
-    store.close()
-    assert [answer.request_id for answer in answers_in(HistoryStore(config), "p")] == ["a", "b", "c"]
-
-
-def test_answers_that_wait_for_a_disk_are_written_on_closing(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        store.append(make_answer("a"))
-    assert store.stats().memory_bytes
-    store.close()
-    assert [answer.request_id for answer in answers_in(HistoryStore(HistoryConfig(dir=str(tmp_path))), "p")] == ["a"]
-
-
-def test_an_epoch_that_begins_while_the_file_is_written_anew_is_written_too(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
-    tasks: list[Callable[[], None]] = []
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)), background=tasks.append)
-    store.append(make_answer("a"))
-    store.begin_epoch(5)
-    rewrite = store._kept.folder.rewrite
-
-    def meanwhile(epoch: int) -> object:
-        store.begin_epoch(7)
-        return rewrite(epoch)
-
-    monkeypatch.setattr(store._kept.folder, "rewrite", meanwhile)
-    # the answer is written, then the file anew
-    for task in tasks[:2]:
-        task()
-    path = store._kept.folder.path
-    assert EpochRecord(7) in [head for _, head in Reader(path).records()]
-    store.close()
-    assert HistoryStore(HistoryConfig(dir=str(tmp_path))).epoch == 7
+        patch.setattr(Database, step, fail)
+        kept.begin_epoch(1)
+        assert kept.stats().write_errors >= 1 and str(error) in caplog.text
+        for name in "abc":
+            kept.append(make_answer(name, epoch=1))
+        assert kept.stats().waiting == 0
+    kept.close()
+    assert [answer.request_id for answer in answers_in(HistoryStore(config), "p")] == ["a", "b", "c"]
 
 
 def test_files_that_former_engines_left_are_removed_once_nothing_in_them_may_draft(
@@ -200,24 +159,29 @@ def test_files_that_former_engines_left_are_removed_once_nothing_in_them_may_dra
         engine.append(make_answer(f"a{number}"))
     for engine in engines[:3]:
         engine.close()
-    named = tmp_path / "merged.history"
-    named.write_bytes((tmp_path / "answers-0001.history").read_bytes())
-    store = HistoryStore(config)
-    assert len(log.files(tmp_path)) == 5
-    store.begin_epoch(1)
-    assert len(log.files(tmp_path)) == 5
-    store.begin_epoch(2)
+    filled(tmp_path / "merged.history", make_answer("m"))
+    kept = HistoryStore(config)
+    assert len(files(tmp_path)) == 5
+    kept.begin_epoch(1)
+    assert len(files(tmp_path)) == 5
+    kept.begin_epoch(2)
     # its own, that of an engine that runs, and what a person named
-    assert [path.name for path in log.files(tmp_path)] == [
+    assert [path.name for path in files(tmp_path)] == [
         "answers-0000.history", "answers-0003.history", "merged.history"
     ]  # fmt: skip
-    assert store.stats().files == 3
+    assert kept.stats().files == 3 and not list(tmp_path.glob("answers-0001*"))
 
 
-def test_new_files_and_their_names_are_on_disk_before_they_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_former_engines_left_make_room_for_those_of_this_one_the_oldest_first(
+    tmp_path: Path, make_answer: MakeAnswer
 ) -> None:
-    synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    HistoryStore(HistoryConfig(dir=str(tmp_path / "kept")))
-    assert str(tmp_path / "kept") in synced and str(tmp_path / "kept" / "answers-0000.history") in synced
+    for number in range(1, 5):
+        answers = (make_answer(f"{number}-{one}", count=20_000) for one in range(10))
+        path = filled(tmp_path / f"answers-{number:04d}.history", *answers)
+        os.utime(path, (number, number))
+    kept = HistoryStore(HistoryConfig(dir=str(tmp_path), max_disk_mib=1))
+    kept.begin_epoch()
+    left = [path.name for path in files(tmp_path)]
+    assert left[0] == "answers-0000.history" and 1 < len(left) < 5 and left[-1] == "answers-0004.history"
+    # besides the 32 KiB that processes share of each file that is open
+    assert sum(path.stat().st_size for path in tmp_path.iterdir() if not path.name.endswith("-shm")) <= 1 << 20

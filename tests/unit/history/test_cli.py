@@ -6,28 +6,28 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.history.poisoned import change, filled
 from vllm_specrollout import cli
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history import upkeep
-from vllm_specrollout.history.frames import MAGIC, HistoryError
-from vllm_specrollout.history.locking import LockedError
-from vllm_specrollout.history.log import Writer
-from vllm_specrollout.history.records import EpochRecord, RewardRecord
+from vllm_specrollout.history.database import HistoryError
+from vllm_specrollout.history.folder import Lock, LockedError
 
 
 @pytest.fixture
 def folder(tmp_path, make_answer):
-    """Two files of one run: epochs 0 to 3, two problems, one reward that came later."""
+    """Two files of one run: epochs 0 to 3, two problems, one reward in each epoch."""
     where = tmp_path / "kept"
     where.mkdir()
     for number in range(2):
-        writer = Writer(where / f"answers-000{number}.history")
-        for epoch in range(4):
-            writer.append(EpochRecord(epoch))
-            for problem in "pq":
-                frame = writer.append(make_answer(f"{number}{epoch}{problem}", problem, epoch, 100))
-            writer.append(RewardRecord(frame.sequence, "?", float(epoch)))
-        writer.close()
+        answers = [
+            make_answer(
+                f"{number}{epoch}{problem}", problem, epoch, 100, reward=float(epoch) if problem == "q" else None
+            )
+            for epoch in range(4)
+            for problem in "pq"
+        ]
+        filled(where / f"answers-000{number}.history", *answers, epoch=3)
     return where
 
 
@@ -47,42 +47,38 @@ def test_inspect_counts_what_a_file_holds(folder):
     one, two = json.loads(done.output)["files"]
     assert one["path"].endswith("answers-0000.history")
     assert {name: one[name] for name in one if name not in ("path", "file_bytes", "bytes_per_token")} == {
-        "version": 2,
         "model": "",
         "vocab_size": None,
         "is_being_written": False,
-        "records": 16,
         "answers": 8,
         "rewards": 4,
         "problems": 2,
         "first_epoch": 0,
         "last_epoch": 3,
         "tokens": 800,
-        "missing": 0,
         "damaged": 0,
-        "torn_bytes": 0,
+        "integrity": "ok",
     }
     assert one["bytes_per_token"] == pytest.approx(one["file_bytes"] / 800)
     assert "answers           8" in run("inspect", folder).output
 
 
-def test_inspect_says_what_is_damaged_torn_or_being_written(folder, make_answer):
+def test_inspect_says_what_is_damaged_or_being_written(folder):
     path = folder / "answers-0000.history"
-    writer = Writer(path)
-    writer.append(make_answer("last"))
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data[:-3])
+    change(path, "UPDATE answers SET tokens=x'00' WHERE id=3")
+    lock = Lock(path)
     report = upkeep.inspect(path)
-    assert (report.missing, report.damaged, report.is_being_written) == (1, 1, True)
-    assert report.torn_bytes > 0 and report.answers < 9
+    assert (report.damaged, report.answers, report.is_being_written, report.integrity) == (1, 7, True, "ok")
+    lock.release()
+    data = path.read_bytes()
+    path.write_bytes(data[:-2048] + bytes(2048))
+    assert upkeep.inspect(path).integrity != "ok"
 
 
-def test_a_file_that_no_writer_got_to_has_no_version(tmp_path):
+def test_a_file_that_nothing_was_written_to_is_one_clear_error(tmp_path):
     (tmp_path / "new.history").touch()
-    report = upkeep.inspect(tmp_path / "new.history")
-    assert report.version is None and report.bytes_per_token is None
-    assert "version           -" in run("inspect", tmp_path).output
+    with pytest.raises(HistoryError, match="no history in it yet"):
+        run("inspect", tmp_path)
 
 
 def test_merge_writes_every_answer_once_with_its_reward(folder, tmp_path):
@@ -100,16 +96,18 @@ def test_a_merge_that_fails_leaves_no_file(folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_trim_keeps_the_last_epochs_of_all_files(folder):
+def test_trim_keeps_the_last_epochs_of_all_files_and_gives_the_room_back(folder):
+    size = (folder / "answers-0000.history").stat().st_size
     done = run("trim", folder, "--epochs", 2)
     assert done.output.count("8 answers, 4 kept") == 2
     for number in range(2):
         path = folder / f"answers-000{number}.history"
         assert ids(path) == [f"{number}{epoch}{problem}" for epoch in (2, 3) for problem in "pq"]
         assert [a.reward for a in upkeep.answers_of(path)] == [None, 2.0, None, 3.0]
-    before = [path.stat() for path in folder.iterdir()]
+        assert path.stat().st_size < size
+    before = [path.read_bytes() for path in sorted(folder.glob("*.history"))]
     run("trim", folder, "--epochs", 2)
-    assert [path.stat().st_ino for path in folder.iterdir()] == [stat.st_ino for stat in before]
+    assert [path.read_bytes() for path in sorted(folder.glob("*.history"))] == before
 
 
 def test_clear_asks_first(folder):
@@ -120,7 +118,7 @@ def test_clear_asks_first(folder):
 
 
 def test_clear_with_yes_does_not_ask_and_removes_what_is_damaged_too(folder):
-    (damaged := folder / "damaged.history").write_bytes(MAGIC + b"something else")
+    (damaged := filled(folder / "damaged.history")).write_bytes(damaged.read_bytes()[:1024] + bytes(4096))
     (folder / "empty.history").touch()
     assert run("clear", folder, "--yes").exit_code == 0
     assert not damaged.exists() and not list(folder.glob("*.history"))
@@ -135,8 +133,8 @@ def test_clear_removes_nothing_where_a_file_only_has_the_name_of_history(folder)
 
 
 def test_merge_makes_no_folder_where_a_source_cannot_be_read(folder, tmp_path):
-    (folder / "later.history").write_bytes(MAGIC + bytes(24))
-    with pytest.raises(HistoryError, match="damaged"):
+    change(filled(folder / "later.history"), "PRAGMA user_version=77")
+    with pytest.raises(HistoryError, match="format version 77"):
         run("merge", folder, "--into", tmp_path / "new" / "all.history")
     assert not (tmp_path / "new").exists()
 
@@ -144,10 +142,10 @@ def test_merge_makes_no_folder_where_a_source_cannot_be_read(folder, tmp_path):
 @pytest.mark.parametrize("command", [("trim", "--epochs", 1), ("clear", "--yes")], ids=["trim", "clear"])
 def test_nothing_is_trimmed_or_removed_while_one_file_is_written(folder, command):
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    writer = Writer(folder / "answers-0001.history")
+    lock = Lock(folder / "answers-0001.history")
     with pytest.raises(LockedError, match="answers-0001.history` is being written"):
         run(command[0], folder, *command[1:])
-    writer.close()
+    lock.release()
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 

@@ -2,56 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import logging
 import os
-import struct
+import random
+import sqlite3
+import stat
 import tempfile
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.unit.history.poisoned import OURS, THEIRS, poison
+from tests.unit.history.poisoned import OURS, THEIRS, change, filled, poison
 from tests.unit.history.stored import answers_in
+from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.history import folder, frames
+from vllm_specrollout.history import tokens, upkeep
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.log import ForeignError, Reader, Writer
-from vllm_specrollout.history.records import AnswerHead
+from vllm_specrollout.history.background import Background
+from vllm_specrollout.history.database import Database, ForeignError, HistoryError, row_of
+from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 
 MakeAnswer = Callable[..., Answer]
 
 
+def names(store: HistoryStore) -> list[str]:
+    return [answer.request_id for answer in answers_in(store, "p")]
+
+
 def test_a_poisoned_directory_is_served_from_and_named_once(
     tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert poison(tmp_path, make_answer("good")) == 43
+    assert poison(tmp_path, make_answer("good")) == 53
     before = {path: path.lstat() for path in tmp_path.iterdir()}
     with caplog.at_level(logging.WARNING):
         store = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1), vocabulary=OURS)
+        assert names(store) == ["good"]
         for epoch in range(1, 9):
             store.begin_epoch(epoch)
             store.append(make_answer(f"e{epoch}", epoch=epoch))
             store.stats()
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "42 more" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "52 more" in caplog.text
     # upkeep goes on beside them
-    assert [answer.request_id for answer in answers_in(store, "p")] == ["e7", "e8"]
+    assert names(store) == ["e7", "e8"] and store._folder.own.path.name == "answers-0008.history"
     assert store.stats().answers == 2 and store.stats().write_errors == 0
     store.close()
     # and nothing of others' is touched
-    assert all(path.lstat()[:7] == stat[:7] for path, stat in before.items())
+    assert all(path.lstat()[:7] == known[:7] for path, known in before.items())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
-def test_another_users_files_are_left_alone(make_answer: MakeAnswer) -> None:
+def test_another_users_files_are_read_where_they_may_be_and_left_alone(make_answer: MakeAnswer) -> None:
     # pytest's own folders are closed to others
     with tempfile.TemporaryDirectory() as name:
         where = Path(name)
         for number in range(3):
-            Writer(where / f"answers-{number:04d}.history").close()
+            filled(where / f"answers-{number:04d}.history", make_answer(f"{number}"))
         (where / "answers-0001.history").chmod(0o644)
         where.chmod(0o777)
         os.seteuid(65534)
@@ -59,176 +72,214 @@ def test_another_users_files_are_left_alone(make_answer: MakeAnswer) -> None:
             store = HistoryStore(HistoryConfig(dir=name))
             store.append(make_answer("a"))
             store.begin_epoch()
-            assert [answer.request_id for answer in answers_in(store, "p")] == ["a"]
-            # it could be read, and is not written
-            assert store.stats().files == 2
+            assert names(store) == ["1", "a"] and store.stats().files == 2
             store.close()
         finally:
             os.seteuid(0)
         assert (where / "answers-0003.history").stat().st_uid == 65534
+        with sqlite3.connect(where / "answers-0001.history") as known:
+            assert known.execute("SELECT request FROM answers").fetchall() == [(b"1",)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+def test_files_in_a_folder_that_may_only_be_read_are_read_and_the_engine_that_would_write_there_is_refused(
+    make_answer: MakeAnswer, tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        where = Path(name)
+        filled(where / "answers-0000.history", make_answer("a")).chmod(0o644)
+        where.chmod(0o755)
+        os.seteuid(65534)
+        try:
+            assert [answer.request_id for answer in upkeep.answers_of(where / "answers-0000.history")] == ["a"]
+            with pytest.raises(HistoryError, match="cannot be kept: Permission denied") as caught:
+                HistoryStore(HistoryConfig(dir=name))
+            assert "permissions" in caught.value.hint
+        finally:
+            os.seteuid(0)
+        assert [path.name for path in where.iterdir()] == ["answers-0000.history"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_folder_whose_file_system_has_no_locks_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(HistoryError, match="has no file locks, which a history needs") as caught:
+        HistoryStore(HistoryConfig(dir=str(tmp_path)))
+    assert "local disk" in caught.value.hint
+
+
+def test_a_folder_whose_file_system_has_no_shared_memory_is_one_clear_error_and_left_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # so SQLite answers where it can have no write-ahead log
+    plain = Database._one
+    refused = lambda self, query: "delete" if "journal_mode" in query else plain(self, query)  # noqa: E731
+    monkeypatch.setattr(Database, "_one", refused)
+    with pytest.raises(HistoryError, match="needs file locks and shared memory, which some file systems lack"):
+        HistoryStore(HistoryConfig(dir=str(tmp_path)))
+    assert len(list(tmp_path.iterdir())) <= 1
 
 
 @pytest.mark.parametrize("name", ["answers-0000.history", "other.history"])
 def test_a_file_of_another_vocabulary_is_an_error_at_the_start_where_that_is_asked_for(
     tmp_path: Path, name: str
 ) -> None:
-    Writer(tmp_path / name, vocabulary=THEIRS).close()
+    filled(tmp_path / name, vocabulary=THEIRS)
     with pytest.raises(ForeignError, match="vocabulary"):
         HistoryStore(HistoryConfig(dir=str(tmp_path), foreign="refuse"), vocabulary=OURS)
     HistoryStore(HistoryConfig(dir=str(tmp_path)), vocabulary=OURS).close()
 
 
-def test_files_that_claim_to_have_lost_millions_of_records_cost_no_memory(
-    tmp_path: Path, make_answer: MakeAnswer
+def test_what_comes_after_the_start_and_cannot_be_used_is_left_out_and_named_once(
+    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "jump.history"
-    writer = Writer(path)
-    writer.append(make_answer("a"))
-    seed, payload = writer.reader.scanner().seed, writer.reader.payload(frames.HEADER.size)
-    writer.close()
-    with path.open("ab") as file:
-        for jump in range(1, 5):
-            file.write(frames.new_frame(seed, jump << 26, payload))
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    assert [answer.request_id for answer in answers_in(store, "p")] == ["a"]
-    scanner = next(reader for reader in store._kept.folder.readers() if reader.path == path).scanner()
-    assert scanner.next_sequence < 1 << 17
-
-
-def test_a_file_full_of_markers_is_read_once(tmp_path: Path, make_answer: MakeAnswer, monkeypatch) -> None:
-    path = tmp_path / "markers.history"
-    writer = Writer(path)
-    writer.append(make_answer("a"))
-    writer.close()
-    with path.open("ab") as file:
-        file.write(frames.MARKER * 600_000)
-    read, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda *args: read.append(len(data := pread(*args))) or data)
-    HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    assert sum(read) < 4 * path.stat().st_size
-
-
-def test_a_foreign_file_that_comes_after_the_start_is_left_out_and_upkeep_goes_on(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
     store = HistoryStore(HistoryConfig(dir=str(tmp_path), foreign="refuse", epochs=1), vocabulary=OURS)
     for epoch in range(1, 6):
         store.begin_epoch(epoch)
         store.append(make_answer(f"e{epoch}", epoch=epoch))
         if epoch == 1:
-            Writer(tmp_path / "late.history", vocabulary=THEIRS).close()
+            filled(tmp_path / "late.history", vocabulary=THEIRS)
+            (tmp_path / "text.history").write_text("ls -l\n")
     stats = store.stats()
     assert (stats.answers, stats.write_errors, stats.foreign_files) == (2, 0, 1)
-    # what is old has left the file too
-    held = [head for _, head in Reader(store._kept.folder.path).records() if isinstance(head, AnswerHead)]
-    assert not {head.epoch for head in held} & {1, 2}
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "late.history" in caplog.text
     store.close()
 
 
-@pytest.mark.parametrize("call", ["fstat", "stat"])
-def test_a_file_that_the_file_server_no_longer_knows_stops_no_upkeep(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch, call: str
+def test_a_file_that_the_file_server_no_longer_knows_stops_no_upkeep_and_is_read_again(
+    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "_LEAST_REWRITTEN", 0)
-    others = [Writer(tmp_path / f"answers-{number:04d}.history") for number in range(1, 3)]
-    for number, other in enumerate(others):
-        other.append(make_answer(f"other-{number}", epoch=1))
-    store = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1))
-    store.append(make_answer("old", count=100))
-    store.begin_epoch(1)
-    gone = next(reader for reader in store._kept.folder.readers() if reader.path == others[0].path)
-    plain = getattr(os, call)
+    others = [filled(tmp_path / f"answers-000{number}.history", make_answer(f"o{number}", epoch=3)) for number in "12"]
+    store, plain = HistoryStore(HistoryConfig(dir=str(tmp_path), epochs=1)), os.stat
 
     def stale(what: object, *args: object, **more: object) -> os.stat_result:
-        if what in (gone.descriptor.fd, gone.path):
+        if what == others[0]:
             raise OSError(errno.ESTALE, "Stale file handle")
-        return plain(what, *args, **more)
+        return plain(what, *args, **more)  # type: ignore[call-overload,no-any-return]
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, stale)
-        assert store.stats().files == 3
+        patch.setattr(os, "stat", stale)
         store.append(make_answer("new", epoch=3))
         store.begin_epoch(3)
-        assert store.stats().write_errors == 0
-    # the old answer has left memory and the file, and the files of others are read again
-    held = [head for _, head in Reader(store._kept.folder.path).records() if isinstance(head, AnswerHead)]
-    assert [head.request_id for head in held] == ["new"]
+        assert names(store) == ["o2", "new"] and store.stats().write_errors == 0
     store.begin_epoch(4)
-    assert store.stats().files == 3
+    assert names(store) == ["o1", "o2", "new"]
 
 
 @pytest.mark.parametrize("target", ["answers-0000.history", "nowhere/file", "../outside.history"])
 def test_a_link_with_a_files_name_is_passed_over_and_nothing_is_written_where_it_leads(
-    tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture, target: str
+    tmp_path: Path, make_answer: MakeAnswer, target: str
 ) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    outside = Writer(tmp_path / "outside.history")
-    outside.close()
-    before = outside.path.read_bytes()
+    (kept := tmp_path / "kept").mkdir()
+    before = filled(tmp_path / "outside.history", make_answer("outside")).read_bytes()
     (kept / "answers-0000.history").symlink_to(target)
     store = HistoryStore(HistoryConfig(dir=str(kept)))
     store.append(make_answer("a"))
-    assert [answer.request_id for answer in answers_in(store, "p")] == ["a"]
-    assert store._kept.folder.path.name == "answers-0001.history"
+    assert "a" in names(store) and store._folder.own.path.name == "answers-0001.history"
     store.close()
-    assert (kept / "answers-0000.history").is_symlink() and outside.path.read_bytes() == before
+    assert (kept / "answers-0000.history").is_symlink() and (tmp_path / "outside.history").read_bytes() == before
     assert not (kept / "nowhere").exists()
 
 
-@pytest.mark.parametrize("kind", ["socket", "device that is gone", "stale"])
-def test_an_entry_that_cannot_be_opened_is_no_reason_to_refuse_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_small_rows_of_long_answers_are_expanded_one_at_a_time_and_not_before_there_is_room(
+    tmp_path: Path, make_answer: MakeAnswer
 ) -> None:
-    path = tmp_path / "answers-0000.history"
-    path.touch()
-    code = {"socket": errno.ENXIO, "device that is gone": errno.ENODEV, "stale": errno.ESTALE}[kind]
-    plain = os.open
+    # 4 Mi tokens, 16 MiB, in some 16 KB
+    whole = bytes([0x80 | 32]) + b"\x80\x80\x80\x02" + zlib.compress(bytes(4 * tokens.MAX_TOKENS), 9)
+    database = Database(path := tmp_path / "bomb.history", writes=True)
+    row = row_of(make_answer("a"))._replace(tokens=whole, num_tokens=tokens.MAX_TOKENS)
+    database.write([row._replace(request=b"%d" % number) for number in range(10)], (), None)
+    database.close()
+    assert path.stat().st_size < 400_000
+    tracemalloc.start()
+    try:
+        store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20 and store.stats().answers == 10
+        # an index that there is no room for costs nothing
+        config, builder = HistoryConfig(max_mib=64), Background("build")
+        cache = IndexCache(config, store, lambda: HistoryIndex(min_match=1, max_match=7, max_matches=32), builder)
+        cache.want("p")
+        builder.submit(lambda: None).result(60)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20 and cache.stats().num_bytes <= 64 << 20
+        assert cache.stats().shortened == 1
+        cache.close()
+        store.close()
+    finally:
+        tracemalloc.stop()
 
-    def fail(what: object, *args: int, **more: object) -> int:
-        if what == path:
-            raise OSError(code, os.strerror(code))
-        return plain(what, *args, **more)
 
-    monkeypatch.setattr(os, "open", fail)
+_LIES = (
+    "UPDATE answers SET count=1 WHERE id=2",
+    "UPDATE answers SET count='many' WHERE id=2",
+    "UPDATE answers SET tokens='text' WHERE id=2",
+    "UPDATE answers SET tokens=zeroblob(1 << 27) WHERE id=2",
+    "UPDATE answers SET tokens=NULL WHERE id=2",
+    "UPDATE answers SET tail=(SELECT tokens FROM answers WHERE count=100) WHERE id=2",
+    "UPDATE answers SET status=-1 WHERE id=2",
+    "UPDATE answers SET status=3 WHERE id=2",
+    "UPDATE answers SET problem='p' WHERE id=2",
+    "UPDATE answers SET epoch='last' WHERE id=2",
+    "UPDATE answers SET version=x'00' WHERE id=2",
+    "UPDATE answers SET reward='good' WHERE id=2",
+    "UPDATE answers SET request=x'ff' WHERE id=2",
+)
+
+
+@pytest.mark.parametrize("lie", _LIES)
+def test_a_row_with_columns_that_nobody_of_ours_would_write_is_left_out_alone(
+    tmp_path: Path, make_answer: MakeAnswer, lie: str
+) -> None:
+    path = filled(tmp_path / "lies.history", *(make_answer(name) for name in "abc"), make_answer("q", "q", count=100))
+    change(path, lie)
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
-    assert store._kept.folder.path.name == "answers-0001.history"
+    assert names(store) == ["a", "c"]
+    assert {store.read(located) and "fine" for located in store.find(None)} <= {None, "fine"}
+    store.begin_epoch()
+    assert store.stats().write_errors == 0
+    assert upkeep.inspect(path).answers == 3 and upkeep.inspect(path).damaged == 1
     store.close()
 
 
-@pytest.mark.parametrize("claims", ["to the end", "beyond the end"])
-def test_frames_that_claim_the_rest_of_the_file_are_not_read_again_and_again(
-    tmp_path: Path, make_answer: MakeAnswer, monkeypatch: pytest.MonkeyPatch, claims: str
+@pytest.mark.parametrize("seed", range(60))
+def test_bytes_that_are_damaged_anywhere_cost_their_file_at_most_and_no_answer_of_it_is_another(
+    tmp_path: Path, make_answer: MakeAnswer, seed: int
 ) -> None:
-    path = tmp_path / "claims.history"
-    writer = Writer(path)
-    writer.append(make_answer("a"))
-    writer.close()
-    seed, size = writer.reader.scanner().seed, frames.FRAME.size
-    rest = 4000 * size
-    with path.open("ab") as file:
-        for at in range(0, rest, size):
-            length = rest - at - size + (claims == "beyond the end")
-            start = frames.FRAME.pack(frames.MARKER, length, 1 + at // size, 0, 0)[:12]
-            file.write(start + struct.pack("<II", zlib.crc32(start, seed), 0))
-    taken, take = [], frames.Window.take
-    monkeypatch.setattr(frames.Window, "take", lambda *args: taken.append(len(data := take(*args))) or data)
-    assert [head.request_id for _, head in Reader(path).records()] == ["a"]
-    assert sum(taken) < 8 * path.stat().st_size
+    chance = random.Random(seed)
+    truth = {f"{number}": make_answer(f"{number}", count=number) for number in range(1, 60)}
+    name = chance.choice(["answers-0000.history", "other.history"])
+    data = bytearray(filled(tmp_path / name, *truth.values()).read_bytes())
+    for _ in range(chance.randrange(1, 4)):
+        first = chance.randrange(len(data))
+        last = min(len(data), first + chance.choice([1, 30, 3000]))
+        how = chance.choice(["zero", "random", "cut", "double"])
+        data[first:last] = {
+            "zero": bytes(last - first), "random": chance.randbytes(last - first), "cut": b"",
+            "double": 2 * data[first:last],
+        }[how]  # fmt: skip
+    (tmp_path / name).write_bytes(data)
+    store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
+    for answer in answers_in(store, "p"):
+        assert answer.problem_id == "p" and answer.num_tokens <= tokens.MAX_TOKENS
+    own = make_answer("own", "mine", epoch=store.epoch)
+    store.append(own)
+    with contextlib.suppress(ValueError):
+        store.begin_epoch()
+    assert np.array_equal(answers_in(store, "mine")[0].token_ids, own.token_ids)
+    store.close()
+    again = HistoryStore(HistoryConfig(dir=str(tmp_path)))
+    assert "own" in [answer.request_id for answer in answers_in(again, "mine")]
+    again.close()
 
 
-def test_records_behind_a_damaged_one_are_found_however_much_was_damaged_before(
-    tmp_path: Path, make_answer: MakeAnswer
-) -> None:
-    path = tmp_path / "damaged.history"
-    writer = Writer(path)
-    places = [writer.append(make_answer(f"{number:03d}")) for number in range(200)]
-    writer.close()
-    data = bytearray(path.read_bytes())
-    for place in places[::2]:
-        data[place.offset + frames.FRAME.size + 5] ^= 1
-    path.write_bytes(data)
-    found = [head.request_id for _, head in Reader(path).records()]
-    assert found == [f"{number:03d}" for number in range(1, 200, 2)]
+def test_files_are_their_owners_alone_and_keep_the_mode_that_they_were_given(tmp_path: Path) -> None:
+    store = HistoryStore(HistoryConfig(dir=str(tmp_path / "kept")))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kept").iterdir()} == {0o600}
+    store._folder.own.path.chmod(0o640)
+    store.close()
+    HistoryStore(HistoryConfig(dir=str(tmp_path / "kept"))).close()
+    assert stat.S_IMODE((tmp_path / "kept" / "answers-0000.history").stat().st_mode) == 0o640

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.unit.history import sharing
 from vllm_specrollout.drafter_config import HistoryConfig
-from vllm_specrollout.history import log, upkeep
+from vllm_specrollout.history import upkeep
+from vllm_specrollout.history.database import files
 from vllm_specrollout.history.store import HistoryStore
 
 ENGINES, ROUNDS = 4, 12
@@ -25,7 +26,7 @@ def test_processes_that_share_a_directory_write_files_of_their_own_and_read_noth
     try:
         names = [engine.stdout.readline().strip() for engine in engines]
         assert sorted(names) == [f"answers-{number:04d}.history" for number in range(ENGINES)]
-        # all are open; from here on they write, begin epochs, rewrite, close and open again at the same time
+        # all are open; from here on they write, begin epochs, drop, close and open again at the same time
         for engine in engines:
             engine.stdin.write("\n")
             engine.stdin.flush()
@@ -36,10 +37,10 @@ def test_processes_that_share_a_directory_write_files_of_their_own_and_read_noth
             engine.wait()
     assert [one["wrong"] for one in found] == [[]] * ENGINES and all(engine.returncode == 0 for engine in engines)
     assert all(one["written"] > 100 for one in found) and sum(one["seen"] for one in found) > 100
-    reports = [upkeep.inspect(path) for path in log.files(tmp_path)]
+    reports = [upkeep.inspect(path) for path in files(tmp_path)]
     assert sum(report.answers for report in reports) > 0
-    assert not any(report.missing or report.damaged or report.torn_bytes for report in reports)
-    assert all(sharing.is_right(answer) for path in log.files(tmp_path) for answer in upkeep.answers_of(path))
+    assert all(report.damaged == 0 and report.integrity == "ok" for report in reports)
+    assert all(sharing.is_right(answer) for path in files(tmp_path) for answer in upkeep.answers_of(path))
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     assert store.stats().damaged == 0
     store.close()

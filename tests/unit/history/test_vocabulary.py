@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +10,16 @@ import numpy as np
 import pytest
 
 from tests.drafters import ask
+from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafter_config import HistoryConfig, OracleConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history import frames, upkeep
+from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.frames import HistoryError
-from vllm_specrollout.history.log import ForeignError, Reader, Writer
-from vllm_specrollout.history.records import decode_record, encode_record
+from vllm_specrollout.history.database import Database, ForeignError, HistoryError
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestView
@@ -45,13 +42,6 @@ def _filled(folder: Path, vocabulary: Vocabulary, *answers: Answer) -> None:
     store.close()
 
 
-def _first_version(path: Path) -> None:
-    """Make the file's header one of format version 1."""
-    data = bytearray(path.read_bytes())
-    start = frames.HEADER.pack(frames.MAGIC, 1, bytes(data[12:28]), 0)[:-4]
-    path.write_bytes(start + struct.pack("<I", zlib.crc32(start)) + bytes(data[frames.HEADER.size :]))
-
-
 def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_known() -> None:
     assert SMALL.fits(SMALL_LATER) and not SMALL.fits(LARGE)
     # embeddings may be padded
@@ -63,21 +53,18 @@ def test_a_vocabulary_fits_by_its_tokens_and_by_its_size_where_those_are_not_kno
 
 def test_every_file_names_its_writers_model_and_keeps_doing_so(tmp_path: Path, make_answer: MakeAnswer) -> None:
     path = tmp_path / "answers-0000.history"
-    writer = Writer(path, vocabulary=SMALL)
-    writer.append(make_answer("a"))
-    writer.rewrite([make_answer("b")])
-    writer.close()
-    reader = Reader(path)
-    assert reader.vocabulary() == SMALL and reader.version == 2
+    _filled(tmp_path, SMALL, make_answer("a"), make_answer("b", epoch=1))
+    upkeep.trim([path], 1)
+    assert Database(path).vocabulary == SMALL
     report = upkeep.inspect(path)
     assert (report.model, report.vocab_size, report.answers) == ("small", 512, 1)
-    assert decode_record(encode_record(SMALL)) == SMALL
 
 
-@pytest.mark.parametrize("data", [b"{}x", b"[]", b'{"size": "many"}', b'{"colour": 1}', b"\xff"])
-def test_a_vocabulary_that_cannot_be_read_is_no_record(data: bytes) -> None:
-    with pytest.raises(ValueError):
-        decode_record(bytes([4]) + data)
+@pytest.mark.parametrize("change_", ["size='many'", "model=NULL", "digest=x'00'"])
+def test_a_file_that_does_not_say_whose_it_is_is_damaged(tmp_path: Path, change_: str) -> None:
+    change(path := filled(tmp_path / "a.history", vocabulary=SMALL), f"UPDATE about SET {change_}")
+    with pytest.raises(HistoryError, match="is damaged: it does not say whose it is"):
+        Database(path)
 
 
 def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once(
@@ -95,25 +82,24 @@ def test_a_file_of_another_vocabulary_is_neither_read_nor_written_and_named_once
     store.close()
     assert (tmp_path / "answers-0000.history").read_bytes() == before
     with pytest.raises(ForeignError, match="another vocabulary"):
-        Writer(tmp_path / "answers-0000.history", vocabulary=SMALL)
+        Database(tmp_path / "answers-0000.history", True, SMALL)
 
 
 def test_a_later_checkpoint_goes_on_with_its_models_file(tmp_path: Path, make_answer: MakeAnswer) -> None:
     _filled(tmp_path, SMALL, make_answer("a", token_ids=np.arange(5, dtype=np.int32)))
     store = _store(tmp_path, SMALL_LATER)
     assert [answer.request_id for answer in answers_in(store, "p")] == ["a"]
+    assert store._folder.own.path == tmp_path / "answers-0000.history"
     store.close()
-    assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_files_of_the_first_version_are_read_and_tokens_that_the_model_lacks_are_not(
+def test_files_that_do_not_say_whose_they_are_are_read_and_tokens_that_the_model_lacks_are_not(
     tmp_path: Path, make_answer: MakeAnswer, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens = {"ours": [11, 12], "beyond": [11, 512], "below": [-7], "largest": [2**31 - 1], "last": [511]}
     answers = [make_answer(name, token_ids=np.asarray(ids, np.int32)) for name, ids in tokens.items()]
     tail = make_answer("tail", token_ids=np.zeros(1, np.int32), prompt_tail=np.asarray([4, 9000], np.int32))
     _filled(tmp_path, ANY_VOCABULARY, *answers, tail)
-    _first_version(tmp_path / "answers-0000.history")
     store = _store(tmp_path, SMALL)
     with caplog.at_level(logging.WARNING):
         assert [answer.request_id for answer in answers_in(store, "p")] == ["ours", "last"]
@@ -122,8 +108,8 @@ def test_files_of_the_first_version_are_read_and_tokens_that_the_model_lacks_are
     # what it writes itself goes to a file that says whose it is
     store.append(make_answer("new", token_ids=np.zeros(1, np.int32)))
     store.close()
-    assert Reader(tmp_path / "answers-0000.history").version == 1
-    assert Reader(tmp_path / "answers-0001.history").vocabulary() == SMALL
+    assert Database(tmp_path / "answers-0000.history").vocabulary == ANY_VOCABULARY
+    assert Database(tmp_path / "answers-0001.history").vocabulary == SMALL
 
 
 def test_foreign_history_never_becomes_a_draft(tmp_path: Path) -> None:
@@ -154,10 +140,10 @@ def test_only_files_of_one_vocabulary_are_merged(tmp_path: Path, make_answer: Ma
     with pytest.raises(HistoryError, match="in the vocabulary of `large`"):
         upkeep.merge([one, two, three], into)
     assert not into.exists()
-    assert upkeep.merge([one, two], into) == 2 and Reader(into).vocabulary() == SMALL
+    assert upkeep.merge([one, two], into) == 2 and Database(into).vocabulary == SMALL
     into.unlink()
     # what is in it may be of any
-    assert upkeep.merge([one, four], into) == 2 and Reader(into).vocabulary() == ANY_VOCABULARY
+    assert upkeep.merge([one, four], into) == 2 and Database(into).vocabulary == ANY_VOCABULARY
 
 
 def test_recorded_answers_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,422 @@
+"""A history file: an SQLite database that one engine writes while others read it. No epochs' logic, no folders.
+
+It is in WAL mode with `synchronous=NORMAL`. So what `write` has committed survives the process that wrote it, readers
+and the writer never wait for each other, and only `sync` waits for the disk itself. Any thread may call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.history.answers import MOST_TAIL, Answer
+from vllm_specrollout.history.epochs import MAX_EPOCH
+from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.private import FILE_MODE
+from vllm_specrollout.types import FinishReason
+
+SUFFIX = ".history"
+VERSION = 3
+"""Versions 1 and 2 were no databases: see old_format.py."""
+ERRORS = (sqlite3.Error, OSError)
+"""What a disk, or a file on it, may do to whoever uses a `Database`."""
+
+_APPLICATION = int.from_bytes(b"SRHI", "big")
+# small pages: an answer of 1,000 tokens fills none of 4 KiB well
+_PAGE = 1024
+_STATUSES = (FinishReason.FINISHED, FinishReason.TRUNCATED, FinishReason.ABORTED)
+_COLUMNS = "problem, request, epoch, version, status, reward, count, tail, tokens"
+_SCHEMA = (
+    "CREATE TABLE about(model TEXT, size INTEGER, digest TEXT, epoch INTEGER)",
+    "CREATE TABLE answers(id INTEGER PRIMARY KEY, problem BLOB, request BLOB, epoch INTEGER, version INTEGER,"
+    " status INTEGER, reward REAL, count INTEGER, tail BLOB, tokens BLOB)",
+    "CREATE INDEX by_epoch ON answers(epoch)",
+    # all that is asked of a problem before its answers are read, and all that is counted
+    "CREATE INDEX by_problem ON answers(problem, epoch, count)",
+)
+_INSERT = f"INSERT INTO answers({_COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)"
+# of an answer; what is larger is no answer, and is not read
+_MOST_BYTES = 1 << 26
+# answers dropped in one go, between which others may write and read
+_AT_ONCE = 200
+_PAUSE_S = 1e-4
+
+
+class HistoryError(SpecRolloutError):
+    """A history file, or a directory of them, cannot be used."""
+
+
+class ForeignError(HistoryError):
+    """The file's answers are written in another vocabulary."""
+
+
+class OtherFileError(HistoryError):
+    """The file is no database at all."""
+
+
+class Row(NamedTuple):
+    """An answer as it is at rest. Ids are bytes: users' JSON can hold half a surrogate pair."""
+
+    problem: bytes
+    request: bytes
+    epoch: int
+    version: int
+    status: int
+    reward: float | None
+    num_tokens: int
+    # as `encode_tokens` makes them
+    tail: bytes
+    tokens: bytes
+
+
+class Located(NamedTuple):
+    """An answer that can be read, as long as it is kept."""
+
+    # waiting to be written, it is here itself
+    source: Database | Row
+    number: int
+    epoch: int
+    num_tokens: int
+
+
+class Counts(NamedTuple):
+    answers: int
+    tokens: int
+    problems: int
+
+
+def row_of(answer: Answer) -> Row:
+    """Raises: ValueError, it is longer than an answer may be, or its weights have no version."""
+    if not -(1 << 63) <= answer.weights_version < 1 << 63:
+        raise ValueError(f"{answer.weights_version} is no version of weights")
+    ids = as_bytes(answer.problem_id), as_bytes(answer.request_id)
+    status, tail = _STATUSES.index(answer.status), encode_tokens(answer.prompt_tail)
+    tokens = encode_tokens(answer.token_ids)
+    return Row(*ids, answer.epoch, answer.weights_version, status, answer.reward, answer.num_tokens, tail, tokens)
+
+
+def answer_of(row: Row) -> Answer:
+    """Raises: ValueError, it is damaged, and no more than its count was allocated."""
+    try:
+        if count_tokens(row.tokens[:8]) != row.num_tokens or count_tokens(row.tail[:8]) > MOST_TAIL or row.status < 0:
+            raise ValueError("its counts are not those of its tokens")
+        return Answer(
+            problem_id=as_text(row.problem),
+            request_id=as_text(row.request),
+            epoch=int(row.epoch),
+            weights_version=int(row.version),
+            status=_STATUSES[row.status],
+            token_ids=decode_tokens(row.tokens),
+            prompt_tail=decode_tokens(row.tail),
+            reward=None if row.reward is None else float(row.reward),
+        )
+    except (TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"a column of another type: {error}") from None
+
+
+def as_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def as_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def files(folder: Path) -> list[Path]:
+    """The folder's history files, by name."""
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+class Database:
+    """One file, open; it closes with its last user.
+
+    Args:
+        path: None: in memory.
+        writes: whether to make it where it is not there, and write. Only who holds its lock may (see folder.py).
+        vocabulary: of the answers to come; a new file names it.
+
+    Raises:
+        OtherFileError, ForeignError, HistoryError: it is no history file, of another vocabulary, damaged, or of a later
+            version.
+        FileNotFoundError: there is nothing in it yet.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path | None, writes: bool = False, vocabulary: Vocabulary = ANY_VOCABULARY) -> None:
+        self.path = path
+        self.failure: Exception | None = None
+        """Set by whoever could not read it: it is asked no more."""
+        target = ":memory:" if path is None else _openable(path, writes)
+        # each statement is a transaction of its own, but where `write` begins one
+        self._connection = sqlite3.connect(target, uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            # the last one to close a file removes its log, which who may only read cannot
+            self._connection.execute(f"PRAGMA query_only={not writes:d}")
+            self._identity = None if path is None else _identity(path)
+            # one that was killed on the way has left a database without anything in it
+            if not self._one("SELECT count(*) FROM sqlite_master") and not self._one("PRAGMA user_version"):
+                if not writes:
+                    raise FileNotFoundError(errno.ENOENT, "no history yet", str(path))
+                self._make(vocabulary)
+            self._expect_history()
+            self.vocabulary = self._vocabulary()
+            if writes and vocabulary not in (ANY_VOCABULARY, self.vocabulary):
+                self._expect_fitting(vocabulary)
+            if writes and (damage := self.integrity()) != "ok":
+                # what goes into it might not be found again
+                raise sqlite3.DatabaseError(damage)
+        except sqlite3.Error as error:
+            self.close()
+            raise _worded(path, error) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, vocabulary: Vocabulary) -> None:
+        ask = self._connection.execute
+        ask(f"PRAGMA page_size={_PAGE}")
+        ask("PRAGMA auto_vacuum=INCREMENTAL")
+        if self.path is not None and (mode := str(self._one("PRAGMA journal_mode=WAL"))) != "wal":
+            raise sqlite3.OperationalError(f"its journal is {mode!r}, not a write-ahead log")
+        with self._transaction():
+            for line in _SCHEMA:
+                ask(line)
+            about = (vocabulary.model, vocabulary.size, vocabulary.digest, 0)
+            ask("INSERT INTO about VALUES(?, ?, ?, ?)", about)
+            ask(f"PRAGMA application_id={_APPLICATION}")
+            ask(f"PRAGMA user_version={VERSION}")
+        self.sync()
+
+    def _expect_history(self) -> None:
+        ask = self._connection.execute
+        # what another program's database calls when it is read is not run
+        ask("PRAGMA trusted_schema=OFF")
+        ask("PRAGMA synchronous=NORMAL")
+        if self._one("PRAGMA application_id") != _APPLICATION:
+            raise OtherFileError(
+                f"`{self.path}` is a database of another program, or empty",
+                "move it out of the directory, or name another directory in `history.dir`",
+            )
+        if (version := self._one("PRAGMA user_version")) != VERSION:
+            raise HistoryError(
+                f"`{self.path}` has format version {version}, and this vllm-specrollout reads versions 1 to {VERSION}",
+                "run the vllm-specrollout that wrote it, or move the file out of the directory",
+            )
+        found = ask("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+        if sorted(line for (line,) in found) != sorted(_SCHEMA):
+            raise sqlite3.DatabaseError("its tables are not those of a history")
+
+    def _expect_fitting(self, vocabulary: Vocabulary) -> None:
+        if self.vocabulary == ANY_VOCABULARY or not vocabulary.fits(self.vocabulary):
+            raise ForeignError(
+                f"`{self.path}` holds answers in another vocabulary, or does not say in which",
+                "name another `history.dir`",
+            )
+
+    def _vocabulary(self) -> Vocabulary:
+        model, size, digest, _ = self._connection.execute("SELECT * FROM about").fetchone() or (None,) * 4
+        if not (isinstance(model, str) and isinstance(size, int) and isinstance(digest, str)):
+            raise sqlite3.DatabaseError("it does not say whose it is")
+        return Vocabulary(model, size, digest)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def places(self, problem: bytes | None, oldest: int, most: int) -> list[Located]:
+        """The latest answers of a problem (None: of all) since an epoch, older epochs first."""
+        which, about = ("by_problem WHERE problem=?", [problem]) if problem is not None else ("by_epoch WHERE true", [])
+        found = self._connection.execute(
+            f"SELECT id, epoch, count FROM answers INDEXED BY {which} AND epoch BETWEEN ? AND {MAX_EPOCH}"
+            " AND typeof(count)='integer' ORDER BY epoch DESC, id DESC LIMIT ?",
+            (*about, oldest, most),
+        )
+        return [Located(self, *one) for one in found][::-1]
+
+    def row(self, number: int) -> Row | None:
+        size = "length(problem) + length(request) + length(tail) + length(tokens)"
+        query = f"SELECT {_COLUMNS} FROM answers WHERE id=? AND {size} <= {_MOST_BYTES}"
+        found = self._connection.execute(query, (number,)).fetchone()
+        return None if found is None else Row(*found)
+
+    def rows(self) -> Iterator[Row]:
+        """All of them, in the order they were written."""
+        for found in self._connection.execute(f"SELECT {_COLUMNS} FROM answers ORDER BY id"):
+            yield Row(*found)
+
+    def latest_epoch(self) -> int:
+        """Of its answers, and the last that was begun; what no index could hold is passed over."""
+        begun = self._one("SELECT epoch FROM about")
+        newest = self._one(f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}")
+        return max(newest or 0, begun if isinstance(begun, int) and 0 <= begun <= MAX_EPOCH else 0)
+
+    def counts(self, oldest: int) -> Counts:
+        """Of the answers since an epoch."""
+        found = self._connection.execute(
+            "SELECT count(*), total(count), count(DISTINCT problem) FROM answers INDEXED BY by_problem"
+            f" WHERE epoch BETWEEN ? AND {MAX_EPOCH}",
+            (oldest,),
+        ).fetchone()
+        return Counts(*map(int, found))
+
+    def integrity(self) -> str:
+        """`ok`, or what is damaged. Reads all of it."""
+        try:
+            return str(self._one("PRAGMA quick_check(1)"))
+        except sqlite3.Error as error:
+            return str(error)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file; not if nobody can say."""
+        with contextlib.suppress(OSError):
+            return self.path is None or _identity(self.path) == self._identity
+        return False
+
+    def used_bytes(self) -> int:
+        """Without the pages that are free to be written again."""
+        return (self._one("PRAGMA page_count") - self._one("PRAGMA freelist_count")) * self._one("PRAGMA page_size")
+
+    def _one(self, query: str) -> int:
+        """The first value of the first row; which type it has, the query says."""
+        found = self._connection.execute(query).fetchone()
+        return None if found is None else found[0]  # type: ignore[return-value]
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def bound_log(self, num_bytes: int) -> None:
+        """Have the write-ahead log begin anew behind so many bytes, or a few more."""
+        self._connection.execute(f"PRAGMA wal_autocheckpoint={max(32, num_bytes // _PAGE)}")
+        self._connection.execute(f"PRAGMA journal_size_limit={max(32 * _PAGE, num_bytes)}")
+
+    def write(self, rows: Sequence[Row], rewards: Sequence[tuple[float, int, bytes]], epoch: int | None) -> list[int]:
+        """Write all of it or nothing; returns the answers' numbers.
+
+        Args:
+            rewards: of answers that are there: reward, number, request.
+            epoch: the one that has begun.
+        """
+        with self._transaction():
+            numbers = [self._connection.execute(_INSERT, row).lastrowid or 0 for row in rows]
+            # a number may be another answer's by now
+            self._connection.executemany("UPDATE answers SET reward=? WHERE id=? AND request=?", rewards)
+            if epoch is not None:
+                self._connection.execute("UPDATE about SET epoch=?", (epoch,))
+        return numbers
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk."""
+        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def drop_before(self, epoch: int) -> set[int]:
+        """Drop the answers of earlier epochs; returns their numbers."""
+        return self._drop("WHERE epoch<?", epoch, 1 << 62)
+
+    def drop_oldest(self, count: int) -> set[int]:
+        """Drop so many, those of the oldest epochs first, and of one epoch those that were written first."""
+        return self._drop("WHERE epoch<=? ORDER BY epoch, id", 1 << 62, count)
+
+    def _drop(self, which: str, epoch: int, count: int) -> set[int]:
+        dropped = set[int]()
+        while len(dropped) < count:
+            few = min(_AT_ONCE, count - len(dropped))
+            found = self._connection.execute(f"SELECT id FROM answers {which} LIMIT {few}", (epoch,)).fetchall()
+            if not found:
+                break
+            with self._transaction():
+                self._connection.executemany("DELETE FROM answers WHERE id=?", found)
+            dropped |= {number for (number,) in found}
+            time.sleep(_PAUSE_S)
+        return dropped
+
+    def give_back(self) -> None:
+        """Give the disk what is free, if that is more than half."""
+        while 2 * self._one("PRAGMA freelist_count") > self._one("PRAGMA page_count"):
+            self._connection.execute("PRAGMA incremental_vacuum(256)").fetchall()
+
+    def compact(self) -> None:
+        """Give the disk all that is free; takes as long as writing it anew."""
+        self._connection.execute("VACUUM")
+        self.sync()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            # some errors have rolled it back already
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, sqlite3.Error):
+            self._connection.close()
+
+
+def beside(path: Path) -> tuple[Path, Path]:
+    """SQLite's own files beside a database: its log, and memory that processes share."""
+    return path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")
+
+
+def size_of(path: Path) -> int:
+    """On disk, the log included."""
+    log, _ = beside(path)
+    return path.stat().st_size + (log.stat().st_size if log.exists() else 0)
+
+
+def remove(path: Path) -> None:
+    """Remove a file and what is beside it. Who reads it can go on."""
+    for name in (path, *beside(path)):
+        name.unlink(missing_ok=True)
+
+
+def _openable(path: Path, writes: bool) -> str:
+    """The file's address for SQLite, which would wait for a pipe's other end, and follow a link."""
+    if writes and not os.path.lexists(path):
+        # its owner's alone; SQLite gives what it keeps beside the same mode
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+    if not stat.S_ISREG((path.lstat() if writes else path.stat()).st_mode):
+        raise HistoryError(f"`{path}` is no regular file", "move it out of the directory")
+    if not os.access(path, os.R_OK | (os.W_OK if writes else 0), effective_ids=True):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    mode, log = "rw", beside(path)[0]
+    if not all(os.access(one, os.W_OK, effective_ids=True) for one in (path, path.parent)):
+        # nobody writes it, if there is no log, and nothing may be put beside it
+        mode = "ro" if log.exists() or os.access(path.parent, os.W_OK, effective_ids=True) else "ro&immutable=1"
+    return f"{path.absolute().as_uri()}?mode={mode}"
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _worded(path: Path | None, error: sqlite3.Error) -> HistoryError:
+    code = getattr(error, "sqlite_errorname", "SQLITE_PROTOCOL")
+    if code == "SQLITE_NOTADB":
+        cause = f"`{path}` does not start like a history file (format version {VERSION})"
+        return OtherFileError(cause, "move it out of the directory, or name another directory in `history.dir`")
+    if not isinstance(error, sqlite3.OperationalError):
+        return HistoryError(
+            f"`{path}` is damaged: {error}",
+            "move the file out of the directory: only the answers in it are lost, and drafts for them",
+        )
+    needs = code.startswith(("SQLITE_IOERR", "SQLITE_PROTOCOL", "SQLITE_CANTOPEN", "SQLITE_NOLFS"))
+    more = "; it needs file locks and shared memory, which some file systems lack" if needs else ""
+    return HistoryError(
+        f"the history in `{path}` cannot be kept: {error}{more}",
+        "name a folder on a local disk in `history.dir`, or see to its permissions",
+    )
