@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.decoupled.planner import MAX_WINDOW, TAUS, Plan, Ranking, Workload, choose_placement, plan_cluster
 from vllm_specrollout.decoupled.rates import Exits
 from vllm_specrollout.decoupled.rehearsal import Match

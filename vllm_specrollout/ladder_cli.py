@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.decoupled.ladder import Ladder, build_ladder, select_method
 from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.errors import ConfigError, UnsupportedError

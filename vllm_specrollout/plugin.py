@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from vllm_specrollout import envs, patches
+from vllm_specrollout import patches
+from vllm_specrollout.config import envs
 from vllm_specrollout.patches import supported
 
 logger = logging.getLogger(__name__)

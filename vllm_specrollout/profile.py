@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 from vllm_specrollout.types import StepTiming
 
 logger = logging.getLogger("vllm.specrollout")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.cluster.simulate.inputs import Given, Numbers, StudyInputs
 from vllm_specrollout.cluster.simulate.registry import STUDIES, run_study
 from vllm_specrollout.cluster.simulate.report import ResultTable, StudyReport

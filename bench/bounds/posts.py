@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_specrollout.envs import MAX_BODY_MIB as LIMIT
+from vllm_specrollout.config.envs import MAX_BODY_MIB as LIMIT
 
 from .bodies import KINDS, VALID, body
 from .memory import forget_peak, peak_mib, rss_mib

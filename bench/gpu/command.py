@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 from ..runner import report

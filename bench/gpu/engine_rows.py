@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
+from vllm_specrollout.cli.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
 
 from ..runner.engine_process import EngineProcess, EngineSpec
 from ..runner.engines import run_round

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout import cli_flags
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.cli import flags as cli_flags
+from vllm_specrollout.config.drafters import HistoryConfig
 
 from ..bounds.bodies import KINDS
 from ..bounds.checks import Row, judged, of_posts, of_problems

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 
 from ..runner.engine_process import EngineFailed
 from ..runner.leash import Leash

@@ -15,13 +15,14 @@ from typing import Any
 
 import typer.main
 
-from vllm_specrollout import config, envs, patches
-from vllm_specrollout.budgets.options import OPTIONS
-from vllm_specrollout.cli import BENCHES, app
+from vllm_specrollout import config, patches
+from vllm_specrollout.cli.commands import BENCHES, app
+from vllm_specrollout.config import envs
+from vllm_specrollout.config.budgets import OPTIONS
+from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.patches import features
 from vllm_specrollout.patches.binding import KINDS
 from vllm_specrollout.patches.bindings import BINDINGS
-from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE
 
 HERE = Path(__file__).resolve().parent

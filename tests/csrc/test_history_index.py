@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.reference.history import NaiveHistory
 from vllm_specrollout import _core
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import DraftTree
 

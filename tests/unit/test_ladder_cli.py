@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.decoupled.ladder import load_ladder
 from vllm_specrollout.errors import SpecRolloutError
 

@@ -3,7 +3,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.cluster.simulate.inputs import load
 from vllm_specrollout.cluster.simulate.registry import STUDIES
 from vllm_specrollout.errors import ConfigError

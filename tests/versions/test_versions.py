@@ -16,7 +16,8 @@ import pytest
 
 from tests.versions import trees
 from tests.versions.suite import FEATURES, SHAPES
-from vllm_specrollout import envs, patches
+from vllm_specrollout import patches
+from vllm_specrollout.config import envs
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server.stop_strings import stop_at_once
 

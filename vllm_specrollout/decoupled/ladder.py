@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.checks import check_real
+from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.decoupled.rates import Mode, coupled_rate, plain_rate
 from vllm_specrollout.decoupled.times import AffineTime
 from vllm_specrollout.decoupled.timetable import StepTime, decoupled_rate, shared_stream, step_time, timetable

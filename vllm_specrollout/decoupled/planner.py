@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_specrollout.checks import check_real
+from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.decoupled.rates import (
     NO_EXITS,
     Exits,

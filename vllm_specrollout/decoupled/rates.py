@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_specrollout.checks import check_real
+from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.decoupled.times import Time
 from vllm_specrollout.errors import ConfigError
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specrollout.checks import check_range
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.decoupled.planner import Plan, Workload, choose_placement
 from vllm_specrollout.decoupled.rates import Mode
 from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from vllm_specrollout.checks import check_real
+from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.decoupled.rates import MOST, NO_EXITS, Exits
 from vllm_specrollout.decoupled.times import Time
 from vllm_specrollout.errors import ConfigError

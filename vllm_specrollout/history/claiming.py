@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history.frames import HistoryError
 from vllm_specrollout.history.locking import LockedError, lock
 from vllm_specrollout.history.log import SUFFIX, Reader, Visit, Writer
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.private import make_folder
 
 # of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
 # that its file server no longer knows

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_specrollout.config.places import FILE_MODE
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.private import FILE_MODE
 
 MAGIC = b"SRHIST\r\n"
 VERSION = 2

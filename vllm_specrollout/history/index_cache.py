@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Generic
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
 from vllm_specrollout.history.source import Located

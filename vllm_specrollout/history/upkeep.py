@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import log
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.frames import HEADER, HistoryError, expect_history
@@ -17,7 +18,6 @@ from vllm_specrollout.history.locking import is_locked, lock
 from vllm_specrollout.history.log import SUFFIX, Reader, Writer
 from vllm_specrollout.history.records import AnswerHead, EpochRecord, RewardRecord, decode_record
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.private import make_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Wr
 from starlette.datastructures import Headers, State
 from typing_extensions import TypedDict
 
-from vllm_specrollout import envs, health, reports
+from vllm_specrollout import health, reports
 from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
+from vllm_specrollout.config import envs
 from vllm_specrollout.errors import ForbiddenError, UnsupportedError
 from vllm_specrollout.server.command_line import readable_errors
 from vllm_specrollout.server.endpoints_body import in_place

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_specrollout import envs, mixed_workers, speculative_methods
-from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout import mixed_workers
+from vllm_specrollout.config import SpecRolloutConfig, envs, speculative_methods
 from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specrollout import envs
-from vllm_specrollout.config import SpecRolloutConfig, parse
+from vllm_specrollout.config import SpecRolloutConfig, envs, parse
 from vllm_specrollout.errors import ConfigError
 
 KEY = "spec_rollout"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specrollout.checks import check_choice, check_range, check_real
+from vllm_specrollout.config.checks import check_choice, check_range, check_real
 from vllm_specrollout.errors import ConfigError
 
 METHODS = ("eagle3", "eagle")

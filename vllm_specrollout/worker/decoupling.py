@@ -12,11 +12,11 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
+from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
 from vllm_specrollout.decoupled.following import TargetNoise
 from vllm_specrollout.decoupled.reconfigure import Reconfigurer
 from vllm_specrollout.decoupled.replanning import Replanning
-from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.drafters import ask
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees import build

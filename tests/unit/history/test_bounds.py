@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import epochs, folder, keeping, log
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.epochs import EpochGuess

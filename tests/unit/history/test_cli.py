@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specrollout import cli
+from vllm_specrollout.cli import commands as cli
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.frames import MAGIC, HistoryError

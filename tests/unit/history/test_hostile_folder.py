@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.history.poisoned import OURS, THEIRS, poison
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import folder, frames
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.log import ForeignError, Reader, Writer

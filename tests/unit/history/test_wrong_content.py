@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.history.stored import answers_in
 from vllm_specrollout._core import HistoryIndex
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import frames, records, tokens, upkeep
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background

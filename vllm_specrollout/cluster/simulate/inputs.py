@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.checks import check_choice
+from vllm_specrollout.config.checks import check_choice
 from vllm_specrollout.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "inputs"

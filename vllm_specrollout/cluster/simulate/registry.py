@@ -6,9 +6,9 @@ import importlib
 from pathlib import Path
 from typing import cast
 
-from vllm_specrollout.checks import check_choice
 from vllm_specrollout.cluster.simulate.inputs import load
 from vllm_specrollout.cluster.simulate.report import StudyReport
+from vllm_specrollout.config.checks import check_choice
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 STUDIES = {

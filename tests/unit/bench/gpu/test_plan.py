@@ -13,7 +13,7 @@ from bench.gpu.record import key_of
 from bench.kernels import shapes
 from tests.drafters import ask
 from vllm_specrollout.config import parse, parse_request
-from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import RequestView

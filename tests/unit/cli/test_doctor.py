@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_specrollout import doctor
+from vllm_specrollout.cli import doctor
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.patches import edited, supported
 

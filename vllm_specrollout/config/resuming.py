@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout.checks import check_range
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 KEY = "spec_rollout"  # ours, in `SamplingParams.extra_args`

@@ -13,17 +13,8 @@ import typer
 import typer.core
 import typer.main
 
-from vllm_specrollout import (
-    coordinator_cli,
-    drafter_cli,
-    history_cli,
-    keys_cli,
-    patches,
-    plan,
-    profile_cli,
-    replay_cli,
-    simulate_cli,
-)
+from vllm_specrollout import history_cli, patches, replay_cli, simulate_cli
+from vllm_specrollout.cli import plan, processes, profile
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
@@ -68,7 +59,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
-    from vllm_specrollout.doctor import examine
+    from vllm_specrollout.cli.doctor import examine
 
     report = examine(model, server)
     typer.echo(report.as_json() if json else report.as_text())
@@ -179,16 +170,16 @@ app.add_typer(bench, name="bench")
 
 app.add_typer(plan.app, name="plan")
 app.add_typer(history_cli.app, name="history")
-app.command("keys")(keys_cli.write_keys)
-app.command("drafter")(drafter_cli.serve_drafts)
-app.command("coordinator")(coordinator_cli.coordinate)
+app.command("keys")(processes.write_keys)
+app.command("drafter")(processes.serve_drafts)
+app.command("coordinator")(processes.coordinate)
 app.command("replay")(replay_cli.replay_command)
 app.command("simulate")(simulate_cli.simulate_command)
-app.command("profile")(profile_cli.profile)
+app.command("profile")(profile.profile)
 app.command("train-head")(training_command.train_head)
 
 
-def main() -> None:
+def run() -> None:
     """Run a command; a mistake ends in its message, a hint and status 2."""
     try:
         app()

@@ -1,4 +1,4 @@
-"""What can be set for each budget; part of the configuration (config.py). stdlib only.
+"""What can be set for each budget; part of the configuration (engine.py). stdlib only.
 
 What belongs here: one dataclass per budget, and what a published system says of its drafter. A default is the paper's
 where the paper gives one. `config.parse` lays `DRAFTER_DEFAULTS` under what the user gave: it never outranks a key that
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout.checks import check_choice, check_field, check_range, check_real
+from vllm_specrollout.config.checks import check_choice, check_field, check_range, check_real
 from vllm_specrollout.errors import ConfigError, named, shown
 
 

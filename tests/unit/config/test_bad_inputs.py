@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from vllm_specrollout.config import RequestOptions, SpecRolloutConfig, parse, parse_request
+from vllm_specrollout.config.places import check_places
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.places import check_places
 
 HERE = Path(__file__).parent
 NAN, INF = float("nan"), float("inf")
@@ -203,7 +203,7 @@ def test_a_bad_configuration_is_refused_in_one_message(snapshot, folder):
         return _set(config.as_dict(), SpecRolloutConfig().as_dict())
 
     said = re.sub(r"at 0x[0-9a-f]+", "at 0x0", _outcomes(ENGINE, read).replace(str(folder), "TMP"))
-    snapshot(HERE / "refusals" / "bad_configs.txt", said)
+    snapshot(HERE.parent / "refusals" / "bad_configs.txt", said)
     assert sorted(path.name for path in folder.iterdir()) == ["binary", "file", "hist"]
 
 
@@ -216,4 +216,4 @@ def test_a_bad_request_is_refused_in_one_message(snapshot):
             {f: getattr(defaults, f) for f in ("problem_id", "enabled", "max_draft_tokens")},
         )
 
-    snapshot(HERE / "refusals" / "bad_requests.txt", _outcomes(REQUEST, read))
+    snapshot(HERE.parent / "refusals" / "bad_requests.txt", _outcomes(REQUEST, read))

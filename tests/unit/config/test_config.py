@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specrollout.budgets.options import OPTIONS, DasOptions, Options, TltOptions
 from vllm_specrollout.config import (
     BUDGETS,
     NgramConfig,
@@ -14,6 +13,7 @@ from vllm_specrollout.config import (
     parse,
     parse_request,
 )
+from vllm_specrollout.config.budgets import OPTIONS, DasOptions, Options, TltOptions
 from vllm_specrollout.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -114,7 +114,7 @@ def test_every_refusal_reads_as_recorded(snapshot, render_refusals):
         "config: not an object": lambda: parse(3, "spec_rollout"),
         **{f"request: {k}": lambda v=v: parse_request(v) for k, v in REFUSED_REQUESTS.items()},
     }
-    snapshot(HERE / "refusals" / "config.txt", render_refusals(cases))
+    snapshot(HERE.parent / "refusals" / "config.txt", render_refusals(cases))
 
 
 def test_an_unreadable_file_is_named(tmp_path):

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from vllm_specrollout.budgets.options import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
-from vllm_specrollout.checks import (
+from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
+from vllm_specrollout.config.checks import (
     check_choice,
     check_devices,
     check_field,
@@ -25,8 +25,7 @@ from vllm_specrollout.checks import (
     check_type,
     nearest,
 )
-from vllm_specrollout.config_text import load_json, load_text
-from vllm_specrollout.drafter_config import (
+from vllm_specrollout.config.drafters import (
     CollectConfig,
     DecoupledConfig,
     HistoryConfig,
@@ -34,8 +33,9 @@ from vllm_specrollout.drafter_config import (
     OracleConfig,
     StartedDrafter,
 )
+from vllm_specrollout.config.resuming import Resume
+from vllm_specrollout.config.text import load_json, load_text
 from vllm_specrollout.errors import ConfigError, named, shown, shown_path
-from vllm_specrollout.resuming import Resume
 
 MAX_NODES = 64
 """Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
@@ -202,7 +202,7 @@ def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
     """Turn what the user gave into a configuration.
 
     A budget that stands for a published system brings that system's drafter settings for the keys that are not given
-    (`budgets.options.DRAFTER_DEFAULTS`).
+    (`config.budgets.DRAFTER_DEFAULTS`).
 
     Args:
         value: a `SpecRolloutConfig`, a mapping, True (defaults), False or None (off), or text: `1`/`true`, `0`/`false`,

@@ -16,7 +16,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.decoupled_cli import plan_decoupled_command
 from vllm_specrollout.errors import ConfigError

@@ -10,8 +10,8 @@ import pytest
 
 from vllm_specrollout import resumed
 from vllm_specrollout.config import parse_request
+from vllm_specrollout.config.resuming import Resume, asks_for_watermark, check_resume
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.resuming import Resume, asks_for_watermark, check_resume
 
 HERE = Path(__file__).parent
 PROMPT = [5, 6, 7]
@@ -113,7 +113,7 @@ def test_every_refusal_reads_as_recorded(snapshot: Any, render_refusals: Any) ->
         "no object": lambda: parse_request({"resume": 3}),
         "an unknown key": lambda: parse_request({"resume": {"prompt_len": 3}}),
     }
-    snapshot(HERE / "refusals" / "resume.txt", render_refusals(cases))
+    snapshot(HERE.parent / "refusals" / "resume.txt", render_refusals(cases))
 
 
 def test_the_length_of_the_prompt_is_needed() -> None:

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig, parse
-from vllm_specrollout.drafter_config import DecoupledConfig
+from vllm_specrollout.config.drafters import DecoupledConfig
+from vllm_specrollout.config.speculative_methods import METHODS, check, check_auto, check_begun, check_decoupled, moved
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
-from vllm_specrollout.speculative_methods import METHODS, check, check_auto, check_begun, check_decoupled, moved
 
 EAGLE = {"method": "eagle", "model": "head", "num_speculative_tokens": 4}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ import tempfile
 import pytest
 
 from vllm_specrollout.config import parse
+from vllm_specrollout.config.places import check_places
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.places import check_places
 
 
 def check(**given) -> None:

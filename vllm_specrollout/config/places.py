@@ -1,16 +1,56 @@
-"""Whether the files and folders that a configuration names can be used: asked where an engine is configured, before it
-starts. A worker would find out as well, in a process whose errors few people read. stdlib only."""
+"""Files and folders that a configuration names: made for their owner alone, and tried before an engine starts.
+
+What holds prompts, answers or ids is its owner's, whatever the umask; what is there already keeps its mode, as whoever
+made it wider meant to share it. A worker would find out as well what cannot be used, in a process whose errors few
+people read. stdlib only.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
-from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError, shown_path
-from vllm_specrollout.private import make_folder
+
+if TYPE_CHECKING:
+    from vllm_specrollout.config.engine import SpecRolloutConfig
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are not there.
+
+    Raises:
+        OSError: it cannot be made, or is no folder.
+    """
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            try:
+                folder.mkdir(FOLDER_MODE)
+            except FileExistsError:
+                # another process was first; or it is a file
+                if not folder.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open(..., opener=opener)`."""
+    return os.open(path, flags, FILE_MODE)
+
+
+def new_file(path: Path) -> IO[bytes]:
+    """Open a file for writing, empty.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return open(path, "wb", opener=opener)
 
 
 def check_places(config: SpecRolloutConfig) -> None:

@@ -1,11 +1,11 @@
-"""What can be set for each drafter, and for what heads are trained on; part of the configuration (config.py)."""
+"""What can be set for each drafter, and for what heads are trained on; part of the configuration (engine.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_specrollout.checks import (
+from vllm_specrollout.config.checks import (
     check_choice,
     check_devices,
     check_is_on,

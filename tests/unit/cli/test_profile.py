@@ -12,10 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_specrollout import profile
-from vllm_specrollout.cli import app
-from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.profile import Profile, ProfileKey, shape_hash
-from vllm_specrollout.profile_sweep import (
+from vllm_specrollout.cli.commands import app
+from vllm_specrollout.cli.profile_sweep import (
     Draft,
     RandomDrafter,
     Sweep,
@@ -25,6 +23,8 @@ from vllm_specrollout.profile_sweep import (
     summary,
     undisturbed,
 )
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.profile import Profile, ProfileKey, shape_hash
 from vllm_specrollout.trees.build import check, num_paths
 from vllm_specrollout.types import (
     NOTHING_ACCEPTED,

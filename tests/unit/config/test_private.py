@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.private import make_folder
 from vllm_specrollout.replay.files import TraceWriter
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specrollout import cli
+from vllm_specrollout.cli import commands as cli
 from vllm_specrollout.decoupled import keys
 from vllm_specrollout.errors import ConfigError
 
