@@ -1,5 +1,6 @@
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,13 @@ def test_only_the_worker_the_server_and_patches_import_vllm():
         if not str(path).startswith(allowed) and "vllm" in imports(path)
     ]
     assert guilty == []
+
+
+def test_all_that_is_logged_goes_through_one_logger_that_vllm_shows():
+    # a child of vLLM's own logger: its handler, its level and its format hold without a line of ours
+    made = re.compile(r"(?:getLogger|init_logger)\(([^)]*)\)")
+    found = {name for path in sources() for name in made.findall(path.read_text(encoding="utf-8"))}
+    assert found == {'"vllm.specrollout"'}
 
 
 def test_nothing_outside_cluster_imports_ray():

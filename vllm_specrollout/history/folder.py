@@ -35,7 +35,7 @@ from vllm_specrollout.history.table import Place, Table, key_of
 from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 OWN = 1
 """Number of the own file; others count on from there."""

@@ -21,7 +21,7 @@ from vllm_specrollout.history.source import Located
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 GLOBAL = ""
 """The one problem there is with `scope="global"`."""

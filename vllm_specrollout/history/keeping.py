@@ -22,7 +22,7 @@ from vllm_specrollout.history.table import IN_MEMORY, Place, Table, key_of
 from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import Vocabulary
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 PER_MIB = 768
 """Answers for each MiB of `history.max_mib`: Python takes some 600 bytes for what it knows of one, wherever it is."""

@@ -25,7 +25,7 @@ from vllm_specrollout.history.turns import parts
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.patience import PATIENCE_S, wait_for
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 class HistoryStore:

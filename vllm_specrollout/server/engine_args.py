@@ -19,7 +19,7 @@ from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 _attention_was_set_here = False
 

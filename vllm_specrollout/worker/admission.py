@@ -15,7 +15,7 @@ from vllm_specrollout.support import RequestTraits, request_shape
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.arriving import attribution_of
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.specrollout")
 
 _EFFECT = {DraftMode.CHAIN: "chains only", DraftMode.OFF: "off", DraftMode.TREE: "on"}
 

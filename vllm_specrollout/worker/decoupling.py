@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
@@ -24,7 +24,7 @@ from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
 from vllm_specrollout.worker.common import config_of, is_first_rank
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 _POLL_S = 0.02  # while the engine starts
 _SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with

@@ -8,13 +8,13 @@ cannot be looked at is left out.
 from __future__ import annotations
 
 import hashlib
+import logging
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_specrollout.guard import CONTAINED
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 MOST_PARAMETERS = 32
 MOST_ELEMENTS = 128  # of each

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.worker.common import is_first_rank
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str) -> Recorder | None:

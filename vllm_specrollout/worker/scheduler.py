@@ -31,7 +31,7 @@ from vllm_specrollout.worker.common import config_of, with_speculation
 from vllm_specrollout.worker.request_metrics import RequestMetricsMixin
 from vllm_specrollout.worker.resuming import mark
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.specrollout")
 
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.worker.common import config_of
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 def vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:

@@ -6,15 +6,15 @@ Plain decoding meets a new shape when a request comes or goes; with drafts nearl
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 MOST_ROWS = 160
 """oneDNN keeps 1,024 products, and a model has four to six kinds of them."""

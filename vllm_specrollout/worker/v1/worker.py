@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -28,7 +28,7 @@ from vllm_specrollout.worker.v1.matching import MatchingMixin
 from vllm_specrollout.worker.v1.reporting import StatsMixin
 from vllm_specrollout.worker.v1.warm_up import products_of, warm_up
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 class SpecRolloutCPUWorker(

@@ -14,13 +14,13 @@ full graphs are captured with causal attention and never replayed for a step wit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
@@ -32,7 +32,7 @@ from vllm_specrollout.worker.v2.inputs import TreeInputs
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 def draft_sizes(max_draft_tokens: int) -> list[int]:
