@@ -1,9 +1,9 @@
-"""`specrollout doctor | patches | bench | plan | simulate | profile | train-head | history | replay | drafter | keys |
-coordinator`; heavy imports happen inside commands."""
+"""`specrollout COMMAND`: all commands in one list. Heavy imports happen inside them."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,15 +56,23 @@ def doctor(
     server: Annotated[
         str, typer.Option(help="A running server's address: say which of its drafters work.", show_default=False)
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
     from vllm_specrollout.cli.doctor import examine
 
     report = examine(model, server)
-    typer.echo(report.as_json() if json else report.as_text())
+    typer.echo(report.as_json() if as_json else report.as_text())
     if not report.is_healthy:
         raise typer.Exit(1)
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of what `--spec-rollout` takes: all keys, with types, limits, defaults and meanings."""
+    from vllm_specrollout.config.schema import schema
+
+    typer.echo(json.dumps(schema(), indent=2))
 
 
 @app.command("patches")

@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from vllm_specrollout.config.checks import check_choice, check_field, check_range, check_real
+from vllm_specrollout.config.checks import Range, check_choice, check_fields, declared
 from vllm_specrollout.errors import ConfigError, named, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Nothing can be set for `auto`, `fixed` and `off`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "budget.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +32,15 @@ class HistoSpecOptions(Options):
     last epoch's answers without siblings, the branch of the largest sum of rewards, and room for a window of 32.
     """
 
-    start: int = 2
+    start: Annotated[int, Range(1, 64)] = 2
     """Window of a new answer, and after a rejection, in tokens."""
-    step: int = 2
+    step: Annotated[int, Range(0, 64)] = 2
     """How much the window grows after a draft that was accepted whole, in tokens."""
-    cap: int = 32
+    cap: Annotated[int, Range(1, 64)] = 32
     """Largest window in tokens; `max_draft_tokens` and `max_depth` cap it too."""
 
     def __post_init__(self) -> None:
-        check_range("budget.start", self.start, 1, 64)
-        check_range("budget.step", self.step, 0, 64)
-        check_range("budget.cap", self.cap, 1, 64)
+        check_fields(self, "budget.")
         if self.start > self.cap:
             raise ConfigError(
                 f"`budget.start` is {self.start}, above `budget.cap` {self.cap}", "lower `start` or raise `cap`"
@@ -54,14 +55,13 @@ class DasOptions(Options):
     the last two epochs without siblings, and the most frequent continuation, whatever its age or reward.
     """
 
-    medium: float = 0.5
+    medium: Annotated[float, Range(0.0, 1.0)] = 0.5
     """An answer that needs this share of what the longest running one still needs is Medium."""
-    long: float = 0.8
+    long: Annotated[float, Range(0.0, 1.0)] = 0.8
     """An answer that needs this share of what the longest running one still needs is Long."""
 
     def __post_init__(self) -> None:
-        check_real("budget.medium", self.medium, 0.0, 1.0)
-        check_real("budget.long", self.long, 0.0, 1.0)
+        check_fields(self, "budget.")
         if self.medium > self.long:
             raise ConfigError(
                 f"`budget.medium` is {self.medium:g}, above `budget.long` {self.long:g}",
@@ -73,57 +73,40 @@ class DasOptions(Options):
 class FastGrpoOptions(Options):
     """The `fastgrpo` budget (FastGRPO, section 4.1 and appendix B). The text gives no number for any of these."""
 
-    alpha: float = 1.0
+    alpha: Annotated[float, Range(0.01, 1024.0)] = 1.0
     """Equation 3: smaller for a better drafter, which may then draft deeper."""
-    k_max: int = 8
+    k_max: Annotated[int, Range(1, 64)] = 8
     """Equation 2: most nodes of a level that are expanded, and most children of each."""
-    c_peak: int = 0
+    c_peak: Annotated[int, Range(0, 1 << 16)] = 0
     """Equation 1: rows of a step from which on its time begins to grow obviously; 0: measured while the engine runs."""
-    growth: float = 0.1
+    growth: Annotated[float, Range(0.01, 10.0)] = 0.1
     """Share by which a step's time has grown "obviously" (appendix B), where time against rows is a straight line."""
-
-    def __post_init__(self) -> None:
-        check_real("budget.alpha", self.alpha, 0.01, 1024.0)
-        check_range("budget.k_max", self.k_max, 1, 64)
-        check_range("budget.c_peak", self.c_peak, 0, 1 << 16)
-        check_real("budget.growth", self.growth, 0.01, 10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TltOptions(Options):
     """The `tlt` budget (TLT, section 5). The text gives no number for `epsilon` and `window`."""
 
-    threshold: int = 32
+    threshold: Annotated[int, Range(1, 1 << 16)] = 32
     """Batches of so many running requests or more decode plainly (5.1)."""
-    top_k: int = 8
+    top_k: Annotated[int, Range(1, 64)] = 8
     """Most nodes of a level that are expanded, and most children of each (Table 4); all strategies share it (6.3)."""
-    depth: int = 10
+    depth: Annotated[int, Range(1, 64)] = 10
     """Levels of the deepest strategy (Table 4); the others have a half and a quarter of it."""
-    epsilon: float = 0.1
+    epsilon: Annotated[float, Range(0.0, 1.0)] = 0.1
     """Probability of trying any strategy, instead of the best one so far (Algorithm 1)."""
-    window: int = 16
+    window: Annotated[int, Range(1, 4096)] = 16
     """Steps of each strategy that are remembered (Algorithm 1)."""
-
-    def __post_init__(self) -> None:
-        check_range("budget.threshold", self.threshold, 1, 1 << 16)
-        check_range("budget.top_k", self.top_k, 1, 64)
-        check_range("budget.depth", self.depth, 1, 64)
-        check_real("budget.epsilon", self.epsilon, 0.0, 1.0)
-        check_range("budget.window", self.window, 1, 4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecActorOptions(Options):
     """The `specactor` budget (SpecActor, section 4.1), in its coupled form."""
 
-    draft_ms: float = 0.0
+    draft_ms: Annotated[float, Range(0.0, 10_000.0)] = 0.0
     """D: milliseconds per drafted token and step, for the whole batch; 0 where drafts are looked up."""
-    replan: int = 1000
+    replan: Annotated[int, Range(1, 1 << 30)] = 1000
     """Tokens generated between two plans (Algorithm 2)."""
-
-    def __post_init__(self) -> None:
-        check_real("budget.draft_ms", self.draft_ms, 0.0, 10_000.0)
-        check_range("budget.replan", self.replan, 1, 1 << 30)
 
 
 OPTIONS: Mapping[str, type[Options]] = {
@@ -214,5 +197,5 @@ def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
             raise ConfigError(
                 f"`budget.{named(key)}` is {shown(value)}, but the budget `{name}` has no such option", way
             )
-        check_field(f"budget.{key}", value, known[key].type)
+        declared(OPTIONS[name])[key].check_type(f"budget.{key}", value)
     return name, OPTIONS[name](**values)

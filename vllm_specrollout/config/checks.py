@@ -1,13 +1,14 @@
-"""Checks of single values, for configurations: each raises one clear error. stdlib only."""
+"""Checks of what is set, by what a dataclass's fields are annotated with or one by one; each raises one clear error."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from vllm_specrollout.errors import ConfigError, shown, shown_path
 
@@ -17,23 +18,111 @@ MOST_PATH = 4096
 """Characters of a path, at most."""
 
 
-def check_field(name: str, value: Any, annotation: Any) -> None:
-    text = str(annotation)
-    if text.startswith("tuple"):
-        if isinstance(value, str) or not isinstance(value, (list, tuple)):
-            raise ConfigError(
-                f"`{name}` is {shown(value)}, not a list", f"write it as a list, for example [{shown(value)}]"
-            )
-        return
-    allowed: tuple[type, ...] = ()
-    if text.startswith("dict"):
-        allowed = (dict,)
-    for kind, types in (("bool", (bool,)), ("int", (int,)), ("float", (int, float)), ("str", (str,))):
-        if kind in text and allowed != (dict,):
-            allowed += types
-    if "None" in text and value is None:
-        return
-    check_type(name, value, allowed)
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number from `low` to `high`, of their type."""
+
+    low: float
+    high: float
+
+    def check(self, name: str, value: Any) -> Any:
+        if isinstance(self.low, float):
+            check_real(name, value, self.low, self.high)
+        else:
+            check_range(name, value, self.low, int(self.high))
+        return value
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of these names."""
+
+    names: tuple[str, ...]
+
+    def check(self, name: str, value: Any) -> Any:
+        check_choice(name, value, self.names)
+        return value
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {"enum": list(self.names)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Anything else: `check` gives what is kept of a value, `schema` says of it what JSON schema can."""
+
+    check: Callable[[str, Any], Any]
+    schema: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a field is annotated with: `Annotated[int | None, Range(1, 64)]`, taken apart."""
+
+    types: tuple[type, ...]
+    is_optional: bool
+    rules: tuple[Any, ...]
+    # a dataclass of its own; and what a list holds
+    nested: Any = None
+    item: Declared | None = None
+
+    @classmethod
+    def by(cls, hint: Any) -> Declared:
+        kind, *rules = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+        types = {get_origin(one) or one for one in kinds}
+        item = next((cls.by(get_args(one)[0]) for one in kinds if get_origin(one) is tuple), None)
+        nested = next((one for one in kinds if is_dataclass(one)), None)
+        allowed = types - {NoneType} | ({int} if float in types else set())
+        return cls(tuple(allowed), NoneType in types, tuple(rules), nested, item)
+
+    def check_type(self, name: str, value: Any) -> None:
+        """Not of what a list holds, nor of what is a dataclass of its own."""
+        if self.item is not None:
+            if not isinstance(value, (list, tuple)):
+                way = f"write it as a list, for example [{shown(value)}]"
+                raise ConfigError(f"`{name}` is {shown(value)}, not a list", way)
+        elif self.nested is None and not (self.is_optional and value is None):
+            check_type(name, value, self.types)
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The value by its rules: a list becomes a tuple, and `~` in a path the user's folder."""
+        if self.is_optional and value is None:
+            return None
+        if self.item is not None:
+            return tuple([self.item.checked(name, one) for one in value])
+        for rule in self.rules:
+            value = rule.check(name, value)
+        return value
+
+
+def declared(cls: type) -> dict[str, Declared]:
+    """What users can set in a configuration's dataclass."""
+    if cls not in _DECLARED:
+        hints = get_type_hints(cls, include_extras=True)
+        _DECLARED[cls] = {f.name: Declared.by(hints[f.name]) for f in fields(cls) if not f.metadata.get("is_derived")}
+    return _DECLARED[cls]
+
+
+_DECLARED: dict[type, dict[str, Declared]] = {}
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Check a frozen dataclass by what its fields are annotated with.
+
+    Args:
+        prefix: of its fields' names, for messages.
+    """
+    for name, one in declared(type(config)).items():
+        value = getattr(config, name)
+        one.check_type(prefix + name, value)
+        if one.rules or one.item:
+            object.__setattr__(config, name, one.checked(prefix + name, value))
 
 
 def check_type(name: str, value: Any, allowed: tuple[type, ...]) -> None:
@@ -63,8 +152,6 @@ def check_real(name: str, value: Any, low: float, high: float) -> None:
 
 def check_match(drafter: str, min_match: int, max_match: int) -> None:
     """The shortest and the longest context that a drafter looks up."""
-    check_range(f"{drafter}.min_match", min_match, 1, 64)
-    check_range(f"{drafter}.max_match", max_match, 1, 64)
     if min_match > max_match:
         raise ConfigError(
             f"`{drafter}.min_match` is {min_match}, above `{drafter}.max_match` {max_match}",
@@ -97,7 +184,7 @@ def check_path(name: str, value: Any) -> str:
     return path
 
 
-def check_id(name: str, value: Any) -> None:
+def check_id(name: str, value: Any) -> str:
     """An id that clients choose. The empty one stands for none."""
     check_type(name, value, (str,))
     if len(value) > MOST_ID:
@@ -106,6 +193,7 @@ def check_id(name: str, value: Any) -> None:
     if "\0" in value or not is_text(value):
         cause = f"`{name}` is {shown(value)}, with a character that is none (NUL, or half a surrogate pair)"
         raise ConfigError(cause, "leave it out")
+    return str(value)
 
 
 def is_text(value: str) -> bool:
@@ -125,16 +213,15 @@ def check_is_on(name: str, given: Any, is_on: bool, why_off: str, way: str) -> N
             raise ConfigError(f"`{name}.{f.name}` is set, and {why_off}", f"{way}, or drop `{name}`")
 
 
-def check_devices(devices: tuple[str, ...], *, is_used: bool) -> None:
-    """The CPU cores of a drafter's process."""
-    for device in devices:
-        check_type("devices", device, (str,))
-        if not re.fullmatch(r"cpu:[0-9]{1,6}(-[0-9]{1,6})?", device):
-            raise ConfigError(
-                f"`devices` names {shown(device)}, which is no core", "name cores as `cpu:1` or `cpu:2-3`"
-            )
-    if devices and not is_used:
-        raise ConfigError(
-            f"`devices` is {shown(list(devices))}, and no drafter is started that could have them",
-            'drop `devices`, or set {"placement": "decoupled"}; a drafter begun by hand takes `--cores`',
-        )
+def check_core(name: str, value: Any) -> str:
+    """CPU cores of a drafter's process."""
+    check_type(name, value, (str,))
+    if not re.fullmatch(_CORES, value):
+        raise ConfigError(f"`{name}` names {shown(value)}, which is no core", "name cores as `cpu:1` or `cpu:2-3`")
+    return str(value)
+
+
+_CORES = r"cpu:[0-9]{1,6}(-[0-9]{1,6})?"
+ID = Rule(check_id, {"maxLength": MOST_ID})
+FILE = Rule(check_path, {"maxLength": MOST_PATH})
+CORE = Rule(check_core, {"pattern": f"^{_CORES}$"})

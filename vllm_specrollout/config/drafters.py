@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from vllm_specrollout.config.checks import (
-    check_choice,
-    check_devices,
+    CORE,
+    FILE,
+    Choice,
+    Range,
+    Rule,
+    check_fields,
     check_is_on,
     check_match,
-    check_path,
-    check_range,
-    check_real,
     check_type,
 )
 from vllm_specrollout.errors import ConfigError, shown
@@ -27,24 +28,35 @@ RECONFIGURE = ("off", "goodput", "paper")
 """How requests that match less than their batch get draft windows of their own."""
 
 
+def check_probability(name: str, value: Any) -> float:
+    check_type(name, value, (int, float))
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(
+            f"`{name}` holds {shown(value)}, outside 0 to 1", "give probabilities, for example [0.6, 0.2]"
+        )
+    return value
+
+
+PROBABILITY = Rule(check_probability, {"minimum": 0.0, "maximum": 1.0})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramConfig:
     """The `ngram` drafter: looks the last tokens up in the request's own prompt and output."""
 
-    max_match: int = 8
+    max_match: Annotated[int, Range(1, 64)] = 8
     """Longest context looked up, in tokens. A token of a running request takes 100 bytes at 8, and 775 at 64."""
-    min_match: int = 1
+    min_match: Annotated[int, Range(1, 64)] = 1
     """Shortest context that may draft, in tokens."""
-    max_matches: int = 32
+    max_matches: Annotated[int, Range(1, 4096)] = 32
     """Most recent earlier places compared per context length."""
-    max_mib: int = 2048
+    max_mib: Annotated[int, Range(1, 1 << 20)] = 2048
     """MiB for the indices of all running requests together. Who comes when it is used up is not drafted for, until
     others have ended."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "ngram.")
         check_match("ngram", self.min_match, self.max_match)
-        check_range("ngram.max_matches", self.max_matches, 1, 4096)
-        check_range("ngram.max_mib", self.max_mib, 1, 1 << 20)
 
     @property
     def most_tokens(self) -> int:
@@ -56,79 +68,63 @@ class NgramConfig:
 class HistoryConfig:
     """The `history` drafter: looks the last tokens up in earlier answers to the same problem."""
 
-    dir: str = ""
+    dir: Annotated[str, FILE] = ""
     """Directory that keeps the answers across restarts; empty: they are kept in memory only."""
-    epochs: int = 2
+    epochs: Annotated[int, Range(0, 1024)] = 2
     """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
     siblings: bool = True
     """Whether other samples of the same problem, running or done in this epoch, draft too."""
-    scope: str = "problem"
+    scope: Annotated[str, Choice(SCOPES)] = "problem"
     """`problem` keeps one index per problem, `global` a single one for all of them."""
-    min_match: int = 1
+    min_match: Annotated[int, Range(1, 64)] = 1
     """Shortest context that may draft, in tokens."""
-    max_match: int = 7
+    max_match: Annotated[int, Range(1, 64)] = 7
     """Longest context looked up, in tokens."""
-    max_matches: int = 32
+    max_matches: Annotated[int, Range(1, 4096)] = 32
     """Most earlier places compared per context length."""
-    decay: float = 0.5
+    decay: Annotated[float, Range(0.0, 1.0)] = 0.5
     """Weight of an answer relative to one of the epoch after it."""
-    reward_weight: float = 1.0
+    reward_weight: Annotated[float, Range(0.0, 1024.0)] = 1.0
     """How much a reward of 1 adds to an answer's weight of 1; 0: rewards do not count. Negative rewards count as 0."""
     reward_priority: bool = False
     """Whether an answer weighs its reward alone, so that a draft follows the branch whose rewards sum up to most
     (RhymeRL, 5.3); an answer with no reward above 0 counts 1/256. `reward_weight` has no meaning then."""
-    max_mib: int = 1024
+    max_mib: Annotated[int, Range(1, 1 << 20)] = 1024
     """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped. Answers have
     the same limit: in memory so much of them, and everywhere 768 for each MiB; beyond it the oldest are dropped."""
-    max_disk_mib: int = 16384
+    max_disk_mib: Annotated[int, Range(1, 1 << 30)] = 16384
     """Disk for the files of `dir` that this engine writes or finds without an engine, in MiB; beyond it, the oldest
     answers are dropped. While a file is written anew, the copy counts too."""
-    foreign: str = "skip"
+    foreign: Annotated[str, Choice(FOREIGN)] = "skip"
     """What becomes of files in `dir` of another model's vocabulary: `skip` leaves them out with a warning, `refuse` is
     an error at the start."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", check_path("history.dir", self.dir))
-        check_range("history.epochs", self.epochs, 0, 1024)
+        check_fields(self, "history.")
         if not self.epochs and not self.siblings:
             cause = "`history.epochs` is 0 and `history.siblings` is false, so that no answer may draft"
             raise ConfigError(cause, "allow one of them, or leave `history` out of `drafters`")
-        check_choice("history.scope", self.scope, SCOPES)
         check_match("history", self.min_match, self.max_match)
-        check_range("history.max_matches", self.max_matches, 1, 4096)
-        check_real("history.decay", self.decay, 0.0, 1.0)
-        check_real("history.reward_weight", self.reward_weight, 0.0, 1024.0)
-        check_range("history.max_mib", self.max_mib, 1, 1 << 20)
-        check_range("history.max_disk_mib", self.max_disk_mib, 1, 1 << 30)
-        check_choice("history.foreign", self.foreign, FOREIGN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleConfig:
     """The `oracle` drafter (benchmarks only): proposes recorded continuations with a set accuracy."""
 
-    path: str = ""
+    path: Annotated[str, FILE] = ""
     """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
-    accuracy: tuple[float, ...] = (1.0,)
+    accuracy: tuple[Annotated[float, PROBABILITY], ...] = (1.0,)
     """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
     seed: int = 0
     """Seed of the decoys and of the ranks drawn."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", check_path("oracle.path", self.path))
-        object.__setattr__(self, "accuracy", tuple(self.accuracy))
+        check_fields(self, "oracle.")
         if len(self.accuracy) > MAX_RANKS:
             cause = f"`oracle.accuracy` has {len(self.accuracy)} ranks, above {MAX_RANKS}"
             raise ConfigError(cause, "give those of the likeliest tokens")
         if not self.accuracy:
             raise ConfigError("`oracle.accuracy` is empty", "give at least one rank, for example [1.0]")
-        for value in self.accuracy:
-            check_type("oracle.accuracy", value, (int, float))
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(
-                    f"`oracle.accuracy` holds {shown(value)}, outside 0 to 1",
-                    "give probabilities, for example [0.6, 0.2]",
-                )
         if sum(self.accuracy) > 1.0 + 1e-9:
             raise ConfigError(
                 f"`oracle.accuracy` sums to {sum(self.accuracy):g}, above 1",
@@ -140,27 +136,21 @@ class OracleConfig:
 class CollectConfig:
     """The target's hidden states, kept on disk for `specrollout train-head`. V1 runner only."""
 
-    dir: str = ""
+    dir: Annotated[str, FILE] = ""
     """Directory for them; empty: none are kept."""
-    max_tokens: int = 1_000_000
+    max_tokens: Annotated[int, Range(1, 1 << 40)] = 1_000_000
     """Most tokens kept in the directory; beyond it the oldest answers go."""
-    max_answer_tokens: int = 2048
+    max_answer_tokens: Annotated[int, Range(2, 1 << 24)] = 2048
     """Most tokens kept of one request, its prompt included: the first ones."""
-    share: float = 1.0
+    share: Annotated[float, Range(0.0, 1.0)] = 1.0
     """Share of the requests that is kept."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Annotated[int, Range(0, 4096)], ...] = ()
     """Layers whose input an EAGLE-3 head takes, as vLLM counts them; empty: those of the head in use, else a low, a
     middle and a high one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", check_path("collect.dir", self.dir))
-        object.__setattr__(self, "layers", tuple(self.layers))
+        check_fields(self, "collect.")
         check_is_on("collect", self, bool(self.dir), "`collect.dir` is not", 'set {"collect": {"dir": "FOLDER"}}')
-        check_range("collect.max_tokens", self.max_tokens, 1, 1 << 40)
-        check_range("collect.max_answer_tokens", self.max_answer_tokens, 2, 1 << 24)
-        check_real("collect.share", self.share, 0.0, 1.0)
-        for layer in self.layers:
-            check_range("collect.layers", layer, 0, 4096)
         if list(self.layers) != sorted(set(self.layers)):
             raise ConfigError(
                 f"`collect.layers` is {shown(list(self.layers))}, not ascending", "name each layer once, in order"
@@ -175,14 +165,13 @@ class StartedDrafter:
     """The model that drafts: a folder or a name."""
     name: str = ""
     """What it is called, where drafters are attached and detached; empty: its place in the list, as `drafter-1`."""
-    devices: tuple[str, ...] = ()
+    devices: tuple[Annotated[str, CORE], ...] = ()
     """CPU cores that it runs on, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine in that process."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
-        check_devices(self.devices, is_used=True)
+        check_fields(self)
         if not self.model:
             raise ConfigError("a drafter of `decoupled.drafters` has an empty `model`", "name a folder or a model")
 
@@ -195,38 +184,33 @@ class DecoupledConfig:
     """Drafters that the engine begins beside that of `speculative_config`, as `{"model": SMALL, "devices": ["cpu:1"]}`;
     further keys: `name` and `engine_args`. Others can be attached while it runs."""
 
-    window: int = 4
+    window: Annotated[int, Range(1, 64)] = 4
     """Tokens of a draft window: the drafter is two of them ahead at most."""
-    fan_out: int = 4
+    fan_out: Annotated[int, Range(1, 8)] = 4
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
-    reconfigure: str = "off"
+    reconfigure: Annotated[str, Choice(RECONFIGURE)] = "off"
     """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens
     (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
-    most_nodes: int = 16
+    most_nodes: Annotated[int, Range(1, 64)] = 16
     """Nodes of a request's tree that it looks behind, at most: those that the target reaches most often."""
     address: str = ""
     """Where a `specrollout drafter` listens that was started by hand: `ipc://PATH` or `tcp://HOST:PORT`; empty: the
     engine starts one of its own, and stops it."""
-    keys: str = ""
+    keys: Annotated[str, FILE] = ""
     """Directory with the keys for a `tcp` address off this host, as `specrollout keys` makes them."""
-    start_s: float = 180.0
+    start_s: Annotated[float, Range(0.0, 86400.0)] = 180.0
     """Seconds that the engine's start waits for the drafter; without it, requests decode plainly until it is there."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine in that process, such as `{"dtype": "bfloat16"}`."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "decoupled.")
         named = (replace(drafter, name=drafter.name or f"drafter-{i}") for i, drafter in enumerate(self.drafters, 1))
         object.__setattr__(self, "drafters", tuple(named))
         names = [drafter.name for drafter in self.drafters]
         if len({*names, SINGLE}) <= len(names):
             cause = f"`decoupled.drafters` are called {shown(names)}"
             raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
-        check_range("decoupled.window", self.window, 1, 64)
-        check_range("decoupled.fan_out", self.fan_out, 1, 8)
-        check_choice("decoupled.reconfigure", self.reconfigure, RECONFIGURE)
-        check_range("decoupled.most_nodes", self.most_nodes, 1, 64)
-        object.__setattr__(self, "keys", check_path("decoupled.keys", self.keys))
-        check_real("decoupled.start_s", self.start_s, 0.0, 86400.0)
         if self.address and not self.address.startswith(("ipc://", "tcp://")):
             raise ConfigError(
                 f"`decoupled.address` is {shown(self.address)}",

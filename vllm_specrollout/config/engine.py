@@ -10,19 +10,18 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
 from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.config.checks import (
-    check_choice,
-    check_devices,
-    check_field,
-    check_id,
+    CORE,
+    FILE,
+    ID,
+    Choice,
+    Range,
+    check_fields,
     check_is_on,
-    check_path,
-    check_range,
-    check_real,
-    check_type,
+    declared,
     nearest,
 )
 from vllm_specrollout.config.drafters import (
@@ -31,7 +30,6 @@ from vllm_specrollout.config.drafters import (
     HistoryConfig,
     NgramConfig,
     OracleConfig,
-    StartedDrafter,
 )
 from vllm_specrollout.config.resuming import Resume
 from vllm_specrollout.config.text import load_json, load_text
@@ -54,23 +52,23 @@ QUEUE_ORDERS = ("longest_first", "arrival")
 class SpecRolloutConfig:
     """Everything that can be set for an engine."""
 
-    drafters: tuple[str, ...] = ("history", "ngram")
+    drafters: tuple[Annotated[str, Choice(DRAFTERS)], ...] = ("history", "ngram")
     """Which drafters propose, best first. May be empty beside a `speculative_config`, whose model drafts as well."""
     speculative_config: dict[str, Any] | None = None
     """vLLM's own: the model that drafts, as `--speculative-config` takes it. That flag, given beside `--spec-rollout`,
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
-    placement: str = "coupled"
+    placement: Annotated[str, Choice(PLACEMENTS)] = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
     process of its own on CPU, which drafts ahead while the target verifies; or `auto`, as the engine finds to be
     faster. The last two take method `draft_model`, and not the V1 runner on CUDA. A decoupled engine needs no
     `speculative_config`: drafters can be attached while it runs."""
-    devices: tuple[str, ...] = ()
+    devices: tuple[Annotated[str, CORE], ...] = ()
     """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
-    max_draft_tokens: int = 24
+    max_draft_tokens: Annotated[int, Range(1, MAX_NODES)] = 24
     """Most draft tokens (tree nodes) verified for one request in one step."""
-    max_depth: int = 16
+    max_depth: Annotated[int, Range(1, MAX_NODES)] = 16
     """Most draft tokens on one root-to-leaf path."""
-    shape: str = "tree"
+    shape: Annotated[str, Choice(SHAPES)] = "tree"
     """`tree`, or `chain` for drafts without branches."""
     budget: str = "auto"
     """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
@@ -78,25 +76,25 @@ class SpecRolloutConfig:
     fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
     (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
     last five go into an object: `{"name": "tlt", "threshold": 48}`."""
-    time_share: float = 1.0
+    time_share: Annotated[float, Range(0.01, 1000.0)] = 1.0
     """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
     steps; one that may block is waited for no longer. It does not hold for the model of `speculative_config`."""
-    queue_order: str = "longest_first"
+    queue_order: Annotated[str, Choice(QUEUE_ORDERS)] = "longest_first"
     """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
-    profile: str = "auto"
+    profile: Annotated[str, Choice(PROFILES)] = "auto"
     """`auto` starts from what `specrollout profile` measured of this model on this host, if it did; `off` does not."""
-    max_graphs: int = 64
+    max_graphs: Annotated[int, Range(0, 4096)] = 64
     """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
-    scratch_blocks: int | None = None
+    scratch_blocks: Annotated[int | None, Range(0, 1 << 20)] = None
     """Blocks beside the KV cache, for branches beyond the first; unset: a tenth of the KV cache's, at most 512."""
-    block_size: int | None = None
+    block_size: Annotated[int | None, Range(32, 1024)] = None
     """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap, or that of
     vLLM where `--num-gpu-blocks-override` is given."""
     row_invariant: bool = False
     """V1 runner on CPU: where this host rounds the attention of a row otherwise among others of its request (bfloat16
     with AMX), drafted rows attend one by one. It costs time, and takes most ties away (docs/concepts/exactness.md)."""
-    record: str | None = None
+    record: Annotated[str | None, FILE] = None
     """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
@@ -107,36 +105,18 @@ class SpecRolloutConfig:
     budget_options: Options = field(default=Options(), metadata={"is_derived": True})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "drafters", tuple(self.drafters))
-        object.__setattr__(self, "devices", tuple(self.devices))
         name, options = name_and_options(self.budget, self.budget_options)
         object.__setattr__(self, "budget", name)
         object.__setattr__(self, "budget_options", options)
-        for name in self.drafters:
-            check_choice("drafters", name, DRAFTERS)
+        check_fields(self)
         if len(set(self.drafters)) != len(self.drafters):
             raise ConfigError(f"`drafters` names one twice: {shown(list(self.drafters))}", "name each drafter once")
         self._check_settings_are_used()
-        check_range("max_draft_tokens", self.max_draft_tokens, 1, MAX_NODES)
-        check_range("max_depth", self.max_depth, 1, MAX_NODES)
-        check_range("max_graphs", self.max_graphs, 0, 4096)
-        check_choice("shape", self.shape, SHAPES)
-        check_choice("placement", self.placement, PLACEMENTS)
-        check_devices(self.devices, is_used=self.is_decoupled and not self.decoupled.address)
-        check_real("time_share", self.time_share, 0.01, 1000.0)
-        check_choice("queue_order", self.queue_order, QUEUE_ORDERS)
-        check_choice("profile", self.profile, PROFILES)
-        if self.scratch_blocks is not None:
-            check_range("scratch_blocks", self.scratch_blocks, 0, 1 << 20)
-        if self.block_size is not None:
-            check_range("block_size", self.block_size, 32, 1024)
-            if self.block_size % 32:
-                raise ConfigError(f"`block_size` is {self.block_size}, not a multiple of 32", "use 32, 64 or 128")
-        if self.record is not None:
-            object.__setattr__(self, "record", check_path("record", self.record))
-            if not os.path.basename(self.record):
-                cause = f"`record` is {shown_path(self.record)}, which names no file"
-                raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
+        if self.block_size is not None and self.block_size % 32:
+            raise ConfigError(f"`block_size` is {self.block_size}, not a multiple of 32", "use 32, 64 or 128")
+        if self.record is not None and not os.path.basename(self.record):
+            cause = f"`record` is {shown_path(self.record)}, which names no file"
+            raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
         if "oracle" in self.drafters and not self.oracle.path:
             raise ConfigError(
                 "the `oracle` drafter has no recorded continuations",
@@ -150,6 +130,11 @@ class SpecRolloutConfig:
             check_is_on(name, getattr(self, name), name in self.drafters, why, way)
         way = 'set {"placement": "decoupled"}'
         check_is_on("decoupled", self.decoupled, self.is_decoupled, "`placement` is `coupled`", way)
+        if self.devices and not (self.is_decoupled and not self.decoupled.address):
+            raise ConfigError(
+                f"`devices` is {shown(list(self.devices))}, and no drafter is started that could have them",
+                'drop `devices`, or set {"placement": "decoupled"}; a drafter begun by hand takes `--cores`',
+            )
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -179,12 +164,12 @@ class SpecRolloutConfig:
 class RequestOptions:
     """What one request may set, in `extra_args["spec_rollout"]` or as JSON in `vllm_xargs`."""
 
-    problem_id: str = ""
+    problem_id: Annotated[str, ID] = ""
     """Requests that share it are samples of one problem; unset: those with equal prompts are, and whatever goes on from
     their answers."""
     enabled: bool = True
     """False: this request decodes plainly."""
-    max_draft_tokens: int | None = None
+    max_draft_tokens: Annotated[int | None, Range(0, MAX_NODES)] = None
     """Most draft tokens of this request in one step; at most the engine's `max_draft_tokens` is used."""
     resume: Resume | None = None
     """`{"prompt_tokens": 12, "answer_tokens": 5}`: the prompt ends with an answer's tokens so far, five behind the
@@ -192,10 +177,7 @@ class RequestOptions:
     still to come."""
 
     def __post_init__(self) -> None:
-        check_id("problem_id", self.problem_id)
-        check_type("enabled", self.enabled, (bool,))
-        if self.max_draft_tokens is not None:
-            check_range("max_draft_tokens", self.max_draft_tokens, 0, MAX_NODES)
+        check_fields(self)
 
 
 def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
@@ -255,43 +237,31 @@ def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> Req
 
 def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") -> Any:
     """Make a config dataclass from a mapping: unknown keys and wrong types are errors that name the nearest key."""
-    known = {f.name: f for f in fields(cls) if not f.metadata.get("is_derived")}
+    known = declared(cls)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
             near = nearest(key, known)
             way = f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
             raise ConfigError(f"unknown key `{prefix}{named(key)}` in `{origin}`", way)
-        nested = _NESTED.get(key) if cls in (SpecRolloutConfig, RequestOptions) else None
-        if nested is not None:
-            value = _build_nested(nested, value, origin, f"{prefix}{key}")
-        elif cls is DecoupledConfig and key == "drafters" and isinstance(value, (list, tuple)):
-            names = (f"{prefix}{key}[{i}]" for i in range(len(value)))
-            value = tuple(_build_nested(StartedDrafter, v, origin, n) for v, n in zip(value, names, strict=True))
-        elif (cls, key) != (SpecRolloutConfig, "budget"):  # a name or an object: __post_init__ knows both
-            check_field(prefix + key, value, known[key].type)
+        one = known[key]
+        if one.nested is not None:
+            value = _build_nested(one.nested, value, origin, f"{prefix}{key}")
+        elif one.item and one.item.nested and isinstance(value, (list, tuple)):
+            value = tuple(_build_nested(one.item.nested, v, origin, f"{prefix}{key}[{i}]") for i, v in enumerate(value))
+        elif key != "budget":  # a name or an object: __post_init__ knows both
+            one.check_type(prefix + key, value)
         arguments[key] = value
-    missing = [name for name, f in known.items() if f.default is MISSING is f.default_factory and name not in arguments]
-    if missing:
+    needed = (f.name for f in fields(cls) if f.default is MISSING is f.default_factory)
+    if missing := [name for name in needed if name not in arguments]:
         raise ConfigError(f"`{prefix}{missing[0]}` is not given in `{origin}`", "name it")
     return cls(**arguments)
 
 
-def _build_nested(cls: type, value: Any, origin: str, name: str) -> Any:
+def _build_nested(cls: Any, value: Any, origin: str, name: str) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        keys = ", ".join(f.name for f in fields(cls))
         cause = f"`{name}` is {shown(value)}, of type {type(value).__name__}"
-        raise ConfigError(cause, f"give an object with the keys: {keys}")
+        raise ConfigError(cause, f"give an object with the keys: {', '.join(declared(cls))}")
     return _build(cls, value, origin, f"{name}.")
-
-
-_NESTED = {
-    "ngram": NgramConfig,
-    "history": HistoryConfig,
-    "oracle": OracleConfig,
-    "collect": CollectConfig,
-    "decoupled": DecoupledConfig,
-    "resume": Resume,
-}

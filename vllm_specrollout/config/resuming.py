@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from vllm_specrollout.config.checks import check_range
+from vllm_specrollout.config.checks import Range, check_fields
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 KEY = "spec_rollout"  # ours, in `SamplingParams.extra_args`
-_MOST = 1 << 30
 _GREEDY = 1e-5  # below this temperature vLLM samples greedily
 
 
@@ -26,19 +25,15 @@ class Resume:
         ConfigError: a value out of range.
     """
 
-    prompt_tokens: int
+    prompt_tokens: Annotated[int, Range(1, 1 << 30)]
     """Tokens of the prompt itself, at least 1; those behind them are the answer so far."""
-    answer_tokens: int | None = None
+    answer_tokens: Annotated[int | None, Range(0, 1 << 30)] = None
     """Tokens of the answer so far. Needed wherever vLLM may cut a prompt before it comes to the engine."""
-    drawn: int | None = None
+    drawn: Annotated[int | None, Range(0, 1 << 30)] = None
     """Tokens of the answer so far that were sampled, and so took noise; unset: all of them. V1 runner only."""
 
     def __post_init__(self) -> None:
-        check_range("resume.prompt_tokens", self.prompt_tokens, 1, _MOST)
-        if self.answer_tokens is not None:
-            check_range("resume.answer_tokens", self.answer_tokens, 0, _MOST)
-        if self.drawn is not None:
-            check_range("resume.drawn", self.drawn, 0, _MOST)
+        check_fields(self, "resume.")
 
 
 def resumed(params: Any, prompt_token_ids: Sequence[int], answer: Sequence[int]) -> tuple[list[int], Any]:
