@@ -31,7 +31,7 @@ from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, 
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError, named
 from vllm_specrollout.reports import MAX_EPOCH, MAX_ID_LENGTH, MAX_INDEX, MAX_REWARDS
-from vllm_specrollout.server.command_line import readable_errors
+from vllm_specrollout.server.settings import readable_errors
 
 PREFIX = "/spec_rollout"
 MAX_PARTS = MAX_REWARDS + 1024

@@ -17,7 +17,7 @@ from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
-from vllm_specrollout.server.command_line import FLAG, add_flag, readable_errors
+from vllm_specrollout.server.settings import FLAG, add_flag, readable_errors
 
 logger = logging.getLogger("vllm.specrollout")
 

@@ -1,18 +1,33 @@
-"""Before vLLM 0.32 its front end keeps the tokens that a step brings behind the one that completes a stop string.
-
-What belongs here: how they are dropped there, so that answers end as in plain decoding. Later versions do it alone.
-"""
+"""Small wrappers of vLLM's methods, rebound by `patches/`: how it pauses, stops at strings, and shows workers."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+_DROPPED = "wait_for_inflight_requests"
+
+
+def accept_dropped_keyword(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `AsyncLLM.pause_generation`: the keyword means what it meant in vLLM 0.31, where it was deprecated."""
+    if _DROPPED in inspect.signature(original).parameters:
+        return original
+
+    @functools.wraps(original)
+    async def pause_generation(self: Any, *, wait_for_inflight_requests: bool | None = None, **kwargs: Any) -> None:
+        if wait_for_inflight_requests:
+            kwargs["mode"] = "wait"
+        await original(self, **kwargs)
+
+    return pause_generation
 
 
 def stop_at_once(original: Callable[..., str | None]) -> Callable[..., str | None]:
     """Wrap a detokenizer's `update`: where there are stop strings, a step's tokens are looked at one by one.
 
+    Before vLLM 0.32 its front end keeps the tokens that a step brings behind the one that completes a stop string.
     The list of new tokens is cut in place behind the one that completes a stop string: its owner, vLLM's output
     processor, goes on with that list.
     """
@@ -43,3 +58,16 @@ def forget_what_was_cut(original: Callable[..., None]) -> Callable[..., None]:
         original(self, output)
 
     return update_from_output
+
+
+def introduce_workers(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method of `EngineCore` that is called once, and has its executor and its scheduler when it is done."""
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        meet_workers = getattr(self.scheduler, "meet_workers", None)
+        if meet_workers is not None:
+            meet_workers(self.model_executor)
+
+    return initialize

@@ -1,13 +1,14 @@
-"""Answers end behind the token that completes a stop string, on a front end that would keep what follows it."""
+"""Answers end behind the token that completes a stop string, and trainers pause an engine, as on another vLLM."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from vllm_specrollout.server.stop_strings import forget_what_was_cut, stop_at_once
+from vllm_specrollout.server.wrappers import accept_dropped_keyword, forget_what_was_cut, stop_at_once
 
 
 @dataclass
@@ -94,3 +95,36 @@ def test_logprobs_are_those_of_the_tokens_that_are_left(kept: int, left: int) ->
     update(None, Output([7] * kept, Logprobs([0.1, 0.2, 0.3])))
     update(None, Output([7], None))
     assert len(seen[0].logprobs) == left and seen[1] is None
+
+
+class Engine:
+    """Like `AsyncLLM` of vLLM 0.32."""
+
+    def __init__(self):
+        self.asked = None
+
+    async def pause_generation(self, *, mode="abort", clear_cache=True):
+        self.asked = (mode, clear_cache)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, ("abort", True)),
+        ({"mode": "keep"}, ("keep", True)),
+        ({"wait_for_inflight_requests": False, "clear_cache": False}, ("abort", False)),
+        ({"wait_for_inflight_requests": True}, ("wait", True)),
+        ({"mode": "keep", "wait_for_inflight_requests": False}, ("keep", True)),
+    ],
+)
+def test_the_dropped_keyword_means_what_it_meant(given, asked):
+    engine = Engine()
+    asyncio.run(accept_dropped_keyword(Engine.pause_generation)(engine, **given))
+    assert engine.asked == asked
+
+
+def test_an_engine_that_still_takes_it_is_left_alone():
+    async def pause_generation(self, *, mode="abort", wait_for_inflight_requests=None, clear_cache=True):
+        pass
+
+    assert accept_dropped_keyword(pause_generation) is pause_generation
