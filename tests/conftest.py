@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 
 # what of ours fails ends the test, in this process and in those it starts, rather than being switched off
 os.environ[envs.STRICT] = "1"

@@ -6,6 +6,7 @@ running engine of rewards and epochs with `report_rewards` and `begin_epoch`, an
 request that goes on with an answer that was interrupted.
 """
 
+from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.health import aread_drafters, read_drafters
 from vllm_specrollout.plugin import register
 from vllm_specrollout.reports import (
@@ -18,7 +19,6 @@ from vllm_specrollout.reports import (
     read_history,
     report_rewards,
 )
-from vllm_specrollout.resuming import resumed
 
 __all__ = [
     "abegin_epoch",

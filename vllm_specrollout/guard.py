@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 
 logger = logging.getLogger("vllm.specrollout")
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 
-from vllm_specrollout import envs, patches
+from vllm_specrollout import patches
+from vllm_specrollout.config import envs
 from vllm_specrollout.patches import supported
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 _has_warned = False
 

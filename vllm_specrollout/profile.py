@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_specrollout import envs
 from vllm_specrollout.budgets.step_cost import COLUMNS, Timing
+from vllm_specrollout.config import envs
 from vllm_specrollout.types import StepTiming
 
 logger = logging.getLogger("vllm.specrollout")

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout import cli_flags as flags
 from vllm_specrollout.budgets.registry import make_budget, names
-from vllm_specrollout.checks import check_choice
+from vllm_specrollout.cli import flags
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config.checks import check_choice
 from vllm_specrollout.replay.cost import cost_of
 from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.replay.records import Trace

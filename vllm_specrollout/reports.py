@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specrollout.asking import Answers, Call, Conversation, aask, ask, check_has_model
-from vllm_specrollout.checks import MOST_ID
+from vllm_specrollout.config.checks import MOST_ID
 from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
 from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
 from vllm_specrollout.history.epochs import EpochError as EpochError

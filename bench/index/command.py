@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from vllm_specrollout import cli_flags
+from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 
 from ..runner.report import Found, host, print_table
 from ..runner.scenario import Scenario, Session, command, flag

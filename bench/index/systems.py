@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout import _core
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.weights import weight_of
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from vllm_specrollout import cli_flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.replay.files import read_trace, write_trace
 from vllm_specrollout.replay_cli import run_all, strategies
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
 from . import leash

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import typer
 from rich.console import Console
 
-from vllm_specrollout import cli_flags
+from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.errors import ConfigError
 
 from .display import Display

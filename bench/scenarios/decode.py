@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from vllm_specrollout import cli_flags
+from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 

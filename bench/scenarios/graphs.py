@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
+from vllm_specrollout.cli.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
 
 from ..gpu.machine import describe
 from ..runner.models import BARE, bare_model

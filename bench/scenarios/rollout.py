@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from vllm_specrollout import cli_flags
+from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 
 from ..policy.reward import problems, reward

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 
 from ..runner import leash
 from ..runner.engine_process import EngineFailed

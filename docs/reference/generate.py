@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.util
 import inspect
 import json
+import re
 import runpy
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer.main
 
-from vllm_specrollout import config, envs, patches
-from vllm_specrollout.budgets.options import OPTIONS
-from vllm_specrollout.cli import BENCHES, app
+from vllm_specrollout import config, patches
+from vllm_specrollout.cli.commands import BENCHES, app
+from vllm_specrollout.config import envs
+from vllm_specrollout.config.budgets import OPTIONS
+from vllm_specrollout.config.schema import field_docs
+from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.patches import features
 from vllm_specrollout.patches.binding import KINDS
 from vllm_specrollout.patches.bindings import BINDINGS
-from vllm_specrollout.speculative_methods import METHODS
 from vllm_specrollout.support import TABLE
 
 HERE = Path(__file__).resolve().parent
@@ -45,7 +48,8 @@ def config_page() -> str:
     parts = [
         "# Configuration\n",
         "`--spec-rollout`, `LLM(spec_rollout=...)`, `additional_config` and `VLLM_SPEC_ROLLOUT` take the same object."
-        " A flag or keyword outranks `additional_config`, which outranks the variable. Unknown keys are errors.\n",
+        " A flag or keyword outranks `additional_config`, which outranks the variable. Unknown keys are errors."
+        " `specrollout schema` prints all of it as a JSON schema, with the limits of each value.\n",
     ]
     for cls, prefix in (
         (config.SpecRolloutConfig, ""),
@@ -78,15 +82,15 @@ def _first_sentence(cls: type) -> str:
 
 
 def _fields(cls: type, prefix: str) -> Iterator[tuple[str, ...]]:
-    meanings = _field_docs(cls)
+    meanings = field_docs(cls)
     for field in dataclasses.fields(cls):
         if field.metadata.get("is_derived"):
             continue
         if dataclasses.is_dataclass(field.default_factory):
             yield f"`{prefix}{field.name}`", "object", "`{}`", f"see [`{field.name}`](#{field.name})"
             continue
-        meaning = " ".join(meanings[field.name].split())  # a table's row is one line
-        yield f"`{prefix}{field.name}`", f"`{field.type}`", _default_of(field), meaning
+        kind = _type(typing.get_type_hints(cls)[field.name])
+        yield f"`{prefix}{field.name}`", f"`{kind}`", _default_of(field), meanings[field.name]
 
 
 def _default_of(field: dataclasses.Field[Any]) -> str:
@@ -99,14 +103,8 @@ def _shown(default: Any) -> str:
     return str(list(default)).replace("'", '"') if isinstance(default, tuple) else repr(default).replace("'", '"')
 
 
-def _field_docs(cls: type) -> dict[str, str]:
-    """The text below each field: Python keeps it in the source alone."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for node, after in zip(body, body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            docs[node.target.id] = str(after.value.value)  # type: ignore[union-attr]
-    return docs
+def _type(hint: Any) -> str:
+    return hint.__name__ if type(hint) is type else re.sub(r"[a-z_.]+\.([A-Z])", r"\1", str(hint))
 
 
 def cli_page() -> str:
@@ -147,7 +145,7 @@ def _command(name: str, command: Any) -> str:
 def _options(command: Any) -> str:
     options = [option for option in command.params if option.name != "help"]
     rows = ((f"`{' / '.join([*o.opts, *o.secondary_opts])}`", _default(o), o.help) for o in options)
-    return _table(("Option", "Default", "Meaning"), rows)
+    return _table(("Option", "Default", "Meaning"), rows) if options else "It has no options.\n"
 
 
 def _default(option: Any) -> str:
@@ -206,10 +204,9 @@ def versions_page() -> str:
         (v, *(_tested(runs.get((v, r))) for r in ("V1", "V2")), _yes(features.TABLE[v].models_draft)) for v in versions
     ]
     fields = dataclasses.fields(features.Features)
-    meanings = _field_docs(features.Features)
+    meanings = field_docs(features.Features)
     differences = [
-        (f"`{f.name}`", " ".join(meanings[f.name].split()), *(_value(row, f.name) for row in features.TABLE.values()))
-        for f in fields
+        (f"`{f.name}`", meanings[f.name], *(_value(row, f.name) for row in features.TABLE.values())) for f in fields
     ]
     return "\n".join(
         [

@@ -93,7 +93,7 @@ def make_trainer(given: argparse.Namespace, model: Any = None) -> Any:
 
 def stats(trainer: Any) -> dict[str, Any]:
     """What the engine counted of its drafts; empty where it is stock."""
-    from vllm_specrollout import envs
+    from vllm_specrollout.config import envs
 
     if not envs.wants_spec_rollout():
         return {}

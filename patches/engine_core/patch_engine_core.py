@@ -1,7 +1,7 @@
 """The V2 scheduler meets the workers, to ask them for drafts before it makes grammar masks."""
 
 from vllm_specrollout.patches import Patch, features
-from vllm_specrollout.server.engine_core import introduce_workers
+from vllm_specrollout.server.wrappers import introduce_workers
 
 UPSTREAM = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/core.py"
 WHY = (

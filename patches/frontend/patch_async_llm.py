@@ -1,7 +1,7 @@
 """Trainers that pause an engine with a keyword of earlier vLLMs."""
 
 from vllm_specrollout.patches import Patch, features
-from vllm_specrollout.server.pausing import accept_dropped_keyword
+from vllm_specrollout.server.wrappers import accept_dropped_keyword
 
 PATCHES = (
     Patch(

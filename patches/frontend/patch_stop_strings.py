@@ -1,7 +1,7 @@
 """Answers that end with a stop string, on versions of vLLM that keep what the same step brought behind it."""
 
 from vllm_specrollout.patches import Patch, features
-from vllm_specrollout.server.stop_strings import forget_what_was_cut, stop_at_once
+from vllm_specrollout.server.wrappers import forget_what_was_cut, stop_at_once
 
 VERSIONS = features.until("0.31.0")
 REMOVE_WHEN = "vLLM 0.31 is supported no more: 0.32 drops those tokens itself"

@@ -11,7 +11,7 @@ from vllm_specrollout.bench.grpo.trace import read_rollouts
 from vllm_specrollout.bench.index.data import Epoch, Problem, recorded
 
 from vllm_specrollout import _core
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.weights import weight_of
 
 # the first half of the problems, one epoch earlier, is what DOUBT in history_naive.py was fitted on

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.reference import trees
 from tests.reference.history import NaiveHistory
 from vllm_specrollout import _core
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.types import DraftTree
 
 # few different tokens repeat a lot; the odd ones out are the extremes of the type

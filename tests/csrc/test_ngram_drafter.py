@@ -11,7 +11,7 @@ from tests.reference import ngram as ngram_naive
 from tests.reference import trees as made
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.types import DraftMode, DraftTree, RequestView
 

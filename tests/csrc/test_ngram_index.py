@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.reference import ngram as ngram_naive
 from tests.reference import trees
 from vllm_specrollout import _core
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.types import DraftTree
 
 

@@ -30,7 +30,7 @@ def _tokens(outputs: list) -> list[list[list[int]]]:
 
 
 def test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, path = tmp_path / "history", model(tmp_path, "llama", "float32")
     folder.mkdir()
@@ -42,10 +42,13 @@ def test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own(
     with engine(path, "float32", is_ours=False, **ROOM) as stock:
         truth = _tokens(run(stock.llm, requests))
     settings = {"drafters": ["history"], "history": {"dir": str(folder)}}
+    # at its source: an engine's start configures anew where vLLM's messages go
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("vllm.specrollout"), "filters", [lambda record: not logged.append(record)])
     for start in range(2):
-        caplog.clear()
+        logged.clear()
         with (
-            caplog.at_level(logging.WARNING, logger="vllm_specrollout"),
+            caplog.at_level(logging.WARNING, logger="vllm.specrollout"),
             engine(path, "float32", is_ours=True, spec_rollout=settings, **ROOM) as ours,
         ):
             (found,) = ours.llm.collective_rpc("spec_rollout_history")
@@ -55,7 +58,7 @@ def test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own(
                 assert _tokens(run(ours.llm, requests)) == truth
             (kept,) = ours.llm.collective_rpc("spec_rollout_history")
             assert kept["store"]["answers"] > found["store"]["answers"] and kept["store"]["write_errors"] == 0
-            said = [record for record in caplog.records if record.name.startswith("vllm_specrollout.history")]
+            said = [record for record in logged if Path(record.pathname).parent.name == "history"]
             assert len(said) == 1 and f"{left_out - 1} more" in said[0].getMessage()
             assert ours.runner.stats.accepted > 0
     own = {entry.name for entry in folder.iterdir() if entry not in before}

@@ -24,10 +24,10 @@ from tests.faults.schedule import Schedule
 from tests.faults.stand_ins import Background, Clock, Disk, Event, Grammars
 from tests.faults.target import VOCAB, Cache, Prompted, extend, following, state_of
 from tests.unit.replay.builders import ListSink
-from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import HistoryConfig, NgramConfig
+from vllm_specrollout.config.budgets import OPTIONS
+from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.guard import Guard

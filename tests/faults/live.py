@@ -24,9 +24,9 @@ from tests.faults.schedule import Schedule
 from tests.faults.stand_ins import Disk
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.budgets.options import OPTIONS
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config.budgets import OPTIONS
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.types import RequestView
 

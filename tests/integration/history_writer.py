@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded

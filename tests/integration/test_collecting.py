@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.drafter_config import CollectConfig
+from vllm_specrollout.config.drafters import CollectConfig
 from vllm_specrollout.training.buffer import Example
 from vllm_specrollout.types import FinishedRequest, FinishReason
 from vllm_specrollout.worker.v1.collecting import Collector, layers_of

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from tests.drafters import requests_of
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.drafter_config import HistoryConfig, NgramConfig, OracleConfig
+from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig, OracleConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter

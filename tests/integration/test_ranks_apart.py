@@ -24,7 +24,7 @@ from tests.drafters import views_of
 from tests.e2e.identity.engines import model
 from tests.e2e.schedulers import BLOCK, Bench
 from vllm_specrollout.budgets.goodput import GoodputBudget
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.guard import Guard
 from vllm_specrollout.speculator import Speculator

@@ -30,7 +30,7 @@ print(vllm_specrollout.__file__, vllm_specrollout._core.__file__, policy.__file_
 """
 BENCHES = """
 from typer.testing import CliRunner
-from vllm_specrollout.cli import BENCHES, app
+from vllm_specrollout.cli.commands import BENCHES, app
 for name in BENCHES:
     done = CliRunner().invoke(app, ["bench", name, "--help"])
     print(name, done.exit_code, "" if "Usage" in done.output else repr(done.exception))

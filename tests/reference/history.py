@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tests.reference.ngram import ONE, as_chain, as_tree
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.types import DraftTree
 
 WEIGHT_ONE = 1 << 8

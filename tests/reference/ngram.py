@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.trees.build import order, select
 from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.decoupled.rates import AffineTime
 from vllm_specrollout.decoupled_cli import GONE, fit_line, read_profile
 from vllm_specrollout.errors import ConfigError, SpecRolloutError

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import vllm_specrollout
-from vllm_specrollout import doctor, health
+from vllm_specrollout import health
+from vllm_specrollout.cli import doctor
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 ALIVE = {"state": "alive", "failed": 0, "error": "", "steps": 0}

@@ -1,5 +1,6 @@
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,13 @@ def test_nothing_imports_ray():
 def test_studies_need_neither_an_engine_nor_torch():
     used = set().union(*(imports(path) for path in (ROOT / "bench" / "studies").glob("*.py")))
     assert "vllm_specrollout" in used and not used & {"vllm", "torch", "triton"}
+
+
+def test_all_that_is_logged_goes_through_one_logger_that_vllm_shows():
+    # a child of vLLM's own logger: its handler, its level and its format hold without a line of ours
+    made = re.compile(r"(?:getLogger|init_logger)\(([^)]*)\)")
+    found = {name for path in sources() for name in made.findall(path.read_text(encoding="utf-8"))}
+    assert found == {'"vllm.specrollout"'}
 
 
 def test_a_patch_file_only_rebinds_and_stays_within_forty_lines():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
 

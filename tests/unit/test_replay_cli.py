@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_specrollout.budgets.registry import names
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.replay.files import read_trace
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.versions import trees
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.patches import features, supported
 

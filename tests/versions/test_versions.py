@@ -16,9 +16,10 @@ import pytest
 
 from tests.versions import trees
 from tests.versions.suite import FEATURES, SHAPES
-from vllm_specrollout import envs, patches
+from vllm_specrollout import patches
+from vllm_specrollout.config import envs
 from vllm_specrollout.patches import features, supported
-from vllm_specrollout.server.stop_strings import stop_at_once
+from vllm_specrollout.server.wrappers import stop_at_once
 
 TESTED = Path(__file__).with_name("tested.json")
 RUNS = [(version, runner) for version, row in features.TABLE.items() for runner in row.runners]

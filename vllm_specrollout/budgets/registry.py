@@ -6,7 +6,6 @@ from typing import cast
 
 import numpy as np
 
-from vllm_specrollout.budgets import options
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
 from vllm_specrollout.budgets.papers.das import DasBudget
@@ -14,12 +13,12 @@ from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
 from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
 from vllm_specrollout.budgets.papers.tlt import TltBudget
-from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config import SpecRolloutConfig, budgets
 
 
 def names() -> tuple[str, ...]:
     """Every budget there is."""
-    return tuple(options.OPTIONS)
+    return tuple(budgets.OPTIONS)
 
 
 def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
@@ -30,15 +29,15 @@ def make_budget(config: SpecRolloutConfig, *, seed: int = 0) -> Budget:
     """
     limits = (config.max_draft_tokens, config.max_depth)
     match config.budget_options:
-        case options.HistoSpecOptions() as given:
+        case budgets.HistoSpecOptions() as given:
             return HistoSpecBudget(*limits, given)
-        case options.DasOptions() as given:
+        case budgets.DasOptions() as given:
             return DasBudget(*limits, given)
-        case options.FastGrpoOptions() as given:
+        case budgets.FastGrpoOptions() as given:
             return FastGrpoBudget(*limits, given)
-        case options.TltOptions() as given:
+        case budgets.TltOptions() as given:
             return TltBudget(*limits, given, rng=np.random.default_rng(seed))
-        case options.SpecActorOptions() as given:
+        case budgets.SpecActorOptions() as given:
             return SpecActorBudget(*limits, given)
     if config.budget == "auto":
         # imported late: the default learns more, and needs more, than any other

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")

@@ -19,8 +19,8 @@ from zmq.utils import z85
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
-SUFFIX, SECRET_SUFFIX = ".key", ".key_secret"
-_ENDS = ("server", "client")
+_NAMES = [end + suffix for end in ("server", "client") for suffix in (".key", ".key_secret")]
+_HINT = "make keys with `specrollout keys DIR`, and copy to each host what docs/concepts/mailbox.md lists"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,7 @@ def write(folder: Path, *, force: bool = False) -> list[Path]:
         UnsupportedError: this libzmq has no CURVE.
     """
     _check_curve()
-    names = [end + suffix for end in _ENDS for suffix in (SUFFIX, SECRET_SUFFIX)]
-    there = [name for name in names if (folder / name).exists()]
+    there = [name for name in _NAMES if (folder / name).exists()]
     if there and not force:
         cause = f"`{folder}` holds keys already: {', '.join(there)}"
         raise ConfigError(cause, "choose another directory, or give `--force`: ends with the old keys are locked out")
@@ -58,15 +57,15 @@ def write(folder: Path, *, force: bool = False) -> list[Path]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # pyzmq writes with the user's usual mode, so it writes where nobody else can look
         with tempfile.TemporaryDirectory(dir=folder, prefix=".keys-") as private:
-            for end in _ENDS:
+            for end in ("server", "client"):
                 zmq.auth.create_certificates(private, end)
-            for name in names:
+            for name in _NAMES:
                 os.chmod(Path(private, name), 0o600)
                 os.replace(Path(private, name), folder / name)
     except OSError as error:
         cause = f"keys cannot be written to `{folder}`: {error.strerror or error}"
         raise ConfigError(cause, "choose a directory that you may write") from None
-    return [folder / name for name in names]
+    return [folder / name for name in _NAMES]
 
 
 def load_server(folder: Path) -> ServerKeys:
@@ -76,13 +75,11 @@ def load_server(folder: Path) -> ServerKeys:
         ConfigError: one is missing or no key, or others may read what is secret or write the rest.
         UnsupportedError: this libzmq has no CURVE.
     """
-    _check_curve()
-    _check_mode(folder, 0o022)
-    public, secret = _load_secret(folder / f"server{SECRET_SUFFIX}")
-    clients = frozenset(_load_public(path) for path in sorted(folder.glob(f"client*{SUFFIX}")))
+    own = _load_own(folder, "server")
+    clients = frozenset(_load(path)[0] for path in sorted(folder.glob("client*.key")))
     if not clients:
         raise ConfigError(f"`{folder}` lists no client: it has no `client*.key`", _HINT)
-    return ServerKeys(public, secret, clients)
+    return ServerKeys(*own, clients)
 
 
 def load_client(folder: Path) -> ClientKeys:
@@ -91,37 +88,28 @@ def load_client(folder: Path) -> ClientKeys:
     Raises:
         as `load_server`.
     """
+    return ClientKeys(*_load_own(folder, "client"), _load(folder / "server.key")[0])
+
+
+def _load_own(folder: Path, end: str) -> tuple[bytes, bytes]:
     _check_curve()
     _check_mode(folder, 0o022)
-    public, secret = _load_secret(folder / f"client{SECRET_SUFFIX}")
-    return ClientKeys(public, secret, _load_public(folder / f"server{SUFFIX}"))
-
-
-_HINT = "make keys with `specrollout keys DIR`, and copy to each host what docs/concepts/mailbox.md lists"
-
-
-def _load_secret(path: Path) -> tuple[bytes, bytes]:
-    _check_mode(path, 0o077)
-    public, secret = _load(path)
+    path = folder / f"{end}.key_secret"
+    public, secret = _load(path, 0o077)
     if secret is None:
         raise ConfigError(f"`{path}` holds no secret key", _HINT)
     return public, secret
 
 
-def _load_public(path: Path) -> bytes:
-    _check_mode(path, 0o022)
-    return _load(path)[0]
-
-
-def _load(path: Path) -> tuple[bytes, bytes | None]:
+def _load(path: Path, forbidden: int = 0o022) -> tuple[bytes, bytes | None]:
+    _check_mode(path, forbidden)
     try:
         public, secret = zmq.auth.load_certificate(path)
-        is_good = all(len(z85.decode(key)) == 32 for key in (public, secret) if key is not None)
+        if all(len(z85.decode(key)) == 32 for key in (public, secret) if key is not None):
+            return public, secret
     except (OSError, ValueError, KeyError, IndexError):
-        is_good = False
-    if not is_good:
-        raise ConfigError(f"`{path}` holds no CURVE key", _HINT)
-    return public, secret
+        pass
+    raise ConfigError(f"`{path}` holds no CURVE key", _HINT)
 
 
 def _check_mode(path: Path, forbidden: int) -> None:

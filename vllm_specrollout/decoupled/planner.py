@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_specrollout.checks import check_range
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.decoupled.rates import AffineTime, Mode, printed_rate
 from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
 from vllm_specrollout.errors import ConfigError

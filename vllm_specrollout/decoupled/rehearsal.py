@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_specrollout.checks import check_real
+from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.decoupled.following import OwnPlan
 from vllm_specrollout.decoupled.messages import Drafts, Open, Pace, Verdict
 from vllm_specrollout.decoupled.rates import Mode

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from vllm_specrollout.checks import check_range, check_type
+from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.decoupled.address import connect
 from vllm_specrollout.decoupled.child import DrafterProcess
 from vllm_specrollout.decoupled.following import TargetNoise

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout._core import HistoryIndex, propose_history
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import MOST_TAIL, Answer
 from vllm_specrollout.history.background import Background

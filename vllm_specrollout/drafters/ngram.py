@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_specrollout._core import NgramIndex, propose_batch
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.types import MOST_NODES, DraftLimits, RequestBatch, RequestView, TreeBatch

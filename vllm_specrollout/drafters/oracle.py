@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, named, shown_path
 from vllm_specrollout.history.vocabulary import ANY_TOKEN

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_specrollout.checks import check_choice, check_range, check_real
+from vllm_specrollout.config.checks import check_choice, check_range, check_real
 from vllm_specrollout.decoupled.assignment import Lender, Worker, assign, lend
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.messages import Attach, Command, Detach, Race, Report

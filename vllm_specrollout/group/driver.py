@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_specrollout.checks import check_real
+from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import given
 from vllm_specrollout.group.channel import ZmqHub, wait

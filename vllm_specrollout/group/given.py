@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_specrollout.checks import check_choice
+from vllm_specrollout.config.checks import check_choice
 from vllm_specrollout.errors import ConfigError, shown
 from vllm_specrollout.group.coordinator import MODES, Rules
 from vllm_specrollout.group.messages import LIMIT

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_specrollout import envs
-from vllm_specrollout.checks import check_range
+from vllm_specrollout.config import envs
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.decoupled.child import Restarts
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group.coordinator import Rules

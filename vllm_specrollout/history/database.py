@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_specrollout.config.places import FILE_MODE
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.answers import MOST_TAIL, Answer
 from vllm_specrollout.history.epochs import MAX_EPOCH
 from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.private import FILE_MODE
 from vllm_specrollout.types import FinishReason
 
 SUFFIX = ".history"

@@ -14,6 +14,7 @@ import os
 import re
 from pathlib import Path
 
+from vllm_specrollout.config.places import FILE_MODE, make_folder
 from vllm_specrollout.history import old_format
 from vllm_specrollout.history.database import (
     ERRORS,
@@ -28,9 +29,8 @@ from vllm_specrollout.history.database import (
     size_of,
 )
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.private import FILE_MODE, make_folder
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 # of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
 # that its file server no longer knows

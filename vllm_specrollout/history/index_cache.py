@@ -14,14 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Generic
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.database import Located
 from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import weight_of
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 GLOBAL = ""
 """The one problem there is with `scope="global"`."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import ERRORS, Counts, Database, Located, Row, answer_of, as_bytes, row_of
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
@@ -26,7 +26,7 @@ from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.patience import PATIENCE_S, wait_for
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 PER_MIB = 768
 """Answers for each MiB of `history.max_mib`: Python takes some 600 bytes for one that may still get a reward."""

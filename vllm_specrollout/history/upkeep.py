@@ -10,13 +10,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import database as db
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import SUFFIX, Database, HistoryError, OtherFileError, Row
 from vllm_specrollout.history.folder import Lock, is_locked
 from vllm_specrollout.history.old_format import is_old
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.private import make_folder
 
 _AT_ONCE = 200
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.types import IntArray
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 ANY_TOKEN = 1 << 31
 """Size of a vocabulary that holds every token id."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 
 ONE = 1 << 8
 """Weight 1.0, as the index takes it: weights are added up a great many times, so they are whole numbers."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_specrollout.patches import supported
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 PROCESSES = ("frontend", "engine_core")
 

@@ -175,7 +175,7 @@ BINDINGS = (
     Binding(
         "swap",
         "output.new_logprobs",
-        "server/stop_strings.py",
+        "server/wrappers.py",
         "before vLLM 0.32: tokens behind a stop string are dropped, and their logprobs with them",
     ),
     Binding(

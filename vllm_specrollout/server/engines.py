@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches.features import Features
 

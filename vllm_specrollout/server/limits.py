@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
+from vllm_specrollout.config.places import check_places
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches.features import TABLE, Features
-from vllm_specrollout.places import check_places
 from vllm_specrollout.server.engines import Engine
 
 LEAVE_OUT = "or leave spec rollout off"

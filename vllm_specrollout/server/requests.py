@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_specrollout.config import parse_request
+from vllm_specrollout.config.resuming import check_resume
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
-from vllm_specrollout.resuming import check_resume
 from vllm_specrollout.server import settings
 
 

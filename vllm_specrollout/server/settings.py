@@ -1,14 +1,22 @@
-"""Where the configuration lives while vLLM runs: `additional_config["spec_rollout"]`, in engine arguments and after."""
+"""The `--spec-rollout` flag, and where the configuration lives while vLLM runs: `additional_config["spec_rollout"]`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from vllm_specrollout import envs
-from vllm_specrollout.config import SpecRolloutConfig, parse
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.config import SpecRolloutConfig, envs, parse
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
+FLAG = "--spec-rollout"
+HELP = (
+    "Speculate losslessly: the very tokens of stock vLLM in fewer steps. Without a value: the defaults. "
+    "Else a JSON object, the path of a JSON file, or 0 to switch off what VLLM_SPEC_ROLLOUT switched on."
+)
+COMMANDS = ("vllm",)
 KEY = "spec_rollout"
 REQUEST_METRICS_KEY = "spec_rollout_request_metrics"
 """`--per-request-spec-decode-metrics` on its way to the scheduler: vLLM refuses it without a `speculative_config`."""
@@ -65,3 +73,24 @@ def is_on(vllm_config: Any) -> bool:
 def config_of(vllm_config: Any) -> SpecRolloutConfig | None:
     """An engine's configuration, or None when speculation is off."""
     return parse(dict(vllm_config.additional_config[KEY])) if is_on(vllm_config) else None
+
+
+def add_flag(parser: Any) -> Any:
+    """Add `--spec-rollout [JSON|path]` to a parser that takes engine arguments."""
+    if FLAG in parser._option_string_actions:  # a parser may pass here twice
+        return parser
+    group = parser.add_argument_group(title="SpecRollout", description="Lossless tree speculation for RL rollouts.")
+    group.add_argument(FLAG, nargs="?", const=True, default=None, metavar="JSON|PATH", help=HELP)
+    return parser
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Inside the `vllm` command, end with the message alone and status 2; elsewhere let the exception through."""
+    try:
+        yield
+    except SpecRolloutError as error:
+        if os.path.basename(sys.argv[0] if sys.argv else "") not in COMMANDS:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

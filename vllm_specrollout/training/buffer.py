@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
+from vllm_specrollout.config.places import make_folder, new_file
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.private import make_folder, new_file
 
 SCHEMA = 1
 ENDING = ".hidden.safetensors"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_specrollout.checks import check_range
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import UnsupportedError
 
 

@@ -55,7 +55,7 @@ class RequestMetricsMixin(_Base):
             request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
 
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.specrollout")
 
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,

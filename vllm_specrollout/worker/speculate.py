@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from pathlib import Path
 
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_specrollout import drafters
@@ -21,7 +21,7 @@ from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 def vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.decoupled.duel import Duel
-from vllm_specrollout.drafter_config import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_specrollout.guard import CONTAINED
 from vllm_specrollout.worker.packed_weights import PackedWeights
@@ -73,7 +73,7 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
         del known[next(iter(known))]
 
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 MOST_PARAMETERS = 32
 MOST_ELEMENTS = 128  # of each

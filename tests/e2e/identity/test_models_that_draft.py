@@ -16,8 +16,7 @@ from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine, model
-from vllm_specrollout import envs
-from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config import SpecRolloutConfig, envs
 
 FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 12, "max_depth": 5}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specrollout import envs
+from vllm_specrollout.config import envs
 from vllm_specrollout.decoupled.child import (
     LOAD_S,
     MOST_RESTARTS,

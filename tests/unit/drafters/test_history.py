@@ -12,7 +12,7 @@ import pytest
 from tests.drafters import ask
 from tests.reference.trees import check
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.stats import Outcome

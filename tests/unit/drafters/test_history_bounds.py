@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.types import RequestBatch, RequestView
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.reference import ngram as ngram_naive
 from tests.reference import trees
-from vllm_specrollout.drafter_config import NgramConfig
+from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.trees import build
 from vllm_specrollout.types import ROOT, DraftTree
 

@@ -16,7 +16,7 @@ from tests.drafters import ask
 from tests.reference import trees
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.trees import build

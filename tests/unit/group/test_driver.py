@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.group.builders import FakeEngine, WireHub, truth
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.group import RolloutGroup
 from vllm_specrollout.group.member import BEAT_S, Member

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.history.poisoned import filled
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import epochs, store
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, files

@@ -22,7 +22,7 @@ import pytest
 from tests.unit.history.poisoned import OURS, THEIRS, change, filled, poison
 from tests.unit.history.stored import answers_in
 from vllm_specrollout._core import HistoryIndex
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import tokens, upkeep
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_specrollout import _core
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.weights import ONE

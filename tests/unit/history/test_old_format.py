@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import old_format, upkeep
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database, HistoryError

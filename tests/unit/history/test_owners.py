@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.unit.history.owned import OwnedIndex
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import IndexCache

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.problems import Problems, prompt_hash

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.unit.history import sharing
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.database import files
 from vllm_specrollout.history.store import HistoryStore

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.reference.answers import NaiveStore
 from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.epochs import EpochError

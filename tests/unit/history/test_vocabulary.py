@@ -14,7 +14,7 @@ from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.drafter_config import HistoryConfig, OracleConfig
+from vllm_specrollout.config.drafters import HistoryConfig, OracleConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.history import upkeep

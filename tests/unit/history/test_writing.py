@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.history.stored import answers_in
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import Database
 from vllm_specrollout.history.store import PER_MIB, HistoryStore

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 pytest.importorskip("torch")

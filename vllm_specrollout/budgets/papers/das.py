@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.options import DasOptions
 from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
 from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, no_drafts
 from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.config.budgets import DasOptions
 from vllm_specrollout.scheduling.lengths import Lengths
 from vllm_specrollout.types import (
     DraftLimits,

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.options import FastGrpoOptions
 from vllm_specrollout.budgets.papers.knee import Knee, find_knee
 from vllm_specrollout.budgets.papers.plans import Strategy, everything_within, no_drafts, tree_limits
 from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.config.budgets import FastGrpoOptions
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
 
 _PER_ROWS = 16  # times remembered of each row count

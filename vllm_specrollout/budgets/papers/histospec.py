@@ -1,6 +1,6 @@
 """RhymeRL's draft window per answer. What belongs here: windows, and when a batch is too large for them.
 
-Source: RhymeRL, section 5.4 (HistoSpec). Its drafter (5.3) is the `history` drafter; see `budgets/options.py`.
+Source: RhymeRL, section 5.4 (HistoSpec). Its drafter (5.3) is the `history` drafter; see `config/budgets.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.options import HistoSpecOptions
 from vllm_specrollout.budgets.papers.chains import Rate
 from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.config.budgets import HistoSpecOptions
 from vllm_specrollout.types import (
     DraftLimits,
     FinishedRequest,

@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.options import SpecActorOptions
 from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
 from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.config.budgets import SpecActorOptions
 from vllm_specrollout.types import (
     DraftLimits,
     FinishedRequest,

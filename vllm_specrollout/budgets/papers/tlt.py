@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.options import TltOptions
 from vllm_specrollout.budgets.papers.bandit import BucketedBandit, Draw
 from vllm_specrollout.budgets.papers.plans import Strategy, everything_within, no_drafts, tree_limits
 from vllm_specrollout.budgets.step_cost import StepCost
+from vllm_specrollout.config.budgets import TltOptions
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
 
 # Table 4: of 64 tokens to verify, all are best at batch 1, 48 at 2 and 4, 16 from 8 on

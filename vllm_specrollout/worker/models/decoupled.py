@@ -7,6 +7,7 @@ elsewhere is told how tokens of the target's requests are chosen, and with which
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -15,18 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.logger import init_logger
 
 from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
+from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
 from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
 from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
 from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.decoupled.following import Sampling, TargetNoise
 from vllm_specrollout.decoupled.messages import Noise
 from vllm_specrollout.decoupled.reconfigure import Replanning
-from vllm_specrollout.drafter_config import SINGLE, StartedDrafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
@@ -37,7 +37,7 @@ from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 _POLL_S = 0.02  # while the engine starts
 _SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_specrollout.drafter_config import CollectConfig
+from vllm_specrollout.config.drafters import CollectConfig
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.training.buffer import BufferWriter, Example, Source

@@ -6,6 +6,7 @@ sampled in sampler.py, noise kept in requests.py, drafts made by drafting.py and
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -41,7 +41,7 @@ from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_pr
 from vllm_specrollout.worker.v1.requests import Noise, RequestBook
 from vllm_specrollout.worker.v1.sampler import Sampled, are_builtin, row_layout, sample_drafts
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 _Base = GPUModelRunner if TYPE_CHECKING else object
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import psutil
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -28,7 +28,7 @@ from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
 from vllm_specrollout.worker.v1.matching import MatchingMixin
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 MOST_ROWS = 160
 """oneDNN keeps 1,024 products, and a model has four to six kinds of them."""

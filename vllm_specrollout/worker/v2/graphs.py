@@ -14,13 +14,13 @@ full graphs are captured with causal attention and never replayed for a step wit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
@@ -29,7 +29,7 @@ from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 
 def draft_sizes(max_draft_tokens: int) -> list[int]:

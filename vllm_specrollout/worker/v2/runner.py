@@ -8,13 +8,13 @@ runs and nothing is captured or sized for it.
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import DraftTokenIds
@@ -42,7 +42,7 @@ from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
 from vllm_specrollout.worker.weights_version import WeightsVersion
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.specrollout")
 
 MOST_IN_FLIGHT = 64
 

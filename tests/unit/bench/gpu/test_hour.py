@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from bench.gpu import commands, hour, machine
 from bench.gpu.commands import Command, Options
-from vllm_specrollout.cli import BENCHES
+from vllm_specrollout.cli.commands import BENCHES
 from vllm_specrollout.errors import SpecRolloutError
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -8,7 +8,7 @@ from vllm_specrollout.bench.index import measure
 from vllm_specrollout.bench.index.data import recorded, synthetic
 from vllm_specrollout.bench.index.systems import Ours
 
-from vllm_specrollout.drafter_config import HistoryConfig
+from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 

@@ -10,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from bench.runner.scenario import Scenario, command, flag
-from vllm_specrollout import cli_flags
+from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.errors import ConfigError
 
 

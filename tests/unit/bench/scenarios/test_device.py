@@ -16,7 +16,7 @@ from bench.scenarios import device, graphs
 from bench.scenarios.device import DRAFTS, Device, accuracy_for, expected_tokens
 from tests.drafters import ask
 from vllm_specrollout.config import parse, parse_request
-from vllm_specrollout.drafter_config import OracleConfig
+from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.oracle import OracleDrafter
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import RequestView

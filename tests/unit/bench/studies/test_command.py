@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 from vllm_specrollout.bench.studies.command import STUDIES, read_inputs
 
-from vllm_specrollout.cli import app
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step, timing
-from vllm_specrollout.budgets.options import FastGrpoOptions
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.papers.plans import Strategy
+from vllm_specrollout.config.budgets import FastGrpoOptions
 from vllm_specrollout.types import StepTiming
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
-from vllm_specrollout.budgets.options import HistoSpecOptions
 from vllm_specrollout.budgets.papers.histospec import HistoSpecBudget
+from vllm_specrollout.config.budgets import HistoSpecOptions
 from vllm_specrollout.types import FinishedRequest, FinishReason
 
 _NONE = np.zeros(0, np.int32)

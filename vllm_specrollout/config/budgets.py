@@ -1,0 +1,201 @@
+"""What can be set for each budget; part of the configuration (engine.py). stdlib only.
+
+What belongs here: one dataclass per budget, and what a published system says of its drafter. A default is the paper's
+where the paper gives one. `config.parse` lays `DRAFTER_DEFAULTS` under what the user gave: it never outranks a key that
+the user set. Keys that do not fit together are refused as if the user had set them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from vllm_specrollout.config.checks import Range, check_choice, check_fields, declared
+from vllm_specrollout.errors import ConfigError, named, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Nothing can be set for `auto`, `fixed` and `off`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "budget.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoSpecOptions(Options):
+    """The `histospec` budget (RhymeRL, section 5.4).
+
+    Unless set otherwise, it comes with the paper's drafter (5.3): `history` alone, contexts of 7 down to 3 tokens, the
+    last epoch's answers without siblings, the branch of the largest sum of rewards, and room for a window of 32.
+    """
+
+    start: Annotated[int, Range(1, 64)] = 2
+    """Window of a new answer, and after a rejection, in tokens."""
+    step: Annotated[int, Range(0, 64)] = 2
+    """How much the window grows after a draft that was accepted whole, in tokens."""
+    cap: Annotated[int, Range(1, 64)] = 32
+    """Largest window in tokens; `max_draft_tokens` and `max_depth` cap it too."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "budget.")
+        if self.start > self.cap:
+            raise ConfigError(
+                f"`budget.start` is {self.start}, above `budget.cap` {self.cap}", "lower `start` or raise `cap`"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DasOptions(Options):
+    """The `das` budget (DAS, "Spending the Draft Budget on the Long Tail"). The text gives no number for either share.
+
+    Unless set otherwise, it comes with the paper's drafter: `history` alone, one index per problem, a sliding window of
+    the last two epochs without siblings, and the most frequent continuation, whatever its age or reward.
+    """
+
+    medium: Annotated[float, Range(0.0, 1.0)] = 0.5
+    """An answer that needs this share of what the longest running one still needs is Medium."""
+    long: Annotated[float, Range(0.0, 1.0)] = 0.8
+    """An answer that needs this share of what the longest running one still needs is Long."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "budget.")
+        if self.medium > self.long:
+            raise ConfigError(
+                f"`budget.medium` is {self.medium:g}, above `budget.long` {self.long:g}",
+                "lower `medium` or raise `long`",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastGrpoOptions(Options):
+    """The `fastgrpo` budget (FastGRPO, section 4.1 and appendix B). The text gives no number for any of these."""
+
+    alpha: Annotated[float, Range(0.01, 1024.0)] = 1.0
+    """Equation 3: smaller for a better drafter, which may then draft deeper."""
+    k_max: Annotated[int, Range(1, 64)] = 8
+    """Equation 2: most nodes of a level that are expanded, and most children of each."""
+    c_peak: Annotated[int, Range(0, 1 << 16)] = 0
+    """Equation 1: rows of a step from which on its time begins to grow obviously; 0: measured while the engine runs."""
+    growth: Annotated[float, Range(0.01, 10.0)] = 0.1
+    """Share by which a step's time has grown "obviously" (appendix B), where time against rows is a straight line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TltOptions(Options):
+    """The `tlt` budget (TLT, section 5). The text gives no number for `epsilon` and `window`."""
+
+    threshold: Annotated[int, Range(1, 1 << 16)] = 32
+    """Batches of so many running requests or more decode plainly (5.1)."""
+    top_k: Annotated[int, Range(1, 64)] = 8
+    """Most nodes of a level that are expanded, and most children of each (Table 4); all strategies share it (6.3)."""
+    depth: Annotated[int, Range(1, 64)] = 10
+    """Levels of the deepest strategy (Table 4); the others have a half and a quarter of it."""
+    epsilon: Annotated[float, Range(0.0, 1.0)] = 0.1
+    """Probability of trying any strategy, instead of the best one so far (Algorithm 1)."""
+    window: Annotated[int, Range(1, 4096)] = 16
+    """Steps of each strategy that are remembered (Algorithm 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecActorOptions(Options):
+    """The `specactor` budget (SpecActor, section 4.1), in its coupled form."""
+
+    draft_ms: Annotated[float, Range(0.0, 10_000.0)] = 0.0
+    """D: milliseconds per drafted token and step, for the whole batch; 0 where drafts are looked up."""
+    replan: Annotated[int, Range(1, 1 << 30)] = 1000
+    """Tokens generated between two plans (Algorithm 2)."""
+
+
+OPTIONS: Mapping[str, type[Options]] = {
+    "auto": Options,
+    "fixed": Options,
+    "off": Options,
+    "histospec": HistoSpecOptions,
+    "das": DasOptions,
+    "fastgrpo": FastGrpoOptions,
+    "tlt": TltOptions,
+    "specactor": SpecActorOptions,
+}
+"""Every budget there is, and what can be set for it."""
+
+DRAFTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "histospec": {
+        "drafters": ["history"],
+        "max_draft_tokens": 32,
+        "max_depth": 32,
+        "history": {"min_match": 3, "max_match": 7, "epochs": 1, "siblings": False, "reward_priority": True},
+    },
+    "das": {
+        "drafters": ["history"],
+        "history": {"scope": "problem", "epochs": 2, "siblings": False, "decay": 1.0, "reward_weight": 0.0},
+    },
+}
+"""Budget -> configuration that it brings for keys left unset; the others' drafters are trained, and not here."""
+
+
+def with_drafter_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as the user gave it, with what its budget brings for keys that are not in it."""
+    budget = given.get("budget")
+    name = budget.get("name") if isinstance(budget, Mapping) else budget
+    brought = DRAFTER_DEFAULTS.get(name, {}) if isinstance(name, str) else {}
+    merged = {**brought, **given}
+    drafters = merged.get("drafters")
+    for key, values in brought.items():
+        if not isinstance(values, Mapping):
+            continue
+        if isinstance(given.get(key), Mapping):
+            merged[key] = {**values, **given[key]}
+        elif key not in given and isinstance(drafters, (list, tuple)) and key not in drafters:
+            # the user chose other drafters: these settings have nothing to hold for
+            del merged[key]
+    return merged
+
+
+def name_and_options(budget: Any, options: Options) -> tuple[str, Options]:
+    """A budget's name and its options, from what stands under `budget`.
+
+    Args:
+        budget: a name, or an object with `name` and options.
+        options: holds where `budget` is the name of the budget that these are for.
+
+    Raises:
+        ConfigError: no such budget, no such option of it, or a value that cannot be.
+    """
+    if isinstance(budget, Mapping):
+        return _from_object(budget)
+    if not isinstance(budget, str):
+        raise ConfigError(
+            f"`budget` is {shown(budget)}, of type {type(budget).__name__}",
+            'give a name, or an object such as {"name": "tlt", "threshold": 48}',
+        )
+    check_choice("budget", budget, tuple(OPTIONS))
+    kind = OPTIONS[budget]
+    return budget, options if type(options) is kind else kind()
+
+
+def as_given(name: str, options: Options) -> str | dict[str, Any]:
+    """What `name_and_options` takes for these: the name alone where all options have their defaults."""
+    return name if options == OPTIONS[name]() else {"name": name, **dataclasses.asdict(options)}
+
+
+def _from_object(given: Mapping[str, Any]) -> tuple[str, Options]:
+    name = given.get("name")
+    if name is None:
+        raise ConfigError(
+            f"`budget` is {shown(dict(given))}, which has no `name`", f"add `name`, one of: {', '.join(OPTIONS)}"
+        )
+    check_choice("budget.name", name, tuple(OPTIONS))
+    known = {field.name: field for field in dataclasses.fields(OPTIONS[name])}
+    values = {key: value for key, value in given.items() if key != "name"}
+    for key, value in values.items():
+        if key not in known:
+            has = ", ".join(f"`{k}` ({f.default})" for k, f in known.items())
+            way = f"it has: {has}" if has else f'it has none: give "budget": "{name}"'
+            raise ConfigError(
+                f"`budget.{named(key)}` is {shown(value)}, but the budget `{name}` has no such option", way
+            )
+        declared(OPTIONS[name])[key].check_type(f"budget.{key}", value)
+    return name, OPTIONS[name](**values)

@@ -1,0 +1,218 @@
+"""What can be set for each drafter, and for what heads are trained on; part of the configuration (engine.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from vllm_specrollout.config.checks import (
+    CORE,
+    FILE,
+    Choice,
+    Range,
+    Rule,
+    check_fields,
+    check_is_on,
+    check_match,
+    check_type,
+)
+from vllm_specrollout.errors import ConfigError, shown
+
+SCOPES = ("problem", "global")
+FOREIGN = ("skip", "refuse")
+SINGLE = "drafter"
+"""What the decoupled drafter of `speculative_config` is called."""
+MAX_RANKS = 64
+"""Ranks of the oracle's tokens, at most."""
+RECONFIGURE = ("off", "goodput", "paper")
+"""How requests that match less than their batch get draft windows of their own."""
+
+
+def check_probability(name: str, value: Any) -> float:
+    check_type(name, value, (int, float))
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(
+            f"`{name}` holds {shown(value)}, outside 0 to 1", "give probabilities, for example [0.6, 0.2]"
+        )
+    return value
+
+
+PROBABILITY = Rule(check_probability, {"minimum": 0.0, "maximum": 1.0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig:
+    """The `ngram` drafter: looks the last tokens up in the request's own prompt and output."""
+
+    max_match: Annotated[int, Range(1, 64)] = 8
+    """Longest context looked up, in tokens. A token of a running request takes 100 bytes at 8, and 775 at 64."""
+    min_match: Annotated[int, Range(1, 64)] = 1
+    """Shortest context that may draft, in tokens."""
+    max_matches: Annotated[int, Range(1, 4096)] = 32
+    """Most recent earlier places compared per context length."""
+    max_mib: Annotated[int, Range(1, 1 << 20)] = 2048
+    """MiB for the indices of all running requests together. Who comes when it is used up is not drafted for, until
+    others have ended."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "ngram.")
+        check_match("ngram", self.min_match, self.max_match)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of all indices together: a token takes 12 bytes for each length of context, and some, as measured."""
+        return (self.max_mib << 20) // (12 * self.max_match + 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryConfig:
+    """The `history` drafter: looks the last tokens up in earlier answers to the same problem."""
+
+    dir: Annotated[str, FILE] = ""
+    """Directory that keeps the answers across restarts; empty: they are kept in memory only."""
+    epochs: Annotated[int, Range(0, 1024)] = 2
+    """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
+    siblings: bool = True
+    """Whether other samples of the same problem, running or done in this epoch, draft too."""
+    scope: Annotated[str, Choice(SCOPES)] = "problem"
+    """`problem` keeps one index per problem, `global` a single one for all of them."""
+    min_match: Annotated[int, Range(1, 64)] = 1
+    """Shortest context that may draft, in tokens."""
+    max_match: Annotated[int, Range(1, 64)] = 7
+    """Longest context looked up, in tokens."""
+    max_matches: Annotated[int, Range(1, 4096)] = 32
+    """Most earlier places compared per context length."""
+    decay: Annotated[float, Range(0.0, 1.0)] = 0.5
+    """Weight of an answer relative to one of the epoch after it."""
+    reward_weight: Annotated[float, Range(0.0, 1024.0)] = 1.0
+    """How much a reward of 1 adds to an answer's weight of 1; 0: rewards do not count. Negative rewards count as 0."""
+    reward_priority: bool = False
+    """Whether an answer weighs its reward alone, so that a draft follows the branch whose rewards sum up to most
+    (RhymeRL, 5.3); an answer with no reward above 0 counts 1/256. `reward_weight` has no meaning then."""
+    max_mib: Annotated[int, Range(1, 1 << 20)] = 1024
+    """Memory for indices, in MiB; beyond it, those of the problems asked for least recently are dropped. Answers have
+    the same limit: in memory so much of them, and of this engine 768 for each MiB; beyond it the oldest are dropped."""
+    max_disk_mib: Annotated[int, Range(1, 1 << 30)] = 16384
+    """Disk for the files of `dir` that this engine writes or finds without an engine, in MiB; beyond it, the oldest
+    answers are dropped. Half of it is for this engine's own file."""
+    foreign: Annotated[str, Choice(FOREIGN)] = "skip"
+    """What becomes of files in `dir` of another model's vocabulary: `skip` leaves them out with a warning, `refuse` is
+    an error at the start."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "history.")
+        if not self.epochs and not self.siblings:
+            cause = "`history.epochs` is 0 and `history.siblings` is false, so that no answer may draft"
+            raise ConfigError(cause, "allow one of them, or leave `history` out of `drafters`")
+        check_match("history", self.min_match, self.max_match)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleConfig:
+    """The `oracle` drafter (benchmarks only): proposes recorded continuations with a set accuracy."""
+
+    path: Annotated[str, FILE] = ""
+    """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
+    accuracy: tuple[Annotated[float, PROBABILITY], ...] = (1.0,)
+    """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
+    seed: int = 0
+    """Seed of the decoys and of the ranks drawn."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "oracle.")
+        if len(self.accuracy) > MAX_RANKS:
+            cause = f"`oracle.accuracy` has {len(self.accuracy)} ranks, above {MAX_RANKS}"
+            raise ConfigError(cause, "give those of the likeliest tokens")
+        if not self.accuracy:
+            raise ConfigError("`oracle.accuracy` is empty", "give at least one rank, for example [1.0]")
+        if sum(self.accuracy) > 1.0 + 1e-9:
+            raise ConfigError(
+                f"`oracle.accuracy` sums to {sum(self.accuracy):g}, above 1",
+                "the ranks exclude each other: lower them so that they sum to at most 1",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectConfig:
+    """The target's hidden states, kept on disk for `specrollout train-head`. V1 runner only."""
+
+    dir: Annotated[str, FILE] = ""
+    """Directory for them; empty: none are kept."""
+    max_tokens: Annotated[int, Range(1, 1 << 40)] = 1_000_000
+    """Most tokens kept in the directory; beyond it the oldest answers go."""
+    max_answer_tokens: Annotated[int, Range(2, 1 << 24)] = 2048
+    """Most tokens kept of one request, its prompt included: the first ones."""
+    share: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """Share of the requests that is kept."""
+    layers: tuple[Annotated[int, Range(0, 4096)], ...] = ()
+    """Layers whose input an EAGLE-3 head takes, as vLLM counts them; empty: those of the head in use, else a low, a
+    middle and a high one."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "collect.")
+        check_is_on("collect", self, bool(self.dir), "`collect.dir` is not", 'set {"collect": {"dir": "FOLDER"}}')
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(
+                f"`collect.layers` is {shown(list(self.layers))}, not ascending", "name each layer once, in order"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedDrafter:
+    """A drafter that the engine begins in a process of its own."""
+
+    model: str
+    """The model that drafts: a folder or a name."""
+    name: str = ""
+    """What it is called, where drafters are attached and detached; empty: its place in the list, as `drafter-1`."""
+    devices: tuple[Annotated[str, CORE], ...] = ()
+    """CPU cores that it runs on, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine in that process."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.model:
+            raise ConfigError("a drafter of `decoupled.drafters` has an empty `model`", "name a folder or a model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoupledConfig:
+    """Models that draft in processes of their own, ahead of the target. See docs/concepts/decoupled.md."""
+
+    drafters: tuple[StartedDrafter, ...] = ()
+    """Drafters that the engine begins beside that of `speculative_config`, as `{"model": SMALL, "devices": ["cpu:1"]}`;
+    further keys: `name` and `engine_args`. Others can be attached while it runs."""
+
+    window: Annotated[int, Range(1, 64)] = 4
+    """Tokens of a draft window: the drafter is two of them ahead at most."""
+    fan_out: Annotated[int, Range(1, 8)] = 4
+    """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
+    reconfigure: Annotated[str, Choice(RECONFIGURE)] = "off"
+    """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens
+    (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
+    most_nodes: Annotated[int, Range(1, 64)] = 16
+    """Nodes of a request's tree that it looks behind, at most: those that the target reaches most often."""
+    address: str = ""
+    """Where a `specrollout drafter` listens that was started by hand: `ipc://PATH` or `tcp://HOST:PORT`; empty: the
+    engine starts one of its own, and stops it."""
+    keys: Annotated[str, FILE] = ""
+    """Directory with the keys for a `tcp` address off this host, as `specrollout keys` makes them."""
+    start_s: Annotated[float, Range(0.0, 86400.0)] = 180.0
+    """Seconds that the engine's start waits for the drafter; without it, requests decode plainly until it is there."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's engine in that process, such as `{"dtype": "bfloat16"}`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "decoupled.")
+        named = (replace(drafter, name=drafter.name or f"drafter-{i}") for i, drafter in enumerate(self.drafters, 1))
+        object.__setattr__(self, "drafters", tuple(named))
+        names = [drafter.name for drafter in self.drafters]
+        if len({*names, SINGLE}) <= len(names):
+            cause = f"`decoupled.drafters` are called {shown(names)}"
+            raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
+        if self.address and not self.address.startswith(("ipc://", "tcp://")):
+            raise ConfigError(
+                f"`decoupled.address` is {shown(self.address)}",
+                "give `ipc://PATH` or `tcp://HOST:PORT`, or leave it out",
+            )

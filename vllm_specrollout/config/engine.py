@@ -1,0 +1,267 @@
+"""The configuration: one frozen dataclass, validated when made. Defaults live here and nowhere else.
+
+The command line, `LLM(spec_rollout=...)`, `additional_config` and the environment all end in `parse()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any
+
+from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
+from vllm_specrollout.config.checks import (
+    CORE,
+    FILE,
+    ID,
+    Choice,
+    Range,
+    check_fields,
+    check_is_on,
+    declared,
+    nearest,
+)
+from vllm_specrollout.config.drafters import (
+    CollectConfig,
+    DecoupledConfig,
+    HistoryConfig,
+    NgramConfig,
+    OracleConfig,
+)
+from vllm_specrollout.config.resuming import Resume
+from vllm_specrollout.config.text import load_json, load_text
+from vllm_specrollout.errors import ConfigError, named, shown, shown_path
+
+MAX_NODES = 64
+"""Most draft nodes of one request in one step: what the kernels' ancestor masks hold."""
+
+DRAFTERS = ("history", "ngram", "oracle")
+MODEL_SOURCES = ("model", "model_alternatives")
+DECOUPLED_SOURCES = ("decoupled", "decoupled_alternatives")
+PLACEMENTS = ("coupled", "decoupled", "auto")
+BUDGETS = tuple(OPTIONS)
+PROFILES = ("auto", "off")
+SHAPES = ("tree", "chain")
+QUEUE_ORDERS = ("longest_first", "arrival")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecRolloutConfig:
+    """Everything that can be set for an engine."""
+
+    drafters: tuple[Annotated[str, Choice(DRAFTERS)], ...] = ("history", "ngram")
+    """Which drafters propose, best first. May be empty beside a `speculative_config`, whose model drafts as well."""
+    speculative_config: dict[str, Any] | None = None
+    """vLLM's own: the model that drafts, as `--speculative-config` takes it. That flag, given beside `--spec-rollout`,
+    ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
+    placement: Annotated[str, Choice(PLACEMENTS)] = "coupled"
+    """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
+    process of its own on CPU, which drafts ahead while the target verifies; or `auto`, as the engine finds to be
+    faster. The last two take method `draft_model`, and not the V1 runner on CUDA. A decoupled engine needs no
+    `speculative_config`: drafters can be attached while it runs."""
+    devices: tuple[Annotated[str, CORE], ...] = ()
+    """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
+    max_draft_tokens: Annotated[int, Range(1, MAX_NODES)] = 24
+    """Most draft tokens (tree nodes) verified for one request in one step."""
+    max_depth: Annotated[int, Range(1, MAX_NODES)] = 16
+    """Most draft tokens on one root-to-leaf path."""
+    shape: Annotated[str, Choice(SHAPES)] = "tree"
+    """`tree`, or `chain` for drafts without branches."""
+    budget: str = "auto"
+    """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
+    `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`
+    fills the batch up to the engine's knee (FastGRPO); `tlt` lets a bandit choose among tree sizes below 32 requests
+    (TLT); `specactor` plans one window for the batch and re-plans it every 1000 tokens (SpecActor). Options of the
+    last five go into an object: `{"name": "tlt", "threshold": 48}`."""
+    time_share: Annotated[float, Range(0.01, 1000.0)] = 1.0
+    """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
+    steps; one that may block is waited for no longer. It does not hold for the model of `speculative_config`."""
+    queue_order: Annotated[str, Choice(QUEUE_ORDERS)] = "longest_first"
+    """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
+    same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
+    profile: Annotated[str, Choice(PROFILES)] = "auto"
+    """`auto` starts from what `specrollout profile` measured of this model on this host, if it did; `off` does not."""
+    max_graphs: Annotated[int, Range(0, 4096)] = 64
+    """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
+    scratch_blocks: Annotated[int | None, Range(0, 1 << 20)] = None
+    """Blocks beside the KV cache, for branches beyond the first; unset: a tenth of the KV cache's, at most 512."""
+    block_size: Annotated[int | None, Range(32, 1024)] = None
+    """KV cache block size in tokens when `--block-size` is not given; unset: 32, which makes branches cheap, or that of
+    vLLM where `--num-gpu-blocks-override` is given."""
+    row_invariant: bool = False
+    """V1 runner on CPU: where this host rounds the attention of a row otherwise among others of its request (bfloat16
+    with AMX), drafted rows attend one by one. It costs time, and takes most ties away (docs/concepts/exactness.md)."""
+    record: Annotated[str | None, FILE] = None
+    """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
+    ngram: NgramConfig = field(default_factory=NgramConfig)
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    oracle: OracleConfig = field(default_factory=OracleConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
+    decoupled: DecoupledConfig = field(default_factory=DecoupledConfig)
+    # not a key of its own: it follows from `budget`, which keeps the name alone
+    budget_options: Options = field(default=Options(), metadata={"is_derived": True})
+
+    def __post_init__(self) -> None:
+        name, options = name_and_options(self.budget, self.budget_options)
+        object.__setattr__(self, "budget", name)
+        object.__setattr__(self, "budget_options", options)
+        check_fields(self)
+        if len(set(self.drafters)) != len(self.drafters):
+            raise ConfigError(f"`drafters` names one twice: {shown(list(self.drafters))}", "name each drafter once")
+        self._check_settings_are_used()
+        if self.block_size is not None and self.block_size % 32:
+            raise ConfigError(f"`block_size` is {self.block_size}, not a multiple of 32", "use 32, 64 or 128")
+        if self.record is not None and not os.path.basename(self.record):
+            cause = f"`record` is {shown_path(self.record)}, which names no file"
+            raise ConfigError(cause, 'name one, as in "trace.jsonl.zst"')
+        if "oracle" in self.drafters and not self.oracle.path:
+            raise ConfigError(
+                "the `oracle` drafter has no recorded continuations",
+                'set {"oracle": {"path": "FILE.json"}}, or use the `ngram` drafter',
+            )
+
+    def _check_settings_are_used(self) -> None:
+        for name in DRAFTERS:
+            why = f"`{name}` is not among `drafters` {list(self.drafters)}"
+            way = f"add it: {json.dumps({'drafters': [*self.drafters, name]})}"
+            check_is_on(name, getattr(self, name), name in self.drafters, why, way)
+        way = 'set {"placement": "decoupled"}'
+        check_is_on("decoupled", self.decoupled, self.is_decoupled, "`placement` is `coupled`", way)
+        if self.devices and not (self.is_decoupled and not self.decoupled.address):
+            raise ConfigError(
+                f"`devices` is {shown(list(self.devices))}, and no drafter is started that could have them",
+                'drop `devices`, or set {"placement": "decoupled"}; a drafter begun by hand takes `--cores`',
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What a node's `source` counts: the drafters, then the chain and the alternatives of a model that drafts."""
+        here = () if self.coupled_model is None else MODEL_SOURCES
+        return (*self.drafters, *here, *(DECOUPLED_SOURCES if self.is_decoupled else ()))
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether models may draft in processes of their own, begun with the engine or attached later."""
+        return self.placement != "coupled"
+
+    @property
+    def coupled_model(self) -> dict[str, Any] | None:
+        """vLLM's `speculative_config` of the model that drafts in the target's own steps; None: none does."""
+        return None if self.placement == "decoupled" else self.speculative_config
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `parse(config.as_dict()) == config`."""
+        values = dataclasses.asdict(self)
+        del values["budget_options"]
+        values["budget"] = as_given(self.budget, self.budget_options)
+        return json.loads(json.dumps(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What one request may set, in `extra_args["spec_rollout"]` or as JSON in `vllm_xargs`."""
+
+    problem_id: Annotated[str, ID] = ""
+    """Requests that share it are samples of one problem; unset: those with equal prompts are, and whatever goes on from
+    their answers."""
+    enabled: bool = True
+    """False: this request decodes plainly."""
+    max_draft_tokens: Annotated[int | None, Range(0, MAX_NODES)] = None
+    """Most draft tokens of this request in one step; at most the engine's `max_draft_tokens` is used."""
+    resume: Resume | None = None
+    """`{"prompt_tokens": 12, "answer_tokens": 5}`: the prompt ends with an answer's tokens so far, five behind the
+    first 12, and it goes on. It takes the seed of the interrupted request; `max_tokens` and `min_tokens` are of what is
+    still to come."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def parse(value: Any, origin: str = "spec_rollout") -> SpecRolloutConfig | None:
+    """Turn what the user gave into a configuration.
+
+    A budget that stands for a published system brings that system's drafter settings for the keys that are not given
+    (`config.budgets.DRAFTER_DEFAULTS`).
+
+    Args:
+        value: a `SpecRolloutConfig`, a mapping, True (defaults), False or None (off), or text: `1`/`true`, `0`/`false`,
+            a JSON object, or the path of a JSON file.
+        origin: where it came from, for messages: a flag, a keyword or a variable.
+
+    Returns:
+        The configuration, or None when switched off.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values out of range, unreadable files.
+    """
+    if value is None or value is False:
+        return None
+    if isinstance(value, SpecRolloutConfig):
+        return value
+    if value is True:
+        return SpecRolloutConfig()
+    if isinstance(value, str):
+        value = load_text(value, origin)
+        if isinstance(value, bool):
+            return SpecRolloutConfig() if value else None
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"`{origin}` is {shown(value)}, of type {type(value).__name__}",
+            'give true, false, a JSON object such as {"max_draft_tokens": 8}, or the path of a JSON file',
+        )
+    return _build(SpecRolloutConfig, with_drafter_defaults(value), origin)
+
+
+def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> RequestOptions:
+    """Options of one request from `SamplingParams.extra_args`; over HTTP the value is a JSON string.
+
+    Raises:
+        ConfigError: as `parse()`.
+    """
+    if value is None:
+        return RequestOptions()
+    if isinstance(value, str):
+        value = load_json(value, f"`{origin}`", 'give a JSON object, for example {"enabled": false}')
+    if isinstance(value, bool):
+        return RequestOptions(enabled=value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"`{origin}` is {shown(value)}, of type {type(value).__name__}",
+            'give an object, for example {"problem_id": "aime-7", "max_draft_tokens": 8}',
+        )
+    return _build(RequestOptions, value, origin)
+
+
+def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") -> Any:
+    """Make a config dataclass from a mapping: unknown keys and wrong types are errors that name the nearest key."""
+    known = declared(cls)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            near = nearest(key, known)
+            way = f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"unknown key `{prefix}{named(key)}` in `{origin}`", way)
+        one = known[key]
+        if one.nested is not None:
+            value = _build_nested(one.nested, value, origin, f"{prefix}{key}")
+        elif one.item and one.item.nested and isinstance(value, (list, tuple)):
+            value = tuple(_build_nested(one.item.nested, v, origin, f"{prefix}{key}[{i}]") for i, v in enumerate(value))
+        elif key != "budget":  # a name or an object: __post_init__ knows both
+            one.check_type(prefix + key, value)
+        arguments[key] = value
+    needed = (f.name for f in fields(cls) if f.default is MISSING is f.default_factory)
+    if missing := [name for name in needed if name not in arguments]:
+        raise ConfigError(f"`{prefix}{missing[0]}` is not given in `{origin}`", "name it")
+    return cls(**arguments)
+
+
+def _build_nested(cls: Any, value: Any, origin: str, name: str) -> Any:
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        cause = f"`{name}` is {shown(value)}, of type {type(value).__name__}"
+        raise ConfigError(cause, f"give an object with the keys: {', '.join(declared(cls))}")
+    return _build(cls, value, origin, f"{name}.")
