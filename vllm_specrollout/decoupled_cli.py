@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout.cli import flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.decoupled.planner import Plan, Workload, plan_devices
 from vllm_specrollout.decoupled.rates import AffineTime
 from vllm_specrollout.decoupled.rehearsal import Match

@@ -24,7 +24,7 @@ import psutil
 import typer
 from rich.console import Console
 
-from vllm_specrollout.cli import flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 from ..runner import leash, report

@@ -14,7 +14,7 @@ from rich.table import Table
 from vllm_specrollout.bench.studies import one_request, specactor, tlt
 from vllm_specrollout.bench.studies.report import Inputs, ResultTable, StudyReport
 
-from vllm_specrollout.cli import flags as flags
+from vllm_specrollout.cli import flags
 from vllm_specrollout.config.checks import check_choice
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 

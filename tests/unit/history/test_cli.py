@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.history.poisoned import change, filled
-from vllm_specrollout import cli
+from vllm_specrollout.cli import commands as cli
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.database import HistoryError
