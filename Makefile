@@ -42,9 +42,8 @@ EVERY_CHANGE := not identity and not nightly and not gpu and not trainers and no
 LONG := (identity or nightly) and not gpu and not trainers and not versions
 # what, and its command: run it, and say how long it took
 timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$code
-PURE := $(addprefix vllm_specrollout/,types.py errors.py config cli plugin.py asking.py reports.py patience.py guard.py health.py contained.py probation.py speculator.py support.py trees budgets \
-	scheduling observe replay replay_cli.py decoupled_cli.py drafters \
-	decoupled history patches group)
+PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
+	history drafters replay patches server/asking.py server/health.py server/reports.py)
 
 .PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants unit lint serve bench identity mutants trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup

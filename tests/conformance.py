@@ -9,29 +9,30 @@ from bench.host import trees
 from tests import drafters
 from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
-from tests.unit import test_containment, test_speculator
+from tests.unit import test_speculator
+from tests.unit.observe import test_contained
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.decoupled.reconfigure import Elsewhere, Replanning
+from vllm_specrollout.cluster.reconfigure import Elsewhere, Replanning
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.replay.recorder import Recorder
 
 DRAFTERS: list[type[Drafter]] = [
     drafters.Says,
     fuzz.FuzzDrafter,
     pausing.Always,
-    test_containment.Sound,
+    test_contained.Sound,
     test_distribution.Drafts,
     test_v1_small.Errs,
     trees.Ready,
 ]
 BUDGETS: list[type[Budget]] = [
     pausing.NeverPays,
-    test_containment.Broken,
+    test_contained.Broken,
     test_speculator.Remembers,
     test_v1_small.Forgets,
 ]

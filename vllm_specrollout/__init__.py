@@ -7,9 +7,9 @@ request that goes on with an answer that was interrupted.
 """
 
 from vllm_specrollout.config.resuming import resumed
-from vllm_specrollout.health import aread_drafters, read_drafters
 from vllm_specrollout.plugin import register
-from vllm_specrollout.reports import (
+from vllm_specrollout.server.health import aread_drafters, read_drafters
+from vllm_specrollout.server.reports import (
     abegin_epoch,
     aload_drafter,
     aread_history,

@@ -18,10 +18,10 @@ import numpy as np
 
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Backoff, Budget, sound_limits, sound_plan
-from vllm_specrollout.contained import RESTS, Contained
 from vllm_specrollout.drafters.base import BaseDrafter, Drafter
-from vllm_specrollout.guard import CONTAINED, Guard
 from vllm_specrollout.history.vocabulary import ANY_TOKEN
+from vllm_specrollout.observe.contained import RESTS, Contained
+from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.trees.batch import on_host
 from vllm_specrollout.types import (

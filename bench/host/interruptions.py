@@ -131,8 +131,8 @@ def attach(args: argparse.Namespace) -> None:
     cores = _prepare()
     from vllm import LLM
 
-    from vllm_specrollout.decoupled.child import Command
-    from vllm_specrollout.decoupled.warm import WarmPool
+    from vllm_specrollout.cluster.child import Command
+    from vllm_specrollout.cluster.warm import WarmPool
 
     with Display() as display:
         model, title = find_model(None, args.size, "float32", CACHE, display, is_policy=True)

@@ -17,9 +17,9 @@ import pytest
 
 from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, token_at
 from vllm_specrollout._core import HistoryIndex
+from vllm_specrollout.cluster.address import open_mailbox
+from vllm_specrollout.cluster.loop import Loop
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.decoupled.address import open_mailbox
-from vllm_specrollout.decoupled.loop import Loop
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.history.index_cache import IndexCache

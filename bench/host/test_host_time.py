@@ -17,11 +17,11 @@ from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.kv_moves import plan_moves
+from vllm_specrollout.trees.tape import SeedTape
 from vllm_specrollout.types import RequestBatch, StepTiming
-from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.attention import plan_paths
 from vllm_specrollout.worker.v1.requests import node_seeds

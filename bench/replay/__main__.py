@@ -16,8 +16,8 @@ import msgspec
 import typer
 
 from vllm_specrollout.cli import flags
+from vllm_specrollout.cli.replay import run_all, strategies
 from vllm_specrollout.replay.files import read_trace, write_trace
-from vllm_specrollout.replay_cli import run_all, strategies
 
 from ..runner.display import Display, main
 from ..runner.models import CACHE, find_model

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from rich.console import Console
 
-from vllm_specrollout.decoupled.rehearsal import Match
+from vllm_specrollout.cluster.rehearsal import Match
 
 from ..policy import DRAFT
 from ..policy.reward import problems

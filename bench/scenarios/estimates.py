@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout.decoupled.rehearsal import Match, Setting, coupled_tokens, rehearse
+from vllm_specrollout.cluster.rehearsal import Match, Setting, coupled_tokens, rehearse
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES
 

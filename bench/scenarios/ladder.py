@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
+from vllm_specrollout.cluster.group import RolloutGroup
+from vllm_specrollout.cluster.group.dealing import Answer, Dealer
+from vllm_specrollout.cluster.group.driver import LADDERS
+from vllm_specrollout.cluster.group.messages import Progress
 from vllm_specrollout.config import DRAFTERS
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.group import RolloutGroup
-from vllm_specrollout.group.dealing import Answer, Dealer
-from vllm_specrollout.group.driver import LADDERS
-from vllm_specrollout.group.messages import Progress
 
 from ..policy import DRAFT
 from ..policy.reward import Problem, problems

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from vllm_specrollout.decoupled.rates import shared_stream, tokens_per_window
-from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
+from vllm_specrollout.cluster.rates import shared_stream, tokens_per_window
+from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
 from vllm_specrollout.errors import ConfigError
 
 

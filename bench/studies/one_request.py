@@ -13,7 +13,7 @@ import numpy as np
 from vllm_specrollout.bench.studies.formulas import StepLine, decoupled_rate
 from vllm_specrollout.bench.studies.report import Cell, Inputs, Number, ResultTable, Share, StudyReport
 
-from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.cluster.rates import coupled_rate
 
 _ROUNDING = 1e-9  # tokens
 _WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12)

@@ -15,8 +15,8 @@ import numpy as np
 from vllm_specrollout.bench.studies.formulas import StepLine, best_window, decoupled_rate
 from vllm_specrollout.bench.studies.group import Counts, Floats, Group, Guesses, Ints, Mode, Workload
 
-from vllm_specrollout.decoupled.assignment import rarest
-from vllm_specrollout.decoupled.reconfigure import surely_below
+from vllm_specrollout.cluster.assignment import rarest
+from vllm_specrollout.cluster.reconfigure import surely_below
 from vllm_specrollout.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ class Outcome:
 class Reconfiguration:
     """Algorithm 2 at the present batch: one window for the group, own ones for requests well below its average.
 
-    Who is below by more than chance is what engines say. What differs from vllm_specrollout/decoupled/reconfigure.py:
+    Who is below by more than chance is what engines say. What differs from vllm_specrollout/cluster/reconfigure.py:
     the group's own window is planned anew as well, since a simulated batch shrinks from hundreds of requests to one. A
     request that is below gets the window that would be best if all matched as it does. All stay decoupled.
     """
@@ -238,7 +238,7 @@ class _Rollout:
         """Request, method and group of copies that join, as printed: by methods, the lowest acceptance first.
 
         A request gets each method at most once, since a second copy with the same drafter would end at the same time.
-        Engines go depth first and spread requests (vllm_specrollout/decoupled/assignment.py), as the paper's text says.
+        Engines go depth first and spread requests (vllm_specrollout/cluster/assignment.py), as the paper's text says.
         """
         active = np.flatnonzero(self._winner < 0)
         rates = self._hits[0, active] / np.maximum(self._trials[0, active], 1)

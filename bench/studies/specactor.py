@@ -19,8 +19,8 @@ from vllm_specrollout.bench.studies.group import Floats, Mode, Workload
 from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, Share, StudyReport
 from vllm_specrollout.bench.studies.rollout import Outcome, Racing, Reconfiguration, Setup, simulate
 
-from vllm_specrollout.decoupled.rates import coupled_rate, plain_rate, printed_rate
-from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
+from vllm_specrollout.cluster.rates import coupled_rate, plain_rate, printed_rate
+from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
 
 ARMS = {
     "plain": ("", 1.0),

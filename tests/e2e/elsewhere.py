@@ -10,7 +10,7 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind
 
 from tests.e2e.identity.cases import Case
-from vllm_specrollout.decoupled.warm import WarmPool
+from vllm_specrollout.cluster.warm import WarmPool
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 
 PATIENCE_S = 120.0  # for a process to begin, on a host that does much else

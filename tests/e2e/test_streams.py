@@ -14,8 +14,8 @@ import torch
 from vllm import SamplingParams
 
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.decoupled.counter import HASHES, TAPE, NoiseKind
-from vllm_specrollout.decoupled.messages import Close, Drafts, Noise, Open, Verdict
+from vllm_specrollout.cluster.counter import HASHES, TAPE, NoiseKind
+from vllm_specrollout.cluster.messages import Close, Drafts, Noise, Open, Verdict
 from vllm_specrollout.worker.streams.engine import StreamEngine
 from vllm_specrollout.worker.streams.runner import choices_of
 from vllm_specrollout.worker.streams.scheduler import Follow, StreamStep

@@ -28,7 +28,7 @@ from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.probation import Probation
+from vllm_specrollout.observe.probation import Probation
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepRecord, TreeBatch
 
 

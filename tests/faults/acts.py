@@ -20,7 +20,7 @@ from tests.faults.stand_ins import Plain
 from tests.faults.target import VOCAB
 from tests.unit.replay.builders import ListSink
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.probation import FIRST_PATIENCE
+from vllm_specrollout.observe.probation import FIRST_PATIENCE
 from vllm_specrollout.replay.records import Arrival, End
 
 MOST_STEPS = 3000

@@ -30,13 +30,13 @@ from vllm_specrollout.config.budgets import OPTIONS
 from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
-from vllm_specrollout.guard import Guard
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.observe.timeline import TimelineListener
+from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.replay.records import Header
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, RequestView

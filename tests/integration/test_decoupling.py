@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm_specrollout.cluster import segment
 from vllm_specrollout.config import DECOUPLED_SOURCES
-from vllm_specrollout.decoupled import segment
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import V1Noise
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from tests.drafters import requests_of, views_of
 from tests.trees import batch_of, chain
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import (
     EMPTY_TREE,

@@ -17,7 +17,7 @@ from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig, OracleC
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.drafters.ngram import NgramDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, FinishReason
 from vllm_specrollout.worker import calls

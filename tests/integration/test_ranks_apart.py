@@ -26,7 +26,7 @@ from tests.e2e.schedulers import BLOCK, Bench
 from vllm_specrollout.budgets.goodput import GoodputBudget
 from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import DraftMode, RequestBatch, RequestView, StepTiming
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees

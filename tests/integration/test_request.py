@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm_specrollout.config import RequestOptions
 from vllm_specrollout.history.problems import Problems
-from vllm_specrollout.support import DraftMode
+from vllm_specrollout.scheduling.support import DraftMode
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.request import Admission, RequestState, external_name
 

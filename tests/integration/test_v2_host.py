@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.trees import batch_of, chain
 from vllm_specrollout.config import RequestOptions
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.types import EMPTY_TREE, DraftMode, FinishReason, StepPlan
 from vllm_specrollout.worker.drafting import Drafting

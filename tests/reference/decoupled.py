@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
-from vllm_specrollout.decoupled.following import Sampling
-from vllm_specrollout.decoupled.loop import Work
-from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Pace, Verdict, validate
-from vllm_specrollout.decoupled.stream import Choices, Stream
-from vllm_specrollout.decoupled.survival import Survival
+from vllm_specrollout.cluster.counter import TAPE, NoiseKind
+from vllm_specrollout.cluster.following import Sampling
+from vllm_specrollout.cluster.loop import Work
+from vllm_specrollout.cluster.mailbox import Mailbox
+from vllm_specrollout.cluster.messages import Close, Drafts, Message, Open, Pace, Verdict, validate
+from vllm_specrollout.cluster.stream import Choices, Stream
+from vllm_specrollout.cluster.survival import Survival
 
 VOCABULARY = 50
 

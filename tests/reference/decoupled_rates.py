@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from vllm_specrollout.decoupled.rates import AffineTime
+from vllm_specrollout.cluster.rates import AffineTime
 
 _ALMOST = 1e-7  # milliseconds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vllm_specrollout.decoupled.received import Fitting
+from vllm_specrollout.cluster.received import Fitting
 
 Path = tuple[int, ...]
 

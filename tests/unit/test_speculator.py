@@ -10,7 +10,7 @@ import pytest
 from tests.drafters import Says, nothing_accepted, requests_of, views_of
 from vllm_specrollout.budgets.base import bounded
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import (

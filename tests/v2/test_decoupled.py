@@ -22,10 +22,10 @@ from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import Engine, engine
 from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
-from vllm_specrollout.decoupled.child import Command
-from vllm_specrollout.decoupled.duel import Duel
-from vllm_specrollout.decoupled.link import Link
-from vllm_specrollout.decoupled.warm import WarmPool
+from vllm_specrollout.cluster.child import Command
+from vllm_specrollout.cluster.duel import Duel
+from vllm_specrollout.cluster.link import Link
+from vllm_specrollout.cluster.warm import WarmPool
 from vllm_specrollout.worker.models.decoupled import COUPLED
 
 pytestmark = pytest.mark.nightly

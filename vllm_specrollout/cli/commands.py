@@ -13,8 +13,8 @@ import typer
 import typer.core
 import typer.main
 
-from vllm_specrollout import history_cli, patches, replay_cli
-from vllm_specrollout.cli import plan, processes, profile
+from vllm_specrollout import patches
+from vllm_specrollout.cli import history, plan, processes, profile, replay
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
@@ -201,11 +201,11 @@ def _simulate() -> None:
 
 
 app.add_typer(plan.app, name="plan")
-app.add_typer(history_cli.app, name="history")
+app.add_typer(history.app, name="history")
 app.command("keys")(processes.write_keys)
 app.command("drafter")(processes.serve_drafts)
 app.command("coordinator")(processes.coordinate)
-app.command("replay")(replay_cli.replay_command)
+app.command("replay")(replay.replay_command)
 app.command("profile")(profile.profile)
 app.command("train-head")(training_command.train_head)
 

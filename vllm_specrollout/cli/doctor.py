@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout import __version__, health, patches
+from vllm_specrollout import __version__, patches
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import edited, features, supported
-from vllm_specrollout.support import TABLE, model_shape
+from vllm_specrollout.scheduling.support import TABLE, model_shape
+from vllm_specrollout.server import health
 from vllm_specrollout.types import DraftMode
 
 

@@ -1,6 +1,6 @@
 """`specrollout plan graphs`: which CUDA graphs to capture, and what they are estimated to take.
 
-`specrollout plan decoupled` is in decoupled_cli.py.
+`specrollout plan decoupled` is in decoupled.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_specrollout.cli import flags
+from vllm_specrollout.cli.decoupled import GONE, plan_decoupled_command
 from vllm_specrollout.config import MAX_NODES
-from vllm_specrollout.decoupled_cli import GONE, plan_decoupled_command
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,

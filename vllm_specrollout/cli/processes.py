@@ -55,7 +55,7 @@ def write_keys(
     The end that listens (`specrollout drafter`) needs server.key_secret and client.key, the verifier client.key_secret
     and server.key. Let nobody else have a .key_secret.
     """
-    from vllm_specrollout.decoupled import keys
+    from vllm_specrollout.cluster import keys
 
     for path in keys.write(folder, force=force):
         typer.echo(str(path))
@@ -73,8 +73,8 @@ def coordinate(
 
     A group with a ladder begins one by itself. It keeps nothing: begun anew, it learns all from the workers' reports.
     """
-    from vllm_specrollout.group.coordinator import Rules
-    from vllm_specrollout.group.serving import serve
+    from vllm_specrollout.cluster.group.coordinator import Rules
+    from vllm_specrollout.cluster.group.serving import serve
 
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
     rules = Rules(mode=mode, methods=names, most=most, silence_s=silence_s)

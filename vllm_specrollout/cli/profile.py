@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout.cli.profile_sweep import drafts, summary
+from vllm_specrollout.budgets.profile import save
+from vllm_specrollout.budgets.profile_sweep import drafts, summary
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.profile import save
 
 MOST_REQUESTS = 1024
 MOST_STEPS = 200

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from vllm_specrollout.cluster.address import connect
+from vllm_specrollout.cluster.child import DrafterProcess
+from vllm_specrollout.cluster.following import TargetNoise
+from vllm_specrollout.cluster.link import Link
+from vllm_specrollout.cluster.mailbox import Mailbox
+from vllm_specrollout.cluster.received import Fitting, together
+from vllm_specrollout.cluster.united import united
 from vllm_specrollout.config.checks import check_range, check_type
-from vllm_specrollout.decoupled.address import connect
-from vllm_specrollout.decoupled.child import DrafterProcess
-from vllm_specrollout.decoupled.following import TargetNoise
-from vllm_specrollout.decoupled.link import Link
-from vllm_specrollout.decoupled.mailbox import Mailbox
-from vllm_specrollout.decoupled.received import Fitting, together
-from vllm_specrollout.decoupled.united import united
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, empty_trees

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-from vllm_specrollout.patience import PATIENCE_S, wait_for
+from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 
 P = ParamSpec("P")
 T = TypeVar("T")

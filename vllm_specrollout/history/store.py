@@ -24,7 +24,7 @@ from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
-from vllm_specrollout.patience import PATIENCE_S, wait_for
+from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 
 logger = logging.getLogger("vllm.specrollout")
 

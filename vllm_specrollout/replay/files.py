@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from vllm_specrollout.config.places import new_file
-from vllm_specrollout.patience import PATIENCE_S, wait_for
+from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 from vllm_specrollout.replay import records
 from vllm_specrollout.replay.records import VERSION, Arrival, End, Header, Record, Step, Trace, TraceError
 

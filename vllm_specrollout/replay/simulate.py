@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.step_cost import CostLine, Load, load_of
-from vllm_specrollout.guard import Guard
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.replay.cost import Cost, cost_of
 from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.replay.requests import RecordedDrafter, Request, requests_of, verified

@@ -26,11 +26,11 @@ from msgspec import Meta, Struct, defstruct
 from starlette.datastructures import Headers, State
 from starlette.requests import ClientDisconnect
 
-from vllm_specrollout import health, reports
-from vllm_specrollout.asking import Check, Conversation, aask, check_has_model, check_is_on
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError, named
-from vllm_specrollout.reports import MAX_EPOCH, MAX_ID_LENGTH, MAX_INDEX, MAX_REWARDS
+from vllm_specrollout.server import health, reports
+from vllm_specrollout.server.asking import Check, Conversation, aask, check_has_model, check_is_on
+from vllm_specrollout.server.reports import MAX_EPOCH, MAX_ID_LENGTH, MAX_INDEX, MAX_REWARDS
 from vllm_specrollout.server.settings import readable_errors
 
 PREFIX = "/spec_rollout"

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_specrollout import mixed_workers
 from vllm_specrollout.config import SpecRolloutConfig, envs, speculative_methods
 from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
-from vllm_specrollout.patches import features, supported
+from vllm_specrollout.patches import features, mixed_workers, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.settings import FLAG, add_flag, readable_errors

@@ -20,8 +20,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_specrollout.config import parse_request
-from vllm_specrollout.guard import Guard
 from vllm_specrollout.history.problems import Attribution, Problems
+from vllm_specrollout.observe.guard import Guard
 
 _SEEDS = 1 << 62
 

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_specrollout.config import RequestOptions, parse_request
 from vllm_specrollout.config.resuming import asks_for_watermark
 from vllm_specrollout.history.problems import Attribution, prompt_hash
-from vllm_specrollout.support import RequestTraits, request_shape
+from vllm_specrollout.scheduling.support import RequestTraits, request_shape
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
 from vllm_specrollout.worker.arriving import attribution_of
 

@@ -16,7 +16,7 @@ from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.recorder import Recorder
+from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile

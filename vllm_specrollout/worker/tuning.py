@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.config.drafters import OracleConfig
-from vllm_specrollout.decoupled.duel import Duel
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.observe.recorder import Recorder
 from vllm_specrollout.observe.switches import SwitchCounter
+from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.trees.batch import joined
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import config_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_specrollout.guard import CONTAINED
+from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.worker.packed_weights import PackedWeights
 
 if TYPE_CHECKING:

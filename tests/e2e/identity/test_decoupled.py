@@ -25,14 +25,14 @@ from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
 from tests.reference.decoupled import Faulty
 from vllm_specrollout.budgets.step_cost import Asking
+from vllm_specrollout.cluster.address import connect
+from vllm_specrollout.cluster.child import Command
+from vllm_specrollout.cluster.following import MatchCounts, OwnPlan
+from vllm_specrollout.cluster.messages import Hello, Message, Noise, Pace, Role, Verdict
+from vllm_specrollout.cluster.rates import Mode
+from vllm_specrollout.cluster.reconfigure import Group, draft_line
+from vllm_specrollout.cluster.warm import WarmPool
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.decoupled.address import connect
-from vllm_specrollout.decoupled.child import Command
-from vllm_specrollout.decoupled.following import MatchCounts, OwnPlan
-from vllm_specrollout.decoupled.messages import Hello, Message, Noise, Pace, Role, Verdict
-from vllm_specrollout.decoupled.rates import Mode
-from vllm_specrollout.decoupled.reconfigure import Group, draft_line
-from vllm_specrollout.decoupled.warm import WarmPool
 from vllm_specrollout.trees.build import depths
 
 pytestmark = pytest.mark.nightly

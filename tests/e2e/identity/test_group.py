@@ -17,13 +17,13 @@ from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import OURS, engine, model
-from tests.unit.group.builders import World
-from vllm_specrollout.decoupled.child import Command
-from vllm_specrollout.decoupled.warm import WarmPool
-from vllm_specrollout.group import RolloutGroup
-from vllm_specrollout.group.coordinator import Rules
-from vllm_specrollout.group.dealing import Ask
-from vllm_specrollout.group.messages import Link, Message, Progress, Run
+from tests.unit.cluster.group.builders import World
+from vllm_specrollout.cluster.child import Command
+from vllm_specrollout.cluster.group import RolloutGroup
+from vllm_specrollout.cluster.group.coordinator import Rules
+from vllm_specrollout.cluster.group.dealing import Ask
+from vllm_specrollout.cluster.group.messages import Link, Message, Progress, Run
+from vllm_specrollout.cluster.warm import WarmPool
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True, "max_num_seqs": 8}
 DRAFTS = {**OURS, "drafters": ["history", "ngram"], "scratch_blocks": 64, "placement": "decoupled"}
@@ -169,7 +169,7 @@ def state(own: Any) -> dict[str, Any]:
 
 
 def sent(world: World) -> list[Message]:
-    from vllm_specrollout.group.messages import decode
+    from vllm_specrollout.cluster.group.messages import decode
 
     return [decode(data) for wire in world.driver.wires.values() for data in wire.to_come]
 

@@ -16,7 +16,7 @@ from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.decoupled.duel import Duel
+from vllm_specrollout.cluster.duel import Duel
 
 
 class Restless(Duel):

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_specrollout.cli import commands as cli
-from vllm_specrollout.decoupled import keys
+from vllm_specrollout.cluster import keys
 from vllm_specrollout.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tests.drafters import nothing_accepted
 from tests.reference.trees import check, num_paths
-from vllm_specrollout import profile
-from vllm_specrollout.cli.commands import app
-from vllm_specrollout.cli.profile_sweep import (
+from vllm_specrollout.budgets import profile
+from vllm_specrollout.budgets.profile import Profile, ProfileKey, shape_hash
+from vllm_specrollout.budgets.profile_sweep import (
     Draft,
     RandomDrafter,
     Sweep,
@@ -25,8 +25,8 @@ from vllm_specrollout.cli.profile_sweep import (
     summary,
     undisturbed,
 )
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.profile import Profile, ProfileKey, shape_hash
 from vllm_specrollout.types import (
     DraftMode,
     RequestBatch,

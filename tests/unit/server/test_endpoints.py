@@ -11,11 +11,10 @@ from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 
 from tests.unit.server.conftest import HISTORY, WITH_MODEL, FakeEngine
-from vllm_specrollout import reports
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.reports import MAX_REWARDS
-from vllm_specrollout.server import endpoints
+from vllm_specrollout.server import endpoints, reports
 from vllm_specrollout.server.endpoints import BodyError, decode
+from vllm_specrollout.server.reports import MAX_REWARDS
 
 MAX_BODY_BYTES = 1 << 20
 

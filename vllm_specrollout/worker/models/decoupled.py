@@ -19,21 +19,21 @@ import torch
 
 from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
+from vllm_specrollout.cluster.child import Command, DrafterProcess, cores_of
+from vllm_specrollout.cluster.counter import TAPE, NoiseKind
+from vllm_specrollout.cluster.duel import Duel
+from vllm_specrollout.cluster.following import Sampling, TargetNoise
+from vllm_specrollout.cluster.messages import Noise
+from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
-from vllm_specrollout.decoupled.child import Command, DrafterProcess, cores_of
-from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
-from vllm_specrollout.decoupled.duel import Duel
-from vllm_specrollout.decoupled.following import Sampling, TargetNoise
-from vllm_specrollout.decoupled.messages import Noise
-from vllm_specrollout.decoupled.reconfigure import Replanning
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.patches import features
+from vllm_specrollout.trees.tape import SeedTape
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
-from vllm_specrollout.verify.tape import SeedTape
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 
@@ -190,8 +190,8 @@ def begin(runner: Any, noise: TargetNoise) -> DecoupledDrafter | None:
     if not config.is_decoupled or not is_first_rank():
         return None
     # imported late: engines without a drafter elsewhere need no sockets
-    from vllm_specrollout.decoupled import segment
-    from vllm_specrollout.decoupled.address import open_mailbox
+    from vllm_specrollout.cluster import segment
+    from vllm_specrollout.cluster.address import open_mailbox
 
     # 8 MiB each, whose names nobody will ask for again
     if left := segment.sweep(_SHARED):

@@ -16,7 +16,7 @@ from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import Levels
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
-from vllm_specrollout.guard import CONTAINED
+from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, VerifyResult, empty_trees
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.models.proposing import Chooses, Enough, Entry, Proposer, Seat

@@ -18,7 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
-from vllm_specrollout.guard import CONTAINED
+from vllm_specrollout.observe.guard import CONTAINED
 
 FLOATING = ("F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them."""

@@ -8,10 +8,10 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from vllm_specrollout.cluster.group.messages import Link, Piece, Run
+from vllm_specrollout.cluster.group.tries import Tries
 from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.group.messages import Link, Piece, Run
-from vllm_specrollout.group.tries import Tries
 from vllm_specrollout.worker.request import external_name
 
 _MOST_REASON = 1000  # characters

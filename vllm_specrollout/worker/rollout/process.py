@@ -1,4 +1,4 @@
-"""The process of a group's worker: begun by `vllm_specrollout.group.RolloutGroup`, and gone with it."""
+"""The process of a group's worker: begun by `vllm_specrollout.cluster.group.RolloutGroup`, and gone with it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 
-from vllm_specrollout.group.channel import ZmqLine, wait
-from vllm_specrollout.group.member import Member
+from vllm_specrollout.cluster.group.channel import ZmqLine, wait
+from vllm_specrollout.cluster.group.member import Member
 from vllm_specrollout.worker.ending import Ending
 
 _IDLE_S = 0.2

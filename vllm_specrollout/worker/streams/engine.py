@@ -10,11 +10,11 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
-from vllm_specrollout.decoupled.counter import NoiseKind
-from vllm_specrollout.decoupled.loop import Work
-from vllm_specrollout.decoupled.messages import Close, Drafts, Message, Open, Verdict
-from vllm_specrollout.decoupled.stream import Stream
-from vllm_specrollout.decoupled.survival import Survival
+from vllm_specrollout.cluster.counter import NoiseKind
+from vllm_specrollout.cluster.loop import Work
+from vllm_specrollout.cluster.messages import Close, Drafts, Message, Open, Verdict
+from vllm_specrollout.cluster.stream import Stream
+from vllm_specrollout.cluster.survival import Survival
 from vllm_specrollout.types import MOST_NODES
 from vllm_specrollout.worker.streams.scheduler import StreamScheduler
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.decoupled.address import open_mailbox
-from vllm_specrollout.decoupled.loop import Loop
+from vllm_specrollout.cluster.address import open_mailbox
+from vllm_specrollout.cluster.loop import Loop
 from vllm_specrollout.worker.ending import Ending, end_with
 
 MOST_NODES = 16

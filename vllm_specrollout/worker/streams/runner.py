@@ -14,9 +14,9 @@ from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_specrollout.decoupled.counter import gumbel
-from vllm_specrollout.decoupled.messages import Noise
-from vllm_specrollout.decoupled.stream import Choices
+from vllm_specrollout.cluster.counter import gumbel
+from vllm_specrollout.cluster.messages import Noise
+from vllm_specrollout.cluster.stream import Choices
 from vllm_specrollout.drafters.sharpness import CHOICES
 from vllm_specrollout.worker.streams.scheduler import Follow, StreamOutput, StreamStep, step_of
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner

@@ -17,8 +17,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_specrollout.decoupled.counter import TAPE, NoiseKind
-from vllm_specrollout.decoupled.stream import Choices, Look, Stream
+from vllm_specrollout.cluster.counter import TAPE, NoiseKind
+from vllm_specrollout.cluster.stream import Choices, Look, Stream
 from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
 from vllm_specrollout.trees.batch import batch_of
 from vllm_specrollout.types import DraftTree, TreeBatch, empty_trees

@@ -17,8 +17,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import cut
+from vllm_specrollout.trees.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView, TreeBatch
-from vllm_specrollout.verify.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.worker.request import Admission, Desk, RequestState
 from vllm_specrollout.worker.v1.sampler import ExponentialTapeSampler, TapeTopKTopPSampler
 

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.mixed_workers import check_runner
+from vllm_specrollout.patches.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, TrainerMixin
 from vllm_specrollout.worker.common import Stats, config_of

@@ -7,7 +7,7 @@ import pytest
 
 from bench.runner.rows import Pair
 from bench.scenarios.estimates import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through, slowed
-from vllm_specrollout.decoupled.rehearsal import Match
+from vllm_specrollout.cluster.rehearsal import Match
 from vllm_specrollout.errors import ConfigError
 
 ALWAYS = Match(np.zeros(64, np.int32))

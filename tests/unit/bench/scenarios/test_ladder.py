@@ -8,7 +8,7 @@ import pytest
 from vllm_specrollout.bench.runner.plots import plot_workers
 from vllm_specrollout.bench.scenarios.ladder import Bar, TimedGroup
 
-from vllm_specrollout.group.messages import Link, Piece, Progress
+from vllm_specrollout.cluster.group.messages import Link, Piece, Progress
 
 
 class Told:

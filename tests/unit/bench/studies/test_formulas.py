@@ -11,8 +11,8 @@ from vllm_specrollout.bench.studies.formulas import (
 )
 
 from tests.unit.bench.studies.builders import DRAFTER, VERIFIER
-from vllm_specrollout.decoupled.rates import coupled_rate, plain_rate, printed_rate
-from vllm_specrollout.decoupled.reconfigure import MAX_WINDOW
+from vllm_specrollout.cluster.rates import coupled_rate, plain_rate, printed_rate
+from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
 from vllm_specrollout.errors import ConfigError
 
 terms = st.floats(0.0, 100.0)

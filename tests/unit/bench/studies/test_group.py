@@ -6,7 +6,7 @@ from vllm_specrollout.bench.studies.formulas import StepLine, decoupled_rate
 from vllm_specrollout.bench.studies.group import Counts, Guesses, Mode, drafting_ms
 
 from tests.unit.bench.studies.builders import DRAFTER, VERIFIER, group_of, mixed, speed
-from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.cluster.rates import coupled_rate
 
 FLAT, FREE = StepLine(base=10.0), StepLine(base=1e-9)
 

@@ -6,7 +6,7 @@ from vllm_specrollout.bench.studies.group import Mode
 from vllm_specrollout.bench.studies.rollout import Racing, Reconfiguration, simulate
 
 from tests.unit.bench.studies.builders import DRAFTER, OTHER, VERIFIER, mixed, setup
-from vllm_specrollout.decoupled.rates import coupled_rate
+from vllm_specrollout.cluster.rates import coupled_rate
 from vllm_specrollout.errors import ConfigError
 
 RACING = Racing(most=2, windows=(4, 4), attach_ms=100.0)

@@ -1,0 +1,173 @@
+"""Formulas against drafters and verifiers that act token by token (tests/reference/decoupled_rates.py)."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reference import decoupled_rates as naive
+from vllm_specrollout.cluster.rates import (
+    AffineTime,
+    coupled_rate,
+    decoupled_rate,
+    plain_rate,
+    printed_rate,
+    printed_tokens_per_window,
+    step_time,
+    stream,
+    timetable,
+    tokens_per_window,
+)
+from vllm_specrollout.errors import ConfigError
+
+DRAFTS = st.builds(AffineTime, st.floats(0.0, 0.05), st.floats(0.02, 4.0))
+VERIFIERS = st.builds(AffineTime, st.floats(0.0, 0.3), st.floats(1.0, 10.0), st.floats(0.0, 0.2))
+BATCHES = st.sampled_from([1, 4, 32])
+WINDOWS = st.integers(1, 12)
+RATES = st.floats(0.0, 0.95)
+_NEAR = 0.02
+_ROUNDS = _STEPS = 40_000
+
+
+def test_a_row_of_a_draft_costs_beside_its_request() -> None:
+    time = AffineTime(0.5, 10.0, 0.25)
+    assert time.ms(4) == 12.0
+    assert time.ms(4, 3) == 15.0
+
+
+def test_workers_share_the_batch_but_not_the_fixed_part() -> None:
+    assert AffineTime(0.5, 10.0, 0.25).shared_by(2) == AffineTime(0.25, 10.0, 0.125)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
+def test_a_line_has_finite_terms_of_zero_or_more(value: float) -> None:
+    with pytest.raises(ConfigError, match="`fixed_ms` is"):
+        AffineTime(1.0, value)
+
+
+@pytest.mark.parametrize(
+    ("match_rate", "window", "excess"), [(0.5, 2, 0.17), (0.7, 4, 0.21), (0.8, 4, 0.24), (0.8, 8, 0.21), (0.9, 8, 0.26)]
+)
+def test_the_printed_tau_is_as_much_too_high_as_known(match_rate: float, window: int, excess: float) -> None:
+    ratio = printed_tokens_per_window(match_rate, window) / tokens_per_window(match_rate, window)
+    assert ratio - 1.0 == pytest.approx(excess, abs=0.005)
+
+
+@given(match_rate=st.floats(0.0, 1.0), window=WINDOWS)
+def test_the_printed_tau_is_never_below_the_exact_one(match_rate: float, window: int) -> None:
+    assert printed_tokens_per_window(match_rate, window) >= tokens_per_window(match_rate, window) * (1.0 - 1e-9)
+
+
+def test_tau_is_exact_at_the_ends() -> None:
+    assert tokens_per_window(0.0, 4) == 0.5
+    assert tokens_per_window(1.0, 4) == pytest.approx(4.0, rel=1e-6)
+
+
+@settings(max_examples=8, derandomize=True)
+@given(verify=VERIFIERS, window=WINDOWS, match_rate=RATES)
+def test_the_exact_tau_is_that_of_a_verifier_that_waits_event_by_event(
+    verify: AffineTime, window: int, match_rate: float
+) -> None:
+    draft = AffineTime(0.0, verify.ms(1, window - 1) / window)
+    found = naive.waiting(draft, verify, 1, window, match_rate, rounds=_ROUNDS, seed=1) * verify.ms(1, window - 1)
+    assert tokens_per_window(match_rate, window) == pytest.approx(found, rel=_NEAR)
+
+
+@settings(max_examples=8, derandomize=True)
+@given(draft=DRAFTS, verify=VERIFIERS, batch=BATCHES, window=WINDOWS, match_rate=RATES)
+def test_coupled_takes_as_long_as_event_by_event(
+    draft: AffineTime, verify: AffineTime, batch: int, window: int, match_rate: float
+) -> None:
+    found = naive.coupled(draft, verify, batch, window, match_rate, rounds=_ROUNDS, seed=1)
+    assert coupled_rate(draft, verify, batch, window, match_rate) == pytest.approx(found, rel=_NEAR)
+
+
+def test_plain_decoding_yields_one_token_a_step() -> None:
+    assert plain_rate(AffineTime(0.5, 8.0, 3.0), 4) == 0.1
+
+
+def test_the_printed_rate_takes_the_longer_of_drafting_and_verifying() -> None:
+    tau = printed_tokens_per_window(0.8, 4)
+    assert printed_rate(AffineTime(0.0, 5.0), AffineTime(0.0, 10.0), 1, 4, 0.8) == pytest.approx(tau / 20.0)
+    assert printed_rate(AffineTime(0.0, 1.0), AffineTime(0.0, 10.0), 1, 4, 0.8) == pytest.approx(tau / 10.0)
+
+
+def measured(draft: AffineTime, verify: AffineTime, batch: int, window: int, p: float, **options) -> float:
+    """Of one request."""
+    is_ahead = options.pop("is_ahead", True)
+    requests = [naive.Request(window, p, is_ahead) for _ in range(batch)]
+    return naive.never_waiting(draft, verify, requests, steps=_STEPS // batch, seed=1, **options) / batch
+
+
+@settings(max_examples=8, derandomize=True)
+@given(draft=DRAFTS, verify=VERIFIERS, window=WINDOWS, match_rate=RATES)
+def test_one_request_is_as_fast_as_event_by_event(
+    draft: AffineTime, verify: AffineTime, window: int, match_rate: float
+) -> None:
+    """Also where a window takes several steps, so that its first tokens are decoded before it arrives."""
+    found = measured(draft, verify, 1, window, match_rate)
+    assert decoupled_rate(draft, verify, 1, window, match_rate) == pytest.approx(found, rel=_NEAR)
+
+
+@settings(max_examples=8, derandomize=True)
+@given(verify=VERIFIERS, batch=BATCHES, window=WINDOWS, match_rate=RATES, share=st.floats(0.01, 0.99))
+def test_a_batch_is_as_fast_as_event_by_event(
+    verify: AffineTime, batch: int, window: int, match_rate: float, share: float
+) -> None:
+    """Where a window is drafted within a plain step; see docs/concepts/decoupled.md for slower drafters."""
+    draft = AffineTime(0.0, share * verify.ms(batch) / max(window, 2))
+    found = measured(draft, verify, batch, window, match_rate)
+    assert decoupled_rate(draft, verify, batch, window, match_rate) == pytest.approx(found, rel=_NEAR)
+
+
+@settings(max_examples=8, derandomize=True)
+@given(draft=DRAFTS, verify=VERIFIERS, window=WINDOWS, match_rate=RATES)
+def test_taking_turns_is_as_fast_as_event_by_event(
+    draft: AffineTime, verify: AffineTime, window: int, match_rate: float
+) -> None:
+    found = measured(draft, verify, 1, window, match_rate, is_ahead=False)
+    own = stream(match_rate, window, window * draft.ms(1), step_time(verify, 1, 0.0), is_ahead=False)
+    assert own.rate == pytest.approx(found, rel=_NEAR)
+
+
+@given(draft=DRAFTS, verify=VERIFIERS, window=WINDOWS, match_rate=st.floats(0.0, 1.0))
+def test_rows_without_cost_never_make_it_slower_than_plain(
+    draft: AffineTime, verify: AffineTime, window: int, match_rate: float
+) -> None:
+    free = AffineTime(verify.per_request_ms, verify.fixed_ms)
+    assert decoupled_rate(draft, free, 1, window, match_rate) >= plain_rate(free, 1) * (1.0 - 1e-6)
+
+
+def test_a_drafter_slower_than_its_verifier_gives_plain_decoding() -> None:
+    draft, verify = AffineTime(0.0, 20.0), AffineTime(0.0, 10.0, 1.0)
+    assert decoupled_rate(draft, verify, 1, 4, 0.9) == pytest.approx(plain_rate(verify, 1))
+
+
+def test_a_perfect_drafter_yields_a_window_a_step() -> None:
+    draft, verify = AffineTime(0.0, 2.0), AffineTime(0.0, 10.0, 0.5)
+    assert decoupled_rate(draft, verify, 1, 4, 1.0) == pytest.approx(4.0 / 11.5, rel=1e-6)
+
+
+def test_a_perfect_drafter_is_bound_by_its_own_speed() -> None:
+    draft, verify = AffineTime(0.0, 4.0), AffineTime(0.0, 10.0)
+    assert decoupled_rate(draft, verify, 1, 6, 1.0) == pytest.approx(1.0 / 4.0, rel=0.01)
+
+
+def test_the_timetable_of_the_page_is_this_one() -> None:
+    """Windows of 3 in 12 ms, steps of 10 ms and 1 ms per draft: docs/concepts/planning.md draws it."""
+    found = list(islice(timetable(3, 12.0, lambda drafts: 10.0 + drafts), 6))
+    assert found == [(0, 10.0), (0, 10.0), (1, 11.0), (2, 12.0), (2, 12.0), (2, 12.0)]
+
+
+def test_the_example_of_the_page_is_right() -> None:
+    draft, verify = AffineTime(0.0, 2.5), AffineTime(0.0, 10.0)
+    rates = [rate(draft, verify, 1, 4, 0.8) for rate in (coupled_rate, printed_rate, decoupled_rate)]
+    assert [round(1e3 * rate) for rate in rates] == [168, 230, 212]
+
+
+def test_no_step_verifies_more_than_one_window() -> None:
+    sizes = [drafts for drafts, _ in islice(timetable(4, 1.0, lambda drafts: 10.0), 50)]
+    assert sizes == [0, *[3] * 49]

@@ -1,0 +1,93 @@
+"""What a running engine says of its drafters, and what a person reads of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vllm_specrollout
+from vllm_specrollout.cli import doctor
+from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.server import health
+
+ALIVE = {"state": "alive", "failed": 0, "error": "", "steps": 0}
+FAILED = {"state": "probation", "failed": 2, "error": "OSError: no space left on device", "steps": 255}
+GONE = {"state": "given up", "failed": 5, "error": "OSError: no space left on device", "steps": 0}
+SICK = {"budget": ALIVE, "drafters": {"history": GONE, "ngram": FAILED, "oracle": ALIVE}}
+
+
+class Engine:
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={"spec_rollout": settings} if settings else {})
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        assert method == "spec_rollout_health"
+        return [SICK, {}]
+
+
+def test_ranks_that_do_not_draft_say_nothing() -> None:
+    assert vllm_specrollout.read_drafters(Engine({"drafters": ["ngram"]})) == {"engines": [SICK]}
+
+
+def test_an_engine_without_spec_rollout_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="spec rollout is off"):
+        vllm_specrollout.read_drafters(Engine(None))
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server with a key, of two engines."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_right = self.path == "/spec_rollout/drafters" and self.headers["Authorization"] == "Bearer secret"
+            body = json.dumps({"engines": [SICK, {"budget": ALIVE, "drafters": {}}]}).encode()
+            self.send_response(200 if is_right else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    own = HTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=own.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{own.server_port}"
+    own.shutdown()
+    own.server_close()
+    thread.join()
+
+
+def test_doctor_says_which_drafters_of_a_server_work(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    report = doctor.examine(server=server)
+    assert [finding for finding in report.findings if finding.is_problem] == [] and not report.is_healthy
+    assert [(finding.name, finding.is_problem) for finding in report.running] == [
+        ("drafter history of engine 0", True),
+        ("drafter ngram of engine 0", True),
+        ("drafter oracle of engine 0", False),
+        ("budget of engine 0", False),
+        ("budget of engine 1", False),
+    ]
+    text = report.as_text()
+    assert "given up; failed 5 times, last: OSError: no space left on device" in text
+    assert "is tried again in 255 steps; failed 2 times" in text
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "ftp://x", "http://127.0.0.1:1", "http://\x00", "http://["])
+def test_a_server_that_cannot_be_asked_is_one_clear_error(address: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        health.of_server(address)
+    assert "hint:" in str(caught.value)
+
+
+def test_a_missing_key_is_one_clear_error(server: str) -> None:
+    with pytest.raises(ConfigError, match="401"):
+        health.of_server(server)

@@ -1,0 +1,268 @@
+"""A group of engines on one host that share batches: what a trainer holds."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vllm_specrollout.cluster.group import given
+from vllm_specrollout.cluster.group.channel import ZmqHub, wait
+from vllm_specrollout.cluster.group.dealing import Answer, Ask, Dealer, GroupError
+from vllm_specrollout.cluster.group.member import BEAT_S
+from vllm_specrollout.cluster.group.messages import Call, Here
+from vllm_specrollout.cluster.group.processes import CoordinatorProcess, begin_worker, end, shares_of
+from vllm_specrollout.config.checks import check_real
+from vllm_specrollout.errors import ConfigError
+
+LADDERS = given.LADDERS
+_POLL_S = 0.05
+
+
+class RolloutGroup:
+    """Engines in processes of their own, which share each batch, and help each other at its end.
+
+    Use it as a context, or call `close`.
+
+    Args:
+        model: folder or name.
+        cores: the CPU cores of each worker, as `[[0, 1], [2, 3]]`; a number: so many workers on equal shares of all.
+        engine: further arguments of `vllm.LLM`; `max_num_seqs` is the most requests that a worker runs at once.
+        spec_rollout: drafting, as `LLM` takes it.
+        ladder: `off`; `race`: an idle worker runs others' requests as well, with another drafting method; `attach`: the
+            drafter on an idle worker's cores drafts for others' requests.
+        methods: for racing, names of the engine's drafters, best first.
+        most: requests of others that one worker helps with.
+        drafter: for attaching: the model that drafts, warm on each worker's cores; of several, the workers have one in
+            turns, and a straggler may get one of each.
+        drafter_engine: arguments of its engine.
+        patience_s: seconds without a word after which a worker is ended, and others get its requests.
+        start_s: seconds that the engines may take to start.
+        seed: of the seeds that requests without one get.
+
+    Raises:
+        ConfigError: something cannot be used.
+        GroupError: a worker did not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        cores: int | Sequence[Sequence[int]] = 2,
+        engine: Mapping[str, Any] | None = None,
+        spec_rollout: bool | Mapping[str, Any] = True,
+        ladder: str = "off",
+        methods: Sequence[str] = ("history", "ngram"),
+        most: int = 4,
+        drafter: str | Sequence[str] = "",
+        drafter_engine: Mapping[str, Any] | None = None,
+        patience_s: float = 120.0,
+        start_s: float = 600.0,
+        seed: int = 0,
+    ) -> None:
+        shares = shares_of(cores)
+        models = [drafter] if isinstance(drafter, str) else list(drafter)
+        drafters = [models[i % len(models)] for i in range(len(shares))] if any(models) else []
+        rules = given.rules(ladder, methods, most, drafter)
+        check_real("patience_s", patience_s, 1.0, 86400.0)
+        if not spec_rollout:
+            raise ConfigError(
+                "`spec_rollout` is off, and without it no request can go on elsewhere",
+                'set {"budget": "off"} to decode plainly',
+            )
+        self.places: dict[str, int] = {}
+        """Worker -> requests that it runs at once, of the workers that are there."""
+        self.resubmitted = self.disagreements = 0
+        """Of all batches so far: see `Dealer`."""
+        self._patience_s, self._rng, self._batches = patience_s, random.Random(seed), 0
+        # calls so far, and when the next one is due; workers answer them, since between two batches nobody listens
+        self._called, self._call_at = 0, 0.0
+        # worker -> calls before its last word; a driver that stood still itself has called nobody
+        self._heard: dict[str, int] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-")
+        self._hub = ZmqHub(self._address("driver"))
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._coordinator: CoordinatorProcess | None = None
+        self._warm: Any = None
+        try:
+            if drafters:
+                self._begin_drafters(drafters, shares, drafter_engine or {}, given.most_nodes(spec_rollout))
+            if rules is not None:
+                self._coordinator = CoordinatorProcess(self._address("coordinator"), rules)
+            arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
+            for i, share in enumerate(shares):
+                name = f"worker-{i}"
+                self._workers[name] = begin_worker(
+                    name,
+                    share,
+                    arguments,
+                    driver=self._address("driver"),
+                    coordinator=self._address("coordinator") if rules is not None else "",
+                    drafter=self._address(f"drafter-{i}") if drafters else "",
+                    drafter_model=drafters[i] if drafters else "",
+                )
+            self._await_workers(start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    ) -> list[Answer]:
+        """Answer all prompts.
+
+        Args:
+            prompt_token_ids: [R] prompts of token ids.
+            sampling_params: arguments of `SamplingParams`, for all prompts or [R] one for each. `n` is 1. `logprobs` is
+                unset, or 0 for those of the tokens themselves.
+
+        Returns:
+            [R] the answers, in the prompts' order.
+
+        Raises:
+            ConfigError: token ids or parameters that cannot be used.
+            GroupError: an engine refused a request, or no worker is left.
+        """
+        asks = self._asks(prompt_token_ids, sampling_params)
+        dealer = Dealer(asks, self._called)
+        for name, places in self.places.items():
+            dealer.take(name, Here(places))
+            self._heard[name] = self._called
+        try:
+            while not dealer.is_done:
+                self._listen(dealer)
+                self._watch(dealer)
+                self._call(dealer)
+                for name, message in dealer.due():
+                    self._hub.send(name, message)
+                if not dealer.is_done:
+                    wait([self._hub], _POLL_S)
+        finally:
+            for name, message in dealer.leave():
+                self._hub.send(name, message)
+            self.resubmitted += dealer.resubmitted
+            self.disagreements += dealer.disagreements
+        return [dealer.answers[ask.request] for ask in asks]
+
+    def close(self) -> None:
+        """End all processes."""
+        processes = list(self._workers.values())
+        if self._coordinator is not None:
+            processes.append(self._coordinator.process)
+        end(processes)
+        if self._warm is not None:
+            self._warm.stop()
+        self._hub.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{Path(self._folder.name) / name}"
+
+    def _begin_drafters(
+        self,
+        models: Sequence[str],
+        shares: Sequence[Sequence[int]],
+        engine: Mapping[str, Any],
+        most_nodes: int | None,
+    ) -> None:
+        from vllm_specrollout.cluster.child import Command
+        from vllm_specrollout.cluster.warm import WarmPool
+
+        commands = {
+            f"worker-{i}": Command(model, self._address(f"drafter-{i}"), engine, tuple(share), most_nodes)
+            for i, (model, share) in enumerate(zip(models, shares, strict=True))
+        }
+        self._warm = WarmPool(commands)
+
+    def _await_workers(self, most_s: float) -> None:
+        until = time.monotonic() + most_s
+        while len(self.places) < len(self._workers):
+            self._listen(None)
+            self._call(None)
+            for name, process in self._workers.items():
+                if process.poll() is not None or time.monotonic() > until:
+                    raise GroupError(
+                        f"{name} did not start: its status is {process.poll()} after at most {most_s:.0f} s",
+                        "look at its own messages above; `LLM(...)` with the same arguments says the same",
+                    )
+            wait([self._hub], _POLL_S)
+
+    def _listen(self, dealer: Dealer | None) -> None:
+        for name, message in self._hub.receive():
+            if name not in self._workers:
+                continue
+            self._heard[name] = self._called
+            if isinstance(message, Here):
+                self.places[name] = message.places
+            if dealer is not None:
+                dealer.take(name, message)
+
+    def _call(self, dealer: Dealer | None) -> None:
+        """Ask the workers what they run, now and then: that shows that they are there, and what was lost."""
+        if (now := time.monotonic()) < self._call_at:
+            return
+        self._call_at = now + BEAT_S
+        self._called += 1
+        has_drafter = {name: self._warm is not None and self._warm.is_ready(name) for name in self._workers}
+        if dealer is not None:
+            dealer.call(has_drafter, self._called)
+        else:
+            for name, can_draft in has_drafter.items():
+                self._hub.send(name, Call(self._called, can_draft))
+
+    def _watch(self, dealer: Dealer) -> None:
+        """Look after the processes; requests of those that have ended go elsewhere."""
+        if self._coordinator is not None:
+            self._coordinator.watch()
+        if self._warm is not None:
+            self._warm.watch()
+        for name, process in list(self._workers.items()):
+            if (self._called - self._heard.get(name, self._called)) * BEAT_S > self._patience_s:
+                process.kill()
+                process.wait()
+            if process.poll() is None:
+                continue
+            # what it said before it ended still counts
+            self._listen(dealer)
+            dealer.lose(name)
+            del self._workers[name]
+            self.places.pop(name, None)
+            if not self._workers:
+                raise GroupError(
+                    f"no worker is left; the last one, {name}, ended with status {process.returncode}",
+                    "look at the workers' own messages above",
+                )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _asks(
+        self, prompts: Sequence[Sequence[int]], params: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> list[Ask]:
+        many = [params] * len(prompts) if isinstance(params, Mapping) else list(params)
+        if len(many) != len(prompts):
+            raise ConfigError(
+                f"there are {len(prompts)} prompts and {len(many)} `sampling_params`", "give one for each"
+            )
+        self._batches += 1
+        return [
+            Ask(f"{self._batches}-{i}", given.tokens(i, prompt), given.params(one, self._rng))
+            for i, (prompt, one) in enumerate(zip(prompts, many, strict=True))
+        ]

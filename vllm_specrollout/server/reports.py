@@ -1,0 +1,299 @@
+"""What trainers tell a running engine, and ask of it: rewards, epochs, what the history holds, and other weights for
+the model that drafts.
+
+What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
+and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/calls.py`.
+
+Each function comes twice: for engines that are called (`LLM`, `LLMEngine`), and, beginning with `a`, for engines that
+are awaited (`AsyncLLM`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from vllm_specrollout.config.checks import MOST_ID
+from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
+from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
+from vllm_specrollout.history.epochs import EpochError as EpochError
+from vllm_specrollout.server.asking import Answers, Call, Conversation, aask, ask, check_has_model
+
+MAX_REWARDS = 65_536
+"""Most rewards of one report."""
+MAX_ID_LENGTH = MOST_ID
+"""Most characters of a request's id."""
+MAX_INDEX = 65_535
+"""Highest index of a sample."""
+REWARDS_AT_ONCE = 4096
+"""Rewards in one call of the workers, which serve no request meanwhile."""
+
+
+class WeightsError(ConfigError):
+    """The drafter that runs cannot take the weights that were named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The reward of one answer."""
+
+    request_id: str
+    reward: float
+    index: int | None = None
+    """Which sample of the request; None: it has one."""
+
+
+# --- for engines that are called --------------------------------------------------------------------------------------
+
+
+def report_rewards(llm: Any, rewards: Mapping[str, float | Sequence[float]]) -> dict[str, int]:
+    """Tell an engine what its answers were worth; better ones then weigh more in the drafts of the next epoch.
+
+    Args:
+        llm: an `LLM` or `LLMEngine`.
+        rewards: request id (`RequestOutput.request_id`) -> reward, or for `n > 1` a list with one reward per sample, in
+            the order of `RequestOutput.outputs`. Finite numbers; arrays and tensors of them are fine.
+
+    Returns:
+        How many rewards were "matched" to an answer, "repeated" (took the place of an earlier one) and "unknown". Late,
+        repeated and unknown ids are counted, not refused.
+
+    Raises:
+        ConfigError: a reward or an id cannot be used, there are more than `MAX_REWARDS`, or `llm` is no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return ask(llm, reporting(flatten(rewards)))
+
+
+def begin_epoch(llm: Any, epoch: int | None = None) -> int:
+    """Tell an engine that the trainer begins its next epoch, or the one named; returns the epoch begun.
+
+    Raises:
+        EpochError: `epoch` is below the present one, or more than `MAX_JUMP` behind it.
+        ConfigError: it is no epoch, or `llm` no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return ask(llm, beginning(epoch))
+
+
+def read_history(llm: Any) -> dict[str, Any]:
+    """What the history holds, in plain JSON types.
+
+    Returns:
+        "engines": per engine, counts, bytes and hits. "total": their sums, the latest epoch, and "hit_rate": of the
+        times the history was asked for a draft, the share in which it had one.
+
+    Raises:
+        ConfigError: `llm` is no such engine.
+        UnsupportedError: the engine keeps no history.
+    """
+    return ask(llm, reading())
+
+
+def load_drafter(llm: Any, path: str | Path) -> int:
+    """Give the model that drafts other weights of the same shape; requests go on running.
+
+    Args:
+        path: a folder that `specrollout train-head` wrote, or one safetensors file, where the engine can read it.
+
+    Returns:
+        How often its weights were swapped since the engine began.
+
+    Raises:
+        ConfigError: the weights cannot be used, and the drafter goes on with its own; or `llm` is no such engine.
+        UnsupportedError: no model drafts in this engine.
+    """
+    return ask(llm, loading(path), check_has_model)
+
+
+# --- for engines that are awaited ------------------------------------------------------------------------------------
+
+
+async def areport_rewards(engine: Any, rewards: Mapping[str, float | Sequence[float]]) -> dict[str, int]:
+    """`report_rewards` for an `AsyncLLM`."""
+    return await aask(engine, reporting(flatten(rewards)))
+
+
+async def abegin_epoch(engine: Any, epoch: int | None = None) -> int:
+    """`begin_epoch` for an `AsyncLLM`."""
+    return await aask(engine, beginning(epoch))
+
+
+async def aread_history(engine: Any) -> dict[str, Any]:
+    """`read_history` for an `AsyncLLM`."""
+    return await aask(engine, reading())
+
+
+async def aload_drafter(engine: Any, path: str | Path) -> int:
+    """`load_drafter` for an `AsyncLLM`."""
+    return await aask(engine, loading(path), check_has_model)
+
+
+# --- the conversations -----------------------------------------------------------------------------------------------
+
+
+def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
+    """Send rewards; an id that one engine does not know may be another's."""
+    if len(rewards) > MAX_REWARDS:
+        raise ConfigError(
+            f"{len(rewards)} rewards in one report; the limit is {MAX_REWARDS}", "split them over several calls"
+        )
+    matched = repeated = 0
+    # at least one call, so that an engine that cannot be asked says so
+    for start in range(0, max(1, len(rewards)), REWARDS_AT_ONCE):
+        some = rewards[start : start + REWARDS_AT_ONCE]
+        entries = [(candidates(entry.request_id, entry.index), entry.reward) for entry in some]
+        answers = yield Call("spec_rollout_report_rewards", (entries,))
+        matched += sum(counts["matched"] for counts in _living(answers))
+        repeated += sum(counts["repeated"] for counts in _living(answers))
+    return {"matched": matched, "repeated": repeated, "unknown": max(0, len(rewards) - matched - repeated)}
+
+
+def beginning(epoch: int | None) -> Conversation[int]:
+    """Begin an epoch in all engines, or in none."""
+    if epoch is not None:
+        _check_whole("epoch", epoch, MAX_EPOCH)
+        # asked first: of several engines, none shall begin what another would refuse
+        kept = yield Call("spec_rollout_history")
+        present = max((report["store"]["epoch"] for report in _living(kept) if report), default=0)
+        check_epoch(present, epoch)
+    answers = yield Call("spec_rollout_begin_epoch", (epoch,))
+    # ranks that keep no history echo the number they were given
+    begun = max(_living(answers))
+    if epoch is not None and begun > epoch:
+        # another client began a later one between the two calls
+        check_epoch(begun, epoch)
+    return begun
+
+
+def reading() -> Conversation[dict[str, Any]]:
+    """Ask for what is kept."""
+    answers = yield Call("spec_rollout_history")
+    # of an engine's workers, those that do not draft say nothing
+    engines = [report for report in _living(answers) if report]
+    total = _sum(engines)
+    total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
+    return {"total": total, "engines": engines}
+
+
+def loading(path: str | Path, below: str | None = None) -> Conversation[int]:
+    """Load weights into the model that drafts; `below` is the folder in which they must lie, None: anywhere.
+
+    Raises:
+        WeightsError: they cannot be read, do not fit, or cannot draft.
+        ForbiddenError: they lie outside of `below`.
+    """
+    answers = yield Call("spec_rollout_load_drafter", (str(path), below))
+    for answer in _flat(answers):
+        if "cause" in answer:
+            raise (ForbiddenError if answer.get("is_forbidden") else WeightsError)(answer["cause"], answer["hint"])
+    return max(answer["version"] for answer in _flat(answers))
+
+
+def candidates(request_id: str, index: int | None) -> list[str]:
+    """The names an answer may have in vLLM, likeliest first, without the random suffix of its internal name.
+
+    vLLM puts `index_` before the name of each sample of `n > 1`. Behind the id that the client sees, its completions
+    endpoint puts `-prompt`, even for one prompt, its batched chat endpoint `_conversation`, its responses endpoint
+    `_turn`; and the choices of several prompts are numbered through.
+    """
+    single = [request_id, f"{request_id}-0", f"{request_id}_0"]
+    if index is None:
+        return single
+    names = [f"{index}_{request_id}", f"{index}_{request_id}-0", f"{request_id}-{index}", f"{request_id}_{index}"]
+    return names + [name for name in single if index == 0 and name not in names]
+
+
+# --- what is given ---------------------------------------------------------------------------------------------------
+
+
+def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
+    """One entry per answer.
+
+    Raises:
+        ConfigError: an id or a reward cannot be used.
+    """
+    if not isinstance(rewards, Mapping):
+        raise ConfigError(
+            f"`rewards` is a {type(rewards).__name__}, not a mapping",
+            "give {request_id: reward}, or {request_id: [reward of each sample]}",
+        )
+    entries: list[Reward] = []
+    for request_id, given in rewards.items():
+        _check_id(request_id)
+        # arrays and tensors, with one number or several
+        value = given.tolist() if hasattr(given, "tolist") else given
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            where = f"rewards[{shown(request_id)}]"
+            _check_whole(f"number of samples in {where}", len(value), MAX_INDEX + 1)
+            entries += [Reward(request_id, _finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)]
+        else:
+            entries.append(Reward(request_id, _finite(f"rewards[{shown(request_id)}]", value)))
+    return entries
+
+
+def _check_id(request_id: Any) -> None:
+    if not isinstance(request_id, str):
+        raise ConfigError(
+            f"a request's id is {shown(request_id)}, of type {type(request_id).__name__}",
+            "give `RequestOutput.request_id`, which is a str",
+        )
+    if not 0 < len(request_id) <= MAX_ID_LENGTH:
+        raise ConfigError(
+            f"a request's id has {len(request_id)} characters, outside 1 to {MAX_ID_LENGTH}",
+            "give the id that vLLM returned",
+        )
+
+
+def _finite(name: str, value: Any) -> float:
+    # True is 1 to Python; here it is more likely a comparison that was meant to be a score
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"`{name}` is {number}, not a finite number", "leave answers without a reward out")
+    return number
+
+
+def _check_whole(name: str, value: Any, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a whole number")
+    if not 0 <= value <= high:
+        raise ConfigError(f"`{name}` is {shown(value)}, outside 0 to {high}", f"give a number from 0 to {high}")
+
+
+def _flat(answers: Answers) -> list[Any]:
+    return [answer for workers in answers for answer in workers]
+
+
+def _living(answers: Answers) -> list[Any]:
+    """What the workers of those engines answered that keep a history.
+
+    Raises:
+        UnsupportedError: all have given it up.
+    """
+    refusals = [[a for a in workers if isinstance(a, Mapping) and "cause" in a] for workers in answers]
+    if answers and all(refusals):
+        raise UnsupportedError(refusals[0][0]["cause"], refusals[0][0]["hint"])
+    return _flat([workers for workers, refused in zip(answers, refusals, strict=True) if not refused])
+
+
+def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts, bytes and seconds add up, also within groups; of epochs the latest counts; rates and texts have none."""
+    total: dict[str, Any] = {}
+    for report in reports:
+        for name, value in report.items():
+            if name == "epoch":
+                total[name] = max(total.get(name, 0), value)
+            elif isinstance(value, Mapping):
+                total[name] = _sum([total.get(name, {}), value])
+            elif isinstance(value, (int, float)) and not isinstance(value, bool) and not name.endswith("_rate"):
+                total[name] = total.get(name, 0) + value
+    return total
