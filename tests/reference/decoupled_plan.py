@@ -1,4 +1,4 @@
-"""Algorithm 3 as its text has it: see `decoupled/assignment.py`."""
+"""Algorithm 3 as its text has it: see `cluster/assignment.py`."""
 
 from __future__ import annotations
 

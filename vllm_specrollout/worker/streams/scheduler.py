@@ -1,7 +1,7 @@
 """The scheduler of an engine that drafts: requests are streams, which rest, grow by verdicts alone, and never end.
 
 What belongs here: what stock vLLM's scheduler must do differently. Which stream may draft, and what it looks at, is in
-decoupled/stream.py. A stream's drafted tokens are draft tokens to vLLM as well: none of them is ever accepted here, so
+cluster/stream.py. A stream's drafted tokens are draft tokens to vLLM as well: none of them is ever accepted here, so
 each pass begins behind the last token that holds.
 """
 
