@@ -151,7 +151,7 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
 
 
 def _fitted(cost: StepCost, timing: StepTiming) -> float:
-    return cost.predict(timing.batch, timing.nodes, timing.branches, timing.context)
+    return cost.predict(timing.batch, timing.nodes, timing.branches)
 
 
 def undisturbed(timings: Sequence[StepTiming], share: float = 3.0) -> list[StepTiming]:
