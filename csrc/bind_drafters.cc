@@ -1,4 +1,4 @@
-// Python's view of the drafters' indices: the arrays in, the arrays out, and no logic.
+// Python's view of the drafters' index: the arrays in, the arrays out, and no logic.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -12,7 +12,6 @@
 #include "bind_common.h"
 #include "core/history_index.h"
 #include "core/history_lookup.h"
-#include "core/ngram_index.h"
 
 namespace py = pybind11;
 
@@ -20,7 +19,6 @@ namespace specrollout {
 namespace {
 
 using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
-using BoolArray = py::array_t<bool, py::array::c_style | py::array::forcecast>;
 
 // Tokens in Python, read without a copy where they are int32 already. Valid while it and the array live.
 struct Tokens {
@@ -56,59 +54,6 @@ py::tuple Columns(std::vector<int32_t>&& node_start, Draft&& draft) {
   return py::make_tuple(Give(std::move(node_start)), Give(std::move(draft.token_ids)), Give(std::move(draft.parents)),
                         Give(std::move(draft.log_q)));
 }
-
-// --- ngram ---
-
-// Reused by every proposal of the thread, so that proposing allocates nothing but its result.
-Trie& ThreadTrie() {
-  thread_local Trie trie;
-  return trie;
-}
-
-py::tuple ProposeOne(const NgramIndex& index, int max_nodes, int max_depth, bool chain) {
-  Draft draft;
-  {
-    py::gil_scoped_release release;
-    index.Propose(max_nodes, max_depth, chain, &ThreadTrie(), &draft);
-  }
-  return py::make_tuple(Give(std::move(draft.token_ids)), Give(std::move(draft.parents)), Give(std::move(draft.log_q)));
-}
-
-py::tuple ProposeBatch(const std::vector<const NgramIndex*>& indices, const IntArray& max_nodes,
-                       const IntArray& max_depth, const BoolArray& chain) {
-  const size_t batch = indices.size();
-  for (const py::array& array : {py::array(max_nodes), py::array(max_depth), py::array(chain)}) {
-    if (array.ndim() != 1 || static_cast<size_t>(array.size()) != batch) {
-      throw std::invalid_argument("one bound per index is needed");
-    }
-  }
-  const int32_t* nodes = max_nodes.data();
-  for (size_t i = 0; i < batch; ++i) {
-    if (indices[i] == nullptr && nodes[i] > 0) throw std::invalid_argument("an index is None");
-  }
-  const int32_t* depth = max_depth.data();
-  const bool* is_chain = chain.data();
-  Draft all;
-  std::vector<int32_t> offsets{0};
-  {
-    py::gil_scoped_release release;
-    Draft draft;
-    for (size_t i = 0; i < batch; ++i) {
-      if (nodes[i] <= 0 || depth[i] <= 0) {  // nothing is wanted of it
-        offsets.push_back(static_cast<int32_t>(all.token_ids.size()));
-        continue;
-      }
-      indices[i]->Propose(nodes[i], depth[i], is_chain[i], &ThreadTrie(), &draft);
-      all.token_ids.insert(all.token_ids.end(), draft.token_ids.begin(), draft.token_ids.end());
-      all.parents.insert(all.parents.end(), draft.parents.begin(), draft.parents.end());
-      all.log_q.insert(all.log_q.end(), draft.log_q.begin(), draft.log_q.end());
-      offsets.push_back(static_cast<int32_t>(all.token_ids.size()));
-    }
-  }
-  return Columns(std::move(offsets), std::move(all));
-}
-
-// --- history ---
 
 // Reused by every proposal of the thread, so that proposing allocates nothing but its result.
 HistoryLookup& ThreadLookup() {
@@ -166,31 +111,6 @@ py::tuple ProposeHistory(const std::vector<const HistoryIndex*>& indices, const 
 
 void bind_drafters(py::module_& m) {
   using namespace specrollout;
-  py::class_<NgramIndex>(m, "NgramIndex", "Index over one request's tokens. One caller at a time per index.")
-      .def(py::init<int, int, int>(), py::kw_only(), py::arg("min_match"), py::arg("max_match"), py::arg("max_matches"))
-      .def("__len__", &NgramIndex::size)
-      .def(
-          "append",
-          [](NgramIndex& index, const py::object& token_ids) {
-            const Tokens tokens(token_ids);
-            py::gil_scoped_release release;
-            index.Append(tokens.data, tokens.count);
-          },
-          py::arg("token_ids"))
-      .def(
-          "sync",
-          [](NgramIndex& index, const py::object& token_ids) {
-            const Tokens tokens(token_ids);
-            py::gil_scoped_release release;
-            return index.Sync(tokens.data, tokens.count);
-          },
-          py::arg("token_ids"),
-          "Hold exactly these tokens: append what is new, or start over (and return False) where they changed.")
-      .def("propose", &ProposeOne, py::arg("max_nodes"), py::arg("max_depth"), py::arg("chain"),
-           "(token_ids, parents, log_q), best first.")
-      .def("check_integrity", &NgramIndex::CheckIntegrity);
-  m.def("propose_batch", &ProposeBatch, py::arg("indices"), py::arg("max_nodes"), py::arg("max_depth"),
-        py::arg("chain"), "One draft per index, concatenated: (node_start [B + 1], token_ids, parents, log_q).");
   py::class_<HistoryIndex>(m, "HistoryIndex", "Index over the answers to one problem. One caller at a time per index.")
       .def(py::init<int, int, int>(), py::kw_only(), py::arg("min_match"), py::arg("max_match"), py::arg("max_matches"))
       .def(

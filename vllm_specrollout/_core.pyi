@@ -13,18 +13,6 @@ _Doubles = npt.NDArray[np.float64]
 _Bools = npt.NDArray[np.bool_]
 _Columns = tuple[_Ints, _Ints, _Ints, _Floats, _Ints]
 
-class NgramIndex:
-    """Index over one request's tokens. One caller at a time."""
-
-    def __init__(self, *, min_match: int, max_match: int, max_matches: int) -> None: ...
-    def __len__(self) -> int: ...
-    def append(self, token_ids: _Ints) -> None: ...
-    def sync(self, token_ids: _Ints) -> bool:
-        """Hold exactly these tokens; False where it had to start over."""
-    def propose(self, max_nodes: int, max_depth: int, chain: bool) -> tuple[_Ints, _Ints, _Floats]:
-        """token_ids, parents, log_q [N], best first."""
-    def check_integrity(self) -> None: ...
-
 class HistoryIndex:
     """Index over the answers to one problem. One caller at a time."""
 
@@ -44,11 +32,6 @@ class HistoryIndex:
     @property
     def nbytes(self) -> int: ...
     def check_integrity(self) -> None: ...
-
-def propose_batch(
-    indices: Sequence[NgramIndex | None], max_nodes: _Ints, max_depth: _Ints, chain: _Bools
-) -> tuple[_Ints, _Ints, _Ints, _Floats]:
-    """node_start [R + 1], token_ids, parents, log_q [N]; an index of which 0 nodes are wanted may be None."""
 
 def propose_history(
     indices: Sequence[HistoryIndex | None],

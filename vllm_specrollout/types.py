@@ -187,11 +187,6 @@ class RequestBatch:
     def size(self) -> int:
         return len(self.views)
 
-    @property
-    def context(self) -> int:
-        """Tokens in the KV cache, all requests together."""
-        return int(self.num_tokens.sum())
-
     @classmethod
     def of(cls, views: Sequence[RequestView], *, may_branch: bool = True) -> RequestBatch:
         """Of these requests, as they stand; with `may_branch` False nobody may have branches, whatever its kind."""

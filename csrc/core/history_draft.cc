@@ -8,7 +8,7 @@ namespace specrollout {
 namespace {
 
 constexpr uint64_t kOne = 1ull << 24;
-// class of context -> doubt, in 1/16; see history_naive.py
+// class of context -> doubt, in 1/16; see tests/reference/history.py
 constexpr int kDoubt[] = {16, 12, 9, 9, 10, 13, 16, 11, 8, 6, 3, 2};
 
 // 1 to 8 tokens: 0 to 7; then 9-12, 13-16, 17-32, more
@@ -22,6 +22,12 @@ int ContextClass(int tokens) {
 float LogQ(uint64_t p) { return static_cast<float>(std::log(static_cast<double>(std::max<uint64_t>(p, 1)) / kOne)); }
 
 }  // namespace
+
+void Draft::Clear() {
+  token_ids.clear();
+  parents.clear();
+  log_q.clear();
+}
 
 bool Drafting::IsWorse(const Waiting& a, const Waiting& b) {
   if (a.total_log_q != b.total_log_q) return a.total_log_q < b.total_log_q;

@@ -1,6 +1,6 @@
 // From places to a draft tree: what followed them, how probable it is, the best nodes first.
 //
-// Twin and specification: vllm_specrollout/drafters/history_naive.py, which also gives the reasoning. Only the nodes
+// Twin and specification: tests/reference/history.py, which also gives the reasoning. Only the nodes
 // that get into the draft are looked into, so the cost follows the draft's size and not the history's.
 
 #pragma once
@@ -9,9 +9,19 @@
 #include <vector>
 
 #include "core/history_text.h"
-#include "core/ngram_trie.h"
 
 namespace specrollout {
+
+// A draft tree, best first: every prefix is the best tree of its size.
+struct Draft {
+  std::vector<int32_t> token_ids;
+  // node -> its parent's index, -1 for depth 1
+  std::vector<int32_t> parents;
+  // natural log of the estimated probability that the node is accepted given that its parent is
+  std::vector<float> log_q;
+
+  void Clear();
+};
 
 // A place and what it is worth.
 struct Candidate {

@@ -1,6 +1,6 @@
 // Where did the last n tokens of an answer occur before: in earlier answers to its problem, its siblings, its prompt?
 //
-// Twin and specification: vllm_specrollout/drafters/history_naive.py. What belongs here: the places of every context,
+// Twin and specification: tests/reference/history.py. What belongs here: the places of every context,
 // kept as the text grows, shrinks and is forgotten. What they are worth is in history_draft.h.
 //
 // As in LZ matchers: a hash table per context length names the latest place of each context, and every place names the

@@ -39,7 +39,7 @@ class HistoryText {
   struct Document {
     int32_t id = -1;
     int32_t epoch = 0;
-    // fixed-point, see history_naive.py
+    // fixed-point, see tests/reference/history.py
     int32_t weight = 0;
     int32_t first = 0;
     int32_t last = 0;

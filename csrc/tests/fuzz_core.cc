@@ -26,7 +26,6 @@
 #include "core/history_lookup.h"
 #include "core/layout.h"
 #include "core/merge.h"
-#include "core/ngram_index.h"
 #include "core/walk.h"
 
 namespace {
@@ -129,26 +128,6 @@ void FuzzHistory(Chance* chance) {
     lookup.Propose(asks, chance->OneIn(2), &draft, &node_start);
     Expect(node_start.size() == asks.size() + 1, "one draft per ask");
     ExpectDraft(draft, node_start);
-  }
-}
-
-void FuzzNgrams(Chance* chance) {
-  const int shortest = 1 + chance->Below(4);
-  specrollout::NgramIndex index(shortest, shortest + chance->Below(10), 1 + chance->Below(64));
-  specrollout::Trie trie;
-  specrollout::Draft draft;
-  Ints text;
-  const int words = 1 + chance->Below(chance->OneIn(2) ? 3 : 500), steps = 20 + chance->Below(60);
-  for (int step = 0; step < steps; ++step) {
-    const Ints more = chance->Text(100, words);
-    const int what = chance->Below(6);
-    if (what == 0) text.resize(chance->Below(static_cast<int>(text.size()) + 1));
-    if (what == 1) text.clear();
-    text.insert(text.end(), more.begin(), more.end());
-    index.Sync(text.data(), text.size());
-    index.Propose(chance->Limit(), chance->Limit(), chance->OneIn(2), &trie, &draft);
-    ExpectDraft(draft, {0, static_cast<int32_t>(draft.parents.size())});
-    if (chance->OneIn(16)) index.CheckIntegrity();
   }
 }
 
@@ -350,22 +329,17 @@ void FuzzBlocks(Chance* chance) {
 
 void Round(uint64_t seed) {
   Chance chance(seed);
-  switch (chance.Below(8)) {
-    case 0:
-      FuzzHistory(&chance);
-      break;
-    case 1:
-      FuzzNgrams(&chance);
-      break;
-    default:
-      for (int i = 0; i < 8; ++i) {
-        FuzzMerge(&chance, false);
-        FuzzMerge(&chance, true);
-        FuzzCount(&chance);
-        FuzzWalk(&chance);
-        FuzzLayout(&chance);
-        FuzzBlocks(&chance);
-      }
+  if (chance.OneIn(7)) {
+    FuzzHistory(&chance);
+    return;
+  }
+  for (int i = 0; i < 8; ++i) {
+    FuzzMerge(&chance, false);
+    FuzzMerge(&chance, true);
+    FuzzCount(&chance);
+    FuzzWalk(&chance);
+    FuzzLayout(&chance);
+    FuzzBlocks(&chance);
   }
 }
 

@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import sys
+import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,6 @@ from vllm_specrollout.config.budgets import OPTIONS
 from vllm_specrollout.config.schema import field_docs
 from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.patches import features
-from vllm_specrollout.patches.binding import KINDS
-from vllm_specrollout.patches.bindings import BINDINGS
 from vllm_specrollout.scheduling.support import TABLE
 
 HERE = Path(__file__).resolve().parent
@@ -187,9 +186,10 @@ def patches_page() -> str:
                 f"- vLLM: {', '.join(patch.versions)}\n- removed when {patch.remove_when}\n"
             )
     parts.append("# Objects that are changed where they stand\n")
-    for kind, meaning in KINDS.items():
+    bindings = tomllib.loads((HERE.parents[1] / "patches" / "bindings.toml").read_text(encoding="utf-8"))
+    for kind, meaning in bindings["kinds"].items():
         parts.append(f"## {kind}: {meaning}\n")
-        own = [(f"`{one.target}`", f"`{one.where}`", one.why) for one in BINDINGS if one.kind == kind]
+        own = [(f"`{what}`", f"`{where}`", why) for where, here in bindings[kind].items() for what, why in here.items()]
         parts.append(_table(("What", "Where", "Why"), own))
     return "\n".join(parts)
 

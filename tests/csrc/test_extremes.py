@@ -39,17 +39,14 @@ def test_a_draft_without_bounds_is_a_tree_no_larger_than_what_was_found(tokens: 
 
 
 def work(seed: int, found: list[Any]) -> None:
-    """Appends and proposals in turn, with an index of its own and one of another kind."""
+    """Appends and proposals in turn, with an index of its own."""
     text = np.random.default_rng(seed).integers(0, 40, 3000).astype(np.int32)
-    index, ngram = history(), _core.NgramIndex(min_match=1, max_match=7, max_matches=32)
+    index = history()
     document = index.open(0)
     for at in range(0, len(text), 10):
         index.append(document, text[at : at + 10])
-        ngram.append(text[at : at + 10])
         found.append([part.tolist() for part in _core.propose_history([index], [document], [16], [8], [False])])
-        found.append([part.tolist() for part in ngram.propose(16, 8, False)])
     index.check_integrity()
-    ngram.check_integrity()
 
 
 def test_threads_with_indices_of_their_own_draft_as_if_alone() -> None:
@@ -62,7 +59,7 @@ def test_threads_with_indices_of_their_own_draft_as_if_alone() -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert together == alone and len(alone[0]) == 600
+    assert together == alone and len(alone[0]) == 300
 
 
 def test_an_index_may_go_from_one_thread_to_another() -> None:

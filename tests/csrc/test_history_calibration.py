@@ -14,7 +14,7 @@ from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.weights import weight_of
 
-# the first half of the problems, one epoch earlier, is what DOUBT in history_naive.py was fitted on
+# the first half of the problems, one epoch earlier, is what DOUBT in tests/reference/history.py was fitted on
 HELD_OUT = recorded(past=2).problems[32:]
 PRESENT = 2
 LEAST = 500

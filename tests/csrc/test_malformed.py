@@ -43,18 +43,13 @@ REFUSED: dict[str, Callable[[], object]] = {
     "blocks, one below 0": lambda: _core.copy_blocks(
         np.asarray([4096], np.uint64), np.asarray([64]), np.asarray([0]), np.asarray([-1])
     ),
-    "ngram, a table for each of a million lengths": lambda: _core.NgramIndex(
-        min_match=1, max_match=1 << 20, max_matches=1
-    ),
     "history, no index": lambda: _core.propose_history([None], [0], [4], [4], [False]),
     "history, a document that is none": lambda: _core.propose_history([history()], [-1], [4], [4], [False]),
     "history, tokens in a table": lambda: history().set_prompt(np.zeros((2, 2), np.int32)),
     "history, a token beyond 32 bits": lambda: history().set_prompt(np.asarray([2**40, 1, 2])),
     "history, tokens that are no whole numbers": lambda: history().set_prompt(np.asarray([1.5, np.nan, 2])),
     "history, tokens that are truths": lambda: history().set_prompt(np.asarray([True, False])),
-    "ngram, a token beyond 32 bits": lambda: _core.NgramIndex(min_match=1, max_match=4, max_matches=8).sync(
-        np.asarray([1, -(2**40)])
-    ),
+    "history, a token below 32 bits": lambda: history().set_prompt(np.asarray([1, -(2**40)])),
 }
 
 
@@ -69,12 +64,14 @@ def test_the_last_position_that_the_table_holds_is_fine() -> None:
 
 
 def test_tokens_of_another_width_that_fit_are_taken_as_they_are() -> None:
-    index = _core.NgramIndex(min_match=1, max_match=4, max_matches=8)
-    index.sync(np.asarray([1, 2, 3], np.int64))
-    index.append(np.asarray([1, 2], np.uint16))
-    index.append(np.asarray([], np.float64))
-    index.append(np.asarray([9, 1, 9, 2], np.int32)[1::2])  # not contiguous
-    assert len(index) == 7 and index.propose(4, 4, True)[0].tolist()[:2] == [1, 2]
+    index = history()
+    document = index.open(0)
+    index.sync(document, np.asarray([1, 2, 3], np.int64))
+    index.append(document, np.asarray([1, 2], np.uint16))
+    index.append(document, np.asarray([], np.float64))
+    index.append(document, np.asarray([9, 1, 9, 2], np.int32)[1::2])  # not contiguous
+    drafted = _core.propose_history([index], [document], [4], [4], [True])[1]
+    assert index.num_tokens == 7 and drafted.tolist()[:2] == [1, 2]
     index.check_integrity()
 
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drafters import ask
-from tests.reference import ngram as ngram_naive
 from tests.reference import trees as made
+from tests.reference.history import NaiveHistory
 from vllm_specrollout import drafters
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
-from vllm_specrollout.types import DraftMode, DraftTree, RequestView
+from vllm_specrollout.types import ROOT, DraftMode, DraftTree, RequestView
 
 CONFIG = NgramConfig(min_match=1, max_match=4)
 
@@ -27,6 +27,13 @@ def make_view(
 def draft(drafter: NgramDrafter, view: RequestView, *bounds: int, is_chain: bool = False) -> DraftTree:
     (tree,) = ask(drafter, [view], *bounds, is_chain=is_chain)
     return tree
+
+
+def specified(text: list[int], *bounds: int) -> DraftTree:
+    """What the specification drafts for a text of its own."""
+    index = NaiveHistory(CONFIG)
+    index.append(index.open(0), text)
+    return index.propose(0, *bounds)
 
 
 def assert_same(tree: DraftTree, expected: DraftTree) -> None:
@@ -61,7 +68,26 @@ def test_drafts_depend_on_the_requests_present_tokens_alone(steps) -> None:
             assert set(tree.source.tolist()) <= {1}
             nodes = min(max_nodes, max_depth if is_chain else max_nodes, 12)
             text = view.token_ids.tolist()
-            assert_same(tree, ngram_naive.propose(text, CONFIG, nodes, max_depth, is_chain))
+            assert_same(tree, specified(text, nodes, max_depth, is_chain))
+
+
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_every_path_occurred_after_the_last_token_and_siblings_share_one_probability(text) -> None:
+    tree = draft(NgramDrafter(CONFIG), make_view(text), 20, 6)
+    for node in range(tree.size):
+        wanted = text[-1:] + tree.token_ids[made.path_to(tree.parents, node)].tolist()
+        assert any(text[start : start + len(wanted)] == wanted for start in range(len(text)))
+    for parent in {ROOT, *range(tree.size)}:
+        assert np.exp(tree.log_q[tree.parents == parent]).sum() <= 1 + 1e-5
+
+
+def test_a_text_that_never_repeats_gives_no_draft() -> None:
+    assert draft(NgramDrafter(CONFIG), make_view(list(range(50)))).size == 0
+    assert draft(NgramDrafter(CONFIG), make_view([])).size == 0
+
+
+def test_a_draft_stops_where_the_text_ends() -> None:
+    assert draft(NgramDrafter(CONFIG), make_view([1, 2, 3, 1, 2]), 8, 8).token_ids.tolist() == [3, 1, 2]
 
 
 def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
@@ -70,7 +96,7 @@ def test_a_request_that_was_not_asked_for_a_while_catches_up() -> None:
     text += [1, 2, 4, 1]
     assert draft(drafter, make_view(text), 0, 8).size == 0
     text += [2]
-    assert_same(draft(drafter, make_view(text)), ngram_naive.propose(text, CONFIG, 16, 8))
+    assert_same(draft(drafter, make_view(text)), specified(text, 16, 8))
 
 
 def test_a_draft_never_outgrows_the_tokens_the_request_may_still_make() -> None:

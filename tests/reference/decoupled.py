@@ -19,8 +19,7 @@ from vllm_specrollout.cluster.following import Sampling
 from vllm_specrollout.cluster.loop import Work
 from vllm_specrollout.cluster.mailbox import Mailbox
 from vllm_specrollout.cluster.messages import Close, Drafts, Message, Open, Pace, Verdict, validate
-from vllm_specrollout.cluster.stream import Choices, Stream
-from vllm_specrollout.cluster.survival import Survival
+from vllm_specrollout.cluster.stream import Choices, Stream, Survival
 
 VOCABULARY = 50
 

@@ -37,9 +37,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.reference.ngram import ONE, as_chain, as_tree
-from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.types import DraftTree
+import numpy as np
+
+from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig
+from vllm_specrollout.trees.build import order, select
+from vllm_specrollout.types import EMPTY_TREE, ROOT, DraftTree
+
+ONE = 1 << 24
+"""Fixed-point probability 1."""
 
 WEIGHT_ONE = 1 << 8
 """Fixed-point weight 1."""
@@ -99,7 +104,7 @@ class Match(NamedTuple):
 class NaiveHistory:
     """One problem's text, with the interface of `_core.HistoryIndex`."""
 
-    def __init__(self, config: HistoryConfig) -> None:
+    def __init__(self, config: HistoryConfig | NgramConfig) -> None:
         self._config = config
         self.documents: dict[int, Document] = {}
         self._prompts: dict[tuple[int, ...], Document] = {}
@@ -172,7 +177,7 @@ class NaiveHistory:
         root = _Node(depth=0)
         if max_nodes > 0 and max_depth > 0:
             _grow(root, self._matches(self.documents[doc], siblings), max_depth)
-        return as_chain(root, max_nodes) if is_chain else as_tree(root, max_nodes)
+        return _as_chain(root, max_nodes) if is_chain else _as_tree(root, max_nodes)
 
     def _all(self) -> list[Document]:
         return [*self._prompts.values(), *self.documents.values()]
@@ -242,3 +247,43 @@ def _grow(node: _Node, matches: list[Match], max_depth: int) -> None:
     for token, child in node.children.items():
         below = [Match(m.shared, m.weight, m.continuation[1:]) for m in going_on if m.continuation[0] == token]
         _grow(child, below, max_depth)
+
+
+def _log_q(node: _Node) -> np.float32:
+    return np.float32(math.log(max(node.p, 1) / ONE))
+
+
+def _as_chain(root: _Node, max_nodes: int) -> DraftTree:
+    """The best child of the best child ... of a trie; its nodes have `p` (in units of 1 / `ONE`) and `children`."""
+    path: list[tuple[int, _Node]] = []
+    node = root
+    while node.children and len(path) < max_nodes:
+        # max() keeps the first of equals: the one met first
+        token, node = max(node.children.items(), key=lambda item: item[1].p)
+        path.append((token, node))
+    return _arrays([(token, place - 1, node) for place, (token, node) in enumerate(path)])
+
+
+def _as_tree(root: _Node, max_nodes: int) -> DraftTree:
+    """The best nodes of such a trie, best first."""
+    nodes: list[tuple[int, int, _Node]] = []
+
+    def visit(node: _Node, index: int) -> None:
+        for token, child in node.children.items():
+            nodes.append((token, index, child))
+            visit(child, len(nodes) - 1)
+
+    visit(root, ROOT)
+    ordered = order(_arrays(nodes))
+    return select(ordered, range(min(max(max_nodes, 0), ordered.size)))
+
+
+def _arrays(nodes: list[tuple[int, int, _Node]]) -> DraftTree:
+    if not nodes:
+        return EMPTY_TREE
+    return DraftTree(
+        np.asarray([token for token, _, _ in nodes], dtype=np.int32),
+        np.asarray([parent for _, parent, _ in nodes], dtype=np.int32),
+        np.asarray([_log_q(node) for _, _, node in nodes], dtype=np.float32),
+        np.zeros(len(nodes), dtype=np.int32),
+    )

@@ -1,7 +1,7 @@
 """Profiles: what steps of one model cost on one host, kept from `specrollout profile` to the engines that start later.
 
-What belongs here: what a profile is of, where it is kept, and reading one that may be damaged. How it is measured is in
-profile_sweep.py and worker/profiling.py.
+What belongs here: what a profile is of, where it is kept, reading one that may be damaged, and the sweep behind the
+command: which steps are run, and what their times are summed up to. How they are run is in worker/profiling.py.
 """
 
 from __future__ import annotations
@@ -11,19 +11,37 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from vllm_specrollout.budgets.step_cost import COLUMNS, Timing
+from vllm_specrollout.budgets.base import BaseBudget, bounded
+from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
+from vllm_specrollout.budgets.step_cost import COLUMNS, StepCost, Timing
 from vllm_specrollout.config import envs
-from vllm_specrollout.types import StepTiming
+from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.trees.batch import batch_of, merge_select
+from vllm_specrollout.types import (
+    ROOT,
+    DraftLimits,
+    DraftTree,
+    RequestBatch,
+    StepPlan,
+    StepRecord,
+    StepTiming,
+    TreeBatch,
+)
 
 logger = logging.getLogger("vllm.specrollout")
 
+SIZES = (0, 1, 2, 4, 8, 16)
+"""Draft tokens per request; a chain of each size, and of the larger ones also a tree of `WIDTH` paths."""
+WIDTH = 4
+_SMALLEST_TREE = 8
 _FORMAT = 1
 _FEWER_COLUMNS = COLUMNS[:-1]  # as an earlier release kept them: what asking takes is in no profile
 # of a model's configuration, what says nothing of its speed
@@ -119,3 +137,138 @@ def load(key: ProfileKey) -> Profile | None:
         )
         return None
     return Profile(key, body.name, tuple(timing.step() for timing in body.rows))
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What every request drafts in one step."""
+
+    nodes: int
+    width: int = 1
+
+
+def drafts(sizes: Sequence[int] = SIZES) -> tuple[Draft, ...]:
+    """The kinds of step that a sweep goes through, again and again, so that drift meets all of them alike."""
+    return (*(Draft(n) for n in sizes), *(Draft(n, WIDTH) for n in sizes if n >= _SMALLEST_TREE))
+
+
+def random_tree(draft: Draft, vocab_size: int, rng: np.random.Generator, source: int = 0) -> DraftTree:
+    """`width` paths of equal length side by side, of random tokens; siblings differ."""
+    nodes = np.arange(draft.nodes, dtype=np.int32)
+    tokens = (int(rng.integers(vocab_size)) + nodes) % vocab_size
+    parents = np.where(nodes < draft.width, ROOT, nodes - draft.width)
+    return DraftTree(
+        tokens.astype(np.int32),
+        parents.astype(np.int32),
+        np.full(draft.nodes, np.log(0.5), dtype=np.float32),
+        np.full(draft.nodes, source, dtype=np.int32),
+    )
+
+
+class RandomDrafter(BaseDrafter):
+    """Proposes random trees of the width asked for; the budget asks for their size."""
+
+    name = "random"
+
+    def __init__(self, vocab_size: int, sweep: Sweep, seed: int = 0) -> None:
+        self._vocab_size, self._sweep = vocab_size, sweep
+        self._rng = np.random.default_rng(seed)
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        bounds = zip(limits.max_nodes.tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True)
+        trees = [self._one(*bound) for bound in bounds]
+        return batch_of(batch.request_ids, trees)
+
+    def _one(self, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
+        width = 1 if is_chain else self._sweep.now.width
+        return random_tree(Draft(min(max_nodes, max_depth * width), width), self._vocab_size, self._rng)
+
+
+class Sweep(BaseBudget):
+    """A budget that goes through the kinds of draft, step after step, and keeps the times of all of them."""
+
+    def __init__(self, kinds: Sequence[Draft]) -> None:
+        super().__init__(max(kind.nodes for kind in kinds), max(kind.nodes for kind in kinds))
+        self.kinds = tuple(kinds)
+        self._step = 0
+        self.now = self.kinds[0]
+        self.is_recording = False
+        self.timings: list[StepTiming] = []
+
+    def limits(self, batch: RequestBatch) -> DraftLimits:
+        self.now = self.kinds[self._step % len(self.kinds)]
+        self._step += 1
+        return bounded(batch, self.now.nodes, max(self.now.nodes, 1))
+
+    def choose(
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
+    ) -> StepPlan:
+        return StepPlan(merge_select(proposals, limits).trees, "profile")
+
+    def observe(self, record: StepRecord) -> None:
+        timing = record.timing
+        if self.is_recording and timing is not None and timing.is_decode_only and timing.step_ms > 0.0:
+            self.timings.append(timing)
+
+
+def shuffled(timings: Sequence[StepTiming]) -> list[StepTiming]:
+    """In an order that is the same each time and puts like steps far apart: who forgets, forgets all kinds alike."""
+    return [timings[i] for i in np.random.default_rng(0).permutation(len(timings))]
+
+
+def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
+    """What a table shows, in plain JSON types.
+
+    Returns:
+        "by_rows": per number of rows, "steps", their median "ms" and "fitted_ms", of steps without branches.
+        "line": milliseconds of plain steps of so many rows, of having drafts at all, of a branch.
+        "error": the median relative error of the cost table on these steps.
+        "c_peak": rows of the knee (FastGRPO, Appendix B), None if time does not grow yet.
+        "is_corner": False if that is the knee of a straight line.
+    """
+    cost, knee = StepCost(), FastGrpoBudget(1, 1)
+    cost.seed(shuffled(timings))
+    knee.seed(shuffled(timings))
+    fitted = [_fitted(cost, timing) for timing in timings]
+    by_rows = []
+    for rows in sorted({timing.rows for timing in timings if not timing.branches}):
+        at = [i for i, timing in enumerate(timings) if timing.rows == rows and not timing.branches]
+        by_rows.append(
+            {
+                "rows": rows,
+                "steps": len(at),
+                "ms": float(np.median([timings[i].step_ms for i in at])),
+                "fitted_ms": float(np.median([fitted[i] for i in at])),
+            }
+        )
+    errors = [abs(ms - timing.step_ms) / timing.step_ms for ms, timing in zip(fitted, timings, strict=True)]
+    found = knee.knee
+    return {
+        "by_rows": by_rows,
+        "line": {
+            **{f"rows_{rows}": cost.plain_ms(rows) for rows in (1, 16, 64, 256)},
+            "draft": float(cost.added_ms(1, 1)[1] - (cost.plain_ms(2) - cost.plain_ms(1))),
+            "branch": cost.branch_ms,
+        },
+        "error": float(np.median(errors)),
+        "c_peak": None if found is None else found.rows,
+        "is_corner": found is not None and found.is_corner,
+    }
+
+
+def _fitted(cost: StepCost, timing: StepTiming) -> float:
+    return cost.predict(timing.batch, timing.nodes, timing.branches)
+
+
+def undisturbed(timings: Sequence[StepTiming], share: float = 3.0) -> list[StepTiming]:
+    """Without steps that took `share` times the median of their kind: something else disturbed them."""
+    kinds: dict[tuple[int, int, int], list[float]] = {}
+    for timing in timings:
+        kinds.setdefault((timing.batch, timing.rows, timing.branches), []).append(timing.step_ms)
+    medians = {kind: float(np.median(times)) for kind, times in kinds.items()}
+    return [
+        timing for timing in timings if timing.step_ms <= share * medians[timing.batch, timing.rows, timing.branches]
+    ]

@@ -87,7 +87,7 @@ class StepCost:
         """A root-to-leaf path beyond a request's first."""
         return float(self._terms[_AT_BRANCH])
 
-    def plain_ms(self, num_requests: int, context: int = 0) -> float:
+    def plain_ms(self, num_requests: int) -> float:
         """A step without drafts. Context is not told apart: it grows slowly, and the table follows."""
         return float(self._rows(num_requests)[num_requests])
 
@@ -100,7 +100,7 @@ class StepCost:
         added[GROWTH * max(self._widest, num_requests) - num_requests + 1 :] = np.inf
         return added
 
-    def predict(self, num_requests: int, num_nodes: int, branches: int = 0, context: int = 0) -> float:
+    def predict(self, num_requests: int, num_nodes: int, branches: int = 0) -> float:
         """A step with so many draft nodes, without what asking for them takes."""
         rows = num_requests + num_nodes
         drafts = float(self._terms[_AT_DRAFT]) + self.branch_ms * branches if num_nodes else 0.0

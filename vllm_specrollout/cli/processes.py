@@ -73,8 +73,7 @@ def coordinate(
 
     A group with a ladder begins one by itself. It keeps nothing: begun anew, it learns all from the workers' reports.
     """
-    from vllm_specrollout.cluster.group.coordinator import Rules
-    from vllm_specrollout.cluster.group.serving import serve
+    from vllm_specrollout.cluster.group.coordinator import Rules, serve
 
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
     rules = Rules(mode=mode, methods=names, most=most, silence_s=silence_s)

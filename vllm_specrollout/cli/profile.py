@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specrollout.budgets.profile import save
-from vllm_specrollout.budgets.profile_sweep import drafts, summary
+from vllm_specrollout.budgets.profile import drafts, save, summary
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 MOST_REQUESTS = 1024

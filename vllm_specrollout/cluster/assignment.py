@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from vllm_specrollout.errors import ConfigError
-
 Method = TypeVar("Method")
 
 
@@ -27,18 +25,6 @@ class Worker:
     load: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What Algorithm 3 adds."""
-
-    # freed worker -> the method it gets
-    methods: Mapping[str, str]
-    # (request, method) -> the worker that serves it
-    pairs: Mapping[tuple[str, str], str]
-    # requests that got no worker, though there is a method they lack; lowest acceptance first
-    left_out: tuple[str, ...]
-
-
 def assign(
     acceptance: Mapping[str, float],
     methods: Sequence[str],
@@ -48,7 +34,7 @@ def assign(
     most: int,
     running: Collection[tuple[str, str]] = (),
     may_serve: Callable[[str, str], bool] = lambda worker, request: True,
-) -> Assignment:
+) -> Mapping[tuple[str, str], str]:
     """Algorithm 3.
 
     Each freed worker gets the method that fewest workers have. Then requests are served, the one with the lowest
@@ -57,17 +43,16 @@ def assign(
 
     Args:
         acceptance: active request -> share of its drafted tokens that was accepted.
-        methods: candidates; of equally rare ones the first is taken, so best first.
-        freed: workers without a method.
+        methods: candidates, each once; of equally rare ones the first is taken, so best first.
+        freed: workers without a method, none of which is in `workers`.
         workers: worker -> what it does, for those that have a method already.
-        most: b_max, requests of a worker.
+        most: b_max, requests of a worker, 1 or more.
         running: (request, method) pairs that are served already, on whatever worker.
         may_serve: whether a worker may serve a request at all.
 
-    Raises:
-        ConfigError: names that clash, or no method.
+    Returns:
+        (request, method) -> the worker that is to serve it. A freed worker may get no request.
     """
-    _check(methods, freed, workers, most)
     count = {method: sum(worker.method == method for worker in workers.values()) for method in methods}
     given: dict[str, str] = {}
     for name in freed:
@@ -79,19 +64,14 @@ def assign(
     for name, method in [*((name, worker.method) for name, worker in workers.items()), *given.items()]:
         having.setdefault(method, []).append(name)
     pairs: dict[tuple[str, str], str] = {}
-    left_out = []
     for request in sorted(acceptance, key=acceptance.__getitem__):
-        lacking = [method for method in methods if (request, method) not in running]
-        before = len(pairs)
-        for method in lacking:
+        for method in (method for method in methods if (request, method) not in running):
             able = [name for name in having[method] if may_serve(name, request)]
             worker = min(able, key=load.__getitem__, default=None)
             if worker is not None and load[worker] < most:
                 pairs[request, method] = worker
                 load[worker] += 1
-        if lacking and len(pairs) == before:
-            left_out.append(request)
-    return Assignment(given, pairs, tuple(left_out))
+    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +137,3 @@ def rarest(methods: Sequence[Method], count: Mapping[Method, int]) -> Method:
         count: workers of each; none where it is left out.
     """
     return min(methods, key=lambda method: count.get(method, 0))
-
-
-def _check(methods: Sequence[str], freed: Sequence[str], workers: Mapping[str, Worker], most: int) -> None:
-    if not methods or len(set(methods)) != len(methods):
-        raise ConfigError("no drafting method is given, or one twice", "name each method once")
-    if len(set(freed)) != len(freed) or not workers.keys().isdisjoint(freed):
-        raise ConfigError("a freed worker is named twice, or has a method already", "name each worker once")
-    if most < 1:
-        raise ConfigError(f"a worker may serve {most} requests", "choose 1 or more")

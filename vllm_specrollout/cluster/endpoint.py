@@ -1,4 +1,9 @@
-"""Addresses for ZeroMQ: whether they are any, whether they leave the host, and whether somebody is there already."""
+"""Addresses for ZeroMQ: whether they are any, whether they leave the host, and whether somebody is there already.
+
+And contexts that end when they are told to, never when they are forgotten. pyzmq ends a context that nobody holds, and
+waits for its sockets meanwhile. The garbage collector may take both at once, and the context first: then nobody closes
+the sockets, and the process waits for ever. So this module holds every context until it is ended.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+import zmq
 
 from vllm_specrollout.cluster.mailbox import MailboxError
 from vllm_specrollout.errors import ConfigError
@@ -104,3 +111,18 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+_contexts: set[zmq.Context[zmq.Socket[bytes]]] = set()
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    _contexts.add(made)
+    return made
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]], linger_ms: int = 0) -> None:
+    """Close its sockets, wait so long for what they still send, and end it. A second time does nothing."""
+    context.destroy(linger=linger_ms)
+    _contexts.discard(context)

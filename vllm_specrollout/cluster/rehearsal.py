@@ -19,8 +19,7 @@ from vllm_specrollout.cluster.following import OwnPlan
 from vllm_specrollout.cluster.messages import Drafts, Open, Pace, Verdict
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.cluster.received import Fitting, Received
-from vllm_specrollout.cluster.stream import Choices, Stream
-from vllm_specrollout.cluster.survival import Survival
+from vllm_specrollout.cluster.stream import Choices, Stream, Survival
 from vllm_specrollout.config.checks import check_real
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES, ROOT, IntArray

@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 import zmq.auth.thread
 
-from vllm_specrollout.cluster import contexts, endpoint, keys
+from vllm_specrollout.cluster import endpoint, keys
 from vllm_specrollout.cluster.codec import MAX_MESSAGE
 from vllm_specrollout.cluster.mailbox import MailboxError, MailboxStats, Tracker
 from vllm_specrollout.cluster.messages import Fault, Message, MessageError
@@ -65,7 +65,7 @@ class SocketMailbox:
         self._peer: bytes | None = None  # the connection to answer on
         self._is_closed = False
         self._file: tuple[Path, os.stat_result] | None = None  # of a socket that this end made
-        self._context = contexts.new()
+        self._context = endpoint.new_context()
         self._guard: _Guard | None = None
         try:
             self._socket = self._make_socket(where)
@@ -167,11 +167,11 @@ class SocketMailbox:
             if self._guard is not None:
                 self._guard.close()
             if self._serves or not self._tracker.stats.sent:
-                contexts.end(self._context)
+                endpoint.end_context(self._context)
             else:
                 # that it leaves is the last thing a client says, and it waits for nobody while that goes out
                 threading.Thread(
-                    target=contexts.end, args=(self._context, _LINGER_MS), name="specrollout-last-words"
+                    target=endpoint.end_context, args=(self._context, _LINGER_MS), name="specrollout-last-words"
                 ).start()
             if self._file is not None:
                 self._remove(*self._file)

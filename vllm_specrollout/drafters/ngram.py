@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_specrollout._core import NgramIndex, propose_batch
+from vllm_specrollout._core import HistoryIndex, propose_history
 from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.types import MOST_NODES, DraftLimits, RequestBatch, RequestView, TreeBatch
 
+_TEXT = 0  # the only document of an index
+
 
 class NgramDrafter(BaseDrafter):
     """Keeps one index per request and asks all of them in one call per step.
 
-    What an index answers is specified in `tests/reference/ngram.py`.
+    What an index answers is specified in `tests/reference/history.py`: a request's text is its only document.
 
     Args:
         config: which contexts are looked up.
@@ -31,7 +33,7 @@ class NgramDrafter(BaseDrafter):
         self._config = config
         self._max_nodes = max_nodes
         self._source = source
-        self._indices: dict[str, NgramIndex] = {}
+        self._indices: dict[str, HistoryIndex] = {}
         # requests for which there was no room when they came
         self._left_out: set[str] = set()
 
@@ -42,7 +44,7 @@ class NgramDrafter(BaseDrafter):
             self._synced(view) if count > 0 else None for view, count in zip(batch.views, wanted.tolist(), strict=True)
         ]
         wanted = np.where([index is not None for index in indices], wanted, 0).astype(np.int32)
-        columns = propose_batch(indices, wanted, limits.max_depth, limits.is_chain)
+        columns = propose_history(indices, [_TEXT] * batch.size, wanted, limits.max_depth, limits.is_chain)
         return proposed(batch.request_ids, *columns, self._source)
 
     def forget(self, request_id: str) -> None:
@@ -51,18 +53,19 @@ class NgramDrafter(BaseDrafter):
             # there is room again
             self._left_out.clear()
 
-    def _synced(self, view: RequestView) -> NgramIndex | None:
+    def _synced(self, view: RequestView) -> HistoryIndex | None:
         """The request's index, with all its tokens; None: there is no room for one more."""
         index = self._indices.get(view.request_id)
         if index is None:
             c = self._config
             if view.request_id in self._left_out:
                 return None
-            if sum(map(len, self._indices.values())) + len(view.token_ids) > c.most_tokens:
+            if sum(index.num_tokens for index in self._indices.values()) + len(view.token_ids) > c.most_tokens:
                 self._left_out.add(view.request_id)
                 return None
-            index = NgramIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index = HistoryIndex(min_match=c.min_match, max_match=c.max_match, max_matches=c.max_matches)
+            index.open(0)
             self._indices[view.request_id] = index
         # a request whose tokens shrank or changed (a resumed session) is indexed anew
-        index.sync(view.token_ids)
+        index.sync(_TEXT, view.token_ids)
         return index

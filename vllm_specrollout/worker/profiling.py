@@ -13,8 +13,16 @@ from vllm.config import VllmConfig
 
 from vllm_specrollout.budgets import profile
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.budgets.profile import Profile, ProfileKey, shape_hash
-from vllm_specrollout.budgets.profile_sweep import Draft, RandomDrafter, Sweep, shuffled, undisturbed
+from vllm_specrollout.budgets.profile import (
+    Draft,
+    Profile,
+    ProfileKey,
+    RandomDrafter,
+    Sweep,
+    shape_hash,
+    shuffled,
+    undisturbed,
+)
 from vllm_specrollout.worker.common import config_of
 
 logger = logging.getLogger("vllm.specrollout")

@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from tests.drafters import nothing_accepted
 from tests.reference.trees import check, num_paths
 from vllm_specrollout.budgets import profile
-from vllm_specrollout.budgets.profile import Profile, ProfileKey, shape_hash
-from vllm_specrollout.budgets.profile_sweep import (
+from vllm_specrollout.budgets.profile import (
     Draft,
+    Profile,
+    ProfileKey,
     RandomDrafter,
     Sweep,
     drafts,
     random_tree,
+    shape_hash,
     shuffled,
     summary,
     undisturbed,

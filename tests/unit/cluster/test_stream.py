@@ -7,8 +7,7 @@ import pytest
 
 from tests.unit.cluster.builders import OPEN, VERDICT, ints, seeds
 from vllm_specrollout.cluster.messages import Noise, Open, Pace
-from vllm_specrollout.cluster.stream import Choices, Stream
-from vllm_specrollout.cluster.survival import Survival
+from vllm_specrollout.cluster.stream import Choices, Stream, Survival
 
 OPENED = replace(OPEN, token_ids=ints(5, 6, 7), seeds=seeds(-9), window=3, fan_out=1, pace=Pace.DECOUPLED)
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference import united as naive
-from vllm_specrollout.cluster.received import Fitting
-from vllm_specrollout.cluster.united import united
+from vllm_specrollout.cluster.received import Fitting, united
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.config.drafters import NgramConfig
 from vllm_specrollout.drafters.ngram import NgramDrafter
@@ -31,6 +32,9 @@ def test_who_comes_when_there_is_no_room_is_not_drafted_for_until_another_one_ha
     assert not drafter._indices and not drafter._left_out
 
 
-def test_the_longer_the_contexts_the_fewer_tokens_fit() -> None:
-    short, long = (NgramConfig(max_match=n, max_mib=1).most_tokens for n in (8, 64))
-    assert short == (1 << 20) // 100 and 7 < short / long < 8
+def test_a_mebibyte_holds_the_tokens_that_an_index_of_random_ones_takes() -> None:
+    index = HistoryIndex(min_match=8, max_match=64, max_matches=32)
+    most = NgramConfig(max_mib=1).most_tokens
+    index.sync(index.open(0), np.random.default_rng(0).integers(0, 150_000, most, dtype=np.int32))
+    assert index.num_tokens == most == (1 << 20) // 80
+    assert 0.5 < index.nbytes / (1 << 20) < 1.05

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_specrollout.observe.segments import Segment
-from vllm_specrollout.observe.timeline import Timeline
+from vllm_specrollout.observe.timeline import Segment, Timeline
 
 SUMS = ("steps", "nodes", "accepted", "expected", "foretold", "expected_ms", "plain_ms", "batch")
 

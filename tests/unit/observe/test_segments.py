@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.observe.story import is_gapless, reasons_of, step, steps_of, totals, written
-from vllm_specrollout.observe.segments import summarise
-from vllm_specrollout.observe.timeline import MOST_SEGMENTS
+from vllm_specrollout.observe.timeline import MOST_SEGMENTS, summarise
 
 
 def test_like_steps_become_one_segment_and_a_new_reason_begins_another():

@@ -6,14 +6,17 @@ formula from a linear latency model, without giving the formula; the one used he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
-from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, no_drafts
+from vllm_specrollout.budgets.papers.plans import (
+    PaperBudget,
+    Rate,
+    chain_limits,
+    no_drafts,
+    tokens_per_step,
+    tried_tokens,
+)
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import DasOptions
 from vllm_specrollout.scheduling.lengths import Lengths
@@ -23,10 +26,7 @@ from vllm_specrollout.types import (
     FinishReason,
     IntArray,
     RequestBatch,
-    StepPlan,
     StepRecord,
-    StepTiming,
-    TreeBatch,
 )
 
 SHORT, MEDIUM, LONG = range(3)
@@ -37,7 +37,7 @@ _PRIOR_P, _PRIOR_TOKENS = 0.7, 8.0
 """Acceptance before anything was seen, and how many tokens that is worth."""
 
 
-class DasBudget(BaseBudget):
+class DasBudget(PaperBudget):
     """Long answers get the draft that ends them soonest, medium ones half of it, short ones none.
 
     The rollout waits for its longest answer, so classes are relative to that: an answer is Long if it is expected to
@@ -53,9 +53,8 @@ class DasBudget(BaseBudget):
     def __init__(
         self, max_nodes: int, max_depth: int, options: DasOptions | None = None, *, cost: StepCost | None = None
     ) -> None:
-        super().__init__(max_nodes, max_depth)
+        super().__init__(max_nodes, max_depth, cost)
         self.options = options or DasOptions()
-        self.cost = cost or StepCost()
         self.lengths = Lengths()
         self.acceptance = Rate(_PRIOR_TOKENS, _PRIOR_P * _PRIOR_TOKENS)
         self._not_worth_it = 0  # steps in a row
@@ -70,17 +69,16 @@ class DasBudget(BaseBudget):
         share = left / max(left.max(initial=0.0), 1.0)
         return (share >= self.options.medium).astype(np.int8) + (share >= self.options.long)
 
-    def best_size(self, num_requests: int, num_long: int, num_medium: int, context: int = 0) -> int:
+    def best_size(self, num_requests: int, num_long: int, num_medium: int) -> int:
         """The chain of a Long answer, 0 to the engine's limit, that ends it soonest; the smallest of several.
 
         Args:
             num_requests: running requests, those included that do not draft.
             num_long, num_medium: requests of these classes that may draft.
-            context: tokens in the KV cache, all requests together.
         """
         sizes = np.arange(min(self.max_nodes, self.max_depth) + 1)
         nodes = num_long * sizes + num_medium * (sizes // 2)
-        ms = self.cost.plain_ms(num_requests, context) + self.cost.added_ms(num_requests, int(nodes[-1]))[nodes]
+        ms = self.cost.plain_ms(num_requests) + self.cost.added_ms(num_requests, int(nodes[-1]))[nodes]
         return int(np.argmin(ms / tokens_per_step(self.acceptance.mean, sizes)))
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
@@ -89,7 +87,7 @@ class DasBudget(BaseBudget):
         num_long, num_medium = (int(np.count_nonzero(may_draft & (kinds == kind))) for kind in (LONG, MEDIUM))
         if not num_long and not num_medium:
             return no_drafts(batch, "short answers")
-        size = self.best_size(batch.size, num_long, num_medium, batch.context)
+        size = self.best_size(batch.size, num_long, num_medium)
         reason = "length class"
         self._not_worth_it = 0 if size else self._not_worth_it + 1
         if not size:
@@ -99,21 +97,12 @@ class DasBudget(BaseBudget):
         sizes: IntArray = np.asarray([0, size // 2, size], dtype=np.int32)[kinds]
         return chain_limits(batch, sizes, reason)
 
-    def choose(
-        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
-    ) -> StepPlan:
-        return everything_within(proposals, limits, batch)
-
     def observe(self, record: StepRecord) -> None:
         accepted = record.result.num_accepted
         tried = tried_tokens(record.trees.sizes, accepted)
         self.acceptance.add(int(tried.sum()), int(accepted.sum()))
-        if record.timing is not None:
-            self.cost.observe(record.timing)
+        super().observe(record)
 
     def finish(self, ending: FinishedRequest) -> None:
         if ending.status is not FinishReason.ABORTED:  # its length says nothing of where it was going
             self.lengths.observe(ending.problem_id, len(ending.token_ids))
-
-    def seed(self, timings: Sequence[StepTiming]) -> None:
-        self.cost.seed(timings)

@@ -9,9 +9,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from vllm_specrollout.budgets.base import BaseBudget
 from vllm_specrollout.budgets.papers.knee import Knee, find_knee
-from vllm_specrollout.budgets.papers.plans import Strategy, everything_within, no_drafts, tree_limits
+from vllm_specrollout.budgets.papers.plans import PaperBudget, Strategy, everything_within, no_drafts, tree_limits
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import FastGrpoOptions
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
@@ -20,7 +19,7 @@ _PER_ROWS = 16  # times remembered of each row count
 _REFIT = (16, 256)  # steps between two fits of the knee: at first, and once many are known
 
 
-class FastGrpoBudget(BaseBudget):
+class FastGrpoBudget(PaperBudget):
     """N_verify = C_peak / B rows for each of B requests, the root's own among them.
 
         K = min(N_verify - 1, K_max)               EAGLE-2's beam
@@ -28,20 +27,18 @@ class FastGrpoBudget(BaseBudget):
 
     C_peak is the knee of step time against rows. Appendix B sweeps the rows before training. Here the steps that the
     engine runs anyway are the sweep, and a saved profile is one (`seed`): as long as time has not begun to grow over
-    the rows measured, twice as many are tried. What drafting, branches and context took is taken off, as the paper
-    times the forward pass of tokens without context.
+    the rows measured, twice as many are tried. What drafting and branches took is taken off.
 
     Args:
         max_nodes, max_depth: the engine's limits, the latter L_max.
-        cost: what branches and context cost.
+        cost: what branches cost.
     """
 
     def __init__(
         self, max_nodes: int, max_depth: int, options: FastGrpoOptions | None = None, *, cost: StepCost | None = None
     ) -> None:
-        super().__init__(max_nodes, max_depth)
+        super().__init__(max_nodes, max_depth, cost)
         self.options = options or FastGrpoOptions()
-        self.cost = cost or StepCost()
         self.c_peak = float(self.options.c_peak)
         self.knee: Knee | None = None
         # rows -> milliseconds of their last steps
@@ -81,7 +78,7 @@ class FastGrpoBudget(BaseBudget):
             self._measure()
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
-        self.cost.seed(timings)
+        super().seed(timings)
         if sum(map(self._note, timings)):
             self._measure()
 
@@ -89,8 +86,7 @@ class FastGrpoBudget(BaseBudget):
         is_usable = step.is_decode_only and 0.0 < step.step_ms < math.inf and math.isfinite(step.ask_ms)
         if self.options.c_peak or not is_usable or step.rows < 1:
             return False
-        context_ms = self.cost.plain_ms(step.batch, step.context) - self.cost.plain_ms(step.batch)
-        besides = step.ask_ms + self.cost.branch_ms * step.branches + context_ms
+        besides = step.ask_ms + self.cost.branch_ms * step.branches
         # an estimate must not eat the measurement
         ms = max(step.step_ms - max(besides, 0.0), 0.5 * step.step_ms)
         self._ms.setdefault(_rounded(step.rows), deque(maxlen=_PER_ROWS)).append(ms)

@@ -5,30 +5,23 @@ Source: RhymeRL, section 5.4 (HistoSpec). Its drafter (5.3) is the `history` dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.papers.chains import Rate
-from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, keep_running
+from vllm_specrollout.budgets.papers.plans import PaperBudget, Rate, chain_limits, keep_running
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import HistoSpecOptions
 from vllm_specrollout.types import (
     DraftLimits,
     FinishedRequest,
     RequestBatch,
-    StepPlan,
     StepRecord,
-    StepTiming,
-    TreeBatch,
 )
 
 PROBE_EVERY = 32
 """Steps without drafts after which one drafts: acceptance changes, also while nobody looks."""
 
 
-class HistoSpecBudget(BaseBudget):
+class HistoSpecBudget(PaperBudget):
     """Each answer has a window: 2 tokens at first, 2 more after each draft accepted whole, 2 again after a rejection.
 
     Chains only, as in the paper. It drafts in batches up to the largest that gains at the present acceptance. The paper
@@ -41,10 +34,9 @@ class HistoSpecBudget(BaseBudget):
     def __init__(
         self, max_nodes: int, max_depth: int, options: HistoSpecOptions | None = None, *, cost: StepCost | None = None
     ) -> None:
-        super().__init__(max_nodes, max_depth)
+        super().__init__(max_nodes, max_depth, cost)
         self.options = options or HistoSpecOptions()
         self.cap = min(self.options.cap, max_nodes, max_depth)
-        self.cost = cost or StepCost()
         self.windows: dict[str, int] = {}
         # tokens per draft, as if one draft had been accepted whole
         self._drafted, self._accepted = Rate(1.0, self.options.start), Rate(1.0, self.options.start)
@@ -68,15 +60,9 @@ class HistoSpecBudget(BaseBudget):
         self._off = 0
         return chain_limits(batch, sizes, reason)
 
-    def choose(
-        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
-    ) -> StepPlan:
-        return everything_within(proposals, limits, batch)
-
     def observe(self, record: StepRecord) -> None:
         """Move the windows of the requests that had drafts."""
-        if record.timing is not None:
-            self.cost.observe(record.timing)
+        super().observe(record)
         self._off = 0 if record.trees.num_nodes else self._off + 1
         sizes, accepted = record.trees.sizes, record.result.num_accepted
         drafting = np.flatnonzero(sizes)
@@ -89,6 +75,3 @@ class HistoSpecBudget(BaseBudget):
 
     def finish(self, ending: FinishedRequest) -> None:
         self.windows.pop(ending.request_id, None)
-
-    def seed(self, timings: Sequence[StepTiming]) -> None:
-        self.cost.seed(timings)

@@ -11,9 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_specrollout.budgets.base import BaseBudget
-from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
-from vllm_specrollout.budgets.papers.plans import chain_limits, everything_within, keep_running
+from vllm_specrollout.budgets.papers.plans import (
+    PaperBudget,
+    Rate,
+    chain_limits,
+    everything_within,
+    keep_running,
+    tokens_per_step,
+    tried_tokens,
+)
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.config.budgets import SpecActorOptions
 from vllm_specrollout.types import (
@@ -22,7 +28,6 @@ from vllm_specrollout.types import (
     RequestBatch,
     StepPlan,
     StepRecord,
-    StepTiming,
     TreeBatch,
 )
 
@@ -30,7 +35,7 @@ _PRIOR_P, _PRIOR_TOKENS = 0.7, 8.0
 """The batch's acceptance before anything was seen, and how many tokens that is worth."""
 
 
-class SpecActorBudget(BaseBudget):
+class SpecActorBudget(PaperBudget):
     """Chains of the window w that maximises TGS = b * tau_w / (w * D + V).
 
     The paper's P(a, w) is p^a (1 - p) for a < w and p^w for a = w. Its tau_w for decoupled execution counts (a + 1) / 2
@@ -51,9 +56,8 @@ class SpecActorBudget(BaseBudget):
     def __init__(
         self, max_nodes: int, max_depth: int, options: SpecActorOptions | None = None, *, cost: StepCost | None = None
     ) -> None:
-        super().__init__(max_nodes, max_depth)
+        super().__init__(max_nodes, max_depth, cost)
         self.options = options or SpecActorOptions()
-        self.cost = cost or StepCost()
         self.window = 1
         # request -> its own window
         self.own: dict[str, int] = {}
@@ -61,14 +65,14 @@ class SpecActorBudget(BaseBudget):
         self.requests: dict[str, Rate] = {}
         self._tokens = self.options.replan  # generated since the last plan
 
-    def best_window(self, num_requests: int, context: int = 0) -> int:
+    def best_window(self, num_requests: int) -> int:
         """The w, 1 to the engine's limit, with the largest TGS; the smallest of several."""
         windows = np.arange(1, min(self.max_nodes, self.max_depth) + 1)
         added = self.cost.added_ms(num_requests, num_requests * int(windows[-1]))[num_requests * windows]
-        ms = windows * self.options.draft_ms + self.cost.plain_ms(num_requests, context) + added
+        ms = windows * self.options.draft_ms + self.cost.plain_ms(num_requests) + added
         return int(windows[np.argmax(tokens_per_step(self.acceptance.mean, windows) / ms)])
 
-    def own_window(self, p: float, num_requests: int, context: int = 0) -> int:
+    def own_window(self, p: float, num_requests: int) -> int:
         """The w with the largest TGS of the whole batch, if this request alone leaves the batch's window.
 
         Alone in its batch, a request gets what Algorithm 2 gives it with b = 1.
@@ -79,16 +83,16 @@ class SpecActorBudget(BaseBudget):
         longest = np.maximum(windows, self.window) if others else windows
         tokens = others * tokens_per_step(self.acceptance.mean, self.window) + tokens_per_step(p, windows)
         added = self.cost.added_ms(num_requests, int(nodes[-1]))[nodes]
-        ms = longest * self.options.draft_ms + self.cost.plain_ms(num_requests, context) + added
+        ms = longest * self.options.draft_ms + self.cost.plain_ms(num_requests) + added
         return int(windows[np.argmax(tokens / ms)])
 
     def replan(self, batch: RequestBatch) -> None:
         """Set the windows anew for these running requests."""
         self._tokens = 0
-        self.window = self.best_window(batch.size, batch.context)
+        self.window = self.best_window(batch.size)
         known = [(name, self.requests[name]) for name in batch.request_ids if name in self.requests]
         self.own = {
-            name: self.own_window(rate.mean, batch.size, batch.context)
+            name: self.own_window(rate.mean, batch.size)
             for name, rate in known
             if rate.is_surely_below(self.acceptance.mean)
         }
@@ -107,8 +111,8 @@ class SpecActorBudget(BaseBudget):
         return replace(
             plan,
             reach=np.power(self.acceptance.mean, plan.trees.depth, dtype=np.float32),
-            expected_ms=self.cost.predict(batch.size, plan.trees.num_nodes, 0, batch.context),
-            plain_ms=self.cost.plain_ms(batch.size, batch.context),
+            expected_ms=self.cost.predict(batch.size, plan.trees.num_nodes),
+            plain_ms=self.cost.plain_ms(batch.size),
         )
 
     def observe(self, record: StepRecord) -> None:
@@ -119,12 +123,8 @@ class SpecActorBudget(BaseBudget):
             own = self.requests.setdefault(record.trees.request_ids[i], Rate())
             own.add(int(tried[i]), int(accepted[i]))
         self._tokens += record.trees.num_requests + int(accepted.sum())
-        if record.timing is not None:
-            self.cost.observe(record.timing)
+        super().observe(record)
 
     def finish(self, ending: FinishedRequest) -> None:
         self.requests.pop(ending.request_id, None)
         self.own.pop(ending.request_id, None)
-
-    def seed(self, timings: Sequence[StepTiming]) -> None:
-        self.cost.seed(timings)

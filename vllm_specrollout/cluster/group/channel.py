@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from vllm_specrollout.cluster import contexts, endpoint
+from vllm_specrollout.cluster import endpoint
 from vllm_specrollout.cluster.group.messages import MOST_BYTES, GroupMessageError, Message, decode, encode
 from vllm_specrollout.errors import ConfigError
 
@@ -90,7 +90,7 @@ class ZmqLine:
     def __init__(self, address: str, name: str, *, may_lose: bool) -> None:
         check_address(address)
         self._refusals = Refusals(address)
-        self._context = contexts.new()
+        self._context = endpoint.new_context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.identity = name.encode()
@@ -109,7 +109,7 @@ class ZmqLine:
         return [message for message in taken if message is not None]
 
     def close(self) -> None:
-        contexts.end(self._context)
+        endpoint.end_context(self._context)
 
 
 class ZmqHub:
@@ -124,7 +124,7 @@ class ZmqHub:
         path = check_address(address)
         endpoint.claim(path)
         self._refusals = Refusals(address)
-        self._context = contexts.new()
+        self._context = endpoint.new_context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.linger = 0
         # a worker that is gone is an error, and one that comes back under its name takes its place
@@ -147,7 +147,7 @@ class ZmqHub:
         return taken
 
     def close(self) -> None:
-        contexts.end(self._context)
+        endpoint.end_context(self._context)
 
 
 def wait(lines: list[ZmqLine] | list[ZmqHub], timeout_s: float) -> None:

@@ -1,22 +1,26 @@
-"""Which idle worker helps which request, and when that is over: the ladder's decisions. Pure; nothing here sends.
+"""Which idle worker helps which request, and when that is over: the ladder's decisions, and who carries them out.
 
-Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign` and `lend` of `decoupled/assignment.py`. It decides on
+Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign` and `lend` of `cluster/assignment.py`. It decides on
 the workers' latest reports, each of them the whole state of a worker. So a coordinator that begins anew knows all after
 one round.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_specrollout.cluster.assignment import Lender, Worker, assign, lend
+from vllm_specrollout.cluster.group.channel import Hub, ZmqHub, wait
 from vllm_specrollout.cluster.group.messages import Attach, Command, Detach, Race, Report
 from vllm_specrollout.config.checks import check_choice, check_range, check_real
 from vllm_specrollout.errors import ConfigError
 
 MODES = ("race", "attach")
+_POLL_S = 0.2
 SILENCE_S = 10.0
 """Seconds without a report after which a worker counts as gone."""
 _ANSWER_S = 2.0  # until a command counts as lost, and may be given again
@@ -124,7 +128,7 @@ class Coordinator:
             running=running,
             may_serve=lambda worker, _: _shares_none(worker, reports),
         )
-        return [(worker, Race(request, method)) for (request, method), worker in found.pairs.items()]
+        return [(worker, Race(request, method)) for (request, method), worker in found.items()]
 
     def _attaches(self, reports: dict[str, Report]) -> list[tuple[str, Command]]:
         """Idle workers lend their drafters, each to one worker; a straggler may get one of each model."""
@@ -189,3 +193,30 @@ def _shares_none(worker: str, reports: dict[str, Report]) -> bool:
     """Whether nobody else runs requests on its devices."""
     own = set(reports[worker].devices)
     return not any(one.running and own.intersection(one.devices) for name, one in reports.items() if name != worker)
+
+
+# --- its process ------------------------------------------------------------------------------------------------------
+
+
+def turn(coordinator: Coordinator, hub: Hub, now: float) -> None:
+    """Once around."""
+    for worker, message in hub.receive():
+        if isinstance(message, Report):
+            coordinator.hear(worker, message, now)
+    for worker, command in coordinator.decide(now):
+        hub.send(worker, command)
+
+
+def serve(address: str, rules: Rules, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Coordinate the workers that connect to an ipc address.
+
+    Raises:
+        ConfigError, MailboxError: the address cannot be used.
+    """
+    coordinator, hub = Coordinator(rules), ZmqHub(address)
+    try:
+        while not is_over():
+            wait([hub], _POLL_S)
+            turn(coordinator, hub, time.monotonic())
+    finally:
+        hub.close()

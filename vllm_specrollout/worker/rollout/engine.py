@@ -8,8 +8,8 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from vllm_specrollout.cluster.group.member import Tries
 from vllm_specrollout.cluster.group.messages import Link, Piece, Run
-from vllm_specrollout.cluster.group.tries import Tries
 from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.worker.request import external_name

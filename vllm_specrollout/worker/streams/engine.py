@@ -13,8 +13,7 @@ from vllm.v1.request import Request
 from vllm_specrollout.cluster.counter import NoiseKind
 from vllm_specrollout.cluster.loop import Work
 from vllm_specrollout.cluster.messages import Close, Drafts, Message, Open, Verdict
-from vllm_specrollout.cluster.stream import Stream
-from vllm_specrollout.cluster.survival import Survival
+from vllm_specrollout.cluster.stream import Stream, Survival
 from vllm_specrollout.types import MOST_NODES
 from vllm_specrollout.worker.streams.scheduler import StreamScheduler
 

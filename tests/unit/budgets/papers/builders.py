@@ -23,14 +23,14 @@ from vllm_specrollout.types import (
 
 
 class Line(StepCost):
-    """A cost model that knows: fixed + row * rows milliseconds, and something for branches and context."""
+    """A cost model that knows: fixed + row * rows milliseconds, and something for branches."""
 
-    def __init__(self, fixed: float = 10.0, row: float = 0.2, branch: float = 0.0, context: float = 0.0) -> None:
+    def __init__(self, fixed: float = 10.0, row: float = 0.2, branch: float = 0.0) -> None:
         super().__init__()
-        self._fixed, self._row, self._branch, self._context = fixed, row, branch, context
+        self._fixed, self._row, self._branch = fixed, row, branch
 
-    def plain_ms(self, num_requests: int, context: int = 0) -> float:
-        return self._fixed + self._row * num_requests + self._context * context / 1024.0
+    def plain_ms(self, num_requests: int) -> float:
+        return self._fixed + self._row * num_requests
 
     def added_ms(self, num_requests: int, num_nodes: int) -> np.ndarray:
         return self._row * np.arange(num_nodes + 1)
@@ -39,9 +39,9 @@ class Line(StepCost):
     def branch_ms(self) -> float:
         return self._branch
 
-    def predict(self, num_requests: int, num_nodes: int, branches: int = 0, context: int = 0) -> float:
+    def predict(self, num_requests: int, num_nodes: int, branches: int = 0) -> float:
         drafts = self._row * num_nodes + self._branch * branches
-        return self.plain_ms(num_requests, context) + drafts
+        return self.plain_ms(num_requests) + drafts
 
     def observe(self, timing: StepTiming) -> None:
         """It knows already."""

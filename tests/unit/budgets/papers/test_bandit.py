@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_specrollout.budgets.papers.bandit import BucketedBandit, Draw
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.budgets.papers.tlt import BucketedBandit, Draw
 
 Means = Callable[[int], np.ndarray]
 
@@ -100,11 +99,3 @@ def test_buckets_learn_apart() -> None:
         for arm in (0, 1):
             bandit.record(Draw(bucket, arm, "test"), float(arm == best))
     assert (bandit.draw(3).arm, bandit.draw(9).arm) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("thresholds", "arms"), [([2, 8], [1, 1]), ([1, 8, 8], [1, 1, 1]), ([], []), ([1, 8], [1]), ([1], [0])]
-)
-def test_a_table_with_a_hole_is_refused(thresholds: list[int], arms: list[int]) -> None:
-    with pytest.raises(ConfigError, match="hint: start at 1, ascend"):
-        _bandit(thresholds=tuple(thresholds), arms=tuple(arms))

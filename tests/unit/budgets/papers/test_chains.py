@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step, tried_tokens
+from vllm_specrollout.budgets.papers.plans import Rate, tokens_per_step, tried_tokens
 
 
 def test_the_first_rejected_token_was_tried_and_those_behind_it_were_not() -> None:

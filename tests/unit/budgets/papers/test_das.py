@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step, view
-from vllm_specrollout.budgets.papers.chains import Rate
 from vllm_specrollout.budgets.papers.das import LONG, MEDIUM, SHORT, DasBudget
+from vllm_specrollout.budgets.papers.plans import Rate
 from vllm_specrollout.config.budgets import DasOptions
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, RequestBatch
 

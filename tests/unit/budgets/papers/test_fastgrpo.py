@@ -137,12 +137,12 @@ def test_trees_keep_the_bounds_of_the_equations() -> None:
     assert int(trees.depth.max()) == 4 and np.bincount(trees.depth).max() == 3
 
 
-def test_context_branches_and_drafting_are_not_taken_for_the_forward_pass() -> None:
-    plain, loaded = _fastgrpo(), _fastgrpo(cost=Line(10.0, 0.0, branch=0.5, context=1.0))
+def test_branches_and_drafting_are_not_taken_for_the_forward_pass() -> None:
+    plain, loaded = _fastgrpo(), _fastgrpo(cost=Line(10.0, 0.0, branch=0.5))
     for rows in (4, 8, 16, 32, 64, 128):
         ms = _ms(rows, 32.0)
         plain.observe(step([], [], timing=timing(1, rows - 1, ms)))
-        extra = timing(1, rows - 1, ms + 2.0 + 1.5 + 3.0, ask_ms=2.0, context=3072)
+        extra = timing(1, rows - 1, ms + 2.0 + 1.5, ask_ms=2.0)
         loaded.observe(step([], [], timing=StepTiming(**{**_fields(extra), "branches": 3})))
     assert loaded._ms.keys() == plain._ms.keys()
     assert [ms[0] for ms in loaded._ms.values()] == pytest.approx([ms[0] for ms in plain._ms.values()])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.budgets.papers.builders import Line, chains_of, requests, step
-from vllm_specrollout.budgets.papers.chains import Rate, tokens_per_step
+from vllm_specrollout.budgets.papers.plans import Rate, tokens_per_step
 from vllm_specrollout.budgets.papers.specactor import SpecActorBudget
 from vllm_specrollout.config.budgets import SpecActorOptions
 from vllm_specrollout.types import FinishedRequest, FinishReason

@@ -9,9 +9,8 @@ import pytest
 
 from tests.trees import batch_of
 from tests.unit.budgets.papers.builders import Line, planned, requests, star_of_chains, step, timing
-from vllm_specrollout.budgets.papers.bandit import Draw
 from vllm_specrollout.budgets.papers.plans import Strategy
-from vllm_specrollout.budgets.papers.tlt import TltBudget, strategies_for
+from vllm_specrollout.budgets.papers.tlt import Draw, TltBudget, strategies_for
 from vllm_specrollout.config.budgets import TltOptions
 from vllm_specrollout.types import DraftMode, StepPlan, StepRecord
 

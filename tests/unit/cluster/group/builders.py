@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_specrollout.cluster.group.coordinator import Coordinator, Rules
+from vllm_specrollout.cluster.group.coordinator import Coordinator, Rules, turn
 from vllm_specrollout.cluster.group.dealing import Ask, Dealer
 from vllm_specrollout.cluster.group.member import BEAT_S, Member
 from vllm_specrollout.cluster.group.messages import Link, Message, Piece, Run, decode, encode
-from vllm_specrollout.cluster.group.serving import turn
 
 
 def token(request: str, position: int) -> int:

@@ -18,7 +18,7 @@ from vllm_specrollout.cluster.group.messages import Call, Message, Run, decode, 
 from vllm_specrollout.cluster.group.processes import shares_of
 from vllm_specrollout.errors import ConfigError
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 
 
 def bare() -> Any:

@@ -53,29 +53,33 @@ def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-def body(**changes: Any) -> bytes:
-    return json.dumps({"v": VERSION, "kind": "race", "request": "r", "method": "m", **changes}).encode()
+def body(version: Any = VERSION, kind: Any = "race", **fields: Any) -> bytes:
+    return json.dumps({"v": version, "message": {"kind": kind, **(fields or {"request": "r", "method": "m"})}}).encode()
 
 
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
         (b"\xff", "text"),
-        (b"[]", "text"),
-        (b"[" * 100_000, "text"),
-        (body(v=VERSION - 1), "version"),
-        (body(kind="fly"), "kind"),
-        (body(kind=["race"]), "kind"),
-        (body(more=1), "field"),
-        (body(kind="cancel"), "field"),
-        (json.dumps({"v": VERSION, "kind": "race", "request": "r"}).encode(), "field"),
-        (body(method=3), "value"),
-        (body(method="m" * 300), "value"),
-        (json.dumps({"v": VERSION, "kind": "here", "places": True}).encode(), "value"),
-        (json.dumps({"v": VERSION, "kind": "here", "places": -1}).encode(), "value"),
-        (json.dumps({"v": VERSION, "kind": "run", "request": "r", "prompt": [1, "2"], "params": {}}).encode(), "value"),
-        (json.dumps({"v": VERSION, "kind": "run", "request": "r", "prompt": [1], "params": []}).encode(), "value"),
-        (json.dumps({"v": VERSION, "kind": "progress", "pieces": [3]}).encode(), "field"),
+        (b"[]", "value"),
+        (b"[" * 100_000, "value"),
+        (b'{"v": 5, "message": ' + b"[" * 100_000, "text"),
+        (body(version=VERSION - 1), "version"),
+        (body(version=str(VERSION)), "value"),
+        (json.dumps({"v": 4, "kind": "cancel", "request": "7"}).encode(), "version"),
+        (json.dumps({"v": VERSION, "kind": "cancel", "request": "7"}).encode(), "value"),
+        (body(kind="fly"), "value"),
+        (body(kind=["race"]), "value"),
+        (body(request="r", method="m", more=1), "value"),
+        (body(kind="cancel"), "value"),
+        (body(request="r"), "value"),
+        (body(request="r", method=3), "value"),
+        (body(request="r", method="m" * 300), "value"),
+        (body(kind="here", places=True), "value"),
+        (body(kind="here", places=-1), "value"),
+        (body(kind="run", request="r", prompt=[1, "2"], params={}), "value"),
+        (body(kind="run", request="r", prompt=[1], params=[]), "value"),
+        (body(kind="progress", pieces=[3]), "value"),
     ],
 )
 def test_what_is_no_message_is_refused_by_its_kind_of_mistake(data: bytes, fault: str) -> None:
@@ -88,7 +92,7 @@ def test_what_is_no_message_is_refused_by_its_kind_of_mistake(data: bytes, fault
 @given(st.binary(max_size=60) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["v", "kind", "request", "running", "pieces", "links"]), inner, max_size=4),
+        st.sampled_from(["v", "message", "kind", "request", "running", "pieces", "links"]), inner, max_size=4),
 ).map(lambda value: json.dumps(value).encode()))  # fmt: skip
 def test_nothing_but_a_refusal_comes_of_nonsense(data: bytes) -> None:
     with pytest.raises(GroupMessageError):

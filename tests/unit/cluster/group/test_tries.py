@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trees import batch_of, chain
 from tests.unit.observe.engine import record_of
-from vllm_specrollout.cluster.group.tries import Tries
+from vllm_specrollout.cluster.group.member import Tries
 from vllm_specrollout.types import EMPTY_TREE
 
 
