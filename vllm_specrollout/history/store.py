@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.answers import Answer, Outcome, StoreStats, check_reward
 from vllm_specrollout.history.database import ERRORS, Counts, Database, Located, Row, answer_of, as_bytes, row_of
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.folder import Folder
-from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 

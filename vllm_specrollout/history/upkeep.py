@@ -44,11 +44,8 @@ class FileReport:
     """Answers that cannot be read."""
     integrity: str
     """`ok`, or what of the database is damaged."""
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Of the whole file, all its records included."""
-        return self.file_bytes / self.tokens if self.tokens else None
+    bytes_per_token: float | None
+    """Of the whole file, all its records included."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
@@ -85,7 +82,7 @@ def inspect(path: Path) -> FileReport:
             answers.append((answer.problem_id, answer.epoch, answer.num_tokens, answer.reward is not None))
     except sqlite3.Error as error:
         integrity = str(error)
-    vocabulary = database.vocabulary
+    vocabulary, tokens, file_bytes = database.vocabulary, sum(count for _, _, count, _ in answers), db.size_of(path)
     return FileReport(
         path=str(path),
         model=vocabulary.model,
@@ -96,10 +93,11 @@ def inspect(path: Path) -> FileReport:
         problems=len({problem for problem, *_ in answers}),
         first_epoch=min((epoch for _, epoch, *_ in answers), default=None),
         last_epoch=max((epoch for _, epoch, *_ in answers), default=None),
-        tokens=sum(count for _, _, count, _ in answers),
-        file_bytes=db.size_of(path),
+        tokens=tokens,
+        file_bytes=file_bytes,
         damaged=damaged,
         integrity=integrity,
+        bytes_per_token=file_bytes / tokens if tokens else None,
     )
 
 

@@ -15,9 +15,8 @@ from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.answers import Answer, Outcome
 from vllm_specrollout.history.epochs import EpochError
-from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
 
