@@ -26,10 +26,7 @@ class Range:
     high: float
 
     def check(self, name: str, value: Any) -> Any:
-        if isinstance(self.low, float):
-            check_real(name, value, self.low, self.high)
-        else:
-            check_range(name, value, self.low, int(self.high))
+        check_range(name, value, self.low, self.high)
         return value
 
     @property
@@ -134,29 +131,21 @@ def check_type(name: str, value: Any, allowed: tuple[type, ...]) -> None:
         )
 
 
-def check_range(name: str, value: Any, low: int, high: int) -> None:
-    check_type(name, value, (int,))
+def check_range(name: str, value: Any, low: float, high: float) -> None:
+    """A number from `low` to `high`, a whole one where these are."""
+    is_real = isinstance(low, float)
+    check_type(name, value, (int, float) if is_real else (int,))
     if not low <= value <= high:
-        raise ConfigError(
-            f"`{name}` is {shown(value)}, outside {low} to {high}", f"choose a value from {low} to {high}"
-        )
+        limits = f"{low:g} to {high:g}" if is_real else f"{low} to {high}"
+        raise ConfigError(f"`{name}` is {shown(value)}, outside {limits}", f"choose a value from {limits}")
 
 
-def check_real(name: str, value: Any, low: float, high: float) -> None:
-    check_type(name, value, (int, float))
-    if not low <= value <= high:
-        raise ConfigError(
-            f"`{name}` is {shown(value)}, outside {low:g} to {high:g}", f"choose a value from {low:g} to {high:g}"
-        )
-
-
-def check_match(drafter: str, min_match: int, max_match: int) -> None:
-    """The shortest and the longest context that a drafter looks up."""
-    if min_match > max_match:
-        raise ConfigError(
-            f"`{drafter}.min_match` is {min_match}, above `{drafter}.max_match` {max_match}",
-            "lower `min_match` or raise `max_match`",
-        )
+def check_order(config: Any, prefix: str, low: str, high: str) -> None:
+    """Refuse a lower bound that is above the upper one, both fields of a configuration."""
+    least, most = getattr(config, low), getattr(config, high)
+    if least > most:
+        cause = f"`{prefix}{low}` is {least:g}, above `{prefix}{high}` {most:g}"
+        raise ConfigError(cause, f"lower `{low}` or raise `{high}`")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
