@@ -1,7 +1,7 @@
 """A request's own options are checked at the door."""
 
 from vllm_specrollout.patches import Patch, features
-from vllm_specrollout.server.requests import check_options
+from vllm_specrollout.server.wrappers import check_options
 
 PATCHES = (
     Patch(

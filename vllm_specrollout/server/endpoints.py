@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 
 from vllm_specrollout.config import envs
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError, named
-from vllm_specrollout.server import health, reports
+from vllm_specrollout.server import reports
 from vllm_specrollout.server.asking import Check, Conversation, aask, check_has_model, check_is_on
 from vllm_specrollout.server.reports import MAX_EPOCH, MAX_ID_LENGTH, MAX_INDEX, MAX_REWARDS
 from vllm_specrollout.server.settings import readable_errors
@@ -238,7 +238,7 @@ async def read_history(request: Request) -> Any:
 
 async def read_drafters(request: Request) -> Any:
     """Which drafters work, which are on probation and which are given up."""
-    return await _ask(request, health.reading(), check_is_on)
+    return await _ask(request, reports.reading_drafters(), check_is_on)
 
 
 async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:

@@ -1,5 +1,5 @@
-"""What trainers tell a running engine, and ask of it: rewards, epochs, what the history holds, and other weights for
-the model that drafts.
+"""Reports of trainers to a running engine, and questions to it: rewards, epochs, weights for the model that drafts,
+what the history holds, and how drafters are.
 
 What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
 and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/calls.py`.
@@ -21,7 +21,7 @@ from vllm_specrollout.config.checks import MOST_ID
 from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
 from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
 from vllm_specrollout.history.epochs import EpochError as EpochError
-from vllm_specrollout.server.asking import Answers, Call, Conversation, aask, ask, check_has_model
+from vllm_specrollout.server.asking import Answers, Call, Conversation, aask, ask, check_has_model, check_is_on
 
 MAX_REWARDS = 65_536
 """Most rewards of one report."""
@@ -110,6 +110,21 @@ def load_drafter(llm: Any, path: str | Path) -> int:
     return ask(llm, loading(path), check_has_model)
 
 
+def read_drafters(llm: Any) -> dict[str, Any]:
+    """How drafters and budget are, in plain JSON types.
+
+    Returns:
+        "engines": of each engine its "drafters" by their names, and its "budget". Of each, its "state" (`alive`,
+        `probation` or `given up`), how often it "failed" lately, the last "error", and the "steps" until it is tried
+        again.
+
+    Raises:
+        ConfigError: `llm` is no `LLM` or `LLMEngine`.
+        UnsupportedError: spec rollout is off.
+    """
+    return ask(llm, reading_drafters(), check_is_on)
+
+
 # --- for engines that are awaited ------------------------------------------------------------------------------------
 
 
@@ -131,6 +146,11 @@ async def aread_history(engine: Any) -> dict[str, Any]:
 async def aload_drafter(engine: Any, path: str | Path) -> int:
     """`load_drafter` for an `AsyncLLM`."""
     return await aask(engine, loading(path), check_has_model)
+
+
+async def aread_drafters(engine: Any) -> dict[str, Any]:
+    """`read_drafters` for an `AsyncLLM`."""
+    return await aask(engine, reading_drafters(), check_is_on)
 
 
 # --- the conversations -----------------------------------------------------------------------------------------------
@@ -178,6 +198,12 @@ def reading() -> Conversation[dict[str, Any]]:
     total = _sum(engines)
     total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
     return {"total": total, "engines": engines}
+
+
+def reading_drafters() -> Conversation[dict[str, Any]]:
+    """Ask how drafters and budget are; those that do not draft say nothing."""
+    answers = yield Call("spec_rollout_health")
+    return {"engines": [found for workers in answers for found in workers if found]}
 
 
 def loading(path: str | Path, below: str | None = None) -> Conversation[int]:
