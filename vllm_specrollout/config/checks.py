@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from numbers import Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -138,6 +140,20 @@ def check_range(name: str, value: Any, low: float, high: float) -> None:
     if not low <= value <= high:
         limits = f"{low:g} to {high:g}" if is_real else f"{low} to {high}"
         raise ConfigError(f"`{name}` is {shown(value)}, outside {limits}", f"choose a value from {limits}")
+
+
+def check_finite(name: str, value: Any) -> float:
+    """A reward: any number that is finite."""
+    # True is 1 to Python; here it is more likely a comparison that was meant to be a score
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"`{name}` is {number}, not a finite number", "leave answers without a reward out")
+    return number
 
 
 def check_order(config: Any, prefix: str, low: str, high: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_specrollout.errors import ConfigError, shown
 from vllm_specrollout.types import FinishReason, IntArray
 
 MOST_TAIL = 64
@@ -75,12 +73,3 @@ class StoreStats:
     """Times that an answer was left out because it holds tokens that the model does not have."""
     # by Outcome.value
     rewards: dict[str, int]
-
-
-def check_reward(request_id: str, reward: object) -> None:
-    """Raises: ConfigError, the reward is not a finite number."""
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise ConfigError(
-            f"the reward of request {shown(request_id)} is {shown(reward)}, not a finite number",
-            "report a finite number, or nothing for an answer without reward",
-        )

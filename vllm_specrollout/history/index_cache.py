@@ -77,6 +77,16 @@ class Entry(Generic[IndexType]):
     documents: dict[str, Document] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Built(Generic[IndexType]):
+    """An index that its builder's thread still has to itself."""
+
+    index: IndexType
+    # that it was weighed for
+    epoch: int
+    documents: dict[str, Document] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class IndexCacheStats:
     """What a cache holds, and what it went through."""
@@ -282,8 +292,8 @@ class IndexCache(Generic[IndexType]):
                 epoch = self._epoch
                 if not entry.running or self._entries.get(key) is not entry:
                     return False
-            index, documents = self._make_index(), dict[str, Document]()
-            if self._fill(key, entry, index, documents, located, epoch):
+            built = _Built(self._make_index(), epoch)
+            if self._fill(key, entry, built, located):
                 break
             if not located:
                 return False
@@ -294,24 +304,17 @@ class IndexCache(Generic[IndexType]):
             # what ended meanwhile; what ends from here on is in the index of the next epoch
             known = set(located)
             later = [found for found in self._store.find(problem_id) if found not in known]
-            self._fill(key, entry, index, documents, later, epoch)
+            self._fill(key, entry, built, later)
         num_tokens = sum(found.num_tokens for found in located)
         with self._lock:
             if num_tokens >= _LEAST_GUESS:
-                self._bytes_per_token = max(self._bytes_per_token, 1.25 * index.nbytes / num_tokens)
+                self._bytes_per_token = max(self._bytes_per_token, 1.25 * built.index.nbytes / num_tokens)
             self._stats.shortened += is_short
-            return self._publish(key, entry, index, documents, epoch)
+            return self._publish(key, entry, built)
 
-    def _fill(
-        self,
-        key: str,
-        entry: Entry[IndexType],
-        index: IndexType,
-        documents: dict[str, Document],
-        located: list[Located],
-        epoch: int,
-    ) -> bool:
+    def _fill(self, key: str, entry: Entry[IndexType], built: _Built[IndexType], located: list[Located]) -> bool:
         """Add answers, each once there is room for it; False: there is none."""
+        index, documents = built.index, built.documents
         for found in located:
             with self._lock:
                 # tables double, so an answer may add as much as there is
@@ -322,7 +325,7 @@ class IndexCache(Generic[IndexType]):
             earlier = documents.get(answer.request_id) if answer else None
             if answer is None or (earlier is not None and earlier.epoch == answer.epoch):
                 continue
-            weight = weight_of(self._config, epoch - answer.epoch, answer.reward)
+            weight = weight_of(self._config, built.epoch - answer.epoch, answer.reward)
             index.set_prompt(answer.prompt_tail)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[answer.request_id] = Document(number, answer.epoch, answer.reward)
@@ -337,16 +340,14 @@ class IndexCache(Generic[IndexType]):
         self._resize(entry, num_bytes if fits else 0)
         return fits
 
-    def _publish(
-        self, key: str, entry: Entry[IndexType], index: IndexType, documents: dict[str, Document], epoch: int
-    ) -> bool:
-        if not self._hold(key, entry, index.nbytes):
+    def _publish(self, key: str, entry: Entry[IndexType], built: _Built[IndexType]) -> bool:
+        if not self._hold(key, entry, built.index.nbytes):
             return False
-        if self._epoch != epoch:
-            self._weigh(index, documents)
-        entry.index, entry.documents = index, documents
+        if self._epoch != built.epoch:
+            self._weigh(built.index, built.documents)
+        entry.index, entry.documents = built.index, built.documents
         self.version += 1
-        self._problem_of |= dict.fromkeys(documents, key)
+        self._problem_of |= dict.fromkeys(built.documents, key)
         return True
 
 

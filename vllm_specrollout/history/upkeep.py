@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import database as db
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import SUFFIX, Database, HistoryError, OtherFileError, Row
 from vllm_specrollout.history.folder import Lock, is_locked
 from vllm_specrollout.history.old_format import is_old
@@ -111,15 +110,6 @@ def _opened(path: Path) -> Database:
             raise
         cause = f"`{path}` was written by an earlier vllm-specrollout (format version 1 or 2)"
         raise HistoryError(cause, "start an engine with this `history.dir` once: it writes the file anew") from None
-
-
-def answers_of(path: Path) -> Iterator[Answer]:
-    """All answers of a file that can be read, with their last rewards, in the order they were written."""
-    for row in _opened(path).rows():
-        try:
-            yield db.answer_of(row)
-        except ValueError:
-            continue
 
 
 def merge(sources: list[Path], into: Path) -> int:

@@ -93,7 +93,7 @@ def test_a_reward_goes_to_the_latest_answer_of_that_name(config, make_answer):
 def test_a_reward_that_is_no_finite_number_is_refused(config, make_answer, reward):
     store = HistoryStore(config)
     store.append(make_answer("a"))
-    with pytest.raises(ConfigError, match="not a finite number"):
+    with pytest.raises(ConfigError, match="finite number"):
         store.report_reward("a", reward)
     assert answers_in(store, "p")[0].reward is None
 
