@@ -13,6 +13,7 @@ import typer
 from vllm_specrollout.budgets.profile import save
 from vllm_specrollout.budgets.profile_sweep import drafts, summary
 from vllm_specrollout.cli import flags
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import UnsupportedError
 
 MOST_REQUESTS = 1024
@@ -31,7 +32,7 @@ def profile(
 ) -> None:
     """Measure what decode steps of a model cost on this host; engines that start later begin from that."""
     sizes = flags.integers(batches, "--batches", 1, MOST_REQUESTS)
-    flags.in_range(steps, "--steps", 1, MOST_STEPS)
+    check_range("--steps", steps, 1, MOST_STEPS, "12 are enough on a quiet host")
     # the sweep puts its own drafter into the engine, so that must run in this process; nothing else is worth reading
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -26,9 +26,11 @@ class Range:
 
     low: float
     high: float
+    # what is suggested instead of these; empty: a value between them
+    way: str = ""
 
     def check(self, name: str, value: Any) -> Any:
-        check_range(name, value, self.low, self.high)
+        check_range(name, value, self.low, self.high, self.way)
         return value
 
     @property
@@ -133,13 +135,13 @@ def check_type(name: str, value: Any, allowed: tuple[type, ...]) -> None:
         )
 
 
-def check_range(name: str, value: Any, low: float, high: float) -> None:
+def check_range(name: str, value: Any, low: float, high: float, way: str = "") -> None:
     """A number from `low` to `high`, a whole one where these are."""
     is_real = isinstance(low, float)
     check_type(name, value, (int, float) if is_real else (int,))
     if not low <= value <= high:
         limits = f"{low:g} to {high:g}" if is_real else f"{low} to {high}"
-        raise ConfigError(f"`{name}` is {shown(value)}, outside {limits}", f"choose a value from {limits}")
+        raise ConfigError(f"`{name}` is {shown(value)}, outside {limits}", way or f"choose a value from {limits}")
 
 
 def check_finite(name: str, value: Any) -> float:

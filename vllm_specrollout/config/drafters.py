@@ -99,7 +99,7 @@ class OracleConfig:
 
     path: Annotated[str, FILE] = ""
     """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
-    accuracy: tuple[Annotated[float, Range(0.0, 1.0)], ...] = (1.0,)
+    accuracy: tuple[Annotated[float, Range(0.0, 1.0, "give probabilities, for example [0.6, 0.2]")], ...] = (1.0,)
     """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
     seed: int = 0
     """Seed of the decoys and of the ranks drawn."""
