@@ -8,14 +8,15 @@ request that goes on with an answer that was interrupted.
 
 from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.plugin import register
-from vllm_specrollout.server.health import aread_drafters, read_drafters
 from vllm_specrollout.server.reports import (
     abegin_epoch,
     aload_drafter,
+    aread_drafters,
     aread_history,
     areport_rewards,
     begin_epoch,
     load_drafter,
+    read_drafters,
     read_history,
     report_rewards,
 )

@@ -74,7 +74,7 @@ class Run:
         return self.state not in ("done", "wrong") and self.attempts < ATTEMPTS
 
 
-def run(
+def bench_gpu(
     out: Annotated[Path, typer.Option(help="Folder for results, log and caches; made if it does not exist.")],
     dry: Annotated[bool, typer.Option("--dry", help="Walk all steps without a GPU, on tiny shapes.")] = False,
     steps: Annotated[str, typer.Option(help=f"Which steps: {', '.join(STEPS)}.")] = ",".join(FIRST_HOUR),

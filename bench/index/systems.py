@@ -14,7 +14,7 @@ import numpy as np
 from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.history.weights import weight_of
+from vllm_specrollout.history.index_cache import weight_of
 
 from .data import Data, IntArray, Key
 

@@ -118,8 +118,8 @@ def cli_page() -> str:
             inner = sorted(getattr(command, "commands", {}).items())
             parts += [_command(f"{name} {title}", single) for title, single in inner] or [_options(command)]
             continue
-        for bench, (module, _, _) in BENCHES.items():
-            if importlib.util.find_spec(module) is None:
+        for bench, (module, _) in BENCHES.items():
+            if importlib.util.find_spec(f"vllm_specrollout.bench.{module}") is None:
                 continue
             single = command.get_command(None, bench)
             parts.append(_command(f"bench {bench}", single))

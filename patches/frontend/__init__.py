@@ -5,8 +5,7 @@ from functools import partial
 from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.engine_args import accept_flag, accept_keyword, create, read_flag
 from vllm_specrollout.server.metrics import count_drafts
-from vllm_specrollout.server.requests import check_options
-from vllm_specrollout.server.wrappers import accept_dropped_keyword, forget_what_was_cut, stop_at_once
+from vllm_specrollout.server.wrappers import accept_dropped_keyword, check_options, forget_what_was_cut, stop_at_once
 
 UPSTREAM = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
 UPSTREAM_0_31 = "https://github.com/vllm-project/vllm/blob/v0.31.0/vllm"

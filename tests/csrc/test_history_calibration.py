@@ -12,7 +12,7 @@ from vllm_specrollout.bench.index.data import Epoch, Problem, recorded
 
 from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.weights import weight_of
+from vllm_specrollout.history.index_cache import weight_of
 
 # the first half of the problems, one epoch earlier, is what DOUBT in tests/reference/history.py was fitted on
 HELD_OUT = recorded(past=2).problems[32:]

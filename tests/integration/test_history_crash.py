@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.integration import history_writer
-from vllm_specrollout.history import upkeep
+from tests.unit.history.stored import answers_of
 from vllm_specrollout.history.database import Database
 
 NUM_KILLS = 60
@@ -73,7 +73,7 @@ def test_no_written_answer_is_lost_when_engines_are_killed_and_who_reads_meanwhi
             known = set(numbers)
         if reader is not None:
             assert reader.integrity() == "ok"
-        for answer in upkeep.answers_of(path):
+        for answer in answers_of(path):
             wanted = history_writer.answer_of(int(answer.request_id))
             assert answer.problem_id == wanted.problem_id and np.array_equal(answer.token_ids, wanted.token_ids)
             assert np.array_equal(answer.prompt_tail, wanted.prompt_tail) and answer.reward in (None, 1.0)

@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.training.buffer import BufferWriter, Example, Source
-from vllm_specrollout.training.config import TrainConfig
-from vllm_specrollout.training.run import METRICS, STATE, TrainingRun
+from vllm_specrollout.training.run import METRICS, STATE, TrainConfig, TrainingRun
 
 VOCAB, HIDDEN, LAYERS = 24, 16, (1, 2)
 CONFIG = TrainConfig(epochs=2, batch_tokens=128, num_levels=2, dtype="float32", save_every=3)

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.server.requests import check_options
+from vllm_specrollout.server.wrappers import check_options
 
 
 def validate(extra_args, is_on=True, prompt=None, **params):

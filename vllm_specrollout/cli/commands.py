@@ -20,38 +20,26 @@ from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
 
 BENCHES = {
-    "engine": (
-        "vllm_specrollout.bench.scenarios.decode",
-        "bench_engine",
-        "Decode with and without drafts in one run.",
-    ),
-    "rollout": ("vllm_specrollout.bench.scenarios.rollout", "bench_rollout", "A rollout of the small policy's tasks."),
-    "grpo": ("vllm_specrollout.bench.scenarios.grpo", "bench_grpo", "RL of the small policy, epoch after epoch."),
-    "index": ("vllm_specrollout.bench.index.command", "bench_index", "The history index beside arctic-inference's."),
-    "sweep": ("vllm_specrollout.bench.scenarios.sweep", "bench_sweep", "Batches and accuracies: auto, fixed, stock."),
-    "drafters": ("vllm_specrollout.bench.scenarios.drafters", "bench_drafters", "Models that draft, side by side."),
-    "decoupled": (
-        "vllm_specrollout.bench.scenarios.decoupled",
-        "bench_decoupled",
-        "A model that drafts, in the target's steps and beside them.",
-    ),
-    "ladder": ("vllm_specrollout.bench.scenarios.ladder", "bench_ladder", "A long tail, with idle workers helping."),
-    "kernels": ("vllm_specrollout.bench.scenarios.kernels", "bench_kernels", "Kernels on a GPU: right, and how fast."),
-    "device": ("vllm_specrollout.bench.scenarios.device", "bench_device", "Identity, speed and idle time on a GPU."),
-    "graphs": ("vllm_specrollout.bench.scenarios.graphs", "bench_graphs", "Device memory of CUDA graphs."),
-    "gpu": ("vllm_specrollout.bench.gpu.hour", "run", "All that needs a GPU, one after the other, resumed."),
-    "soak": (
-        "vllm_specrollout.bench.soak.scenario",
-        "bench_soak",
-        "A server under load and faults, for hours; in a checkout.",
-    ),
+    "engine": ("scenarios.decode", "Decode with and without drafts in one run."),
+    "rollout": ("scenarios.rollout", "A rollout of the small policy's tasks."),
+    "grpo": ("scenarios.grpo", "RL of the small policy, epoch after epoch."),
+    "index": ("index.command", "The history index beside arctic-inference's."),
+    "sweep": ("scenarios.sweep", "Batches and accuracies: auto, fixed, stock."),
+    "drafters": ("scenarios.drafters", "Models that draft, side by side."),
+    "decoupled": ("scenarios.decoupled", "A model that drafts, in the target's steps and beside them."),
+    "ladder": ("scenarios.ladder", "A long tail, with idle workers helping."),
+    "kernels": ("scenarios.kernels", "Kernels on a GPU: right, and how fast."),
+    "device": ("scenarios.device", "Identity, speed and idle time on a GPU."),
+    "graphs": ("scenarios.graphs", "Device memory of CUDA graphs."),
+    "gpu": ("gpu.hour", "All that needs a GPU, one after the other, resumed."),
+    "soak": ("soak.scenario", "A server under load and faults, for hours; in a checkout."),
     "study": (
-        "vllm_specrollout.bench.studies.command",
-        "bench_study",
+        "studies.command",
         "A published experiment, simulated: our figures beside the paper's; in a checkout.",
     ),
-    "ramp": ("vllm_specrollout.bench.scenarios.load", "bench_ramp", "Loads that change on the way, for every budget."),
+    "ramp": ("scenarios.load", "Loads that change on the way, for every budget."),
 }
+"""Name -> its module in `vllm_specrollout.bench`, which has a `bench_NAME`, and what it measures."""
 
 app = typer.Typer(
     help="Lossless tree speculation for RL rollouts inside vLLM.",
@@ -154,12 +142,12 @@ class _Benches(typer.core.TyperGroup):
     def get_command(self, ctx: Any, name: str) -> Any:
         if name not in BENCHES:
             return None
-        module, function, _ = BENCHES[name]
-        return _as_command(name, getattr(_import_bench(name, module), function))
+        module = _import_bench(name, f"vllm_specrollout.bench.{BENCHES[name][0]}")
+        return _as_command(name, getattr(module, f"bench_{name}"))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in BENCHES.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in BENCHES.items()])
 
 
 def _import_bench(name: str, module: str) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import importlib.metadata
 import json
 import os
 import platform
+import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches import edited, features, supported
 from vllm_specrollout.scheduling.support import TABLE, model_shape
-from vllm_specrollout.server import health
 from vllm_specrollout.types import DraftMode
+
+_ROUTE = "/spec_rollout/drafters"
+_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def examine(model: Path | None = None, server: str = "") -> Report:
         ConfigError: the model has no readable config.json, or the server does not answer.
     """
     key = os.environ.get("VLLM_API_KEY", "")
-    running = [Finding(*line) for line in health.lines(health.of_server(server, key))] if server else []
+    running = running_parts(ask_server(server, key)) if server else []
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model is not None:
@@ -73,6 +77,46 @@ def examine(model: Path | None = None, server: str = "") -> Report:
     findings = [*_versions(), _core(), *_vllm_findings(), *_edited(), *_command()]
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     return Report(tuple(findings), tuple(variables), tuple(drafted), tuple(running))
+
+
+def ask_server(url: str, key: str = "") -> dict[str, Any]:
+    """How a server's drafters and budget are, as `read_drafters` says it.
+
+    Args:
+        url: such as `http://localhost:8000`.
+        key: the server's, if it has one.
+
+    Raises:
+        ConfigError: it cannot be asked.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"`--server` is `{url}`, no address of a server", "give one like http://localhost:8000")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = urllib.request.Request(url.rstrip("/") + _ROUTE, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            return dict(json.load(response))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"`{url}` does not say how its drafters are: {error}",
+            "start the server with spec rollout, and with `VLLM_PLUGINS` naming `spec_rollout`; a key goes into"
+            " VLLM_API_KEY",
+        ) from None
+
+
+def running_parts(report: dict[str, Any]) -> list[Finding]:
+    """The state in words of each part of each engine, and whether it is a problem."""
+    found = []
+    for number, engine in enumerate(report["engines"]):
+        where = f" of engine {number}" if len(report["engines"]) > 1 else ""
+        parts = [*((f"drafter {name}", own) for name, own in engine["drafters"].items()), ("budget", engine["budget"])]
+        for name, own in parts:
+            said = {"alive": "works", "probation": f"is tried again in {own['steps']} steps"}.get(
+                own["state"], own["state"]
+            )
+            failed = f"; failed {own['failed']} times, last: {own['error']}" if own["failed"] else ""
+            found.append(Finding(name + where, said + failed, own["state"] != "alive"))
+    return found
 
 
 def _versions() -> list[Finding]:

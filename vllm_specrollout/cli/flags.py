@@ -1,10 +1,14 @@
-"""From the text of a flag to checked values; a mistake is a `ConfigError` that names flag, value and limit."""
+"""Flags' text turned into checked values, where a mistake names flag, value and limit; and the tables of results."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from vllm_specrollout.errors import ConfigError
 
@@ -15,18 +19,11 @@ def integers(text: str, flag: str, low: int, high: int) -> tuple[int, ...]:
     Raises:
         ConfigError: not a list of different whole numbers from low to high.
     """
-    example = f"give whole numbers from {low} to {high}, for example `{flag} {_example(low, high)}`"
-    values = []
-    for part in _parts(text, flag, example):
-        try:
-            value = int(part)
-        except ValueError:
-            raise ConfigError(f"`{flag}` holds {part!r}, which is no whole number", example) from None
-        if not low <= value <= high:
-            raise ConfigError(f"`{flag}` holds {value}, outside {low} to {high}", example)
-        if value in values:
-            raise ConfigError(f"`{flag}` holds {value} twice", "name each value once")
-        values.append(value)
+    example = ",".join(str(value) for value in (1, 4, 16) if low <= value <= high)
+    example = f"give whole numbers from {low} to {high}, for example `{flag} {example}`"
+    values = _numbers(text, flag, int, low, high, example)
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ConfigError(f"`{flag}` holds {twice[0]} twice", "name each value once")
     return tuple(sorted(values))
 
 
@@ -37,15 +34,7 @@ def probabilities(text: str, flag: str) -> tuple[float, ...]:
         ConfigError: not a list of numbers from 0 to 1 with a sum of at most 1.
     """
     example = f"give one probability per rank, for example `{flag} 0.6,0.2`"
-    values = []
-    for part in _parts(text, flag, example):
-        try:
-            value = float(part)
-        except ValueError:
-            raise ConfigError(f"`{flag}` holds {part!r}, which is no number", example) from None
-        if not 0.0 <= value <= 1.0:
-            raise ConfigError(f"`{flag}` holds {part}, outside 0 to 1", example)
-        values.append(value)
+    values = _numbers(text, flag, float, 0, 1, example)
     if sum(values) > 1.0 + 1e-9:
         raise ConfigError(f"`{flag}` sums to {sum(values):g}, above 1", "the ranks exclude each other: lower them")
     return tuple(values)
@@ -108,13 +97,13 @@ def in_range(value: Any, flag: str, low: float, high: float) -> Any:
     return value
 
 
-def json_object(text: str, flag: str) -> dict[str, Any]:
+def json_object(text: str, flag: str, example: str = '{"drafters": ["history"]}') -> dict[str, Any]:
     """The JSON object in a flag, or in the file it names.
 
     Raises:
         ConfigError: it is none.
     """
-    way = f"""give a JSON object in single quotes, for example `{flag} '{{"drafters": ["history"]}}'`"""
+    way = f"give a JSON object in single quotes, for example `{flag} '{example}'`"
     try:
         if not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
@@ -140,12 +129,37 @@ def check_writable(path: Path | None, flag: str) -> None:
         raise ConfigError(f"`{flag}` is `{path}`, whose folder does not exist", "make the folder first")
 
 
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Console:
+    """Print a table, its first column to the left, and return what printed it: wide where it is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    table = Table(pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="right" if place else "left", no_wrap=not place)
+    for row in rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+    return console
+
+
+def _numbers(text: str, flag: str, kind: Callable[[str], Any], low: int, high: int, example: str) -> list[Any]:
+    """Each part of a list as a number from `low` to `high`."""
+    values = []
+    for part in _parts(text, flag, example):
+        try:
+            value = kind(part)
+        except ValueError:
+            what = "whole number" if kind is int else "number"
+            raise ConfigError(f"`{flag}` holds {part!r}, which is no {what}", example) from None
+        if not low <= value <= high:
+            raise ConfigError(f"`{flag}` holds {part}, outside {low} to {high}", example)
+        values.append(value)
+    return values
+
+
 def _parts(text: str, flag: str, example: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"`{flag}` is {text!r}, with nothing between its commas", example)
     return parts
-
-
-def _example(low: int, high: int) -> str:
-    return ",".join(str(value) for value in (1, 4, 16) if low <= value <= high)

@@ -39,8 +39,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 @app.command("inspect")
 def inspect_files(paths: Paths, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what each file holds, and whether anything in it is damaged. Engines may go on writing."""
-    reports = [upkeep.inspect(path) for path in upkeep.find(paths)]
-    rows = [dataclasses.asdict(report) | {"bytes_per_token": report.bytes_per_token} for report in reports]
+    rows = [dataclasses.asdict(upkeep.inspect(path)) for path in upkeep.find(paths)]
     if json:
         typer.echo(json_module.dumps({"files": rows}, indent=2))
         return

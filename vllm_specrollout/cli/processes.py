@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from vllm_specrollout.cli import flags
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES
@@ -38,7 +38,7 @@ def serve_drafts(
     serve(
         model,
         listen,
-        _object(engine_args),
+        flags.json_object(engine_args, "--engine-args", '{"dtype": "bfloat16"}'),
         cores=[int(name) for name in names],
         keys=str(keys) if keys else None,
         most_nodes=most_nodes,
@@ -79,15 +79,3 @@ def coordinate(
     rules = Rules(mode=mode, methods=names, most=most, silence_s=silence_s)
     with contextlib.suppress(KeyboardInterrupt):
         serve(listen, rules, lambda: bool(parent) and os.getppid() != parent)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"`--engine-args` is no JSON: {error.msg} at column {error.colno}", "give an object"
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"`--engine-args` is {text}, no JSON object", 'give one, as {"dtype": "bfloat16"}')
-    return value

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from vllm_specrollout.budgets.profile import drafts, save, summary
-from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.cli import flags
+from vllm_specrollout.config.checks import check_range
+from vllm_specrollout.errors import UnsupportedError
 
 MOST_REQUESTS = 1024
 MOST_STEPS = 200
@@ -30,9 +30,8 @@ def profile(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what decode steps of a model cost on this host; engines that start later begin from that."""
-    sizes = _batches(batches)
-    if not 1 <= steps <= MOST_STEPS:
-        raise ConfigError(f"`--steps` is {steps}, outside 1 to {MOST_STEPS}", "12 are enough on a quiet host")
+    sizes = flags.integers(batches, "--batches", 1, MOST_REQUESTS)
+    check_range("--steps", steps, 1, MOST_STEPS, "12 are enough on a quiet host")
     # the sweep puts its own drafter into the engine, so that must run in this process; nothing else is worth reading
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -54,33 +53,14 @@ def profile(
         _print(body)
 
 
-def _batches(text: str) -> tuple[int, ...]:
-    try:
-        given = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        given = ()
-    if not given or not 1 <= given[0] <= given[-1] <= MOST_REQUESTS:
-        raise ConfigError(
-            f"`--batches` is {text!r}, not a list of numbers from 1 to {MOST_REQUESTS}", "write it as in `1,8,32`"
-        )
-    return given
-
-
 def _progress(done: int, total: int) -> None:
     if done < total:
         typer.echo(f"batch {done + 1} of {total}", err=True)
 
 
 def _print(body: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    table = Table(pad_edge=False)
-    for title in ("rows", "steps", "ms", "fitted ms"):
-        table.add_column(title, justify="right")
-    for row in body["by_rows"]:
-        table.add_row(str(row["rows"]), str(row["steps"]), f"{row['ms']:.2f}", f"{row['fitted_ms']:.2f}")
-    console.print(table)
+    rows = ((row["rows"], row["steps"], f"{row['ms']:.2f}", f"{row['fitted_ms']:.2f}") for row in body["by_rows"])
+    console = flags.print_table(("rows", "steps", "ms", "fitted ms"), rows)
     terms = ", ".join(f"{name.replace('_', ' ')} {ms:.3f}" for name, ms in body["line"].items())
     lines = [
         f"terms, ms: {terms}",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,22 +21,6 @@ from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.replay.simulate import Result, replay
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayRow:
-    """One budget on one trace."""
-
-    name: str
-    trace: str
-    makespan_s: float
-    # tokens of a running request per decode step
-    tokens_per_step: float
-    # draft nodes verified in vain
-    wasted_nodes: int
-    steps: int
-    # steps that verified no draft
-    steps_off: int
-
-
 def replay_command(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Recorded rollouts.", show_default=False)],
     strategy: Annotated[str, typer.Option(help="Budgets to run, with commas between them, or `all`.")] = "all",
@@ -48,15 +31,14 @@ def replay_command(
     chosen = strategies(strategy)
     flags.check_writable(json, "--json")
     out = Console(markup=False, highlight=False)
-    rows: list[ReplayRow] = []
+    rows = list[dict[str, Any]]()
     for path in traces:
         trace = read_trace(path)
         found = run_all(trace, chosen, seed)
-        own = [_row(name, path.name, found[name]) for name in chosen]
-        _print(path, trace, own, found, out)
-        rows += own
+        _print(path, trace, chosen, found, out)
+        rows += [_row(name, path.name, found[name]) for name in chosen]
     if json is not None:
-        json.write_text(json_module.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        json.write_text(json_module.dumps(rows, indent=1) + "\n", encoding="utf-8")
         out.print(f"wrote {json}")
 
 
@@ -90,19 +72,23 @@ def run_all(trace: Trace, budgets: Sequence[str], seed: int = 0) -> dict[str, Re
     return results
 
 
-def _row(name: str, trace: str, result: Result) -> ReplayRow:
-    return ReplayRow(
-        name=name,
-        trace=trace,
-        makespan_s=round(result.makespan_ms / 1e3, 6),
-        tokens_per_step=round(result.tokens_per_step, 4),
-        wasted_nodes=result.wasted_nodes,
-        steps=result.steps,
-        steps_off=result.steps_off,
-    )
+def _row(name: str, trace: str, result: Result) -> dict[str, Any]:
+    """One budget on one trace, as JSON."""
+    return {
+        "name": name,
+        "trace": trace,
+        "makespan_s": round(result.makespan_ms / 1e3, 6),
+        # tokens of a running request per decode step
+        "tokens_per_step": round(result.tokens_per_step, 4),
+        # draft nodes verified in vain
+        "wasted_nodes": result.wasted_nodes,
+        "steps": result.steps,
+        # steps that verified no draft
+        "steps_off": result.steps_off,
+    }
 
 
-def _print(path: Path, trace: Trace, rows: Sequence[ReplayRow], results: dict[str, Result], out: Console) -> None:
+def _print(path: Path, trace: Trace, chosen: Sequence[str], results: dict[str, Result], out: Console) -> None:
     header = trace.header
     answers = [trace.ends[a.request] for a in trace.arrivals if a.request in trace.ends]
     tokens = sum(len(end.token_ids) for end in answers)
@@ -118,15 +104,16 @@ def _print(path: Path, trace: Trace, rows: Sequence[ReplayRow], results: dict[st
     for title in ("budget", "makespan s", "tokens/step", "wasted nodes", "steps", "steps off", "vs off"):
         table.add_column(title, justify="left" if title == "budget" else "right")
     plain = results["off"].makespan_ms
-    for row in rows:
+    for name in chosen:
+        row = results[name]
         table.add_row(
-            row.name,
-            f"{row.makespan_s:.3f}",
+            name,
+            f"{row.makespan_ms / 1e3:.3f}",
             f"{row.tokens_per_step:.2f}",
             str(row.wasted_nodes),
             str(row.steps),
             str(row.steps_off),
-            f"{plain / results[row.name].makespan_ms:.2f}x",
+            f"{plain / row.makespan_ms:.2f}x",
         )
     out.print(table)
     recorded = results.get(header.budget)

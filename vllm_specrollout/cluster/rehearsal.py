@@ -20,7 +20,7 @@ from vllm_specrollout.cluster.messages import Drafts, Open, Pace, Verdict
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.cluster.received import Fitting, Received
 from vllm_specrollout.cluster.stream import Choices, Stream, Survival
-from vllm_specrollout.config.checks import check_real
+from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import MOST_NODES, ROOT, IntArray
 
@@ -58,7 +58,7 @@ class Match:
             ConfigError: shares that are none, or that fall.
         """
         for share in among:
-            check_real("match rates", share, 0, 1)
+            check_range("match rates", share, 0.0, 1.0)
         if not among or list(among) != sorted(among):
             raise ConfigError(f"match rates are {list(among)}", "give rising shares, of 1, 2, ... choices")
         return cls(np.searchsorted(among, rng.random(count), side="right").astype(np.int32))

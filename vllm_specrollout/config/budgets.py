@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from vllm_specrollout.config.checks import Range, check_choice, check_fields, declared
+from vllm_specrollout.config.checks import Range, check_choice, check_fields, check_order, declared
 from vllm_specrollout.errors import ConfigError, named, shown
 
 
@@ -41,10 +41,7 @@ class HistoSpecOptions(Options):
 
     def __post_init__(self) -> None:
         check_fields(self, "budget.")
-        if self.start > self.cap:
-            raise ConfigError(
-                f"`budget.start` is {self.start}, above `budget.cap` {self.cap}", "lower `start` or raise `cap`"
-            )
+        check_order(self, "budget.", "start", "cap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +59,7 @@ class DasOptions(Options):
 
     def __post_init__(self) -> None:
         check_fields(self, "budget.")
-        if self.medium > self.long:
-            raise ConfigError(
-                f"`budget.medium` is {self.medium:g}, above `budget.long` {self.long:g}",
-                "lower `medium` or raise `long`",
-            )
+        check_order(self, "budget.", "medium", "long")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from numbers import Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -24,12 +26,11 @@ class Range:
 
     low: float
     high: float
+    # what is suggested instead of these; empty: a value between them
+    way: str = ""
 
     def check(self, name: str, value: Any) -> Any:
-        if isinstance(self.low, float):
-            check_real(name, value, self.low, self.high)
-        else:
-            check_range(name, value, self.low, int(self.high))
+        check_range(name, value, self.low, self.high, self.way)
         return value
 
     @property
@@ -134,29 +135,35 @@ def check_type(name: str, value: Any, allowed: tuple[type, ...]) -> None:
         )
 
 
-def check_range(name: str, value: Any, low: int, high: int) -> None:
-    check_type(name, value, (int,))
+def check_range(name: str, value: Any, low: float, high: float, way: str = "") -> None:
+    """A number from `low` to `high`, a whole one where these are."""
+    is_real = isinstance(low, float)
+    check_type(name, value, (int, float) if is_real else (int,))
     if not low <= value <= high:
-        raise ConfigError(
-            f"`{name}` is {shown(value)}, outside {low} to {high}", f"choose a value from {low} to {high}"
-        )
+        limits = f"{low:g} to {high:g}" if is_real else f"{low} to {high}"
+        raise ConfigError(f"`{name}` is {shown(value)}, outside {limits}", way or f"choose a value from {limits}")
 
 
-def check_real(name: str, value: Any, low: float, high: float) -> None:
-    check_type(name, value, (int, float))
-    if not low <= value <= high:
-        raise ConfigError(
-            f"`{name}` is {shown(value)}, outside {low:g} to {high:g}", f"choose a value from {low:g} to {high:g}"
-        )
+def check_finite(name: str, value: Any) -> float:
+    """A reward: any number that is finite."""
+    # True is 1 to Python; here it is more likely a comparison that was meant to be a score
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"`{name}` is {number}, not a finite number", "leave answers without a reward out")
+    return number
 
 
-def check_match(drafter: str, min_match: int, max_match: int) -> None:
-    """The shortest and the longest context that a drafter looks up."""
-    if min_match > max_match:
-        raise ConfigError(
-            f"`{drafter}.min_match` is {min_match}, above `{drafter}.max_match` {max_match}",
-            "lower `min_match` or raise `max_match`",
-        )
+def check_order(config: Any, prefix: str, low: str, high: str) -> None:
+    """Refuse a lower bound that is above the upper one, both fields of a configuration."""
+    least, most = getattr(config, low), getattr(config, high)
+    if least > most:
+        cause = f"`{prefix}{low}` is {least:g}, above `{prefix}{high}` {most:g}"
+        raise ConfigError(cause, f"lower `{low}` or raise `{high}`")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -10,11 +10,9 @@ from vllm_specrollout.config.checks import (
     FILE,
     Choice,
     Range,
-    Rule,
     check_fields,
     check_is_on,
-    check_match,
-    check_type,
+    check_order,
 )
 from vllm_specrollout.errors import ConfigError, shown
 
@@ -26,18 +24,6 @@ MAX_RANKS = 64
 """Ranks of the oracle's tokens, at most."""
 RECONFIGURE = ("off", "goodput", "paper")
 """How requests that match less than their batch get draft windows of their own."""
-
-
-def check_probability(name: str, value: Any) -> float:
-    check_type(name, value, (int, float))
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(
-            f"`{name}` holds {shown(value)}, outside 0 to 1", "give probabilities, for example [0.6, 0.2]"
-        )
-    return value
-
-
-PROBABILITY = Rule(check_probability, {"minimum": 0.0, "maximum": 1.0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +42,7 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "ngram.")
-        check_match("ngram", self.min_match, self.max_match)
+        check_order(self, "ngram.", "min_match", "max_match")
 
     @property
     def most_tokens(self) -> int:
@@ -104,7 +90,7 @@ class HistoryConfig:
         if not self.epochs and not self.siblings:
             cause = "`history.epochs` is 0 and `history.siblings` is false, so that no answer may draft"
             raise ConfigError(cause, "allow one of them, or leave `history` out of `drafters`")
-        check_match("history", self.min_match, self.max_match)
+        check_order(self, "history.", "min_match", "max_match")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +99,7 @@ class OracleConfig:
 
     path: Annotated[str, FILE] = ""
     """JSON file: {problem id: [token ids]}; requests name theirs in `extra_args`."""
-    accuracy: tuple[Annotated[float, PROBABILITY], ...] = (1.0,)
+    accuracy: tuple[Annotated[float, Range(0.0, 1.0, "give probabilities, for example [0.6, 0.2]")], ...] = (1.0,)
     """Probability that the true token is the draft of rank 1, of rank 2, ...; more than one rank makes a tree."""
     seed: int = 0
     """Seed of the decoys and of the ranks drawn."""

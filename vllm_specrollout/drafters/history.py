@@ -19,10 +19,9 @@ import numpy as np
 from vllm_specrollout._core import HistoryIndex, propose_history
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.history.answers import MOST_TAIL, Answer
+from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import IndexCache
-from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.trees.batch import proposed

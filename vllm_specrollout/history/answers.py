@@ -1,8 +1,9 @@
-"""What the history keeps: one carrier per answer. No files, no indices, no vLLM."""
+"""Carriers of a history: an answer, what became of a reward, and what a store holds. No files, no indices, no vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm_specrollout.types import FinishReason, IntArray
 
@@ -31,3 +32,44 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         return self.token_ids.size
+
+
+class Outcome(Enum):
+    """What became of a reported reward."""
+
+    RECORDED = "recorded"
+    LATE = "late"
+    """Recorded, but its answer's epoch was already over."""
+    REPEATED = "repeated"
+    """Recorded in place of an earlier one."""
+    EARLY = "early"
+    """Kept until its request has ended."""
+    UNKNOWN = "unknown"
+    """Nothing recorded: no such request in this or the last epoch of this engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds, and what went wrong."""
+
+    epoch: int
+    answers: int
+    problems: int
+    tokens: int
+    files: int
+    file_bytes: int
+    memory_bytes: int
+    """Of compressed answers in memory: all without `history.dir`, otherwise those that are not written yet."""
+    waiting: int
+    """Answers that are not in `history.dir` yet: they are written in the background, or could not be."""
+    damaged: int
+    """Times that an answer or a file could not be read."""
+    evicted: int
+    """Answers dropped because there was no room for them, in memory or on disk."""
+    write_errors: int
+    foreign_files: int
+    """Files of the directory that are left out, since they are in another vocabulary."""
+    foreign_answers: int
+    """Times that an answer was left out because it holds tokens that the model does not have."""
+    # by Outcome.value
+    rewards: dict[str, int]

@@ -107,10 +107,8 @@ class Folder:
         # what is read, the own file too: who looks up answers there does not wait for who writes it
         self._readers: dict[Path, Database] = {}
         # what cannot be used, and why; and what of it was named already
-        self._unusable: dict[Path, str] = {}
+        self._unusable: dict[Path, Exception] = {}
         self._warned: set[Path] = set()
-        self.foreign: set[Path] = set()
-        """Files that are left out, since their token ids mean something else."""
         self.latest_epoch = 0
         self._lock: Lock | None = None
         if path is None:
@@ -168,6 +166,11 @@ class Folder:
         found = sorted(list(self._readers.items()), key=lambda item: (item[0] == own, item[0]))
         return [one for _, one in found if one.failure is None]
 
+    @property
+    def foreign(self) -> list[Path]:
+        """Files that are left out, since their token ids mean something else."""
+        return [path for path, why in list(self._unusable.items()) if isinstance(why, ForeignError)]
+
     def refresh(self) -> None:
         """Look for files that are new, and for those that are gone. Those that cannot be used are left out, with one
         warning for all."""
@@ -176,7 +179,6 @@ class Folder:
         paths = files(self._path)
         # what is gone need not be remembered
         self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
-        self.foreign &= set(paths)
         for path, reader in list(self._readers.items()):
             if reader.failure is not None:
                 self._pass_over(path, reader.failure)
@@ -188,7 +190,6 @@ class Folder:
                 if path not in self._readers:
                     self._readers[path] = self._opened(path, converted)
                     self._unusable.pop(path, None)
-                    self.foreign.discard(path)
                 self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
             except FileNotFoundError:
                 pass  # another engine makes it now, or has removed it
@@ -214,7 +215,6 @@ class Folder:
             converted.append(path)
             found = Database(path)
         if not self._vocabulary.fits(found.vocabulary):
-            self.foreign.add(path)
             raise ForeignError(
                 f"`{path}` was written for `{found.vocabulary.model}`, which has another vocabulary than"
                 f" `{self._vocabulary.model}`",
@@ -225,7 +225,7 @@ class Folder:
     def _pass_over(self, path: Path, error: Exception) -> None:
         if self._expects_own and isinstance(error, ForeignError):
             raise error
-        self._unusable[path] = str(error)
+        self._unusable[path] = error
 
     def _name_unusable(self) -> None:
         """Say what is left out: a warning for all that are new."""

@@ -12,14 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Generic
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
 
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.database import Located
-from vllm_specrollout.history.entry import Document, Entry, IndexCacheStats, IndexType
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.history.weights import weight_of
+from vllm_specrollout.types import IntArray
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -29,6 +29,79 @@ GLOBAL = ""
 _LEAST_GUESS = 256.0
 # indices for each MiB of `max_mib`: what Python adds to the small ones of problems that never come back
 _PER_MIB = 128
+ONE = 1 << 8
+"""Weight 1.0, as the index takes it: weights are added up a great many times, so they are whole numbers."""
+MOST = (1 << 31) - 1
+
+
+class Index(Protocol):
+    """What the cache needs of an index; the drafter needs more."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def set_prompt(self, token_ids: IntArray) -> None:
+        """The prompt of the answers added from now on; cheap for one that the index has."""
+
+    def add(self, token_ids: IntArray, weight: int, epoch: int) -> int:
+        """Add a whole answer; returns its document's number."""
+
+    def set_weight(self, document: int, weight: int) -> None: ...
+
+    def remove(self, document: int) -> None: ...
+
+
+IndexType = TypeVar("IndexType", bound=Index)
+
+
+@dataclass(slots=True)
+class Document:
+    """An answer in an index."""
+
+    number: int
+    epoch: int
+    reward: float | None
+
+
+@dataclass(slots=True)
+class Entry(Generic[IndexType]):
+    """A problem's index, or the place for it."""
+
+    # None: being built
+    index: IndexType | None = None
+    # requests that run now
+    running: int = 0
+    # of the index, as last seen, with the room made for its next answer
+    num_bytes: int = 0
+    # of this engine's and, once built from the store, of all answers: by request; the latest, where ids repeat
+    documents: dict[str, Document] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built(Generic[IndexType]):
+    """An index that its builder's thread still has to itself."""
+
+    index: IndexType
+    # that it was weighed for
+    epoch: int
+    documents: dict[str, Document] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class IndexCacheStats:
+    """What a cache holds, and what it went through."""
+
+    indices: int = 0
+    building: int = 0
+    num_bytes: int = 0
+    built: int = 0
+    build_seconds: float = 0.0
+    dropped: int = 0
+    """Indices dropped for memory."""
+    shortened: int = 0
+    """Indices built without their oldest answers, for memory."""
+    given_up: int = 0
+    """Builds that came to nothing: no room, an error, or the requests were over before."""
 
 
 class IndexCache(Generic[IndexType]):
@@ -61,12 +134,10 @@ class IndexCache(Generic[IndexType]):
         self._problem_of: dict[str, str] = {}
         self.version = 0
         """Rises whenever an index is published or dropped: until then, what `get` answered holds."""
-        self._num_bytes = 0
+        self._stats = IndexCacheStats()
         self._most = config.max_mib * _PER_MIB
         self._epoch = store.epoch
         self._bytes_per_token = _LEAST_GUESS
-        self._built = self._dropped = self._shortened = self._given_up = 0
-        self._build_seconds = 0.0
 
     def want(self, problem_id: str) -> None:
         """A request for the problem runs from now on; call `done` when it does no longer."""
@@ -94,7 +165,7 @@ class IndexCache(Generic[IndexType]):
             if not self._make_room(0, key, spare_running=False):
                 # alone too large
                 self._forget(key)
-                self._dropped += 1
+                self._stats.dropped += 1
                 return None
             return entry.index
 
@@ -130,16 +201,7 @@ class IndexCache(Generic[IndexType]):
     def stats(self) -> IndexCacheStats:
         with self._lock:
             building = sum(entry.index is None for entry in self._entries.values())
-            return IndexCacheStats(
-                indices=len(self._entries) - building,
-                building=building,
-                num_bytes=self._num_bytes,
-                built=self._built,
-                build_seconds=self._build_seconds,
-                dropped=self._dropped,
-                shortened=self._shortened,
-                given_up=self._given_up,
-            )
+            return replace(self._stats, indices=len(self._entries) - building, building=building)
 
     def close(self) -> None:
         """Give up what is being built; one build may go on reading from a disk that stands still."""
@@ -180,20 +242,20 @@ class IndexCache(Generic[IndexType]):
     def _forget(self, key: str) -> None:
         self.version += 1
         entry = self._entries.pop(key)
-        self._num_bytes -= entry.num_bytes
+        self._stats.num_bytes -= entry.num_bytes
         for request_id in entry.documents:
             if self._problem_of.get(request_id) == key:
                 del self._problem_of[request_id]
 
     def _resize(self, entry: Entry[IndexType], num_bytes: int) -> None:
-        self._num_bytes += num_bytes - entry.num_bytes
+        self._stats.num_bytes += num_bytes - entry.num_bytes
         entry.num_bytes = num_bytes
 
     def _make_room(self, num_bytes: int, key: str, spare_running: bool) -> bool:
         """Drop indices, the least recently used first and those in use last, until so much more fits; never `key`'s."""
         limit = self._config.max_mib << 20
         for is_running in (False,) if spare_running else (False, True):
-            while self._num_bytes + num_bytes > limit or (not is_running and len(self._entries) > self._most):
+            while self._stats.num_bytes + num_bytes > limit or (not is_running and len(self._entries) > self._most):
                 victims = (
                     k for k, s in self._entries.items() if k != key and s.index and bool(s.running) == is_running
                 )
@@ -201,8 +263,8 @@ class IndexCache(Generic[IndexType]):
                 if victim is None:
                     break
                 self._forget(victim)
-                self._dropped += 1
-        return self._num_bytes + num_bytes <= limit
+                self._stats.dropped += 1
+        return self._stats.num_bytes + num_bytes <= limit
 
     # --- building, in the executor's threads ---
 
@@ -215,9 +277,9 @@ class IndexCache(Generic[IndexType]):
             logger.exception("an index of the history could not be built")
             is_built = False
         with self._lock:
-            self._build_seconds += self._clock() - start
-            self._built += is_built
-            self._given_up += not is_built
+            self._stats.build_seconds += self._clock() - start
+            self._stats.built += is_built
+            self._stats.given_up += not is_built
             if not is_built and self._entries.get(key) is entry:
                 self._forget(key)
 
@@ -230,8 +292,8 @@ class IndexCache(Generic[IndexType]):
                 epoch = self._epoch
                 if not entry.running or self._entries.get(key) is not entry:
                     return False
-            index, documents = self._make_index(), dict[str, Document]()
-            if self._fill(key, entry, index, documents, located, epoch):
+            built = _Built(self._make_index(), epoch)
+            if self._fill(key, entry, built, located):
                 break
             if not located:
                 return False
@@ -242,24 +304,17 @@ class IndexCache(Generic[IndexType]):
             # what ended meanwhile; what ends from here on is in the index of the next epoch
             known = set(located)
             later = [found for found in self._store.find(problem_id) if found not in known]
-            self._fill(key, entry, index, documents, later, epoch)
+            self._fill(key, entry, built, later)
         num_tokens = sum(found.num_tokens for found in located)
         with self._lock:
             if num_tokens >= _LEAST_GUESS:
-                self._bytes_per_token = max(self._bytes_per_token, 1.25 * index.nbytes / num_tokens)
-            self._shortened += is_short
-            return self._publish(key, entry, index, documents, epoch)
+                self._bytes_per_token = max(self._bytes_per_token, 1.25 * built.index.nbytes / num_tokens)
+            self._stats.shortened += is_short
+            return self._publish(key, entry, built)
 
-    def _fill(
-        self,
-        key: str,
-        entry: Entry[IndexType],
-        index: IndexType,
-        documents: dict[str, Document],
-        located: list[Located],
-        epoch: int,
-    ) -> bool:
+    def _fill(self, key: str, entry: Entry[IndexType], built: _Built[IndexType], located: list[Located]) -> bool:
         """Add answers, each once there is room for it; False: there is none."""
+        index, documents = built.index, built.documents
         for found in located:
             with self._lock:
                 # tables double, so an answer may add as much as there is
@@ -270,7 +325,7 @@ class IndexCache(Generic[IndexType]):
             earlier = documents.get(answer.request_id) if answer else None
             if answer is None or (earlier is not None and earlier.epoch == answer.epoch):
                 continue
-            weight = weight_of(self._config, epoch - answer.epoch, answer.reward)
+            weight = weight_of(self._config, built.epoch - answer.epoch, answer.reward)
             index.set_prompt(answer.prompt_tail)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[answer.request_id] = Document(number, answer.epoch, answer.reward)
@@ -285,14 +340,35 @@ class IndexCache(Generic[IndexType]):
         self._resize(entry, num_bytes if fits else 0)
         return fits
 
-    def _publish(
-        self, key: str, entry: Entry[IndexType], index: IndexType, documents: dict[str, Document], epoch: int
-    ) -> bool:
-        if not self._hold(key, entry, index.nbytes):
+    def _publish(self, key: str, entry: Entry[IndexType], built: _Built[IndexType]) -> bool:
+        if not self._hold(key, entry, built.index.nbytes):
             return False
-        if self._epoch != epoch:
-            self._weigh(index, documents)
-        entry.index, entry.documents = index, documents
+        if self._epoch != built.epoch:
+            self._weigh(built.index, built.documents)
+        entry.index, entry.documents = built.index, built.documents
         self.version += 1
-        self._problem_of |= dict.fromkeys(documents, key)
+        self._problem_of |= dict.fromkeys(built.documents, key)
         return True
+
+
+def weight_of(config: HistoryConfig, age: int, reward: float | None) -> int:
+    """decay^age * (1 + reward_weight * max(reward, 0)), in units of 1 / `ONE`.
+
+    RhymeRL (5.3) follows the branch with the largest sum of rewards. Here an answer without reward counts as well,
+    since rewards may be zero throughout or come late, and older answers count less, since the policy has moved on (DAS
+    finds answers alike mostly between epochs that are near). With `reward_priority` it is as in RhymeRL: decay^age *
+    max(reward, 0), where answers without any such reward still weigh enough to decide among themselves.
+
+    Args:
+        age: epochs since the answer's own; below 0 (an epoch begun anew) counts as 0.
+        reward: as reported; None: not reported, counts as 0.
+
+    Returns:
+        From 1 to `MOST`: whatever is kept counts a little, unless decay is 0 and the answer old: then 0.
+    """
+    fresh = config.decay ** max(age, 0)
+    if fresh == 0.0:
+        return 0
+    gain = max(reward or 0.0, 0.0)
+    weight = fresh * (gain if config.reward_priority else 1.0 + config.reward_weight * gain)
+    return int(min(max(round(weight * ONE), 1), MOST)) if weight < MOST else MOST

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.errors import shown
+from vllm_specrollout.history.answers import Answer, Outcome, StoreStats
 from vllm_specrollout.history.database import ERRORS, Counts, Database, Located, Row, answer_of, as_bytes, row_of
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.folder import Folder
-from vllm_specrollout.history.stats import Outcome, StoreStats, check_reward
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
 
@@ -77,7 +78,7 @@ class HistoryStore:
         self._lock = threading.RLock()
         # held while the disk is waited for, so that one thread at a time does; taken before the other one
         self._disk = threading.Lock()
-        self._is_closed = self._is_writing_due = self._is_settling_due = False
+        self._is_closed = self._is_work_due = self._must_settle = False
         self._guess = EpochGuess()
         self._is_guessing = True
         # this engine's answers that may still get a reward, by request; oldest first
@@ -102,7 +103,8 @@ class HistoryStore:
         # where making room has failed: the size at which it is tried again
         self._next_bytes = 0
         self._try(self._count_all)
-        self._settle_if_full()
+        if self._is_full:
+            self._work_soon(settle=True)
 
     @property
     def epoch(self) -> int:
@@ -118,7 +120,7 @@ class HistoryStore:
                 self._epoch = min(max(self._epoch + 1, self._folder.latest_epoch), MAX_EPOCH)
             epoch = self._epoch
         if begins:
-            self._background(self._settle)
+            self._work_soon(settle=True)
         return epoch
 
     def ended(self, request_id: str) -> None:
@@ -150,7 +152,7 @@ class HistoryStore:
             self._waiting[kept] = None
             self._waiting_bytes += kept.num_bytes
             self._make_room()
-        self._write_soon()
+        self._work_soon()
         return answer
 
     def _make_room(self) -> None:
@@ -182,11 +184,11 @@ class HistoryStore:
         Raises:
             ConfigError: the reward is not a finite number.
         """
-        check_reward(request_id, reward)
+        number = check_finite(f"reward of request {shown(request_id)}", reward)
         with self._lock:
-            outcome = self._reward(request_id, float(reward))
+            outcome = self._reward(request_id, number)
             self._rewards[outcome.value] += 1
-        self._write_soon()
+        self._work_soon()
         return outcome
 
     def _reward(self, request_id: str, reward: float) -> Outcome:
@@ -215,7 +217,7 @@ class HistoryStore:
             if begun != self._epoch:
                 self._guess.begin()
                 self._epoch = begun
-        self._background(self._settle)
+        self._work_soon(settle=True)
         return begun
 
     # --- reading -----------------------------------------------------------------------------------------------------
@@ -285,21 +287,24 @@ class HistoryStore:
 
     # --- writing, in the background ----------------------------------------------------------------------------------
 
-    def _write_soon(self) -> None:
+    def _work_soon(self, settle: bool = False) -> None:
         with self._lock:
-            is_behind = self._waiting or self._due
-            is_due = bool(is_behind) and not self._is_writing_due and not self._is_closed
-            self._is_writing_due |= is_due
+            self._must_settle |= settle
+            has_work = bool(self._must_settle or self._waiting or self._due)
+            is_due = has_work and not self._is_work_due and not self._is_closed
+            self._is_work_due |= is_due
         if is_due:
-            self._background(self._write)
+            self._background(self._work)
 
-    def _write(self) -> None:
-        """It runs where nobody looks at an error, so it says itself what went wrong; as `_settle`."""
+    def _work(self) -> None:
+        """It runs where nobody looks at an error, so it says itself what went wrong."""
         with self._disk:
-            self._is_writing_due = False
+            self._is_work_due = False
             if not self._is_closed:
                 self._try(self._write_all)
-        self._settle_if_full()
+                if self._must_settle or self._is_full:
+                    self._must_settle = False
+                    self._settle()
 
     def _try(self, step: Callable[[], object]) -> None:
         """Whatever fails, the steps after it are done all the same."""
@@ -343,29 +348,20 @@ class HistoryStore:
             rewards = [(reward, kept.number, as_bytes(kept.request_id)) for kept, reward in due if reward is not None]
             numbers = self._folder.own.write([row for _, row in few], rewards, epoch)
             with self._lock:
-                self._note_written(few, numbers, due, epoch)
+                self._epoch_written = self._epoch_written if epoch is None else epoch
+                for kept, reward in due:
+                    if kept.reward == reward:
+                        self._due.pop(kept.number, None)
+                for (kept, row), number in zip(few, numbers, strict=True):
+                    kept.number = number
+                    if kept in self._waiting:
+                        self._no_longer_waits(kept)
+                        if kept.reward != row.reward:
+                            self._due[kept.number] = kept
+                added = sum(row.num_tokens for _, row in few)
+                self._own = Counts(self._own.answers + len(few), self._own.tokens + added, self._own.problems)
+                self._uncounted += len(few)
             self._measure()
-
-    def _note_written(
-        self,
-        few: list[tuple[_Kept, Row]],
-        numbers: list[int],
-        due: list[tuple[_Kept, float | None]],
-        epoch: int | None,
-    ) -> None:
-        for (kept, row), number in zip(few, numbers, strict=True):
-            kept.number = number
-            if kept in self._waiting:
-                self._no_longer_waits(kept)
-                if kept.reward != row.reward:
-                    self._due[kept.number] = kept
-        for kept, reward in due:
-            if kept.reward == reward:
-                self._due.pop(kept.number, None)
-        self._epoch_written = self._epoch_written if epoch is None else epoch
-        added = sum(row.num_tokens for _, row in few)
-        self._own = Counts(self._own.answers + len(few), self._own.tokens + added, self._own.problems)
-        self._uncounted += len(few)
 
     def _measure(self) -> None:
         """Problems are counted when an eighth more answers have come: it takes long where there are many."""
@@ -386,35 +382,23 @@ class HistoryStore:
         used = self._used_bytes + (0 if self._config.dir else self._waiting_bytes)
         return self._own.answers > self._most or used > max(self._most_bytes, self._next_bytes)
 
-    def _settle_if_full(self) -> None:
-        with self._lock:
-            is_due = self._is_full and not self._is_settling_due and not self._is_closed
-            self._is_settling_due |= is_due
-        if is_due:
-            self._background(self._settle)
-
     def _settle(self) -> None:
         """What a new epoch, or a limit that is reached, means for what is kept; may take as long as writing it does."""
-        with self._disk:
-            self._is_settling_due = False
-            if self._is_closed:
-                return
-            oldest = self._epoch - self._config.epochs
-            for step in (
-                self._write_all,
-                lambda: self._folder.own.sync(),
-                self._folder.refresh,
-                lambda: self._folder.own.drop_before(oldest),
-                self._count_all,
-                self._evict,
-                lambda: self._folder.own.give_back(),
-                lambda: self._folder.remove_stale(oldest, 2 * self._most_bytes - self._used_bytes),
-                self._count_all,
-                self._forget_old,
-            ):
-                self._try(step)
-            # where making room has failed it is tried again once there is a sixteenth more
-            self._next_bytes = self._used_bytes + self._most_bytes // 16
+        oldest = self._epoch - self._config.epochs
+        for step in (
+            lambda: self._folder.own.sync(),
+            self._folder.refresh,
+            lambda: self._folder.own.drop_before(oldest),
+            self._count_all,
+            self._evict,
+            lambda: self._folder.own.give_back(),
+            lambda: self._folder.remove_stale(oldest, 2 * self._most_bytes - self._used_bytes),
+            self._count_all,
+            self._forget_old,
+        ):
+            self._try(step)
+        # where making room has failed it is tried again once there is a sixteenth more
+        self._next_bytes = self._used_bytes + self._most_bytes // 16
 
     def _evict(self) -> None:
         """Drop what there is no room for, and a sixteenth more, so that this is not done for every answer."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import database as db
-from vllm_specrollout.history.answers import Answer
 from vllm_specrollout.history.database import SUFFIX, Database, HistoryError, OtherFileError, Row
 from vllm_specrollout.history.folder import Lock, is_locked
 from vllm_specrollout.history.old_format import is_old
@@ -44,11 +43,8 @@ class FileReport:
     """Answers that cannot be read."""
     integrity: str
     """`ok`, or what of the database is damaged."""
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Of the whole file, all its records included."""
-        return self.file_bytes / self.tokens if self.tokens else None
+    bytes_per_token: float | None
+    """Of the whole file, all its records included."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
@@ -85,7 +81,7 @@ def inspect(path: Path) -> FileReport:
             answers.append((answer.problem_id, answer.epoch, answer.num_tokens, answer.reward is not None))
     except sqlite3.Error as error:
         integrity = str(error)
-    vocabulary = database.vocabulary
+    vocabulary, tokens, file_bytes = database.vocabulary, sum(count for _, _, count, _ in answers), db.size_of(path)
     return FileReport(
         path=str(path),
         model=vocabulary.model,
@@ -96,10 +92,11 @@ def inspect(path: Path) -> FileReport:
         problems=len({problem for problem, *_ in answers}),
         first_epoch=min((epoch for _, epoch, *_ in answers), default=None),
         last_epoch=max((epoch for _, epoch, *_ in answers), default=None),
-        tokens=sum(count for _, _, count, _ in answers),
-        file_bytes=db.size_of(path),
+        tokens=tokens,
+        file_bytes=file_bytes,
         damaged=damaged,
         integrity=integrity,
+        bytes_per_token=file_bytes / tokens if tokens else None,
     )
 
 
@@ -113,15 +110,6 @@ def _opened(path: Path) -> Database:
             raise
         cause = f"`{path}` was written by an earlier vllm-specrollout (format version 1 or 2)"
         raise HistoryError(cause, "start an engine with this `history.dir` once: it writes the file anew") from None
-
-
-def answers_of(path: Path) -> Iterator[Answer]:
-    """All answers of a file that can be read, with their last rewards, in the order they were written."""
-    for row in _opened(path).rows():
-        try:
-            yield db.answer_of(row)
-        except ValueError:
-            continue
 
 
 def merge(sources: list[Path], into: Path) -> int:

@@ -1,4 +1,4 @@
-"""How a running engine is asked something: one method of all its workers, whether its client is called or awaited.
+"""Conversations with a running engine: calls of one method of all its workers, whether its client is called or awaited.
 
 A conversation is a generator that yields calls and is sent their answers, so that it is written once for engines that
 are called (`LLM`, `LLMEngine`) and for engines that are awaited (`AsyncLLM`). Nothing here imports vLLM.
@@ -45,12 +45,13 @@ def ask(engine: Any, conversation: Conversation[T], check: Check | None = None) 
         UnsupportedError: it is refused.
     """
     _check(engine, check or check_keeps_history, is_async=False)
-    try:
-        call = next(conversation)
-        while True:
-            call = conversation.send([engine.collective_rpc(call.method, args=call.args)])
-    except StopIteration as end:
-        return end.value
+    answers: Any = None
+    while True:
+        try:
+            call = conversation.send(answers)
+        except StopIteration as end:
+            return end.value
+        answers = [engine.collective_rpc(call.method, args=call.args)]
 
 
 async def aask(engine: Any, conversation: Conversation[T], check: Check | None = None) -> T:
@@ -60,20 +61,19 @@ async def aask(engine: Any, conversation: Conversation[T], check: Check | None =
         as `ask`.
     """
     _check(engine, check or check_keeps_history, is_async=True)
-    try:
-        call = next(conversation)
-        while True:
-            call = conversation.send(await _await_all(engine, call))
-    except StopIteration as end:
-        return end.value
-
-
-async def _await_all(engine: Any, call: Call) -> Answers:
     client: Any = getattr(engine, "engine_core", None)
-    if len(getattr(client, "core_engines", ())) > 1:
-        # data parallel: `AsyncLLM.collective_rpc` reaches every engine, but returns the first one's answers alone
-        return await client.call_utility_all_async("collective_rpc", call.method, None, call.args, None)
-    return [await engine.collective_rpc(call.method, args=call.args)]
+    # data parallel: `AsyncLLM.collective_rpc` reaches every engine, but returns the first one's answers alone
+    has_several = len(getattr(client, "core_engines", ())) > 1
+    answers: Any = None
+    while True:
+        try:
+            call = conversation.send(answers)
+        except StopIteration as end:
+            return end.value
+        if has_several:
+            answers = await client.call_utility_all_async("collective_rpc", call.method, None, call.args, None)
+        else:
+            answers = [await engine.collective_rpc(call.method, args=call.args)]
 
 
 def _check(engine: Any, check: Check, *, is_async: bool) -> None:

@@ -27,10 +27,11 @@ from starlette.datastructures import Headers, State
 from starlette.requests import ClientDisconnect
 
 from vllm_specrollout.config import envs
+from vllm_specrollout.config.checks import MOST_ID
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError, named
-from vllm_specrollout.server import health, reports
+from vllm_specrollout.server import reports
 from vllm_specrollout.server.asking import Check, Conversation, aask, check_has_model, check_is_on
-from vllm_specrollout.server.reports import MAX_EPOCH, MAX_ID_LENGTH, MAX_INDEX, MAX_REWARDS
+from vllm_specrollout.server.reports import MAX_EPOCH, MAX_INDEX, MAX_REWARDS
 from vllm_specrollout.server.settings import readable_errors
 
 PREFIX = "/spec_rollout"
@@ -52,9 +53,7 @@ _Epoch = Annotated[float, Meta(ge=0, le=MAX_EPOCH, multiple_of=1)] | None
 class SpecRolloutReward(Struct, forbid_unknown_fields=True, gc=False):
     """What one answer was worth."""
 
-    request_id: Annotated[
-        str, Meta(min_length=1, max_length=MAX_ID_LENGTH, description="The `id` of the server's answer.")
-    ]
+    request_id: Annotated[str, Meta(min_length=1, max_length=MOST_ID, description="The `id` of the server's answer.")]
     reward: float
     index: Annotated[_Index, Meta(description="The choice's `index`, if there are several.")] = None
 
@@ -91,7 +90,7 @@ HINTS = {
     "too large": "split the rewards over several requests, or raise " + envs.MAX_BODY_MIB,
     "": "send a JSON object with `Content-Type: application/json`; /openapi.json says which keys there are",
     "rewards": f'give a list of at most {MAX_REWARDS}, like [{{"request_id": "cmpl-1", "reward": 1.0}}]',
-    "request_id": f"give the id that the server returned, of 1 to {MAX_ID_LENGTH} characters",
+    "request_id": f"give the id that the server returned, of 1 to {MOST_ID} characters",
     "reward": "give a finite number; leave answers without a reward out",
     "index": "give the index of the choice, from 0, or leave it out when there is one choice",
     "path": "give the path of a head's folder, or of its safetensors file, below the folder of " + envs.DRAFTERS,
@@ -238,7 +237,7 @@ async def read_history(request: Request) -> Any:
 
 async def read_drafters(request: Request) -> Any:
     """Which drafters work, which are on probation and which are given up."""
-    return await _ask(request, health.reading(), check_is_on)
+    return await _ask(request, reports.reading_drafters(), check_is_on)
 
 
 async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:

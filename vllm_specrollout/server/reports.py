@@ -1,5 +1,5 @@
-"""What trainers tell a running engine, and ask of it: rewards, epochs, what the history holds, and other weights for
-the model that drafts.
+"""Reports of trainers to a running engine, and questions to it: rewards, epochs, weights for the model that drafts,
+what the history holds, and how drafters are.
 
 What belongs here: the checks of what is reported, the names a request may have inside vLLM, and the sums over workers
 and engines. `server/endpoints.py` offers the same over HTTP; the worker's side is `worker/calls.py`.
@@ -10,23 +10,19 @@ are awaited (`AsyncLLM`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.config.checks import MOST_ID
+from vllm_specrollout.config.checks import MOST_ID, check_finite, check_range
 from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
 from vllm_specrollout.history.epochs import MAX_EPOCH, check_epoch
 from vllm_specrollout.history.epochs import EpochError as EpochError
-from vllm_specrollout.server.asking import Answers, Call, Conversation, aask, ask, check_has_model
+from vllm_specrollout.server.asking import Answers, Call, Conversation, aask, ask, check_has_model, check_is_on
 
 MAX_REWARDS = 65_536
 """Most rewards of one report."""
-MAX_ID_LENGTH = MOST_ID
-"""Most characters of a request's id."""
 MAX_INDEX = 65_535
 """Highest index of a sample."""
 REWARDS_AT_ONCE = 4096
@@ -110,6 +106,21 @@ def load_drafter(llm: Any, path: str | Path) -> int:
     return ask(llm, loading(path), check_has_model)
 
 
+def read_drafters(llm: Any) -> dict[str, Any]:
+    """How drafters and budget are, in plain JSON types.
+
+    Returns:
+        "engines": of each engine its "drafters" by their names, and its "budget". Of each, its "state" (`alive`,
+        `probation` or `given up`), how often it "failed" lately, the last "error", and the "steps" until it is tried
+        again.
+
+    Raises:
+        ConfigError: `llm` is no `LLM` or `LLMEngine`.
+        UnsupportedError: spec rollout is off.
+    """
+    return ask(llm, reading_drafters(), check_is_on)
+
+
 # --- for engines that are awaited ------------------------------------------------------------------------------------
 
 
@@ -131,6 +142,11 @@ async def aread_history(engine: Any) -> dict[str, Any]:
 async def aload_drafter(engine: Any, path: str | Path) -> int:
     """`load_drafter` for an `AsyncLLM`."""
     return await aask(engine, loading(path), check_has_model)
+
+
+async def aread_drafters(engine: Any) -> dict[str, Any]:
+    """`read_drafters` for an `AsyncLLM`."""
+    return await aask(engine, reading_drafters(), check_is_on)
 
 
 # --- the conversations -----------------------------------------------------------------------------------------------
@@ -156,7 +172,7 @@ def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
 def beginning(epoch: int | None) -> Conversation[int]:
     """Begin an epoch in all engines, or in none."""
     if epoch is not None:
-        _check_whole("epoch", epoch, MAX_EPOCH)
+        check_range("epoch", epoch, 0, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
         kept = yield Call("spec_rollout_history")
         present = max((report["store"]["epoch"] for report in _living(kept) if report), default=0)
@@ -178,6 +194,12 @@ def reading() -> Conversation[dict[str, Any]]:
     total = _sum(engines)
     total["hit_rate"] = total["hits"] / total["lookups"] if total.get("lookups") else 0.0
     return {"total": total, "engines": engines}
+
+
+def reading_drafters() -> Conversation[dict[str, Any]]:
+    """Ask how drafters and budget are; those that do not draft say nothing."""
+    answers = yield Call("spec_rollout_health")
+    return {"engines": [found for workers in answers for found in workers if found]}
 
 
 def loading(path: str | Path, below: str | None = None) -> Conversation[int]:
@@ -229,10 +251,10 @@ def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
         value = given.tolist() if hasattr(given, "tolist") else given
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             where = f"rewards[{shown(request_id)}]"
-            _check_whole(f"number of samples in {where}", len(value), MAX_INDEX + 1)
-            entries += [Reward(request_id, _finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)]
+            check_range(f"number of samples in {where}", len(value), 0, MAX_INDEX + 1)
+            entries += [Reward(request_id, check_finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)]
         else:
-            entries.append(Reward(request_id, _finite(f"rewards[{shown(request_id)}]", value)))
+            entries.append(Reward(request_id, check_finite(f"rewards[{shown(request_id)}]", value)))
     return entries
 
 
@@ -242,31 +264,11 @@ def _check_id(request_id: Any) -> None:
             f"a request's id is {shown(request_id)}, of type {type(request_id).__name__}",
             "give `RequestOutput.request_id`, which is a str",
         )
-    if not 0 < len(request_id) <= MAX_ID_LENGTH:
+    if not 0 < len(request_id) <= MOST_ID:
         raise ConfigError(
-            f"a request's id has {len(request_id)} characters, outside 1 to {MAX_ID_LENGTH}",
+            f"a request's id has {len(request_id)} characters, outside 1 to {MOST_ID}",
             "give the id that vLLM returned",
         )
-
-
-def _finite(name: str, value: Any) -> float:
-    # True is 1 to Python; here it is more likely a comparison that was meant to be a score
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a finite number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ConfigError(f"`{name}` is {number}, not a finite number", "leave answers without a reward out")
-    return number
-
-
-def _check_whole(name: str, value: Any, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"`{name}` is {shown(value)}, of type {type(value).__name__}", "give a whole number")
-    if not 0 <= value <= high:
-        raise ConfigError(f"`{name}` is {shown(value)}, outside 0 to {high}", f"give a number from 0 to {high}")
 
 
 def _flat(answers: Answers) -> list[Any]:

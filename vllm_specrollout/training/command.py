@@ -56,8 +56,7 @@ def train_head(
     _check_installed(needs_plot=plot is not None)
     import torch
 
-    from .config import TrainConfig
-    from .run import METRICS, TrainingRun
+    from .run import METRICS, TrainConfig, TrainingRun
 
     config = TrainConfig(
         method=method,

@@ -24,8 +24,7 @@ from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import engine, model
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.training.buffer import Buffer, paths_in
-from vllm_specrollout.training.config import TrainConfig
-from vllm_specrollout.training.run import TrainingRun
+from vllm_specrollout.training.run import TrainConfig, TrainingRun
 
 
 def collected(target: str, folder: Path, **spec_rollout: Any) -> tuple[Buffer, list[list[int]]]:

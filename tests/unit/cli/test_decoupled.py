@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vllm_specrollout.cli.commands import app
-from vllm_specrollout.cli.decoupled import GONE, fit_line, read_profile
+from vllm_specrollout.cli.plan import GONE, fit_line, read_profile
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.history.poisoned import change, filled
+from tests.unit.history.stored import answers_of
 from vllm_specrollout.cli import commands as cli
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history import upkeep
@@ -39,7 +40,7 @@ def run(*arguments, answer=None):
 
 
 def ids(path):
-    return [answer.request_id for answer in upkeep.answers_of(path)]
+    return [answer.request_id for answer in answers_of(path)]
 
 
 def test_inspect_counts_what_a_file_holds(folder):
@@ -85,7 +86,7 @@ def test_merge_writes_every_answer_once_with_its_reward(folder, tmp_path):
     into = tmp_path / "all" / "merged.history"
     assert "16 answers of 2 files" in run("merge", folder, folder, "--into", into).output
     assert sorted(ids(into)) == sorted(ids(folder / "answers-0000.history") + ids(folder / "answers-0001.history"))
-    rewards = {answer.request_id: answer.reward for answer in upkeep.answers_of(into)}
+    rewards = {answer.request_id: answer.reward for answer in answers_of(into)}
     assert rewards["03q"] == 3.0 and rewards["03p"] is None
 
 
@@ -103,7 +104,7 @@ def test_trim_keeps_the_last_epochs_of_all_files_and_gives_the_room_back(folder)
     for number in range(2):
         path = folder / f"answers-000{number}.history"
         assert ids(path) == [f"{number}{epoch}{problem}" for epoch in (2, 3) for problem in "pq"]
-        assert [a.reward for a in upkeep.answers_of(path)] == [None, 2.0, None, 3.0]
+        assert [a.reward for a in answers_of(path)] == [None, 2.0, None, 3.0]
         assert path.stat().st_size < size
     before = [path.read_bytes() for path in sorted(folder.glob("*.history"))]
     run("trim", folder, "--epochs", 2)
@@ -168,6 +169,6 @@ def test_what_cannot_be_done_is_refused_with_the_way_out(folder, tmp_path, argum
 
 def test_answers_read_back_are_those_that_were_merged(folder, tmp_path):
     run("merge", folder, "--into", tmp_path / "merged.history")
-    sources = [answer for path in sorted(folder.iterdir()) for answer in upkeep.answers_of(path)]
-    for one, other in zip(sources, upkeep.answers_of(tmp_path / "merged.history"), strict=True):
+    sources = [answer for path in sorted(folder.iterdir()) for answer in answers_of(path)]
+    for one, other in zip(sources, answers_of(tmp_path / "merged.history"), strict=True):
         assert np.array_equal(one.token_ids, other.token_ids) and one.request_id == other.request_id

@@ -196,9 +196,9 @@ def test_shuffling_keeps_every_step_and_is_the_same_each_time() -> None:
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        (["--batches", "0,1"], "`--batches` is '0,1'"),
-        (["--batches", "many"], "`--batches` is 'many'"),
-        (["--batches", ""], "`--batches` is ''"),
+        (["--batches", "0,1"], "`--batches` holds 0, outside 1 to 1024"),
+        (["--batches", "many"], "`--batches` holds 'many', which is no whole number"),
+        (["--batches", ""], "`--batches` is '', with nothing between its commas"),
         (["--steps", "0"], "`--steps` is 0, outside 1 to 200"),
     ],
 )

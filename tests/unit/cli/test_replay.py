@@ -9,7 +9,7 @@ from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.replay.files import read_trace
 
-TRACES = sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst"))
+TRACES = sorted((Path(__file__).parents[2] / "traces").glob("*.jsonl.zst"))
 
 
 def run(*arguments: object) -> str:

@@ -14,8 +14,8 @@ from tests.reference.trees import check
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.history.answers import Outcome
 from vllm_specrollout.history.index_cache import IndexCache
-from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
 

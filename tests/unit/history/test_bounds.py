@@ -13,10 +13,9 @@ from tests.unit.history.poisoned import filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import epochs, store
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.answers import Answer, Outcome
 from vllm_specrollout.history.database import Database, files
 from vllm_specrollout.history.epochs import EpochGuess
-from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.unit.history.poisoned import OURS, THEIRS, change, filled, poison
-from tests.unit.history.stored import answers_in
+from tests.unit.history.stored import answers_in, answers_of
 from vllm_specrollout._core import HistoryIndex
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import tokens, upkeep
@@ -91,7 +91,7 @@ def test_files_in_a_folder_that_may_only_be_read_are_read_and_the_engine_that_wo
         where.chmod(0o755)
         os.seteuid(65534)
         try:
-            assert [answer.request_id for answer in upkeep.answers_of(where / "answers-0000.history")] == ["a"]
+            assert [answer.request_id for answer in answers_of(where / "answers-0000.history")] == ["a"]
             with pytest.raises(HistoryError, match="cannot be kept: Permission denied") as caught:
                 HistoryStore(HistoryConfig(dir=name))
             assert "permissions" in caught.value.hint

@@ -9,9 +9,8 @@ import pytest
 
 from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.index_cache import IndexCache
+from vllm_specrollout.history.index_cache import ONE, IndexCache
 from vllm_specrollout.history.store import HistoryStore
-from vllm_specrollout.history.weights import ONE
 
 BYTES_PER_TOKEN = 100
 

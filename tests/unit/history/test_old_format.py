@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.history.stored import answers_of
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import old_format, upkeep
 from vllm_specrollout.history.answers import Answer
@@ -76,8 +77,8 @@ def test_one_that_is_still_written_or_in_another_vocabulary_stays_as_it_is(
         fcntl.flock(held, fcntl.LOCK_EX)
         store = HistoryStore(HistoryConfig(dir=str(folder), epochs=9), vocabulary=Vocabulary("large", 9, "x"))
         assert store.find(None) == [] and "(1 more: first.history)" in caplog.text
-        assert "is being written by an engine of an earlier" in store._folder._unusable[folder / "first.history"]
-        assert store._folder.foreign == {folder / "answers-0000.history"}
+        assert "is being written by an engine of an earlier" in str(store._folder._unusable[folder / "first.history"])
+        assert store._folder.foreign == [folder / "answers-0000.history"]
     assert (folder / "first.history").read_bytes() == before
     store.begin_epoch(4)
     assert (folder / "first.history").read_bytes() != before and len(store.find(None)) == 3
@@ -98,7 +99,7 @@ def test_what_is_damaged_costs_the_answers_that_it_touches(folder: Path, seed: i
         data[first : first if how == "insert" else last] = new
     path.write_bytes(data)
     old_format.convert(path)
-    found, truth = [plain(answer) for answer in upkeep.answers_of(path)], expected(path.name)
+    found, truth = [plain(answer) for answer in answers_of(path)], expected(path.name)
     # a reward's record may be hit instead
     known = {str(one[:5] + one[6:]) for one in truth}
     assert {str(one[:5] + one[6:]) for one in found} <= known and len(found) >= len(truth) - (2 + (last - first) // 40)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.unit.history import sharing
+from tests.unit.history.stored import answers_of
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history import upkeep
 from vllm_specrollout.history.database import files
@@ -40,7 +41,7 @@ def test_processes_that_share_a_directory_write_files_of_their_own_and_read_noth
     reports = [upkeep.inspect(path) for path in files(tmp_path)]
     assert sum(report.answers for report in reports) > 0
     assert all(report.damaged == 0 and report.integrity == "ok" for report in reports)
-    assert all(sharing.is_right(answer) for path in files(tmp_path) for answer in upkeep.answers_of(path))
+    assert all(sharing.is_right(answer) for path in files(tmp_path) for answer in answers_of(path))
     store = HistoryStore(HistoryConfig(dir=str(tmp_path)))
     assert store.stats().damaged == 0
     store.close()

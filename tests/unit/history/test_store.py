@@ -15,9 +15,8 @@ from tests.unit.history.poisoned import change, filled
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.answers import Answer, Outcome
 from vllm_specrollout.history.epochs import EpochError
-from vllm_specrollout.history.stats import Outcome
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import FinishReason
 
@@ -94,7 +93,7 @@ def test_a_reward_goes_to_the_latest_answer_of_that_name(config, make_answer):
 def test_a_reward_that_is_no_finite_number_is_refused(config, make_answer, reward):
     store = HistoryStore(config)
     store.append(make_answer("a"))
-    with pytest.raises(ConfigError, match="not a finite number"):
+    with pytest.raises(ConfigError, match="finite number"):
         store.report_reward("a", reward)
     assert answers_in(store, "p")[0].reward is None
 

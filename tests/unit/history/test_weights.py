@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specrollout.config.drafters import HistoryConfig
-from vllm_specrollout.history.weights import MOST, ONE, weight_of
+from vllm_specrollout.history.index_cache import MOST, ONE, weight_of
 
 REWARDS = st.none() | st.floats(-1e300, 1e300)
 

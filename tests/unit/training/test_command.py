@@ -9,7 +9,7 @@ from vllm_specrollout.errors import ConfigError, UnsupportedError
 pytest.importorskip("torch")
 
 from vllm_specrollout.training.command import train_head
-from vllm_specrollout.training.config import TrainConfig
+from vllm_specrollout.training.run import TrainConfig
 
 
 def test_the_help_leads_a_newcomer_through_all_three_commands():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.training.examples import example
-from vllm_specrollout.training.packing import batch_of, packed
+from vllm_specrollout.training.buffer import batch_of, packed
 
 lengths_of = st.lists(st.integers(2, 40), min_size=1, max_size=12)
 

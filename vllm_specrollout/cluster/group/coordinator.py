@@ -16,7 +16,7 @@ from typing import Any
 from vllm_specrollout.cluster.assignment import Lender, Worker, assign, lend
 from vllm_specrollout.cluster.group.channel import Hub, ZmqHub, wait
 from vllm_specrollout.cluster.group.messages import Attach, Command, Detach, Race, Report
-from vllm_specrollout.config.checks import check_choice, check_range, check_real
+from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.errors import ConfigError
 
 MODES = ("race", "attach")
@@ -46,7 +46,7 @@ class Rules:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_range("most", self.most, 1, 4096)
-        check_real("silence_s", self.silence_s, 0.1, 86400.0)
+        check_range("silence_s", self.silence_s, 0.1, 86400.0)
         if not self.methods or len(set(self.methods)) != len(self.methods):
             raise ConfigError(f"`methods` is {list(self.methods)}", "name one or more, each once")
 

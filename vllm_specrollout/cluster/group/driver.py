@@ -22,7 +22,7 @@ from vllm_specrollout.cluster.group.dealing import Answer, Ask, Dealer, GroupErr
 from vllm_specrollout.cluster.group.member import BEAT_S
 from vllm_specrollout.cluster.group.messages import LIMIT, Call, Here
 from vllm_specrollout.cluster.group.processes import CoordinatorProcess, begin_worker, end, shares_of
-from vllm_specrollout.config.checks import check_choice, check_real
+from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.errors import ConfigError, shown
 
 LADDERS = ("off", *MODES)
@@ -76,7 +76,7 @@ class RolloutGroup:
         models = [drafter] if isinstance(drafter, str) else list(drafter)
         drafters = [models[i % len(models)] for i in range(len(shares))] if any(models) else []
         rules = _rules(ladder, methods, most, drafter)
-        check_real("patience_s", patience_s, 1.0, 86400.0)
+        check_range("patience_s", patience_s, 1.0, 86400.0)
         if not spec_rollout:
             raise ConfigError(
                 "`spec_rollout` is off, and without it no request can go on elsewhere",

@@ -129,7 +129,7 @@ with hour._stoppable():
 
 def run(*arguments):
     app = typer.Typer()
-    app.command()(hour.run)
+    app.command()(hour.bench_gpu)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 

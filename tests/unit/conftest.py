@@ -1,4 +1,4 @@
-"""Answers to keep, for all tests of the history."""
+"""Answers to keep, for tests of the history and of its commands."""
 
 import zlib
 from collections.abc import Callable

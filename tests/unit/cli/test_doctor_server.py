@@ -14,7 +14,6 @@ import pytest
 import vllm_specrollout
 from vllm_specrollout.cli import doctor
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.server import health
 
 ALIVE = {"state": "alive", "failed": 0, "error": "", "steps": 0}
 FAILED = {"state": "probation", "failed": 2, "error": "OSError: no space left on device", "steps": 255}
@@ -84,10 +83,10 @@ def test_doctor_says_which_drafters_of_a_server_work(server: str, monkeypatch: p
 @pytest.mark.parametrize("address", ["localhost:8000", "ftp://x", "http://127.0.0.1:1", "http://\x00", "http://["])
 def test_a_server_that_cannot_be_asked_is_one_clear_error(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        health.of_server(address)
+        doctor.ask_server(address)
     assert "hint:" in str(caught.value)
 
 
 def test_a_missing_key_is_one_clear_error(server: str) -> None:
     with pytest.raises(ConfigError, match="401"):
-        health.of_server(server)
+        doctor.ask_server(server)
