@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,26 +42,31 @@ class Engine:
         tokenizer = self.llm.get_tokenizer()
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        params: list[dict[str, Any]],
-        stats: bool = False,
-        is_warm: bool = False,
-        ids: list[str] | None = None,
-    ) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Run all requests to their ends, from a cold prefix cache; or from what `prime` left in it.
 
+        Requests that arrive on the way need VLLM_ENABLE_V1_MULTIPROCESSING=0: only then does the engine stand still
+        between two steps, so that an arrival meets the same step in every run.
+
         Args:
-            ids: the requests' names; default: their numbers.
+            more: `is_warm`: leave the prefix cache as it is.
+                `ids`: the requests' names; default: their numbers.
+                `arrives_after`: per request, ascending: how many must have finished before it arrives.
+                `reload_after`: once so many have finished, the weights are loaded anew from `folder`, while the clock
+                stands still.
+                `stats`: also answer the worker's totals of this run.
 
         Returns:
             token_ids and finish_s per request, step_s (end of each engine step), wall_s; all times in seconds since the
-            first request could be scheduled. With `stats`, the worker's totals of this run.
+            first request could be scheduled.
         """
-        if not is_warm:
+        if not more.pop("is_warm", False):
             self._forget_prefixes()
-        return self._run(prompts, params, stats=stats, ids=ids)
+        result = self._run(prompts, params, **more)
+        if more.get("arrives_after") is not None:
+            # an empty step, which tells the worker of the last endings before anybody changes its policy
+            self.core.step()
+        return result
 
     def prime(self, prompts: list[list[int]]) -> None:
         """Compute these prompts into an empty prefix cache."""
@@ -158,28 +162,9 @@ class Engine:
         """What the (first) worker answers to a method of its."""
         return self.llm.collective_rpc(method, kwargs=arguments)[0]
 
-    def call(self, function: str, arguments: Sequence[Any] = ()) -> Any:
-        """What the (first) worker answers to a function of `worker_calls`. Needs what `randomise` needs."""
-        return self.llm.collective_rpc(getattr(self._calls, function), args=tuple(arguments))[0]
-
-    def generate_in_waves(
-        self, prompts: list[list[int]], params: list[dict[str, Any]], arrives_after: list[int], **more: Any
-    ) -> dict[str, Any]:
-        """As `generate`, with requests that arrive once so many others have finished.
-
-        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: only then does the engine stand still between two steps, so that an
-        arrival meets the same step in every run.
-
-        Args:
-            arrives_after: per request, ascending: how many must have finished.
-            more: `stats`; and `reload_after`: once so many have finished, the weights are loaded anew from `folder`,
-                while the clock stands still.
-        """
-        self._forget_prefixes()
-        result = self._run(prompts, params, arrives_after=arrives_after, **more)
-        # an empty step, which tells the worker of the last endings before anybody changes its policy
-        self.core.step()
-        return result
+    def facts(self) -> dict[str, Any]:
+        """What the (first) worker is made of. Needs what `randomise` needs."""
+        return self.llm.collective_rpc(self._calls.facts)[0]
 
     def order_queue(self, longest_first: bool) -> None:
         """Switch the order of waiting requests, in our engine; it remembers lengths either way.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -80,7 +80,6 @@ class Engines:
             has_plugin: whether our plugin is loaded; default: if there is a configuration.
             more: further arguments of `vllm.LLM`.
         """
-        self.report(f"starting the {name} engine", 0)
         spec = EngineSpec(
             name=_TITLES.get(name, name),
             arguments={**self._arguments, **more},
@@ -89,18 +88,22 @@ class Engines:
             environment={**self._environment, **(environment or {})},
             **self._common,
         )
-        self._processes[name] = self._stack.enter_context(EngineProcess(spec))
-        self.report("", 1)
+        with self.doing(f"starting the {name} engine"):
+            self._processes[name] = self._stack.enter_context(EngineProcess(spec))
         return self._processes[name]
 
     def stop(self, name: str) -> None:
         """End one: its memory is free for those that start later."""
         self._processes.pop(name).close()
 
-    def ask(self, name: str, operation: str, **arguments: Any) -> Any:
+    def ask(self, name: str, operation: str, /, **arguments: Any) -> Any:
         """As `EngineProcess.ask`, once every other engine has left the processor alone."""
         self.wait_for(name)
         return self[name].ask(operation, **arguments)
+
+    def tell(self, name: str, method: str, /, **arguments: Any) -> Any:
+        """What our engine's worker answers to a method `spec_rollout_...` of its."""
+        return self.ask(name, "rpc", method=f"spec_rollout_{method}", **arguments)
 
     def wait_for(self, name: str) -> None:
         """Wait until this engine has the processor for itself."""
@@ -108,16 +111,22 @@ class Engines:
             others = [engine for other, engine in self._processes.items() if other != name]
             time.sleep(max((engine.quiet_in() for engine in others), default=0.0))
 
-    def run(
-        self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], how: str = "generate", **more: Any
-    ) -> Run:
+    @contextmanager
+    def doing(self, title: str) -> Iterator[None]:
+        """One unit of progress."""
+        self.report(title, 0)
+        yield
+        self.report("", 1)
+
+    def run(self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], **more: Any) -> Run:
         """These requests to their ends, by one engine; stock's answers are compared with its first ones.
 
         Args:
-            how: an operation of `engine_child.Engine` that runs requests; `more` are its arguments.
+            more: arguments of `engine_child.Engine.generate`.
         """
         has_stats = self[name].spec.spec_rollout is not None
-        run = Run.from_child(self.ask(name, how, prompts=list(prompts), params=params, stats=has_stats, **more))
+        reply = self.ask(name, "generate", prompts=list(prompts), params=params, stats=has_stats, **more)
+        run = Run.from_child(reply)
         if name == STOCK:
             first = self._first.setdefault(json.dumps([prompts, params]), run)
             run = replace(run, itself=first_difference(first, run))

@@ -10,21 +10,6 @@ from typing import Any
 from .rows import quartiles
 
 SCHEMA = 1
-SCENARIOS = (
-    "decode",
-    "rollout",
-    "grpo",
-    "sweep",
-    "load",
-    "drafters",
-    "decoupled",
-    "ladder",
-    "soak",
-    "index",
-    "host",
-    "kernels",
-)
-"""Files of bench/results, without their ending."""
 _ROW = (
     *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
     *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),

@@ -6,12 +6,12 @@ A row whose outputs differ keeps its counts and loses every time: there is no sp
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .ideal import StepTimes, ideal_speedup
-from .runs import Parting, Run, first_difference, partings
+from .runs import Run, first_difference
 
 SPEEDS = (
     *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
@@ -64,6 +64,9 @@ class Row:
     rounds_s: list[list[float]] | None
 
 
+R = TypeVar("R", bound=Row)
+
+
 def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: StepTimes | None = None) -> Row:
     """Sum up all pairs of one configuration.
 
@@ -88,31 +91,17 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
     )
 
 
+def grown(cls: type[R], row: Row, **more: Any) -> R:
+    """The row with a scenario's own fields, or others in the place of its."""
+    return cls(**{name: getattr(row, name) for name in Row.__dataclass_fields__} | more)
+
+
 @dataclass(frozen=True, slots=True)
 class Judged:
     """Where outputs part from stock's, in words: proven ties, and what is none."""
 
     ties: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-
-
-def judge(pairs: Sequence[Pair], ask: Callable[[Parting, tuple[int, ...]], tuple[bool, str]]) -> Judged:
-    """Of every request whose tokens differ, whether it is where stock itself met a tie.
-
-    Args:
-        ask: told a parting and our answer; whether that is a tie, and why.
-    """
-    found = Judged()
-    for pair in pairs:
-        if pair.stock.itself is not None:
-            found.differences.append(f"stock against itself: {pair.stock.itself.as_text('then')}")
-            continue
-        for one in partings(pair.stock, pair.ours):
-            is_tie, why = ask(one, pair.ours.token_ids[one.request])
-            told, text = found.ties if is_tie else found.differences, f"{one.as_text()}, {why}"
-            if text not in told:
-                told.append(text)
-    return found
 
 
 def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:

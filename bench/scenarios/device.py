@@ -9,14 +9,12 @@ from __future__ import annotations
 import bisect
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES
@@ -26,11 +24,11 @@ from ..kernels.shapes import Cell
 from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling, write_answers
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
-from ..runner.report import Found, number, print_table, verdict
-from ..runner.rows import SPEEDS, Judged, Pair, Row, judge, make_row
-from ..runner.runs import Parting, Run, partings
+from ..runner.report import Columns, Found, Table, same
+from ..runner.rows import SPEEDS, Judged, Pair, Row, make_row
+from ..runner.runs import Run, partings
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.ties import JUDGE, asked
+from ..runner.ties import JUDGE, judge
 
 OURS = ("chain", "tree", "ngram")
 RIVALS = ("vllm-ngram", "vllm-suffix", "vllm-draft_model")
@@ -187,51 +185,48 @@ class Device(EngineScenario):
                 rows += [bench.profile(cell, arm, tau) for cell in self.cells for arm, tau in told]
         return Found(model=f"random weights, {self.model}", rows=rows, extra={"engines": facts})
 
-    def show(self, found: Found, out: Console) -> None:
+    def title(self, found: Found) -> str:
         dry = "A DRY WALK, no figure means anything. " if self.is_dry else ""
-        out.print(f"{dry}{found.model}, {self.dtype}, logits of deviation {self.logit_std:g}", markup=False)
-        print_table(found.extra["engines"], _ENGINES, out)
-        print_table(found.rows, _IDENTITY, out)
+        return f"{dry}{found.model}, {self.dtype}, logits of deviation {self.logit_std:g}"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield Table(found.extra["engines"], _ENGINES)
+        yield Table(found.rows, _IDENTITY)
         if self.rounds or self.is_profiled:
-            print_table(found.rows, _SPEED, out)
-        for row in found.rows:
-            for text in row.differences:
-                out.print(f"{row.name}: {text}", markup=False, soft_wrap=True)
+            yield Table(found.rows, _SPEED)
+        yield from (f"{row.name}: {text}" for row in found.rows for text in row.differences)
 
 
-_ENGINES = {
-    "engine": lambda one: one["name"],
+_ENGINES: Columns = {
+    "engine": "name",
     "runner": lambda one: one["runner"][0].rpartition(".")[2] + (" (V2)" if one["is_v2"] else " (V1)"),
     "attention": lambda one: "/".join([*one["attention"], *(f"FA{v}" for v in one["flash_attention"] if v != "None")]),
     "graphs": lambda one: one["cudagraph_mode"].rpartition(".")[2].partition(":")[0],
-    "captured": lambda one: ", ".join(f"{kind} {count}" for kind, count in one["graphs"].items()) or "-",
+    "captured": lambda one: ", ".join(f"{kind} {count}" for kind, count in one["graphs"].items()) or None,
     "async": lambda one: "yes" if one["is_async"] else "no",
-    "MiB": lambda one: number(one["device_mib"]),
+    "MiB": "device_mib",
 }
-_IDENTITY = {
-    "row": lambda row: row.name,
-    "right": lambda row: verdict(row.passed),
-    "identical": lambda row: verdict(row.identical),
-    "compared": lambda row: number(row.compared),
-    "ties": lambda row: str(len(row.ties)),
-    "unproven": lambda row: str(len(row.differences)),
-    "drafted": lambda row: number(row.drafted),
-    "accepted": lambda row: number(row.accepted),
-    "branches": lambda row: number(row.branches),
+_IDENTITY: Columns = {
+    "row": "name",
+    "right": "passed",
+    **same("identical", "compared"),
+    "ties": lambda row: len(row.ties),
+    "unproven": lambda row: len(row.differences),
+    **same("drafted", "accepted", "branches"),
     "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
 }
-_SPEED = {
-    "row": lambda row: row.name,
-    "decode only": lambda row: number(row.decode_speedup, "x"),
-    "whole": lambda row: number(row.speedup, "x"),
-    "nodes/step": lambda row: number(row.nodes_per_step),
-    "step ms": lambda row: number(row.step_ms),
-    "stock ms": lambda row: number(row.stock_ms),
-    "busy ms": lambda row: number(row.busy_ms),
-    "idle ms": lambda row: number(row.idle_ms),
-    "wait ms": lambda row: number(row.wait_ms),
-    "stale": lambda row: number(row.stale),
-    "costliest": lambda row: ", ".join(f"{name[:28]} {ms:.2f}" for name, ms, _ in (row.kernels or [])[:2]) or "-",
+_SPEED: Columns = {
+    "row": "name",
+    "decode only": "decode_speedup x",
+    "whole": "speedup x",
+    "nodes/step": "nodes_per_step",
+    "step ms": "step_ms",
+    "stock ms": "stock_ms",
+    "busy ms": "busy_ms",
+    "idle ms": "idle_ms",
+    "wait ms": "wait_ms",
+    "stale": "stale",
+    "costliest": lambda row: ", ".join(f"{name[:28]} {ms:.2f}" for name, ms, _ in (row.kernels or [])[:2]) or None,
 }
 
 
@@ -249,14 +244,13 @@ class _Bench:
         Raises:
             SpecRolloutError: they do not, so nothing can be compared.
         """
-        names = list(dict.fromkeys([STOCK, *map(_engine_of, self._scenario.arms)]))
+        names, std = list(dict.fromkeys([STOCK, *map(_engine_of, self._scenario.arms)])), self._scenario.logit_std
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             list(pool.map(self._start, names))
-        std = self._scenario.logit_std
         sums = {name: self._engines[name].ask("randomise", logit_std=std) for name in names}
         if len(set(sums.values())) != 1:
             raise SpecRolloutError(f"the engines' random weights differ: checksums {sums}", "report the model")
-        return [{"name": name, **self._engines[name].ask("call", function="facts")} for name in names]
+        return [{"name": name, **self._engines[name].ask("facts")} for name in names]
 
     def _start(self, name: str) -> None:
         scenario, arguments, own = self._scenario, self._scenario.arguments(), None
@@ -286,16 +280,14 @@ class _Bench:
 
     def row(self, cell: Cell, arm: str, tau: float) -> DeviceRow:
         """Warm-up and rounds, the order alternating; or one run of each. Every run is compared with stock's beside."""
-        scenario, engine, nodes = self._scenario, _engine_of(arm), self._nodes(tau)
-        self._engines.report(f"{arm}, {tau:g} a step, {cell}", 0)
-        taught = self._taught(cell, arm, tau)
+        engine, nodes, rounds = _engine_of(arm), self._nodes(tau), self._scenario.rounds
 
         def run(one: str | None) -> Run:
             return self._run(engine if one else STOCK, cell, arm, nodes if one and one in OURS else None)
 
-        numbers = range(-1, scenario.rounds) if scenario.rounds else [0]
-        pairs = [run_round(number, [arm], run)[arm] for number in numbers]
-        self._engines.report("", 1)
+        with self._engines.doing(f"{arm}, {tau:g} a step, {cell}"):
+            taught = self._taught(cell, arm, tau)
+            pairs = [run_round(number, [arm], run)[arm] for number in (range(-1, rounds) if rounds else [0])]
         made = self._made(cell, arm, tau, pairs)
         stale = {one.request for pair in pairs for one in partings(taught, pair.ours)} if taught else set()
         return replace(made, stale=len(stale) if taught else None)
@@ -347,17 +339,8 @@ class _Bench:
 
     def _judged(self, cell: Cell, arm: str, pairs: Sequence[Pair]) -> Judged:
         """Every difference is put to stock: whether it met a tie itself, on the common prefix with the same seed."""
-        prompts, params, count = _prompts(cell, BARE[self._scenario.model].vocab, arm), self._params(cell, arm), 0
-
-        def ask(one: Parting, answer: tuple[int, ...]) -> tuple[bool, str]:
-            nonlocal count
-            count += 1
-            if count > MOST_ASKED:
-                return False, "not asked about"
-            stock, i = self._engines[STOCK], one.request
-            return asked(stock, prompts[i], params[i], answer, one, self._scenario.dtype, is_given=True)
-
-        return judge(pairs, ask)
+        prompts, params = _prompts(cell, BARE[self._scenario.model].vocab, arm), self._params(cell, arm)
+        return judge(lambda: self._engines[STOCK], prompts, params, pairs, self._scenario.dtype, {}, MOST_ASKED)
 
     def _taught(self, cell: Cell, arm: str, tau: float) -> Run | None:
         """Let the oracle draft our own answers, so that it stays right behind a tie; None: there is no oracle."""
@@ -367,8 +350,7 @@ class _Bench:
         taught = self._run(STOCK, cell, arm)
         for _ in range(_LESSONS):
             path = write_answers(self._scratch / f"{engine}.json", {str(i): x for i, x in enumerate(taught.token_ids)})
-            told = {"path": str(path), "accuracy": list(accuracy)}
-            self._engines[engine].ask("rpc", method="spec_rollout_set_oracle", **told)
+            self._engines.tell(engine, "set_oracle", path=str(path), accuracy=list(accuracy))
             if not self._scenario.rounds:
                 break
             run = self._run(engine, cell, arm, self._nodes(tau))

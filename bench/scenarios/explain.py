@@ -1,18 +1,16 @@
-"""Why the slowest requests took so long: what was decided for them, stretch by stretch. Pure but for the printing."""
+"""Why the slowest requests took so long: what was decided for them, stretch by stretch. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Console
 
 from vllm_specrollout.observe.timeline import Segment, summarise
 
 from ..policy.tasks import Problem
-from ..runner.report import Columns, print_table
+from ..runner.report import Columns, Table
 from ..runner.runs import Run
 
 _MOST_LINES = 12
@@ -64,21 +62,19 @@ def slowest(
     return found
 
 
-def print_explained(explained: Sequence[Explained], out: Console) -> None:
+def explained_text(explained: Sequence[Explained]) -> Iterator[Table | str]:
     """A table per request, a line per stretch."""
     for number, one in enumerate(explained, 1):
         steps = sum(stretch.steps for stretch in one.stretches)
         begin = f" (begun at {one.stretches[0].begin_s:.2f} s)" if one.stretches else ""
-        out.print(
+        yield (
             f"\nslowest {number}: {one.problem_id}, answer {one.answer}: {one.num_tokens} tokens in {steps} steps,"
-            f" done at {one.finish_s:.2f} s{begin}",
-            markup=False,
-            highlight=False,
+            f" done at {one.finish_s:.2f} s{begin}"
         )
         if one.stretches:
-            print_table(one.stretches, _COLUMNS, out)
+            yield Table(one.stretches, _COLUMNS)
         else:
-            out.print("the budget was never asked for it: `specrollout doctor --model` says what may be drafted")
+            yield "the budget was never asked for it: `specrollout doctor --model` says what may be drafted"
 
 
 def reasons_text(reasons: Mapping[str, int]) -> str:
@@ -97,12 +93,12 @@ _COLUMNS: Columns = {
     "from s": lambda one: f"{one.begin_s:.2f}",
     "running": lambda one: f"{one.batch / one.steps:.0f}",
     "why": lambda one: reasons_text(one.reasons),
-    "steps": lambda one: one.steps,
+    "steps": "steps",
     "nodes/ step": lambda one: f"{one.nodes / one.steps:.1f}",
     "accepted/ step": lambda one: f"{one.accepted / one.steps:.1f}",
-    "expected/ step": lambda one: f"{one.expected / one.steps:.1f}" if one.expected > 0.0 else "-",
+    "expected/ step": lambda one: f"{one.expected / one.steps:.1f}" if one.expected > 0.0 else None,
     "ms/ step": lambda one: f"{(one.end_s - one.begin_s) * 1e3 / one.steps:.1f}",
     "expected (plain) ms": lambda one: (
-        f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else "-"
+        f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else None
     ),
 }

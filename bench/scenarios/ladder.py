@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cluster.group import RolloutGroup
 from vllm_specrollout.cluster.group.dealing import Answer, Dealer
@@ -25,7 +23,7 @@ from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
 from ..runner.models import find_model, quarter_drafter
 from ..runner.plots import plot_workers
-from ..runner.report import Found, print_table
+from ..runner.report import Found, Table
 from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.tables import LADDER
@@ -153,28 +151,26 @@ class Ladder(EngineScenario):
         prompts, truth = [], []
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
-            for round_ in range(self.rounds + 1):
-                prompts.append(engines.encode(self._problems(round_)))
-                truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
-                report("", 1)
+            for number in range(self.rounds + 1):
+                with engines.doing(f"stock's answers, round {number}"):
+                    prompts.append(engines.encode(self._problems(number)))
+                    truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
         seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
         last: dict[str, list[Answer]] = {}
         differences: dict[str, str] = {}
-        bars: dict[str, list[Bar]] = {}
         with ExitStack() as stack:
             groups = {ladder: stack.enter_context(self._group(folder, ladder, report)) for ladder in self.ladders}
-            for round_ in range(self.rounds + 1):
-                for ladder, group in list(groups.items())[:: 1 if round_ % 2 else -1]:
-                    report(f"{ladder}, round {round_}", 0)
-                    last[ladder], took = group.timed(prompts[round_], params)
-                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth[round_], strict=True)):
+            for number in range(self.rounds + 1):
+                for ladder, group in list(groups.items())[:: 1 if number % 2 else -1]:
+                    report(f"{ladder}, round {number}", 0)
+                    last[ladder], took = group.timed(prompts[number], params)
+                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth[number], strict=True)):
                         if answer.token_ids != tokens:
-                            differences[ladder] = f"round {round_}: request {i} differs, of worker {answer.worker}"
+                            differences[ladder] = f"round {number}: request {i} differs, of worker {answer.worker}"
                     # the first one warms up
-                    if round_:
-                        seconds[ladder].append(took)
-                    bars[ladder] = group.bars
+                    seconds[ladder] += [took] if number else []
                     report("", 1)
+            bars = {ladder: group.bars for ladder, group in groups.items()}
         rows = [self._row(ladder, seconds, last[ladder], differences.get(ladder)) for ladder in self.ladders]
         return Found(model=title, rows=rows, more=bars)
 
@@ -224,12 +220,12 @@ class Ladder(EngineScenario):
             ),
         )
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests", markup=False)
-        print_table([asdict(row) for row in found.rows], LADDER, out)
-        for row in found.rows:
-            if row.difference is not None:
-                out.print(f"{row.ladder}: {row.difference}", markup=False)
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield Table([asdict(row) for row in found.rows], LADDER)
+        yield from (f"{row.ladder}: {row.difference}" for row in found.rows if row.difference is not None)
 
     def draw(self, found: Found, path: Path) -> None:
         plot_workers(found.more, f"{found.model}: who worked on what", path)
