@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from .ideal import StepTimes, ideal_speedup
 from .runs import Run, first_difference
-
-SPEEDS = (
-    *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
-    *("tokens_per_s", "stock_tokens_per_s", "overhead_ms_per_step", "draft_ms_per_step", "stock_step_ms", "rounds_s"),
-)
-"""Fields of a row that are told only if outputs are identical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +35,32 @@ class Row:
     output_tokens: int
     identical: bool
     difference: str | None
-    speedup: float | None
-    # lower and upper, over rounds
-    speedup_quartiles: tuple[float, float] | None
-    ideal: float | None
-    efficiency: float | None
-    decode_speedup: float | None
-    makespan_s: float | None
-    stock_makespan_s: float | None
-    tokens_per_s: float | None
-    stock_tokens_per_s: float | None
     steps: int
     stock_steps: int
     tokens_per_step: float | None
     nodes_per_step: float | None
     verified_per_accepted: float | None
-    overhead_ms_per_step: float | None
-    draft_ms_per_step: float | None
+    # what follows is told only if outputs are identical
+    speedup: float | None = None
+    # lower and upper, over rounds
+    speedup_quartiles: tuple[float, float] | None = None
+    ideal: float | None = None
+    efficiency: float | None = None
+    decode_speedup: float | None = None
+    makespan_s: float | None = None
+    stock_makespan_s: float | None = None
+    tokens_per_s: float | None = None
+    stock_tokens_per_s: float | None = None
+    overhead_ms_per_step: float | None = None
+    draft_ms_per_step: float | None = None
     # tokens per request -> milliseconds of a stock step at this batch
-    stock_step_ms: dict[str, float] | None
+    stock_step_ms: dict[str, float] | None = None
     # per timed round: [stock seconds, our seconds]
-    rounds_s: list[list[float]] | None
+    rounds_s: list[list[float]] | None = None
+
+
+SPEEDS = tuple(one.name for one in fields(Row) if one.default is None)
+"""Fields of a row that are told only if outputs are identical."""
 
 
 R = TypeVar("R", bound=Row)
@@ -74,8 +73,8 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         times: stock's step times at this batch; None leaves `ideal` and `efficiency` out.
     """
     timed = [pair for pair in pairs if pair.is_timed]
-    last = timed[-1]
-    difference, counts = _difference(pairs), _counts(last.ours)
+    last, difference = timed[-1], _difference(pairs)
+    counts = _counts(last.ours)
     return Row(
         name=name,
         batch=batch,
@@ -87,7 +86,7 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         steps=len(last.ours.step_s),
         stock_steps=len(last.stock.step_s),
         **counts,
-        **(_speeds(timed, counts, times) if difference is None else dict.fromkeys(SPEEDS)),
+        **(_speeds(timed, counts, times) if difference is None else {}),
     )
 
 

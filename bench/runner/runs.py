@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -46,7 +46,7 @@ class Run:
     # our engine only
     totals: WorkerTotals | None = None
     # stock's only: where it differs from its own first run of the same requests
-    itself: Difference | None = None
+    itself: Parting | None = None
 
     @classmethod
     def from_child(cls, reply: Mapping[str, Any]) -> Run:
@@ -87,21 +87,12 @@ class Parting:
     # None: the output had already ended
     stock: int | None
     ours: int | None
-
-    def as_text(self, other: str = "ours") -> str:
-        return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference(Parting):
-    """The first place where two runs part."""
-
-    # requests that differ anywhere
-    num_requests: int
+    # of the first place where two runs part: requests that differ anywhere
+    num_requests: int = 1
 
     def as_text(self, other: str = "ours") -> str:
         more = f" ({self.num_requests} requests differ)" if self.num_requests > 1 else ""
-        return Parting.as_text(self, other) + more
+        return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}{more}"
 
 
 def partings(stock: Run, ours: Run) -> list[Parting]:
@@ -115,7 +106,7 @@ def partings(stock: Run, ours: Run) -> list[Parting]:
     return found
 
 
-def first_difference(stock: Run, ours: Run) -> Difference | None:
+def first_difference(stock: Run, ours: Run) -> Parting | None:
     """None if two runs are identical."""
     found = partings(stock, ours)
-    return Difference(**asdict(found[0]), num_requests=len(found)) if found else None
+    return replace(found[0], num_requests=len(found)) if found else None

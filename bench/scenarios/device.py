@@ -9,9 +9,9 @@ from __future__ import annotations
 import bisect
 import heapq
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
 from ..runner.report import Columns, Found, Table, same
-from ..runner.rows import SPEEDS, Judged, Pair, Row, make_row
+from ..runner.rows import SPEEDS, Judged, Pair, Row, grown, make_row
 from ..runner.runs import Run, partings
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
@@ -310,30 +310,30 @@ class _Bench:
         """A row of these runs; no speed but of stock's tokens, or of others behind proven ties alone."""
         is_rival, last = arm in RIVALS, pairs[-1]
         judged = Judged() if is_rival else self._judged(cell, arm, pairs)
-        is_told = not judged.differences
+        is_told, totals = not judged.differences, last.ours.totals
         shown = [replace(p, ours=replace(p.ours, token_ids=p.stock.token_ids)) for p in pairs] if is_told else pairs
         name = f"{arm}, {tau:g} a step, {cell}" if arm not in (STOCK, "ngram") else f"{arm}, {cell}"
-        values = asdict(make_row(name, cell.batch, self._nodes(tau), shown))
-        is_identical = is_told and not judged.ties
-        values |= {"identical": None if is_rival else is_identical}
-        is_timed = bool(self._scenario.rounds) and is_told
-        values |= {} if is_timed else dict.fromkeys(SPEEDS)
-        totals = last.ours.totals
+        is_identical, is_timed = is_told and not judged.ties, bool(self._scenario.rounds) and is_told
         if totals is not None and not totals.drafted:
             judged.differences.append("nothing was drafted, so nothing was checked")
         parted = {one.request: one.position for one in partings(last.stock, last.ours)}
-        own = {"drafted": totals.drafted, "accepted": totals.accepted} if totals else {}
-        own |= {"branches": totals.branches_committed, "wait_ms": totals.wait_ms / totals.steps} if totals else {}
+        own: dict[str, Any] = {} if is_timed else dict.fromkeys(SPEEDS)
+        if totals is not None:
+            own |= {"drafted": totals.drafted, "accepted": totals.accepted, "branches": totals.branches_committed}
+            own["wait_ms"] = totals.wait_ms / totals.steps
+        if is_timed:
+            own |= {"step_ms": _step_ms(pair.ours for pair in pairs if pair.is_timed)}
+            own |= {"stock_ms": _step_ms(pair.stock for pair in pairs if pair.is_timed)}
         is_strict = self._scenario.is_strict or arm == STOCK
-        return DeviceRow(
-            **values,
+        return grown(
+            DeviceRow,
+            make_row(name, cell.batch, self._nodes(tau), shown),
+            identical=None if is_rival else is_identical,
             passed=None if is_rival else not judged.differences and (is_identical or not is_strict),
             is_proven=not judged.differences and not is_strict,
             ties=judged.ties,
             differences=judged.differences,
             compared=None if is_rival else sum(parted.get(i, len(ids)) for i, ids in enumerate(last.stock.token_ids)),
-            step_ms=_step_ms([pair.ours for pair in pairs if pair.is_timed]) if is_timed else None,
-            stock_ms=_step_ms([pair.stock for pair in pairs if pair.is_timed]) if is_timed else None,
             **own,
         )
 
@@ -400,7 +400,7 @@ def _prompts(cell: Cell, vocab: int, arm: str) -> list[list[int]]:
     return [[pattern[i % period] for i in range(cell.context + 1)] for pattern in patterns]
 
 
-def _step_ms(runs: Sequence[Run]) -> float | None:
+def _step_ms(runs: Iterable[Run]) -> float | None:
     """Median over runs of the mean of all steps but the first, which also admits the requests."""
     means = [fmean(times) for run in runs if (times := run.step_ms())]
     return median_high(means) if means else None
