@@ -7,7 +7,7 @@ from rich.console import Console
 
 from bench.policy.reward import problems
 from bench.runner.report import print_all
-from bench.scenarios.explain import explained_text, reasons_text, slowest
+from bench.scenarios.rollout import explained_text, reasons_text, slowest
 from vllm_specrollout.observe.timeline import Segment
 
 PAYS = Segment(1, 9, 0.5, 0.6, {"pays": 4}, 12, 6, 7.0, 4, 100.0, 80.0, 8)
