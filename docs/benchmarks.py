@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.runner.results import as_text, taken
-from vllm_specrollout.bench.runner.tables import TABLES, below_stock
+from vllm_specrollout.bench.runner.results import TABLES, as_text, below_stock, taken
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "bench" / "results"

@@ -12,8 +12,8 @@ from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.config.drafters import HistoryConfig
 
 from ..runner.report import Found, Table, host
+from ..runner.results import INDEX
 from ..runner.scenario import Scenario, Session, command, flag
-from ..runner.tables import INDEX
 from .data import RECORDED, recorded, synthetic
 from .measure import compare, flatness, many_problems
 from .systems import ARCTIC, load_arctic

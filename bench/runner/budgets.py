@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
 from .models import find_model
-from .rows import SPEEDS, Judged, Pair, Row, grown, ratio
-from .runs import Run
+from .rows import SPEEDS, Judged, Pair, Row, Run, grown, ratio
 from .scenario import ModelScenario, Session
 from .ties import JUDGE, judge
 

@@ -142,20 +142,13 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self._forget_prefixes()
 
-    def report_rewards(self, rewards: dict[str, float]) -> dict[str, int] | None:
-        """Tell our engine what requests (by name) earned; how many of them it knew, or None if it takes no rewards."""
-        return self._tell("report_rewards", rewards)
-
-    def begin_epoch(self) -> int | None:
-        """Tell our engine that every problem will be asked again; None if it keeps no epochs."""
-        return self._tell("begin_epoch")
-
-    def _tell(self, name: str, *arguments: Any) -> Any:
+    def trainer(self, function: str, **arguments: Any) -> Any:
+        """What our package's function answers of this engine, as a trainer calls it; None where it does not apply."""
         import vllm_specrollout
         from vllm_specrollout.errors import UnsupportedError
 
         with contextlib.suppress(UnsupportedError):
-            return getattr(vllm_specrollout, name)(self.llm, *arguments)
+            return getattr(vllm_specrollout, function)(self.llm, **arguments)
         return None
 
     def rpc(self, method: str, **arguments: Any) -> Any:

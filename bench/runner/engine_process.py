@@ -25,7 +25,7 @@ from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
 from . import leash
-from .runs import Run
+from .rows import Run
 
 QUIET_S = 1.2
 """Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""

@@ -14,8 +14,7 @@ from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
 from .engine_process import EngineProcess, EngineSpec
-from .rows import Pair
-from .runs import Run, first_difference
+from .rows import Pair, Run, first_difference
 
 STOCK, OURS = "stock", "ours"
 PROMPT_LEN = 256

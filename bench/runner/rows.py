@@ -1,17 +1,212 @@
-"""The rows of a report: from paired runs to ratios. Pure.
+"""Runs of engines, whether two yield the same, and the rows of a report made of pairs of them. Pure.
 
 A row whose outputs differ keeps its counts and loses every time: there is no speed of a wrong answer.
+
+The ideal speed-up is what the hardware would allow by stock vLLM's own step times; docs/reference/bench.md says how. In
+a rollout the batch shrinks towards the end: there every step is charged what stock needs for a step of as many rows.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, zip_longest
 from typing import Any, TypeVar
 
-from .ideal import StepTimes, ideal_speedup
-from .runs import Run, first_difference
+import numpy as np
+
+StepTimes = Mapping[int, float]
+"""Tokens per request (in a rollout: rows) -> milliseconds of a stock step, at one batch size."""
+_FEWEST_STEPS = 3
+"""Steps with n requests running that make a median worth having."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTotals:
+    """Our worker's totals of one run."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    # running requests, summed over steps
+    request_steps: int
+    forward_ms: float
+    draft_ms: float
+    # rows of the forward pass -> (steps, milliseconds), decode steps only
+    by_rows: Mapping[int, tuple[int, float]]
+    # waiting for sampled tokens
+    wait_ms: float = 0.0
+    # steps that accepted another branch than the first
+    branches_committed: int = 0
+
+    @classmethod
+    def from_worker(cls, stats: Mapping[str, Any]) -> WorkerTotals:
+        """Pick what is known from the worker's answer, which may grow."""
+        rows = {int(rows): (int(steps), float(ms)) for rows, (steps, ms) in stats["by_rows"].items()}
+        return cls(**{name: stats[name] for name in cls.__dataclass_fields__ if name in stats} | {"by_rows": rows})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All requests of a benchmark, run to their ends by one engine."""
+
+    # per request
+    token_ids: tuple[tuple[int, ...], ...]
+    # per request, seconds since the start
+    finish_s: tuple[float, ...]
+    # per engine step that yielded tokens: its end, seconds since the start
+    step_s: tuple[float, ...]
+    # our engine only
+    totals: WorkerTotals | None = None
+    # stock's only: where it differs from its own first run of the same requests
+    itself: Parting | None = None
+
+    @classmethod
+    def from_child(cls, reply: Mapping[str, Any]) -> Run:
+        stats = reply.get("stats")
+        return cls(
+            token_ids=tuple(map(tuple, reply["token_ids"])),
+            finish_s=tuple(reply["finish_s"]),
+            step_s=tuple(reply["step_s"]),
+            totals=None if stats is None else WorkerTotals.from_worker(stats),
+        )
+
+    @property
+    def wall_s(self) -> float:
+        """The makespan: from the first request's start to the last one's end."""
+        return self.step_s[-1]
+
+    @property
+    def decode_s(self) -> float:
+        """The makespan without its first step, which computes the prompts."""
+        return self.step_s[-1] - self.step_s[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    def step_ms(self) -> list[float]:
+        """Durations of all steps but the first."""
+        return [(end - begin) * 1e3 for begin, end in zip(self.step_s, self.step_s[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first place at which one request's outputs differ; what comes after it has another prefix."""
+
+    request: int
+    # index into the request's output
+    position: int
+    # None: the output had already ended
+    stock: int | None
+    ours: int | None
+    # of the first place where two runs part: requests that differ anywhere
+    num_requests: int = 1
+
+    def as_text(self, other: str = "ours") -> str:
+        more = f" ({self.num_requests} requests differ)" if self.num_requests > 1 else ""
+        return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}{more}"
+
+
+def partings(stock: Run, ours: Run) -> list[Parting]:
+    """Compare two runs token by token: of every request that differs, where."""
+    found = []
+    for request, (one, other) in enumerate(zip(stock.token_ids, ours.token_ids, strict=True)):
+        if one != other:
+            pairs = enumerate(zip_longest(one, other))
+            at, (wanted, got) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            found.append(Parting(request=request, position=at, stock=wanted, ours=got))
+    return found
+
+
+def first_difference(stock: Run, ours: Run) -> Parting | None:
+    """None if two runs are identical."""
+    found = partings(stock, ours)
+    return replace(found[0], num_requests=len(found)) if found else None
+
+
+def step_times(decode_ms: Sequence[float], extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """t(n) from plain decode steps, and from steps that appended n tokens to cached prefixes.
+
+    A measured extension also pays for admitting its requests, which decode steps do not. That part is the same for
+    every n, so the difference from n = 1 is what counts: t(n) = decode + extend(n) - extend(1), and never less than
+    for a smaller n.
+    """
+    return _rising(_extended(statistics.median(decode_ms), extend_ms))
+
+
+def _extended(decode: float, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    base = statistics.median(extend_ms[1])
+    return {n: decode + (statistics.median(ms) - base) for n, ms in extend_ms.items()}
+
+
+def _rising(times: StepTimes) -> dict[int, float]:
+    """In ascending order of n, and no time less than one before it."""
+    known = sorted(times)
+    return dict(zip(known, accumulate((times[n] for n in known), max), strict=True))
+
+
+def at(times: StepTimes, n: float) -> float:
+    """t(n) between measured points: linear. Outside of them: the nearest."""
+    known = sorted(times)
+    return float(np.interp(n, known, [times[one] for one in known]))
+
+
+def ideal_speedup(tokens_per_step: float, nodes: float, times: StepTimes) -> float:
+    """tau * t(1) / t(1 + nodes); both per request and verify step."""
+    return tokens_per_step * at(times, 1) / at(times, 1 + nodes)
+
+
+def running(run: Run, batch: int) -> list[int]:
+    """Requests running in each step but the first; exact as long as no request is preempted.
+
+    The scheduler admits first come, first served: as many run as have not ended, at most `batch`.
+    """
+    ends = sorted(run.finish_s)
+    return [min(batch, len(ends) - bisect_right(ends, begin)) for begin in run.step_s[:-1]]
+
+
+def row_times(runs: Sequence[Run], batch: int, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Rows of a step -> milliseconds that stock needs for it, never fewer for more rows.
+
+    Args:
+        runs: stock's.
+        extend_ms: n -> milliseconds of steps that append n tokens to each of `batch` requests; from n = 1.
+    """
+    decode: dict[int, list[float]] = {}
+    for run in runs:
+        for count, ms in zip(running(run, batch), run.step_ms(), strict=True):
+            decode.setdefault(count, []).append(ms)
+    times = {count: statistics.median(ms) for count, ms in decode.items() if len(ms) >= _FEWEST_STEPS}
+    if not times:
+        return {}
+    wider = {batch * n: ms for n, ms in _extended(at(times, batch), extend_ms).items() if n > 1}
+    return _rising(times | wider)
+
+
+def ideal_rollout_speedup(stock: Run, totals: WorkerTotals, batch: int, times: StepTimes) -> float | None:
+    """All of stock's steps over all of ours, both at stock's price for their rows; None if too little is known.
+
+    Computing prompts is left out on both sides. Our worker records the rows of steps that only decode; those of ours
+    that also compute a prompt are charged the others' mean.
+    """
+    recorded = sum(count for count, _ in totals.by_rows.values())
+    if not recorded or not times:
+        return None
+    counts = running(stock, batch)
+    stock_ms = sum(at(times, count) for count in [*counts[:1], *counts])
+    decode_ms = sum(count * at(times, rows) for rows, (count, _) in totals.by_rows.items())
+    return stock_ms / (decode_ms * totals.steps / recorded)
+
+
+def extend_sizes(batch: int, totals: WorkerTotals) -> list[int]:
+    """Which n to measure: 1, and powers of two until batch * n covers the widest step."""
+    widest = max(totals.by_rows, default=batch)
+    largest = max(1, math.ceil(widest / batch))
+    return [1 << i for i in range((largest - 1).bit_length() + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
-"""How far apart two candidate tokens were where two answers part: see docs/concepts/exactness.md.
+"""Ties: how far apart two candidate tokens were where two answers part, see docs/concepts/exactness.md.
 
-Each candidate is the argmax of z + noise, z being stock's own logits on the common prefix as its sampler sees them
-(after temperature, penalties, masks and all). With the noise of that position they are level within the dtype's
-rounding, or the difference is no tie.
+Each candidate is the argmax of z + noise, z being stock's own logits on the common prefix as its sampler sees them.
+With the noise of that position they are level within the dtype's rounding, or the difference is no tie.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .engine_process import EngineProcess
-from .rows import Judged, Pair
-from .runs import Parting, partings
+from .rows import Judged, Pair, Parting, partings
 
 if TYPE_CHECKING:
     import torch

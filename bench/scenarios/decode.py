@@ -13,11 +13,9 @@ from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling, write_answers
-from ..runner.ideal import step_times
 from ..runner.models import find_model
 from ..runner.report import Found, host
-from ..runner.rows import Pair, Row, make_row
-from ..runner.runs import Run
+from ..runner.rows import Pair, Row, Run, make_row, step_times
 from ..runner.scenario import ModelScenario, Session, command, flag
 
 SHAPES = ("tree", "chain", "both")

@@ -22,10 +22,9 @@ from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import find_model, quarter_drafter
 from ..runner.report import Found, Table
-from ..runner.rows import Pair, quartiles
-from ..runner.runs import Run, first_difference
+from ..runner.results import decoupled_columns
+from ..runner.rows import Pair, Run, first_difference, quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import decoupled_columns
 
 PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
 AUTO, RECONFIGURED = "auto", "reconfigured"

@@ -25,8 +25,7 @@ from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
 from ..runner.report import Columns, Found, Table, same
-from ..runner.rows import SPEEDS, Judged, Pair, Row, grown, make_row
-from ..runner.runs import Run, partings
+from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row, partings
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 

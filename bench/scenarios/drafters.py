@@ -17,10 +17,9 @@ from ..policy.tasks import Problem
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import find_model, shipped_drafters
 from ..runner.report import Found, Table, paired
-from ..runner.rows import Pair, Row, make_row
-from ..runner.runs import Run
+from ..runner.results import MET
+from ..runner.rows import Pair, Row, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import MET
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
 _AS = {GREEDY: (sharpness.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}

@@ -16,8 +16,7 @@ from ..policy.reward import problems
 from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
 from ..runner.engines import OURS, run_round
 from ..runner.report import Found
-from ..runner.rows import Pair, make_row
-from ..runner.runs import Run
+from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import ModelScenario, Session, command, flag
 from .rollout import DRAFTERS
 

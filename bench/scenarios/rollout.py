@@ -17,12 +17,10 @@ from vllm_specrollout.observe.timeline import Segment, summarise
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, run_round, sampling
-from ..runner.ideal import extend_sizes, ideal_rollout_speedup, row_times
 from ..runner.models import find_model
 from ..runner.plots import plot_rollout
 from ..runner.report import Columns, Found, Table, paired
-from ..runner.rows import Pair, Row, make_row
-from ..runner.runs import Run
+from ..runner.rows import Pair, Row, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first

@@ -15,8 +15,7 @@ from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, co
 from ..runner.engines import run_round
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
-from ..runner.rows import Judged, Pair, make_row, speedup
-from ..runner.runs import Run, first_difference
+from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
 from ..runner.scenario import ModelScenario, Session, command, flag
 from .rollout import DRAFTERS
 

@@ -12,8 +12,8 @@ from vllm_specrollout.config import parse
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model
 from ..runner.report import Found, Table
+from ..runner.results import SOAK
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import SOAK
 from ..runner.ties import JUDGE
 from . import checks
 from .checks import Check, Verdict, compare

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.runner.tables import TABLES, speedup
+from bench.runner.results import TABLES, speedup
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted((ROOT / "bench" / "results").glob("*"))
