@@ -92,11 +92,7 @@ class EngineProcess:
         self.close()
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """The result of one operation of `engine_child.Engine`.
-
-        Raises:
-            EngineFailed: the operation raised, or the process died.
-        """
+        """The result of one operation of `engine_child.Engine`, or `EngineFailed`."""
         try:
             return self._exchange((operation, arguments))
         finally:

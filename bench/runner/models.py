@@ -33,9 +33,6 @@ def find_model(
     Args:
         model: its folder; None: random weights of this size (default: 150M), or the project's policy.
         is_policy: the policy, inflated to the size if one is given; then `model` is another one's folder.
-
-    Raises:
-        ConfigError: no such model, an unknown size or dtype, or a policy that cannot be inflated to it.
     """
     if model is not None or is_policy:
         source = _check_model(model or CHECKPOINT)

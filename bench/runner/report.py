@@ -64,7 +64,8 @@ def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:
         "rows": [asdict(row) for row in found.rows],
         **found.extra,
     }
-    return json.dumps(body, indent=2) + "\n"
+    # what is no plain value is told as a user writes it
+    return json.dumps(body, indent=2, default=str) + "\n"
 
 
 def host() -> dict[str, Any]:

@@ -64,11 +64,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The settings of one benchmark, and what it does; `run` does the rest.
-
-    Raises:
-        ConfigError: a value outside its limits.
-    """
+    """The settings of one benchmark, each within its limits, and what it does; `run` does the rest."""
 
     # in reports
     bench: ClassVar[str]
@@ -95,12 +91,7 @@ class Scenario:
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.metadata["is_setting"]}
 
     def check(self) -> None:
-        """Refuse what cannot end well, before minutes are spent on it.
-
-        Raises:
-            ConfigError: a file that could not be written, or a picture of a kind that nothing draws.
-            UnsupportedError: nothing draws at all.
-        """
+        """Refuse what cannot end well, before minutes are spent on it."""
         cli_flags.check_writable(self.json, "--json")
         if (picture := getattr(self, "plot", None)) is not None:
             cli_flags.check_writable(picture, "--plot")
@@ -158,9 +149,6 @@ class EngineScenario(Scenario):
             width: most tokens of one request in one step. No prompt is ever computed in two pieces: with seeds, stock
                 vLLM on CPU stops with an error there.
             more: of this kind of engines.
-
-        Raises:
-            ConfigError: the model does not take so many tokens.
         """
         check_length(model, length)
         arguments = {
@@ -189,12 +177,7 @@ class ModelScenario(EngineScenario):
 
 
 def run(scenario: Scenario) -> None:
-    """Check, measure, print, draw, write; ends with status 1 if one output was not stock's, or a check failed.
-
-    Raises:
-        SpecRolloutError: a flag that makes no sense, or an engine that failed.
-        typer.Exit: outputs differ, or a check failed.
-    """
+    """Check, measure, write, print, draw; ends with status 1 if one output was not stock's, or a check failed."""
     scenario = scenario.resolved()
     scenario.check()
     with Display() as display, tempfile.TemporaryDirectory(prefix="specrollout-") as scratch:
@@ -213,11 +196,7 @@ def run(scenario: Scenario) -> None:
 
 
 def command(scenario: type[Scenario], run: Callable[[Any], None] = run) -> Callable[..., None]:
-    """A function that typer takes for a command: it makes the scenario from its flags and has it run.
-
-    Raises (when called):
-        ConfigError: a flag that makes no sense.
-    """
+    """A function that typer takes for a command: it makes the scenario from its flags and has it run."""
     # its own first, then what all scenarios have
     own = list(scenario.__annotations__)
     fields = sorted(dataclasses.fields(scenario), key=lambda one: own.index(one.name) if one.name in own else len(own))

@@ -101,9 +101,6 @@ class Device(EngineScenario):
     is_dry: bool = flag(False, "On a CPU, each engine in one process; no figure means anything.", "--dry")
     is_interpreted: bool = flag(False, "Dry, on the V2 runner with its kernels interpreted.", "--interpreted")
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "cells": [str(cell) for cell in self.cells]}
-
     @property
     def most_nodes(self) -> int:
         return self.nodes or max(DRAFTS[tau] for tau in self.taus)

@@ -106,10 +106,6 @@ class Grpo(EngineScenario):
 
     @property
     def grpo(self) -> GrpoConfig:
-        """
-        Raises:
-            ConfigError: a value outside its limits.
-        """
         clips = {"clip_low": self.clip, "clip_high": self.clip, "kl_weight": self.kl}
         passes = {"inner_epochs": self.inner_epochs, "minibatches": self.minibatches}
         return GrpoConfig(learning_rate=self.learning_rate, seed=self.seed, **clips, **passes)  # type: ignore[arg-type]
@@ -128,11 +124,7 @@ class Grpo(EngineScenario):
         return {**super().settings(), "grpo": asdict(self.grpo), "engines": arms}
 
     def arms(self) -> list[Arm]:
-        """Stock first, then the others asked for; with `ablate`, the variants of ours after it.
-
-        Raises:
-            ConfigError: `stock` is left out, or our configuration is wrong.
-        """
+        """Stock first, then the others asked for; with `ablate`, the variants of ours after it."""
         if STOCK not in self.engines:
             cause = f"`--engines` is {','.join(self.engines)}, without stock"
             raise ConfigError(cause, "add `stock`: training goes on from its rollouts")

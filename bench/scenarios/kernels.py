@@ -54,9 +54,6 @@ class Kernels(Scenario):
     nodes: tuple[int, ...] = flag((0, 7, 15), "Nodes of a tree to time.", within=(0, 63))
     device: str = flag("cuda", "`cpu` interprets the kernels: no time means anything there.", choices=("cuda", "cpu"))
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "cells": [str(cell) for cell in self.cells]}
-
     def measure(self, session: Session) -> Found:
         if self.device == "cpu":
             # before Triton is imported
