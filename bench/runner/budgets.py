@@ -91,25 +91,15 @@ class BudgetEngines(Engines):
     """Both engines, each in one process; a context manager.
 
     Args:
-        spec_rollout: our engine's configuration.
-        scratch: folder for what the oracle drafts.
+        oracle: file of what the oracle drafts.
     """
 
-    def __init__(
-        self, arguments: dict[str, Any], report: Report, *, spec_rollout: dict[str, Any], scratch: Path, **common: Any
-    ) -> None:
+    def __init__(self, arguments: dict[str, Any], report: Report, *, oracle: Path, **common: Any) -> None:
         super().__init__(arguments, report, environment=IN_ONE_PROCESS, **common)
-        self._oracle = write_answers(scratch / "oracle.json", {})
-        self._spec_rollout = spec_rollout
-        if "oracle" in spec_rollout["drafters"]:
-            self._spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
+        self._oracle = oracle
         self._recorded: dict[str, Run] = {}
         # what was asked about ties, and its answers
         self._known: dict[Any, tuple[bool, str]] = {}
-
-    def begin(self) -> None:
-        self.start(STOCK)
-        self.start(OURS, self._spec_rollout)
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
@@ -125,7 +115,7 @@ class BudgetEngines(Engines):
 
     def recorded(self, waves: Waves) -> Run:
         """Stock's answers, given twice when they are asked for first."""
-        key = json.dumps([waves.prompts, waves.lengths])
+        key = json.dumps([waves.prompts, waves.lengths, waves.arrives_after, waves.reload_after])
         if key not in self._recorded:
             self.run_waves(None, waves)
             self._recorded[key] = self.run_waves(None, waves)
@@ -163,8 +153,12 @@ def measure_loads(
     model, display = scenario.model, session.display
     folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=is_policy)
     report, rows = display.steps(len(loads) + 2), []
-    more = {"kind": BudgetEngines, "spec_rollout": spec_rollout, "scratch": session.scratch}
-    with scenario.make_engines(folder, report, **shape, **more) as engines:
+    oracle = write_answers(session.scratch / "oracle.json", {})
+    if "oracle" in spec_rollout["drafters"]:
+        spec_rollout = {**spec_rollout, "oracle": {"path": str(oracle)}}
+    with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
+        engines.start(STOCK)
+        engines.start(OURS, spec_rollout)
         for load in loads:
             own = compare(engines, load)
             for line in lines(own):

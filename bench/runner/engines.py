@@ -190,6 +190,14 @@ def sampling(
     return values
 
 
+def asking(owners: Sequence[Problem], seed: int, max_tokens: int, *, is_ours: bool) -> list[dict[str, Any]]:
+    """`SamplingParams` of an answer to each of these problems; only our engine is told which one it is."""
+    return [
+        sampling(seed + i, max_tokens, {"problem_id": problem.problem_id} if is_ours else None)
+        for i, problem in enumerate(owners)
+    ]
+
+
 def write_answers(path: Path, answers: dict[str, Sequence[int]]) -> Path:
     """What the oracle drafts: problem id -> tokens."""
     path.write_text(json.dumps({name: list(ids) for name, ids in answers.items()}), encoding="utf-8")

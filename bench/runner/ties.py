@@ -53,14 +53,10 @@ def tolerance(dtype: str, logits: Iterable[float], temperature: float = 0.0) -> 
     return max(LEAST[dtype], sum(2.0 * _EPSILON[dtype] * place for place in places) / (temperature or 1.0))
 
 
-def allowed(one: Candidates, temperature: float, dtype: str) -> float:
-    """Most by which these two may be apart, as noise is added to them."""
-    return tolerance(dtype, [logit * (temperature or 1.0) for logit in (one.stock_logit, one.our_logit)], temperature)
-
-
 def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:
     """Whether it is a tie, and how far apart the candidates are of how much allowed, in words; see `gap`."""
-    apart, most = gap(one, seed, temperature), allowed(one, temperature, dtype)
+    logits = [logit * (temperature or 1.0) for logit in (one.stock_logit, one.our_logit)]
+    apart, most = gap(one, seed, temperature), tolerance(dtype, logits, temperature)
     return apart <= most, f"{apart:.1e} apart, {most:.1e} allowed"
 
 

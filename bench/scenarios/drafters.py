@@ -14,7 +14,7 @@ from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
 from ..policy.tasks import Problem
-from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, asking, run_round
 from ..runner.models import find_model, shipped_drafters
 from ..runner.report import Found, Table, paired
 from ..runner.results import MET
@@ -98,11 +98,8 @@ class Drafters(EngineScenario):
         self, chosen: Sequence[Problem], count: int, temperature: float, *, is_ours: bool
     ) -> list[dict[str, Any]]:
         owners = [problem for problem in chosen for _ in range(self.samples)][:count]
-        return [
-            sampling(self.seed + i, self.max_tokens, {"problem_id": problem.problem_id} if is_ours else None)
-            | {"temperature": temperature}
-            for i, problem in enumerate(owners)
-        ]
+        params = asking(owners, self.seed, self.max_tokens, is_ours=is_ours)
+        return [one | {"temperature": temperature} for one in params]
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)

@@ -16,7 +16,7 @@ from vllm_specrollout.observe.timeline import Segment, summarise
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
-from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, run_round, sampling
+from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking, run_round
 from ..runner.models import find_model
 from ..runner.plots import plot_rollout
 from ..runner.report import Columns, Found, Table, paired
@@ -105,12 +105,8 @@ class Rollout(EngineScenario):
     def params(self, chosen: Sequence[Problem], *, is_ours: bool) -> list[dict[str, Any]]:
         """`SamplingParams` of each request: all samples of the first problem, then of the second, ..."""
         # the numbering of bench/policy/evaluate.py, so that both sample the same answers
-        first = self.seed * 1_000_003
         owners = [problem for problem in chosen for _ in range(self.samples)]
-        return [
-            sampling(first + i, self.max_tokens, {"problem_id": problem.problem_id} if is_ours else None)
-            for i, problem in enumerate(owners)
-        ]
+        return asking(owners, self.seed * 1_000_003, self.max_tokens, is_ours=is_ours)
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
@@ -208,7 +204,8 @@ class Rollout(EngineScenario):
         return row if ideal is None else replace(row, ideal=ideal, efficiency=row.speedup / ideal)
 
     def title(self, found: Found) -> str:
-        return f"{found.model}: {self.prompts} problems x {self.samples} answers, {self.dtype}, {self.batch} at once"
+        sizes = f"{self.prompts} problems x {self.samples} answers, {self.dtype}, {self.batch} at once"
+        return f"{found.model}: {sizes}, temperature 1"
 
     def told(self, found: Found) -> Iterator[Table | str]:
         yield from paired(found.rows)
