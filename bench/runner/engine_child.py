@@ -217,7 +217,7 @@ class Engine:
                 begin += time.perf_counter() - paused
         result = {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
         if stats:
-            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+            result["totals"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
         return result
 
     def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:

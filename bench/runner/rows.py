@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, zip_longest
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 StepTimes = Mapping[int, float]
@@ -42,12 +43,6 @@ class WorkerTotals:
     # steps that accepted another branch than the first
     branches_committed: int = 0
 
-    @classmethod
-    def from_worker(cls, stats: Mapping[str, Any]) -> WorkerTotals:
-        """Pick what is known from the worker's answer, which may grow."""
-        rows = {int(rows): (int(steps), float(ms)) for rows, (steps, ms) in stats["by_rows"].items()}
-        return cls(**{name: stats[name] for name in cls.__dataclass_fields__ if name in stats} | {"by_rows": rows})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -66,13 +61,8 @@ class Run:
 
     @classmethod
     def from_child(cls, reply: Mapping[str, Any]) -> Run:
-        stats = reply.get("stats")
-        return cls(
-            token_ids=tuple(map(tuple, reply["token_ids"])),
-            finish_s=tuple(reply["finish_s"]),
-            step_s=tuple(reply["step_s"]),
-            totals=None if stats is None else WorkerTotals.from_worker(stats),
-        )
+        """Of an engine process's answer, which may tell more than is known here."""
+        return msgspec.convert(reply, cls, strict=False)
 
     @property
     def wall_s(self) -> float:
