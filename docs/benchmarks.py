@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.runner.results import SCENARIOS, as_text, taken
-from vllm_specrollout.bench.runner.tables import TABLES, below_stock
+from vllm_specrollout.bench.runner.results import TABLES, as_text, below_stock, taken
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "bench" / "results"
@@ -56,7 +55,6 @@ _TITLES = {
         "A server under load and faults: what it holds, and whether its answers are stock's.",
     ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
-    "host": ("Host time", "What a step costs beside the model."),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
 }
 _LIMITS = """## Limits
@@ -75,7 +73,7 @@ _LIMITS = """## Limits
 def page() -> str:
     """The page's text."""
     parts, limits = [_INTRO], [_LIMITS.rstrip() + "\n"]
-    for name in SCENARIOS:
+    for name in TABLES:
         path = RESULTS / f"{name}.json"
         if not path.exists():
             continue

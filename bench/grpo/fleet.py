@@ -12,7 +12,7 @@ from typing import Any
 
 from ..policy.tasks import Problem
 from ..runner.engines import WARM_UP_TOKENS, Engines, Report, sampling
-from ..runner.runs import Run, first_difference
+from ..runner.rows import Run, first_difference
 from .rows import EngineRun
 
 _FIRST_BYTE = 5
@@ -113,7 +113,7 @@ class Fleet(Engines):
         """Tell our engines that every problem will be asked again."""
         for arm in self.arms:
             if arm.is_ours:
-                self[arm.name].ask("begin_epoch")
+                self[arm.name].ask("trainer", function="begin_epoch")
 
     def push(self, folder: Path) -> None:
         """Load new weights into every engine, and empty its prefix cache."""

@@ -16,7 +16,7 @@ from ..policy.inflate import inflate
 from ..policy.reward import reward
 from ..policy.tokenizer import prompt_text
 from ..runner.engines import PROMPT_LEN, STOCK, Report
-from ..runner.runs import Run
+from ..runner.rows import Run
 from .fleet import Arm, Fleet, Request, engine_run
 from .rows import StepRow
 from .trace import write_rollout
@@ -139,7 +139,7 @@ class Loop:
             rewards = self._rewards(requests, run)
             if arm.is_ours:
                 earned = {one.request_id: value for one, value in zip(requests, rewards, strict=True)}
-                self._reports.append(fleet[arm.name].ask("report_rewards", rewards=earned))
+                self._reports.append(fleet[arm.name].ask("trainer", function="report_rewards", rewards=earned))
             results[arm.name] = (run, idle, rewards)
             self._report("", 1)
         return results

@@ -7,14 +7,12 @@ times and counts are compared, and times per generated token, since its answers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-
 from ..runner.engines import OURS, STOCK
-from ..runner.report import Columns, number, print_table, verdict
+from ..runner.report import Columns, Table, number
 
 SUFFIX = "suffix"
 
@@ -147,13 +145,13 @@ def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[s
     )
 
 
-def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
+def epochs_table(rows: Sequence[EpochRow]) -> Table:
     """One line per epoch: reward, and per engine its time, steps and ratios."""
     columns: dict[str, Any] = {
-        "epoch": lambda row: row.epoch,
+        "epoch": "epoch",
         "identical": lambda row: _identical(row.engines),
         "reward": lambda row: f"{row.reward:.3f}",
-        "solved": lambda row: number(row.solved),
+        "solved": "solved",
     }
     has_suffix = any(engine.engine == SUFFIX for engine in rows[0].engines)
     for i, engine in enumerate(rows[0].engines):
@@ -162,14 +160,14 @@ def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
             columns[f"{engine.engine}\nx stock"] = lambda row, i=i: number(row.engines[i].speedup, "x")
         if has_suffix and engine.identical is not None:
             columns[f"{engine.engine}\nx suffix"] = lambda row, i=i: number(row.engines[i].speedup_on_suffix, "x")
-    print_table(rows, columns, console, left=len(columns))
+    return Table(rows, columns, left=len(columns))
 
 
 def _seconds(engine: EngineEpoch) -> str:
     return f"{'-' if engine.identical is False else f'{engine.wall_s:.1f}'} ({engine.steps})"
 
 
-def print_ablation(rows: Sequence[EpochRow], console: Console) -> None:
+def ablation_table(rows: Sequence[EpochRow]) -> Table:
     """One line per variant of ours: all epochs, and all but the first."""
     summary = {row.epoch: {engine.engine: engine for engine in row.engines} for row in rows}
     whole, later = summary.get("all", summary["1"]), summary.get("2 on", summary["1"])
@@ -181,42 +179,39 @@ def print_ablation(rows: Sequence[EpochRow], console: Console) -> None:
 
     columns: Columns = {
         "variant": lambda name: name,
-        "identical": lambda name: verdict(whole[name].identical),
+        "identical": lambda name: whole[name].identical,
         "x stock, all": lambda name: number(whole[name].speedup, "x"),
         "x stock, from epoch 2": lambda name: number(later[name].speedup, "x"),
         "steps, all": lambda name: whole[name].steps,
         "steps, from epoch 2": lambda name: later[name].steps,
-        "tokens/step": lambda name: number(later[name].tokens_per_step),
+        "tokens/step": lambda name: later[name].tokens_per_step,
         "x ours": to_ours,
     }
-    print_table([name for name, engine in later.items() if engine.identical is not None], columns, console)
+    return Table([name for name, engine in later.items() if engine.identical is not None], columns)
 
 
-def print_notes(steps: Sequence[StepRow], notes: Sequence[str], console: Console) -> None:
+def notes_text(steps: Sequence[StepRow], notes: Sequence[str]) -> Iterator[str]:
     """What the tables do not say."""
     runs = [run for step in steps for run in step.runs]
     for name in dict.fromkeys(run.engine for run in runs if run.identical is None and run.engine != STOCK):
         own = [run for run in runs if run.engine == name]
         differing, tokens = sum(run.num_differing for run in own), sum(run.num_tokens for run in own)
-        console.print(
+        yield (
             f"{name}: vLLM's own speculation, not seed-identical; {differing} answers differ from stock's,"
-            f" {tokens} tokens: its ratios are per generated token",
-            markup=False,
+            f" {tokens} tokens: its ratios are per generated token"
         )
     for step in steps:
         for run in step.runs:
             if run.difference is not None:
-                console.print(f"step {step.step + 1}, {run.engine} DIFFERS: {run.difference}", markup=False)
+                yield f"step {step.step + 1}, {run.engine} DIFFERS: {run.difference}"
     busiest = max(run.idle_cores for run in runs)
-    console.print(
+    yield (
         f"idle engines took at most {busiest:.3f} of a core while another ran; updates took"
-        f" {sum(step.train_s for step in steps):.0f} s, pushing weights {sum(step.push_s for step in steps):.0f} s",
-        markup=False,
+        f" {sum(step.train_s for step in steps):.0f} s, pushing weights {sum(step.push_s for step in steps):.0f} s"
     )
-    for note in notes:
-        console.print(note, markup=False)
+    yield from notes
 
 
-def _identical(engines: Sequence[EngineEpoch]) -> str:
+def _identical(engines: Sequence[EngineEpoch]) -> bool | None:
     promised = [engine.identical for engine in engines if engine.identical is not None]
-    return "-" if not promised else "yes" if all(promised) else "NO"
+    return all(promised) if promised else None

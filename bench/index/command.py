@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.config.drafters import HistoryConfig
 
-from ..runner.report import Found, host, print_table
+from ..runner.report import Found, Table, host
+from ..runner.results import INDEX
 from ..runner.scenario import Scenario, Session, command, flag
-from ..runner.tables import INDEX
 from .data import RECORDED, recorded, synthetic
 from .measure import compare, flatness, many_problems
 from .systems import ARCTIC, load_arctic
@@ -68,11 +67,12 @@ class Index(Scenario):
             rows.append(flatness(config, nodes, self.seed, (10_000, 1_000_000), report))
         return Found(rows=rows)
 
-    def show(self, found: Found, out: Console) -> None:
+    def title(self, found: Found) -> str:
+        return f"history index beside arctic-inference {ARCTIC}, {self.nodes} nodes; {host()['cpu']}"
+
+    def told(self, found: Found) -> Iterable[Table]:
         """One line per comparison."""
-        what = f"history index beside arctic-inference {ARCTIC}, {self.nodes} nodes; {host()['cpu']}"
-        out.print(what, markup=False)
-        print_table([asdict(row) for row in found.rows], INDEX, out, left=2)
+        return [Table(found.rows, INDEX, left=2)]
 
 
 bench_index = command(Index)

@@ -52,7 +52,7 @@ def traces(
                 record = path if noise == rollout.noise[-1] else None
                 # an engine for each pass: what it leaves on disk is what the next one knows
                 with start(rollout, "fixed", Path(history), record) as engine:
-                    engine.ask("begin_epoch")
+                    engine.ask("trainer", function="begin_epoch")
                     count = warm_up(engine, rollout)
                     run(engine, rollout, noise)
         trace = without_first(read_trace(path), count)

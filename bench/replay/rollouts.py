@@ -15,7 +15,7 @@ from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
 from ..runner.engine_process import EngineProcess, EngineSpec
-from ..runner.engines import PROMPT_LEN, sampling
+from ..runner.engines import PROMPT_LEN, asking, sampling
 
 _KV_GIB = 1
 _POOL = 1000
@@ -83,10 +83,7 @@ def run(engine: EngineProcess, rollout: Rollout, noise: int) -> float:
     """One pass over the problems; returns its makespan in seconds."""
     owners = [problem for problem in chosen_problems(rollout) for _ in range(rollout.samples)]
     prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in owners])
-    params = [
-        sampling(noise * 1_000_003 + i, rollout.max_tokens, {"problem_id": problem.problem_id})
-        for i, problem in enumerate(owners)
-    ]
+    params = asking(owners, noise * 1_000_003, rollout.max_tokens, is_ours=True)
     return engine.generate(prompts, params).wall_s
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .engine_process import EngineProcess
 from .engines import IN_ONE_PROCESS, OURS, STOCK, Engines, Report, sampling, write_answers
-from .rows import SPEEDS, Judged, Pair, Row, judge, ratio
-from .runs import Parting, Run
+from .models import find_model
+from .rows import SPEEDS, Judged, Pair, Row, Run, grown, ratio
+from .scenario import ModelScenario, Session
+from .ties import JUDGE, judge
 
 _JUDGE = "judge"
 
@@ -35,25 +39,27 @@ AUTO = Budget(name="auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waves:
-    """Requests that arrive once so many others have finished."""
+    """One load: requests that arrive once so many others have finished."""
 
-    prompts: Sequence[list[int]]
-    # of the first request's noise
-    seed: int
-    # most tokens of each answer
-    lengths: Sequence[int]
-    # see `engine_child.Engine`; default: all at once, never
-    arrives_after: Sequence[int] = ()
+    name: str = ""
+    # of each request: most tokens of its answer, and ascending, after how many others it arrives
+    lengths: tuple[int, ...]
+    arrives_after: tuple[int, ...]
+    # output position of each request after which the drafter is bad; None: never
+    turns_bad_at: int | None = None
+    # the weights are loaded anew once so many have finished; None: never
     reload_after: int | None = None
+    prompts: Sequence[list[int]] = ()
+    # of the first request's noise
+    seed: int = 0
     is_to_the_end: bool = True
 
-    def arrives(self) -> list[int]:
-        return list(self.arrives_after) or [0] * len(self.prompts)
-
-    def params(self, i: int, is_ours: bool) -> dict[str, Any]:
-        """Of one request."""
-        own = {"problem_id": str(i)} if is_ours else None
-        return sampling(self.seed + i, self.lengths[i], own, is_to_the_end=self.is_to_the_end)
+    def params(self, is_ours: bool) -> list[dict[str, Any]]:
+        """Of each request."""
+        return [
+            sampling(self.seed + i, n, {"problem_id": str(i)} if is_ours else None, is_to_the_end=self.is_to_the_end)
+            for i, n in enumerate(self.lengths)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,78 +84,88 @@ class ComparedRow(Row):
 
 
 R = TypeVar("R", bound=ComparedRow)
+L = TypeVar("L")
 
 
 class BudgetEngines(Engines):
     """Both engines, each in one process; a context manager.
 
     Args:
-        spec_rollout: our engine's configuration.
-        scratch: folder for what the oracle drafts.
+        oracle: file of what the oracle drafts.
     """
 
-    def __init__(
-        self, arguments: dict[str, Any], report: Report, *, spec_rollout: dict[str, Any], scratch: Path, **common: Any
-    ) -> None:
+    def __init__(self, arguments: dict[str, Any], report: Report, *, oracle: Path, **common: Any) -> None:
         super().__init__(arguments, report, environment=IN_ONE_PROCESS, **common)
-        self._oracle = write_answers(scratch / "oracle.json", {})
-        if "oracle" in spec_rollout["drafters"]:
-            spec_rollout = {**spec_rollout, "oracle": {"path": str(self._oracle)}}
-        self._spec_rollout = spec_rollout
-        # a parting, what came before it and of whom -> whether it is a tie, and why
+        self._oracle = oracle
+        self._recorded: dict[str, Run] = {}
+        # what was asked about ties, and its answers
         self._known: dict[Any, tuple[bool, str]] = {}
-
-    def begin(self) -> None:
-        self.start(STOCK)
-        self.start(OURS, self._spec_rollout)
 
     def set_budget(self, budget: Budget, *, is_fresh: bool = True) -> None:
         """A fresh budget, which has learned nothing yet; or this one as it was left, which goes on learning."""
         self[OURS].ask("order_queue", longest_first=budget.longest_first)
         limits = dict.fromkeys(("max_draft_tokens", "max_depth"), budget.max_draft_tokens)
-        self[OURS].ask("rpc", method="spec_rollout_set_budget", name=budget.name, is_fresh=is_fresh, **limits)
+        self.tell(OURS, "set_budget", name=budget.name, is_fresh=is_fresh, **limits)
 
     def run_waves(self, arm: Budget | None, waves: Waves) -> Run:
         """By stock (None) or the present budget."""
-        more = {"arrives_after": waves.arrives(), "reload_after": waves.reload_after}
-        params = [waves.params(i, arm is not None) for i in range(len(waves.prompts))]
-        folder = str(self._arguments["model"])
-        name = STOCK if arm is None else OURS
-        return self.run(name, waves.prompts, params, "generate_in_waves", folder=folder, **more)
+        more = {"arrives_after": list(waves.arrives_after), "reload_after": waves.reload_after}
+        folder, is_ours = str(self._arguments["model"]), arm is not None
+        return self.run(OURS if is_ours else STOCK, waves.prompts, waves.params(is_ours), folder=folder, **more)
+
+    def recorded(self, waves: Waves) -> Run:
+        """Stock's answers, given twice when they are asked for first."""
+        key = json.dumps([waves.prompts, waves.lengths, waves.arrives_after, waves.reload_after])
+        if key not in self._recorded:
+            self.run_waves(None, waves)
+            self._recorded[key] = self.run_waves(None, waves)
+        return self._recorded[key]
 
     def judge(self, waves: Waves, pairs: Sequence[Pair]) -> Judged:
-        """Of every request whose tokens differ, whether it is where stock itself met a tie.
+        """The engine that tells is started when it is needed first: those that are timed tell no logits."""
 
-        The engine that tells is started when it is needed first: those that are timed tell no logits.
-        """
+        def stock() -> EngineProcess:
+            if _JUDGE not in self._processes:
+                most = max(self._arguments["max_num_batched_tokens"], self._arguments["max_model_len"])
+                self.start(_JUDGE, max_num_batched_tokens=most, **JUDGE)
+            return self[_JUDGE]
 
-        def ask(one: Parting, answer: tuple[int, ...]) -> tuple[bool, str]:
-            key = (one, answer[: one.position], tuple(waves.prompts[one.request]), waves.seed)
-            if key not in self._known:
-                self._known[key] = self._ask(waves, one, answer)
-            return self._known[key]
-
-        return judge(pairs, ask)
-
-    def _ask(self, waves: Waves, parting: Parting, answer: Sequence[int]) -> tuple[bool, str]:
-        # imports torch and vLLM, which nothing else here needs while engines are timed
-        from .ties import JUDGE, asked
-
-        if _JUDGE not in self._processes:
-            most = max(self._arguments["max_num_batched_tokens"], self._arguments["max_model_len"])
-            self.start(_JUDGE, max_num_batched_tokens=most, **JUDGE)
-        request, dtype = parting.request, self._arguments["dtype"]
-        params, prompt = waves.params(request, False), waves.prompts[request]
-        return asked(self[_JUDGE], prompt, params, answer, parting, dtype, is_given=True)
+        return judge(stock, waves.prompts, waves.params(False), pairs, self._arguments["dtype"], self._known)
 
     def set_answers(self, run: Run, accuracy: float, position: int | None = None) -> None:
         """What the oracle drafts: stock's answers, under the requests' numbers; from `position` on, decoys only."""
         path = write_answers(self._oracle, {str(i): ids for i, ids in enumerate(run.token_ids)})
-        self[OURS].ask("rpc", method="spec_rollout_set_oracle", path=str(path), accuracy=[accuracy], position=position)
+        self.tell(OURS, "set_oracle", path=str(path), accuracy=[accuracy], position=position)
 
-    def switches(self) -> dict[str, int]:
-        """How often the present budget went on and off since the last call."""
-        return self[OURS].ask("rpc", method="spec_rollout_switches")
+
+def measure_loads(
+    scenario: ModelScenario,
+    session: Session,
+    loads: Sequence[L],
+    compare: Callable[[BudgetEngines, L], list[R]],
+    lines: Callable[[Sequence[R]], Iterable[str]],
+    *,
+    shape: dict[str, int],
+    spec_rollout: dict[str, Any],
+    is_policy: bool,
+) -> tuple[str, list[R]]:
+    """(the model's title, the rows of all loads); the lines of each are printed when it is over."""
+    model, display = scenario.model, session.display
+    folder, title = find_model(model, scenario.size, scenario.dtype, scenario.cache, display, is_policy=is_policy)
+    report, rows = display.steps(len(loads) + 2), []
+    oracle = write_answers(session.scratch / "oracle.json", {})
+    if "oracle" in spec_rollout["drafters"]:
+        spec_rollout = {**spec_rollout, "oracle": {"path": str(oracle)}}
+    with scenario.make_engines(folder, report, **shape, kind=BudgetEngines, oracle=oracle) as engines:
+        engines.start(STOCK)
+        engines.start(OURS, spec_rollout)
+        for load in loads:
+            own = compare(engines, load)
+            for line in lines(own):
+                display.out.print(line, markup=False, highlight=False)
+            rows += own
+            report("", 1)
+    return title, rows
 
 
 def compared(
@@ -175,11 +191,10 @@ def compared(
     best = min(rivals, key=cost, default=None) if is_comparable else None
     found = []
     for arm, row in rows.items():
-        told = best if arm == AUTO else None
-        against = None if told is None else ratio(pairs[told], pairs[AUTO])
-        values = {name: getattr(row, name) for name in Row.__dataclass_fields__}
-        values |= {} if is_comparable else dict.fromkeys(SPEEDS)
-        values |= {"difference": judged[arm].differences[0]} if judged[arm].differences else {}
-        proof = {"ties": judged[arm].ties, "is_proven": not judged[arm].differences}
-        found.append(cls(**values, **proof, is_comparable=is_comparable, auto_to_best=against, **fields(arm, told)))
+        against, own = best if arm == AUTO else None, judged[arm]
+        more = {} if is_comparable else dict.fromkeys(SPEEDS)
+        more |= {"difference": own.differences[0]} if own.differences else {}
+        more |= {"ties": own.ties, "is_proven": not own.differences, "is_comparable": is_comparable}
+        more["auto_to_best"] = None if against is None else ratio(pairs[against], pairs[AUTO])
+        found.append(grown(cls, row, **more, **fields(arm, against)))
     return found

@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,26 +42,31 @@ class Engine:
         tokenizer = self.llm.get_tokenizer()
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        params: list[dict[str, Any]],
-        stats: bool = False,
-        is_warm: bool = False,
-        ids: list[str] | None = None,
-    ) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Run all requests to their ends, from a cold prefix cache; or from what `prime` left in it.
 
+        Requests that arrive on the way need VLLM_ENABLE_V1_MULTIPROCESSING=0: only then does the engine stand still
+        between two steps, so that an arrival meets the same step in every run.
+
         Args:
-            ids: the requests' names; default: their numbers.
+            more: `is_warm`: leave the prefix cache as it is.
+                `ids`: the requests' names; default: their numbers.
+                `arrives_after`: per request, ascending: how many must have finished before it arrives.
+                `reload_after`: once so many have finished, the weights are loaded anew from `folder`, while the clock
+                stands still.
+                `stats`: also answer the worker's totals of this run.
 
         Returns:
             token_ids and finish_s per request, step_s (end of each engine step), wall_s; all times in seconds since the
-            first request could be scheduled. With `stats`, the worker's totals of this run.
+            first request could be scheduled.
         """
-        if not is_warm:
+        if not more.pop("is_warm", False):
             self._forget_prefixes()
-        return self._run(prompts, params, stats=stats, ids=ids)
+        result = self._run(prompts, params, **more)
+        if more.get("arrives_after") is not None:
+            # an empty step, which tells the worker of the last endings before anybody changes its policy
+            self.core.step()
+        return result
 
     def prime(self, prompts: list[list[int]]) -> None:
         """Compute these prompts into an empty prefix cache."""
@@ -138,48 +142,22 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self._forget_prefixes()
 
-    def report_rewards(self, rewards: dict[str, float]) -> dict[str, int] | None:
-        """Tell our engine what requests (by name) earned; how many of them it knew, or None if it takes no rewards."""
-        return self._tell("report_rewards", rewards)
-
-    def begin_epoch(self) -> int | None:
-        """Tell our engine that every problem will be asked again; None if it keeps no epochs."""
-        return self._tell("begin_epoch")
-
-    def _tell(self, name: str, *arguments: Any) -> Any:
+    def trainer(self, function: str, **arguments: Any) -> Any:
+        """What our package's function answers of this engine, as a trainer calls it; None where it does not apply."""
         import vllm_specrollout
         from vllm_specrollout.errors import UnsupportedError
 
         with contextlib.suppress(UnsupportedError):
-            return getattr(vllm_specrollout, name)(self.llm, *arguments)
+            return getattr(vllm_specrollout, function)(self.llm, **arguments)
         return None
 
     def rpc(self, method: str, **arguments: Any) -> Any:
         """What the (first) worker answers to a method of its."""
         return self.llm.collective_rpc(method, kwargs=arguments)[0]
 
-    def call(self, function: str, arguments: Sequence[Any] = ()) -> Any:
-        """What the (first) worker answers to a function of `worker_calls`. Needs what `randomise` needs."""
-        return self.llm.collective_rpc(getattr(self._calls, function), args=tuple(arguments))[0]
-
-    def generate_in_waves(
-        self, prompts: list[list[int]], params: list[dict[str, Any]], arrives_after: list[int], **more: Any
-    ) -> dict[str, Any]:
-        """As `generate`, with requests that arrive once so many others have finished.
-
-        Needs VLLM_ENABLE_V1_MULTIPROCESSING=0: only then does the engine stand still between two steps, so that an
-        arrival meets the same step in every run.
-
-        Args:
-            arrives_after: per request, ascending: how many must have finished.
-            more: `stats`; and `reload_after`: once so many have finished, the weights are loaded anew from `folder`,
-                while the clock stands still.
-        """
-        self._forget_prefixes()
-        result = self._run(prompts, params, arrives_after=arrives_after, **more)
-        # an empty step, which tells the worker of the last endings before anybody changes its policy
-        self.core.step()
-        return result
+    def facts(self) -> dict[str, Any]:
+        """What the (first) worker is made of. Needs what `randomise` needs."""
+        return self.llm.collective_rpc(self._calls.facts)[0]
 
     def order_queue(self, longest_first: bool) -> None:
         """Switch the order of waiting requests, in our engine; it remembers lengths either way.
@@ -239,7 +217,7 @@ class Engine:
                 begin += time.perf_counter() - paused
         result = {"token_ids": token_ids, "finish_s": finish_s, "step_s": step_s, "wall_s": step_s[-1]}
         if stats:
-            result["stats"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+            result["totals"] = self.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
         return result
 
     def _add(self, name: str, prompt: list[int], values: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm_specrollout.config import envs
 from vllm_specrollout.errors import SpecRolloutError
 
 from . import leash
-from .runs import Run
+from .rows import Run
 
 QUIET_S = 1.2
 """Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""
@@ -71,10 +72,13 @@ class EngineProcess:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         is_ours = spec.spec_rollout is not None
         arguments = {**spec.arguments, **({"spec_rollout": spec.spec_rollout} if is_ours else {})}
-        # -P: the script's own folder must not stand on the import path
-        program, environment = ["-P", str(_CHILD)], child_environment(dict(os.environ), spec)
         output = sys.stderr if spec.is_verbose else self._log
-        self._process, self._pipe, self._leash = leash.start(program, environment, output)
+        self._pipe, child_end = Pipe()
+        with child_end:
+            descriptor = child_end.fileno()
+            # -P: the script's own folder must not stand on the import path
+            program, environment = ["-P", str(_CHILD), str(descriptor)], child_environment(dict(os.environ), spec)
+            self._process, self._leash = leash.spawn(program, environment, output, [descriptor])
         try:
             self._exchange({"is_ours": is_ours, "arguments": arguments})
         except BaseException:
@@ -88,11 +92,7 @@ class EngineProcess:
         self.close()
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """The result of one operation of `engine_child.Engine`.
-
-        Raises:
-            EngineFailed: the operation raised, or the process died.
-        """
+        """The result of one operation of `engine_child.Engine`, or `EngineFailed`."""
         try:
             return self._exchange((operation, arguments))
         finally:
@@ -173,9 +173,7 @@ class EngineProcess:
         if hint:
             return EngineFailed(f"the {self.spec.name} engine failed: {cause}", hint)
         lines = trace.splitlines()
-        if not self.spec.is_verbose:
-            self._log.seek(0)
-            lines += self._log.read().splitlines()
+        lines += self.log().splitlines()
         tail = "\n".join(f"    {line}" for line in lines[-_LOG_LINES:])
         return EngineFailed(f"the {self.spec.name} engine failed: {cause}\n{tail}", "run again with `--verbose`")
 

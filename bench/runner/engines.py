@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -14,8 +14,7 @@ from ..policy.reward import problems
 from ..policy.tasks import Problem
 from ..policy.tokenizer import prompt_text
 from .engine_process import EngineProcess, EngineSpec
-from .rows import Pair
-from .runs import Run, first_difference
+from .rows import Pair, Run, first_difference
 
 STOCK, OURS = "stock", "ours"
 PROMPT_LEN = 256
@@ -80,7 +79,6 @@ class Engines:
             has_plugin: whether our plugin is loaded; default: if there is a configuration.
             more: further arguments of `vllm.LLM`.
         """
-        self.report(f"starting the {name} engine", 0)
         spec = EngineSpec(
             name=_TITLES.get(name, name),
             arguments={**self._arguments, **more},
@@ -89,18 +87,22 @@ class Engines:
             environment={**self._environment, **(environment or {})},
             **self._common,
         )
-        self._processes[name] = self._stack.enter_context(EngineProcess(spec))
-        self.report("", 1)
+        with self.doing(f"starting the {name} engine"):
+            self._processes[name] = self._stack.enter_context(EngineProcess(spec))
         return self._processes[name]
 
     def stop(self, name: str) -> None:
         """End one: its memory is free for those that start later."""
         self._processes.pop(name).close()
 
-    def ask(self, name: str, operation: str, **arguments: Any) -> Any:
+    def ask(self, name: str, operation: str, /, **arguments: Any) -> Any:
         """As `EngineProcess.ask`, once every other engine has left the processor alone."""
         self.wait_for(name)
         return self[name].ask(operation, **arguments)
+
+    def tell(self, name: str, method: str, /, **arguments: Any) -> Any:
+        """What our engine's worker answers to a method `spec_rollout_...` of its."""
+        return self.ask(name, "rpc", method=f"spec_rollout_{method}", **arguments)
 
     def wait_for(self, name: str) -> None:
         """Wait until this engine has the processor for itself."""
@@ -108,16 +110,22 @@ class Engines:
             others = [engine for other, engine in self._processes.items() if other != name]
             time.sleep(max((engine.quiet_in() for engine in others), default=0.0))
 
-    def run(
-        self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], how: str = "generate", **more: Any
-    ) -> Run:
+    @contextmanager
+    def doing(self, title: str) -> Iterator[None]:
+        """One unit of progress."""
+        self.report(title, 0)
+        yield
+        self.report("", 1)
+
+    def run(self, name: str, prompts: Sequence[list[int]], params: list[dict[str, Any]], **more: Any) -> Run:
         """These requests to their ends, by one engine; stock's answers are compared with its first ones.
 
         Args:
-            how: an operation of `engine_child.Engine` that runs requests; `more` are its arguments.
+            more: arguments of `engine_child.Engine.generate`.
         """
         has_stats = self[name].spec.spec_rollout is not None
-        run = Run.from_child(self.ask(name, how, prompts=list(prompts), params=params, stats=has_stats, **more))
+        reply = self.ask(name, "generate", prompts=list(prompts), params=params, stats=has_stats, **more)
+        run = Run.from_child(reply)
         if name == STOCK:
             first = self._first.setdefault(json.dumps([prompts, params]), run)
             run = replace(run, itself=first_difference(first, run))
@@ -180,6 +188,14 @@ def sampling(
     if options is not None:
         values["extra_args"] = {"spec_rollout": options}
     return values
+
+
+def asking(owners: Sequence[Problem], seed: int, max_tokens: int, *, is_ours: bool) -> list[dict[str, Any]]:
+    """`SamplingParams` of an answer to each of these problems; only our engine is told which one it is."""
+    return [
+        sampling(seed + i, max_tokens, {"problem_id": problem.problem_id} if is_ours else None)
+        for i, problem in enumerate(owners)
+    ]
 
 
 def write_answers(path: Path, answers: dict[str, Sequence[int]]) -> Path:

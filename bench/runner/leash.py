@@ -12,8 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 # in a session of its own, or what ends this process's group would end the guard with it
@@ -83,14 +81,3 @@ def spawn(
         # a signal, just now: nobody would end it
         process.kill()
         raise
-
-
-def start(
-    program: Sequence[str], environment: Mapping[str, str], output: Any
-) -> tuple[subprocess.Popen[bytes], Connection, Leash]:
-    """As `spawn`, with a pipe to it; the descriptor of its other end is added to Python's arguments."""
-    pipe, child_end = Pipe()
-    with child_end:
-        descriptor = child_end.fileno()
-        process, leash = spawn([*program, str(descriptor)], environment, output, [descriptor])
-    return process, pipe, leash

@@ -33,9 +33,6 @@ def find_model(
     Args:
         model: its folder; None: random weights of this size (default: 150M), or the project's policy.
         is_policy: the policy, inflated to the size if one is given; then `model` is another one's folder.
-
-    Raises:
-        ConfigError: no such model, an unknown size or dtype, or a policy that cannot be inflated to it.
     """
     if model is not None or is_policy:
         source = _check_model(model or CHECKPOINT)
@@ -78,11 +75,7 @@ def shipped_drafters(target: Path, size: str | None, cache: Path) -> dict[str, d
 
 
 def quarter_drafter(size: str, cache: Path) -> Path:
-    """The project's draft model with the cost of a quarter of a size: half as wide, as many blocks.
-
-    Raises:
-        ConfigError: an unknown size, or one whose quarter is smaller than the draft model.
-    """
+    """The project's draft model with the cost of a quarter of a size: half as wide, as many blocks."""
     whole = random_model.shape_of_size(size)
     shape = replace(
         whole,
@@ -138,11 +131,7 @@ def _check_model(model: Path) -> Path:
 
 
 def check_length(model: Path, wanted: int) -> None:
-    """Refuse more tokens of prompt and answer than the model takes by its config.json.
-
-    Raises:
-        ConfigError: it takes fewer.
-    """
+    """Refuse more tokens of prompt and answer than the model takes by its config.json."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     longest = int((config.get("text_config") or config).get("max_position_embeddings", 4096))
     if wanted > longest:

@@ -11,8 +11,7 @@ from typing import Any
 from vllm_specrollout.errors import UnsupportedError
 
 from .engines import OURS, STOCK
-from .rows import Pair
-from .runs import Run
+from .rows import Pair, Run
 
 _GREY, _BLUE = "#8a8f98", "#1f77b4"
 _KNOWN = {STOCK: _GREY, OURS: _BLUE, "ngram": "#ff7f0e", "suffix": "#2ca02c"}
@@ -20,11 +19,7 @@ _COLOURS = ("#d62728", "#9467bd", "#8c564b", "#e377c2")
 
 
 def check_matplotlib() -> None:
-    """Refuse to plot without matplotlib, before anything runs.
-
-    Raises:
-        UnsupportedError: it is not installed.
-    """
+    """Refuse to plot without matplotlib, before anything runs."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:

@@ -9,15 +9,15 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import rich.table
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from .rows import Row
 
@@ -40,17 +40,15 @@ class Found:
 
     @property
     def is_identical(self) -> bool:
-        return all(getattr(row, "identical", None) is not False for row in self.rows)
+        return all(value(row, "identical") is not False for row in self.rows)
 
     @property
     def is_passed(self) -> bool:
         """Whether all outputs are stock's but for proven ties, and all checks (rows with a field `passed`) held."""
-        are_stocks = all(getattr(row, "identical", None) is not False or _is_proven(row) for row in self.rows)
-        return are_stocks and all(getattr(row, "passed", None) is not False for row in self.rows)
-
-
-def _is_proven(row: Any) -> bool:
-    return getattr(row, "is_proven", False)
+        return not any(
+            value(row, "passed") is False or (value(row, "identical") is False and not value(row, "is_proven"))
+            for row in self.rows
+        )
 
 
 def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:
@@ -66,7 +64,8 @@ def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:
         "rows": [asdict(row) for row in found.rows],
         **found.extra,
     }
-    return json.dumps(body, indent=2) + "\n"
+    # what is no plain value is told as a user writes it
+    return json.dumps(body, indent=2, default=str) + "\n"
 
 
 def host() -> dict[str, Any]:
@@ -90,59 +89,96 @@ def versions(*more: str) -> dict[str, Any]:
     return found
 
 
-Columns = Mapping[str, Callable[[Any], Any]]
-"""Title -> what a row has there."""
-_ROWS: Columns = {
-    "run": lambda row: row.name,
-    "identical": lambda row: verdict(row.identical),
-    "batch": lambda row: row.batch,
-    "draft": lambda row: row.draft or "-",
-    "speed-up": lambda row: number(row.speedup, "x"),
-    "ideal": lambda row: number(row.ideal, "x"),
-    "efficiency": lambda row: number(row.efficiency),
-    "decode only": lambda row: number(row.decode_speedup, "x"),
-    "tokens/step": lambda row: number(row.tokens_per_step),
-    "verified/ accepted": lambda row: number(row.verified_per_accepted),
-    "overhead ms/step": lambda row: number(row.overhead_ms_per_step),
+Columns = Mapping[str, str | Callable[[Any], Any]]
+"""Title -> what a row (a dataclass or a mapping) has there: a function of it, or its field's name and unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a scenario prints besides lines of text."""
+
+    rows: Sequence[Any]
+    columns: Columns
+    # columns that no terminal may drop
+    left: int = 1
+
+
+def same(*names: str) -> dict[str, str]:
+    """Columns whose titles are their fields' names."""
+    return {name: name for name in names}
+
+
+def value(row: Any, name: str) -> Any:
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+
+
+def number(value: Any, unit: str = "", no: str = "NO") -> str:
+    """A figure, a word or a verdict; `-` where there is nothing to tell."""
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: no, None: "-"}[value]
+    return f"{value:.2f}{unit}" if isinstance(value, float) else f"{value}{unit}"
+
+
+def cells(rows: Sequence[Any], columns: Columns, no: str = "NO") -> list[list[str]]:
+    """A line of texts per row."""
+
+    def cell(row: Any, column: str | Callable[[Any], Any]) -> str:
+        if isinstance(column, str):
+            name, _, unit = column.partition(" ")
+            return number(value(row, name), unit, no)
+        return number(column(row), no=no)
+
+    return [[cell(row, column) for column in columns.values()] for row in rows]
+
+
+ROWS: Columns = {
+    "run": "name",
+    "identical": "identical",
+    "batch": "batch",
+    "draft": lambda row: row.draft or None,
+    "speed-up": "speedup x",
+    "ideal": "ideal x",
+    "efficiency": "efficiency",
+    "decode only": "decode_speedup x",
+    "tokens/step": "tokens_per_step",
+    "verified/ accepted": "verified_per_accepted",
+    "overhead ms/step": "overhead_ms_per_step",
     "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
     "makespan s": lambda row: f"{number(row.stock_makespan_s)} -> {number(row.makespan_s)}",
 }
+"""Of what is paired with stock."""
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
+def paired(rows: Sequence[Row]) -> Iterator[Table | str]:
     """One line per row, and where outputs differ, where."""
-    print_table(rows, _ROWS, console, left=2)
+    yield Table(rows, ROWS, left=2)
     for row in rows:
         if not row.identical:
             draft = f", draft {row.draft}" if row.draft else ""
-            console.print(f"{row.name}, batch {row.batch}{draft}: {row.difference}", markup=False)
+            yield f"{row.name}, batch {row.batch}{draft}: {row.difference}"
+
+
+def print_all(shown: Iterable[Table | str], console: Console) -> None:
+    """Tables and lines, one after the other."""
+    for one in shown:
+        if isinstance(one, Table):
+            print_table(one.rows, one.columns, console, one.left)
+        else:
+            console.print(one, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_table(rows: Sequence[Any], columns: Columns, console: Console, left: int = 1) -> None:
-    """One line per row; `-` where there is nothing to tell.
-
-    Args:
-        left: columns that no terminal may drop.
-    """
-    table = Table(pad_edge=False)
+    table = rich.table.Table(pad_edge=False)
     for i, title in enumerate(columns):
         table.add_column(title, justify="left" if i < left else "right", no_wrap=i < left)
-    for row in rows:
-        table.add_row(*(escape(str(show(row))) for show in columns.values()))
+    for line in cells(rows, columns):
+        table.add_row(*map(escape, line))
     console.print(table)
 
 
-def number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}" if isinstance(value, float) else f"{value}{unit}"
-
-
-def verdict(value: bool | None) -> str:
-    return {True: "yes", False: "NO", None: "-"}[value]
-
-
-def span(ends: Sequence[float] | None) -> str:
+def span(ends: Sequence[float] | None) -> str | None:
     """Lower and upper quartile."""
-    return "-" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
+    return None if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 def _cpu_model() -> str:

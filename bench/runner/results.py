@@ -1,30 +1,16 @@
-"""From reports to what is kept of them in bench/results: medians and quartiles, with command, commit and host. Pure."""
+"""Results that are kept of reports in bench/results, and their tables, some of which a terminal shows too. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .report import Columns, cells, number, same, span
 from .rows import quartiles
 
 SCHEMA = 1
-SCENARIOS = (
-    "decode",
-    "rollout",
-    "grpo",
-    "sweep",
-    "load",
-    "drafters",
-    "decoupled",
-    "ladder",
-    "soak",
-    "index",
-    "host",
-    "kernels",
-)
-"""Files of bench/results, without their ending."""
 _ROW = (
     *("pattern", "accuracy", "batch", "name", "draft", "num_requests", "output_tokens", "identical", "difference"),
     *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
@@ -105,7 +91,7 @@ def _first_hour(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"step": run["step"], **_known(row, told), **_known(row, ("passed", "name"))}
 
 
-def _drafters(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _met(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """How often each drafter is met, then the arms."""
     yield from (_known(met, met) for met in report["met"])
     yield from _paired(report)
@@ -117,9 +103,10 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 _ROWS = {
-    **{"grpo": _epochs, "drafters": _drafters, "gpu first hour": _first_hour},
+    **{"grpo": _epochs, "drafters": _met, "gpu first hour": _first_hour},
     **dict.fromkeys(("index", "decoupled", "ladder", "soak"), _plain),
 }
+"""Scenario -> its reports' rows as they are kept; of all others, `_paired`."""
 
 
 def _rounded(value: Any) -> Any:
@@ -131,3 +118,233 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(one) for one in value]
     return value
+
+
+Row = Mapping[str, Any]
+
+
+def table(rows: Sequence[Any], columns: Columns) -> str:
+    lines = [list(columns), ["---"] * len(columns), *cells(rows, columns, no="no")]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def speedup(row: Row) -> str | None:
+    """Median, quartiles in brackets; nothing of outputs that differ."""
+    if row.get("speedup") is None:
+        return None if row.get("identical") is not False else "outputs differ"
+    if row.get("rounds", 1) == 1:
+        return f"{row['speedup']:.2f}x"
+    low, high = row["speedup_quartiles"]
+    return f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+
+
+_SHARED: Columns = {"speed-up": speedup, "makespan, s": "makespan_s"}
+_ROLLOUT: Columns = {
+    **same("name", "batch", "draft"),
+    **_SHARED,
+    "ideal": "ideal x",
+    "steps": lambda row: f"{row['stock_steps']} -> {row['steps']}",
+}
+_GRPO: Columns = {
+    **same("epoch", "engine"),
+    "seconds": lambda row: None if row.get("identical") is False else f"{row['wall_s']:.1f}",
+    "steps": "steps",
+    "speed-up": "speedup x",
+    # of stock's answers, which are ours too; vLLM's own methods answer otherwise
+    "reward": lambda row: row["reward"] if row["engine"] == "stock" else None,
+}
+_LOAD: Columns = {
+    "pattern": "pattern",
+    "budget": "name",
+    **_SHARED,
+    "switches": "switches",
+    "auto / best": lambda row: None if row.get("best") is None else f"{row['auto_to_best']:.2f} ({row['best']})",
+}
+INDEX: Columns = {**same("data", "name", "unit", "ours", "theirs", "ratio", "limit"), "met": "is_met"}
+MET: Columns = {
+    **same("drafter", "temperature", "positions"),
+    "1 - d": "overlap",
+    **same("greedy", "shared", "learned"),
+    "greedy, two": "greedy_two",
+    "shared, two": "shared_two",
+    "learned, two": "learned_two",
+    "two / (1 - d)": lambda row: number(row["learned_two"] / row["overlap"] if row["overlap"] else None, "x"),
+    "sharpness": lambda row: f"{row['sharpness']:g}",
+    "ms per draft": "draft_ms",
+}
+
+
+def _drafters(run: Mapping[str, Any]) -> str:
+    """How often each one is met; and, where they were timed, the arms."""
+    met = [row for row in run["rows"] if "overlap" in row]
+    timed = [row for row in run["rows"] if "overlap" not in row]
+    return "\n\n".join(table(rows, columns) for rows, columns in ((met, MET), (timed, _ROLLOUT)) if rows)
+
+
+def _micros(way: str) -> Callable[[Row], str | None]:
+    """Median and quartiles of one way of computing the same."""
+
+    def show(row: Row) -> str | None:
+        time = row.get("times", {}).get(way)
+        return None if time is None else f"{time['median_us']:.1f} ({time['low_us']:.1f} to {time['high_us']:.1f})"
+
+    return show
+
+
+_GPU: Columns = {
+    **same("step", "name"),
+    "right": "passed",
+    "ours, us": _micros("ours"),
+    "FA3, us": _micros("fa3 graph"),
+    "roof, us": "roof_us",
+    "step, ms": "step_ms",
+    "stock's, ms": "stock_ms",
+    "idle, ms": "idle_ms",
+}
+
+
+def _grpo(run: Mapping[str, Any]) -> str:
+    """With many engines, the first epoch and the sums: all the others are in the file."""
+    is_long = len({row["engine"] for row in run["rows"]}) > 3
+    return table([row for row in run["rows"] if not is_long or row["epoch"] in ("1", "2 on", "all")], _GRPO)
+
+
+def _sweep(run: Mapping[str, Any]) -> str:
+    """A line per cell: `auto`, then every fixed draft length."""
+    drafts = run["settings"]["drafts"]
+    found: dict[tuple[Any, Any], dict[Any, Row]] = {}
+    for row in run["rows"]:
+        found.setdefault((row.get("accuracy"), row["batch"]), {})[row["draft"]] = row
+    columns: Columns = {
+        **same("accuracy", "batch"),
+        "auto": lambda cell: speedup(cell["of"][0]),
+        **{
+            f"{draft} tokens": lambda cell, draft=draft: number(cell["of"].get(draft, {}).get("speedup"), "x")
+            for draft in drafts
+        },
+        "auto / best fixed": lambda cell: cell["of"][0].get("auto_to_best"),
+    }
+    return table([{"accuracy": a, "batch": batch, "of": of} for (a, batch), of in found.items()], columns)
+
+
+def below_stock(run: Mapping[str, Any]) -> str:
+    """How many of `auto`'s cells are slower than stock, and which; empty if none is."""
+    told = [row for row in run["rows"] if row["name"] == "auto" and row.get("speedup") is not None]
+    slow = sorted((row for row in told if row["speedup"] < 0.97), key=lambda row: row["speedup"])
+    if not slow:
+        return ""
+    texts = [
+        f"batch {row['batch']}"
+        + (f" at accuracy {row['accuracy']:g}" if row.get("accuracy") is not None else "")
+        + f" ({row['speedup']:.3f}x)"
+        for row in slow
+    ]
+    count = f"in {len(slow)} of {len(told)} cells of the sweep"
+    return f"- **{run['settings']['model']}**: `auto` is below 0.97x stock {count}: {', '.join(texts)}.\n"
+
+
+def _way(name: str) -> Callable[[Row], str]:
+    """Measured, and the estimate with its error."""
+
+    def show(row: Row) -> str:
+        own = row["ways"][name]
+        if own.get("speedup") is None:
+            return "outputs differ"
+        measured = f"{own['speedup']:.2f}x ({span(own['quartiles'])})"
+        if own["estimated"] is None:
+            return measured
+        return f"{measured}; {own['estimated']:.2f}x, {own['estimated'] / own['speedup'] - 1.0:+.0%}"
+
+    return show
+
+
+def _line(name: str) -> Callable[[Row], str]:
+    """What a step or a pass takes."""
+    return lambda row: "{:.2f} + {:.3f} n".format(*row["facts"][name])
+
+
+def decoupled_columns(rows: Sequence[Row]) -> Columns:
+    is_more = any("reconfigured" in row["ways"] for row in rows)
+    return {
+        **same("drafter", "batch", "window"),
+        "stock itself": lambda row: span(row.get("stock_quartiles")),
+        "coupled; estimated": _way("coupled"),
+        "decoupled; estimated": _way("decoupled"),
+        **same("fastest", "planned"),
+        "auto": "chosen",
+        "auto loses": "chosen_lost",
+        **({"reconfigured": _way("reconfigured")} if is_more else {}),
+    }
+
+
+_FACTS: Columns = {
+    **same("drafter", "batch", "window"),
+    "V": _line("verify"),
+    "D": lambda row: row["facts"]["draft"],
+    "V beside": _line("verify_beside"),
+    "D beside": _line("draft_beside"),
+    "among 1, 2, 4": lambda row: ", ".join(number(share) for share in row["facts"]["match"]["among"][:3]),
+}
+_FACTS_TEXT = (
+    "Estimates are made of this, learned from earlier answers. V and D are what a step of the target and a pass of"
+    " the drafter take, in plain steps: without drafts, and more for each node. Beside: on fewer cores, while the"
+    " other works. Among: how often the target's token is among so many choices of the drafter."
+)
+
+
+def _decoupled(run: Mapping[str, Any]) -> str:
+    """The settings; and what estimates are made of, where it was kept."""
+    known = [row for row in run["rows"] if row.get("facts")]
+    shown = table(run["rows"], decoupled_columns(run["rows"]))
+    return f"{shown}\n\n{_FACTS_TEXT}\n\n{table(known, _FACTS)}" if known else shown
+
+
+LADDER: Columns = {
+    "ladder": "ladder",
+    "makespan, s": "makespan_s",
+    "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
+    "ran twice": "copied",
+    "won by helpers": "won",
+}
+
+
+def _judged(name: str) -> Callable[[Row], str | None]:
+    """Of memory, the growth as a share; of all else a number."""
+
+    def show(row: Row) -> str | None:
+        value = row.get(name)
+        if value is None:
+            return None
+        return f"{value:.2%}" if row["name"].startswith("memory") else f"{value:.10g}"
+
+    return show
+
+
+SOAK: Columns = {
+    "what": "name",
+    **same("first", "last"),
+    "value": _judged("value"),
+    "limit": _judged("limit"),
+    "unit": "unit",
+    "holds": "passed",
+}
+
+
+def _of(columns: Columns) -> Callable[[Mapping[str, Any]], str]:
+    return lambda run: table(run["rows"], columns)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "decode": _of({**_ROLLOUT, **same("seed", "rounds", "commit")}),
+    "rollout": _of(_ROLLOUT),
+    "grpo": _grpo,
+    "sweep": _sweep,
+    "load": _of(_LOAD),
+    "drafters": _drafters,
+    "decoupled": _decoupled,
+    "ladder": _of(LADDER),
+    "soak": _of(SOAK),
+    "index": _of(INDEX),
+    "kernels": _of(_GPU),
+}
+"""Scenario, which is its file of bench/results too -> the table of one of its runs."""

@@ -1,23 +1,202 @@
-"""The rows of a report: from paired runs to ratios. Pure.
+"""Runs of engines, whether two yield the same, and the rows of a report made of pairs of them. Pure.
 
 A row whose outputs differ keeps its counts and loses every time: there is no speed of a wrong answer.
+
+The ideal speed-up is what the hardware would allow by stock vLLM's own step times; docs/reference/bench.md says how. In
+a rollout the batch shrinks towards the end: there every step is charged what stock needs for a step of as many rows.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, zip_longest
+from typing import Any, TypeVar
 
-from .ideal import StepTimes, ideal_speedup
-from .runs import Parting, Run, first_difference, partings
+import msgspec
+import numpy as np
 
-SPEEDS = (
-    *("speedup", "speedup_quartiles", "ideal", "efficiency", "decode_speedup", "makespan_s", "stock_makespan_s"),
-    *("tokens_per_s", "stock_tokens_per_s", "overhead_ms_per_step", "draft_ms_per_step", "stock_step_ms", "rounds_s"),
-)
-"""Fields of a row that are told only if outputs are identical."""
+StepTimes = Mapping[int, float]
+"""Tokens per request (in a rollout: rows) -> milliseconds of a stock step, at one batch size."""
+_FEWEST_STEPS = 3
+"""Steps with n requests running that make a median worth having."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTotals:
+    """Our worker's totals of one run."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    # running requests, summed over steps
+    request_steps: int
+    forward_ms: float
+    draft_ms: float
+    # rows of the forward pass -> (steps, milliseconds), decode steps only
+    by_rows: Mapping[int, tuple[int, float]]
+    # waiting for sampled tokens
+    wait_ms: float = 0.0
+    # steps that accepted another branch than the first
+    branches_committed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All requests of a benchmark, run to their ends by one engine."""
+
+    # per request
+    token_ids: tuple[tuple[int, ...], ...]
+    # per request, seconds since the start
+    finish_s: tuple[float, ...]
+    # per engine step that yielded tokens: its end, seconds since the start
+    step_s: tuple[float, ...]
+    # our engine only
+    totals: WorkerTotals | None = None
+    # stock's only: where it differs from its own first run of the same requests
+    itself: Parting | None = None
+
+    @classmethod
+    def from_child(cls, reply: Mapping[str, Any]) -> Run:
+        """Of an engine process's answer, which may tell more than is known here."""
+        return msgspec.convert(reply, cls, strict=False)
+
+    @property
+    def wall_s(self) -> float:
+        """The makespan: from the first request's start to the last one's end."""
+        return self.step_s[-1]
+
+    @property
+    def decode_s(self) -> float:
+        """The makespan without its first step, which computes the prompts."""
+        return self.step_s[-1] - self.step_s[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    def step_ms(self) -> list[float]:
+        """Durations of all steps but the first."""
+        return [(end - begin) * 1e3 for begin, end in zip(self.step_s, self.step_s[1:], strict=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first place at which one request's outputs differ; what comes after it has another prefix."""
+
+    request: int
+    # index into the request's output
+    position: int
+    # None: the output had already ended
+    stock: int | None
+    ours: int | None
+    # of the first place where two runs part: requests that differ anywhere
+    num_requests: int = 1
+
+    def as_text(self, other: str = "ours") -> str:
+        more = f" ({self.num_requests} requests differ)" if self.num_requests > 1 else ""
+        return f"request {self.request}, token {self.position}: stock {self.stock}, {other} {self.ours}{more}"
+
+
+def partings(stock: Run, ours: Run) -> list[Parting]:
+    """Compare two runs token by token: of every request that differs, where."""
+    found = []
+    for request, (one, other) in enumerate(zip(stock.token_ids, ours.token_ids, strict=True)):
+        if one != other:
+            pairs = enumerate(zip_longest(one, other))
+            at, (wanted, got) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            found.append(Parting(request=request, position=at, stock=wanted, ours=got))
+    return found
+
+
+def first_difference(stock: Run, ours: Run) -> Parting | None:
+    """None if two runs are identical."""
+    found = partings(stock, ours)
+    return replace(found[0], num_requests=len(found)) if found else None
+
+
+def step_times(decode_ms: Sequence[float], extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """t(n) from plain decode steps, and from steps that appended n tokens to cached prefixes.
+
+    A measured extension also pays for admitting its requests, which decode steps do not. That part is the same for
+    every n, so the difference from n = 1 is what counts: t(n) = decode + extend(n) - extend(1), and never less than
+    for a smaller n.
+    """
+    return _rising(_extended(statistics.median(decode_ms), extend_ms))
+
+
+def _extended(decode: float, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    base = statistics.median(extend_ms[1])
+    return {n: decode + (statistics.median(ms) - base) for n, ms in extend_ms.items()}
+
+
+def _rising(times: StepTimes) -> dict[int, float]:
+    """In ascending order of n, and no time less than one before it."""
+    known = sorted(times)
+    return dict(zip(known, accumulate((times[n] for n in known), max), strict=True))
+
+
+def at(times: StepTimes, n: float) -> float:
+    """t(n) between measured points: linear. Outside of them: the nearest."""
+    known = sorted(times)
+    return float(np.interp(n, known, [times[one] for one in known]))
+
+
+def ideal_speedup(tokens_per_step: float, nodes: float, times: StepTimes) -> float:
+    """tau * t(1) / t(1 + nodes); both per request and verify step."""
+    return tokens_per_step * at(times, 1) / at(times, 1 + nodes)
+
+
+def running(run: Run, batch: int) -> list[int]:
+    """Requests running in each step but the first; exact as long as no request is preempted.
+
+    The scheduler admits first come, first served: as many run as have not ended, at most `batch`.
+    """
+    ends = sorted(run.finish_s)
+    return [min(batch, len(ends) - bisect_right(ends, begin)) for begin in run.step_s[:-1]]
+
+
+def row_times(runs: Sequence[Run], batch: int, extend_ms: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Rows of a step -> milliseconds that stock needs for it, never fewer for more rows.
+
+    Args:
+        runs: stock's.
+        extend_ms: n -> milliseconds of steps that append n tokens to each of `batch` requests; from n = 1.
+    """
+    decode: dict[int, list[float]] = {}
+    for run in runs:
+        for count, ms in zip(running(run, batch), run.step_ms(), strict=True):
+            decode.setdefault(count, []).append(ms)
+    times = {count: statistics.median(ms) for count, ms in decode.items() if len(ms) >= _FEWEST_STEPS}
+    if not times:
+        return {}
+    wider = {batch * n: ms for n, ms in _extended(at(times, batch), extend_ms).items() if n > 1}
+    return _rising(times | wider)
+
+
+def ideal_rollout_speedup(stock: Run, totals: WorkerTotals, batch: int, times: StepTimes) -> float | None:
+    """All of stock's steps over all of ours, both at stock's price for their rows; None if too little is known.
+
+    Computing prompts is left out on both sides. Our worker records the rows of steps that only decode; those of ours
+    that also compute a prompt are charged the others' mean.
+    """
+    recorded = sum(count for count, _ in totals.by_rows.values())
+    if not recorded or not times:
+        return None
+    counts = running(stock, batch)
+    stock_ms = sum(at(times, count) for count in [*counts[:1], *counts])
+    decode_ms = sum(count * at(times, rows) for rows, (count, _) in totals.by_rows.items())
+    return stock_ms / (decode_ms * totals.steps / recorded)
+
+
+def extend_sizes(batch: int, totals: WorkerTotals) -> list[int]:
+    """Which n to measure: 1, and powers of two until batch * n covers the widest step."""
+    widest = max(totals.by_rows, default=batch)
+    largest = max(1, math.ceil(widest / batch))
+    return [1 << i for i in range((largest - 1).bit_length() + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +220,35 @@ class Row:
     output_tokens: int
     identical: bool
     difference: str | None
-    speedup: float | None
-    # lower and upper, over rounds
-    speedup_quartiles: tuple[float, float] | None
-    ideal: float | None
-    efficiency: float | None
-    decode_speedup: float | None
-    makespan_s: float | None
-    stock_makespan_s: float | None
-    tokens_per_s: float | None
-    stock_tokens_per_s: float | None
     steps: int
     stock_steps: int
     tokens_per_step: float | None
     nodes_per_step: float | None
     verified_per_accepted: float | None
-    overhead_ms_per_step: float | None
-    draft_ms_per_step: float | None
+    # what follows is told only if outputs are identical
+    speedup: float | None = None
+    # lower and upper, over rounds
+    speedup_quartiles: tuple[float, float] | None = None
+    ideal: float | None = None
+    efficiency: float | None = None
+    decode_speedup: float | None = None
+    makespan_s: float | None = None
+    stock_makespan_s: float | None = None
+    tokens_per_s: float | None = None
+    stock_tokens_per_s: float | None = None
+    overhead_ms_per_step: float | None = None
+    draft_ms_per_step: float | None = None
     # tokens per request -> milliseconds of a stock step at this batch
-    stock_step_ms: dict[str, float] | None
+    stock_step_ms: dict[str, float] | None = None
     # per timed round: [stock seconds, our seconds]
-    rounds_s: list[list[float]] | None
+    rounds_s: list[list[float]] | None = None
+
+
+SPEEDS = tuple(one.name for one in fields(Row) if one.default is None)
+"""Fields of a row that are told only if outputs are identical."""
+
+
+R = TypeVar("R", bound=Row)
 
 
 def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: StepTimes | None = None) -> Row:
@@ -71,8 +258,8 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         times: stock's step times at this batch; None leaves `ideal` and `efficiency` out.
     """
     timed = [pair for pair in pairs if pair.is_timed]
-    last = timed[-1]
-    difference, counts = _difference(pairs), _counts(last.ours)
+    last, difference = timed[-1], _difference(pairs)
+    counts = _counts(last.ours)
     return Row(
         name=name,
         batch=batch,
@@ -84,8 +271,13 @@ def make_row(name: str, batch: int, draft: int, pairs: Sequence[Pair], times: St
         steps=len(last.ours.step_s),
         stock_steps=len(last.stock.step_s),
         **counts,
-        **(_speeds(timed, counts, times) if difference is None else dict.fromkeys(SPEEDS)),
+        **(_speeds(timed, counts, times) if difference is None else {}),
     )
+
+
+def grown(cls: type[R], row: Row, **more: Any) -> R:
+    """The row with a scenario's own fields, or others in the place of its."""
+    return cls(**{name: getattr(row, name) for name in Row.__dataclass_fields__} | more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +286,6 @@ class Judged:
 
     ties: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-
-
-def judge(pairs: Sequence[Pair], ask: Callable[[Parting, tuple[int, ...]], tuple[bool, str]]) -> Judged:
-    """Of every request whose tokens differ, whether it is where stock itself met a tie.
-
-    Args:
-        ask: told a parting and our answer; whether that is a tie, and why.
-    """
-    found = Judged()
-    for pair in pairs:
-        if pair.stock.itself is not None:
-            found.differences.append(f"stock against itself: {pair.stock.itself.as_text('then')}")
-            continue
-        for one in partings(pair.stock, pair.ours):
-            is_tie, why = ask(one, pair.ours.token_ids[one.request])
-            told, text = found.ties if is_tie else found.differences, f"{one.as_text()}, {why}"
-            if text not in told:
-                told.append(text)
-    return found
 
 
 def ratio(ours: Sequence[Pair], than: Sequence[Pair]) -> float:

@@ -1,4 +1,4 @@
-"""What a scenario is, how its fields become the flags of a command, and what that command does."""
+"""Scenarios: a frozen dataclass whose fields become the flags of a command, and what that command does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import json
 import tempfile
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -22,32 +22,32 @@ from .display import Display
 from .engines import Engines, Report
 from .models import CACHE, DTYPES, check_length
 from .plots import check_matplotlib
-from .report import Found, as_json
+from .report import Found, Table, as_json, paired, print_all
 
 E = TypeVar("E", bound=Engines)
 PICTURES = (".png", ".svg", ".pdf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """What a field does not say about its flag."""
+def flag(
+    default: Any,
+    help: str,
+    *names: str,
+    within: tuple[float, float] | None = None,
+    choices: tuple[str, ...] | None = None,
+    parse: Callable[[str, str], Any] | None = None,
+    is_default_shown: bool = True,
+    is_setting: bool = True,
+) -> Any:
+    """A field of a scenario, and what it does not say about its flag by itself.
 
-    help: str
-    # instead of the field's name; several stand for the same
-    names: tuple[str, ...]
-    # least and most value, of each element where there are several
-    within: tuple[float, float] | None = None
-    choices: tuple[str, ...] | None = None
-    # (text, flag) -> value, of what is no plain type; None: by the type
-    parse: Callable[[str, str], Any] | None = None
-    is_default_shown: bool = True
-    # whether figures depend on it: the report tells it then
-    is_setting: bool = True
-
-
-def flag(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field of a scenario; arguments are those of `Flag`."""
-    metadata = {"flag": Flag(help=help, names=names, **more)}
+    Args:
+        names: instead of the field's name; several stand for the same.
+        within: least and most value, of each element where there are several.
+        parse: (text, flag) -> value, of what is no plain type; None: by the type.
+        is_setting: whether figures depend on it: the report tells it then.
+    """
+    keys = {"help": help, "names": names, "within": within, "choices": choices, "parse": parse}
+    metadata = {**keys, "is_default_shown": is_default_shown, "is_setting": is_setting}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -64,11 +64,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The settings of one benchmark, and what it does; `run` does the rest.
-
-    Raises:
-        ConfigError: a value outside its limits.
-    """
+    """The settings of one benchmark, each within its limits, and what it does; `run` does the rest."""
 
     # in reports
     bench: ClassVar[str]
@@ -79,12 +75,12 @@ class Scenario:
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
-            known, value = one.metadata["flag"], getattr(self, one.name)
+            known, value = one.metadata, getattr(self, one.name)
             for single in value if isinstance(value, tuple) else (value,):
-                if single is not None and known.within is not None:
-                    cli_flags.in_range(single, _names(one)[0], *known.within)
-                if single is not None and known.choices is not None:
-                    cli_flags.choice(single, _names(one)[0], known.choices)
+                if single is not None and known["within"] is not None:
+                    cli_flags.in_range(single, _name(one), *known["within"])
+                if single is not None and known["choices"] is not None:
+                    cli_flags.choice(single, _name(one), known["choices"])
 
     def resolved(self) -> Scenario:
         """With flags that stand for others put in."""
@@ -92,16 +88,10 @@ class Scenario:
 
     def settings(self) -> dict[str, Any]:
         """What the figures depend on."""
-        fields = dataclasses.fields(self)
-        return {one.name: getattr(self, one.name) for one in fields if one.metadata["flag"].is_setting}
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.metadata["is_setting"]}
 
     def check(self) -> None:
-        """Refuse what cannot end well, before minutes are spent on it.
-
-        Raises:
-            ConfigError: a file that could not be written, or a picture of a kind that nothing draws.
-            UnsupportedError: nothing draws at all.
-        """
+        """Refuse what cannot end well, before minutes are spent on it."""
         cli_flags.check_writable(self.json, "--json")
         if (picture := getattr(self, "plot", None)) is not None:
             cli_flags.check_writable(picture, "--plot")
@@ -113,9 +103,17 @@ class Scenario:
     def measure(self, session: Session) -> Found:
         raise NotImplementedError
 
-    def show(self, found: Found, out: Console) -> None:
-        """Print what was found; no speed of outputs that are not stock's."""
+    def title(self, found: Found) -> str:
+        """The line above what is printed, and above a picture."""
         raise NotImplementedError
+
+    def told(self, found: Found) -> Iterable[Table | str]:
+        """What is printed below it; no speed of outputs that are not stock's."""
+        return paired(found.rows)
+
+    def show(self, found: Found, out: Console) -> None:
+        """Print what was found."""
+        print_all([self.title(found), *self.told(found)], out)
 
     def draw(self, found: Found, path: Path) -> None:
         """Draw it; only of a scenario with a field `plot`."""
@@ -148,12 +146,9 @@ class EngineScenario(Scenario):
         Args:
             seqs: requests at once.
             length: most tokens of prompt and answer.
-            more: of this kind of engines.
             width: most tokens of one request in one step. No prompt is ever computed in two pieces: with seeds, stock
                 vLLM on CPU stops with an error there.
-
-        Raises:
-            ConfigError: the model does not take so many tokens.
+            more: of this kind of engines.
         """
         check_length(model, length)
         arguments = {
@@ -182,12 +177,7 @@ class ModelScenario(EngineScenario):
 
 
 def run(scenario: Scenario) -> None:
-    """Check, measure, print, draw, write; ends with status 1 if one output was not stock's, or a check failed.
-
-    Raises:
-        SpecRolloutError: a flag that makes no sense, or an engine that failed.
-        typer.Exit: outputs differ, or a check failed.
-    """
+    """Check, measure, write, print, draw; ends with status 1 if one output was not stock's, or a check failed."""
     scenario = scenario.resolved()
     scenario.check()
     with Display() as display, tempfile.TemporaryDirectory(prefix="specrollout-") as scratch:
@@ -206,30 +196,27 @@ def run(scenario: Scenario) -> None:
 
 
 def command(scenario: type[Scenario], run: Callable[[Any], None] = run) -> Callable[..., None]:
-    """A function that typer takes for a command: it makes the scenario from its flags and has it run.
-
-    Raises (when called):
-        ConfigError: a flag that makes no sense.
-    """
+    """A function that typer takes for a command: it makes the scenario from its flags and has it run."""
     # its own first, then what all scenarios have
-    places = {name: place for place, name in enumerate(scenario.__annotations__)}
-    fields = sorted(dataclasses.fields(scenario), key=lambda one: places.get(one.name, len(places)))
+    own = list(scenario.__annotations__)
+    fields = sorted(dataclasses.fields(scenario), key=lambda one: own.index(one.name) if one.name in own else len(own))
     types = typing.get_type_hints(scenario)
+    parsers = {one.name: parse for one in fields if (parse := _parser(one, types[one.name])) is not None}
 
-    def execute(**given: Any) -> None:
+    def execute(**values: Any) -> None:
         for one in fields:
-            parse = _parser(one, types[one.name])
-            if parse is not None and given[one.name] is not None:
-                given[one.name] = parse(given[one.name], _names(one)[0])
-        run(scenario(**given))
+            if one.name in parsers:
+                values[one.name] = parsers[one.name](values[one.name], _name(one))
+        run(scenario(**values))
 
     parameters = []
     for one in fields:
-        known, kind = one.metadata["flag"], types[one.name]
+        known, kind = one.metadata, types[one.name]
         default = one.default if one.default is not dataclasses.MISSING else one.default_factory()  # type: ignore[misc]
-        if _parser(one, kind) is not None:
+        if one.name in parsers:
             kind, default = str, _as_text(default)
-        option = typer.Option(*(known.names or _names(one)), help=known.help, show_default=known.is_default_shown)
+        names = known["names"] or (_name(one),)
+        option = typer.Option(*names, help=known["help"], show_default=known["is_default_shown"])
         more = {"default": default, "annotation": Annotated[kind, option]}
         parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, **more))
     execute.__name__ = f"bench_{scenario.bench}"
@@ -239,22 +226,22 @@ def command(scenario: type[Scenario], run: Callable[[Any], None] = run) -> Calla
     return execute
 
 
-def _names(one: dataclasses.Field[Any]) -> list[str]:
+def _name(one: dataclasses.Field[Any]) -> str:
     """The flag as a user writes it: of `--on/--off`, the first."""
-    names = one.metadata["flag"].names or ("--" + one.name.replace("_", "-"),)
-    return [name.partition("/")[0] for name in names]
+    names: tuple[str, ...] = one.metadata["names"] or ("--" + one.name.replace("_", "-"),)
+    return names[0].partition("/")[0]
 
 
 def _parser(one: dataclasses.Field[Any], kind: Any) -> Callable[[str, str], Any] | None:
     """(text, flag) -> value, where the flag is a text that becomes something else."""
-    known = one.metadata["flag"]
-    if known.parse is not None or typing.get_origin(kind) not in (tuple, dict):
-        return known.parse
-    if typing.get_origin(kind) is dict:
+    parse, within, origin = one.metadata["parse"], one.metadata["within"], typing.get_origin(kind)
+    if parse is not None or origin not in (tuple, dict):
+        return typing.cast("Callable[[str, str], Any] | None", parse)
+    if origin is dict:
         return cli_flags.json_object
-    if typing.get_args(kind)[0] is int and known.within is not None:
-        return lambda text, name: cli_flags.integers(text, name, *known.within)
-    return lambda text, name: cli_flags.names(text, name, known.choices or ())
+    if typing.get_args(kind)[0] is int and within is not None:
+        return lambda text, name: cli_flags.integers(text, name, *within)
+    return lambda text, name: cli_flags.names(text, name, one.metadata["choices"] or ())
 
 
 def _as_text(value: Any) -> Any:

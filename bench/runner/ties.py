@@ -1,21 +1,18 @@
-"""How far apart two candidate tokens were where two answers part: see docs/concepts/exactness.md.
+"""Ties: how far apart two candidate tokens were where two answers part, see docs/concepts/exactness.md.
 
-Each candidate is the argmax of z + noise, z being stock's own logits on the common prefix as its sampler sees them
-(after temperature, penalties, masks and all). With the noise of that position they are level within the dtype's
-rounding, or the difference is no tie.
+Each candidate is the argmax of z + noise, z being stock's own logits on the common prefix as its sampler sees them.
+With the noise of that position they are level within the dtype's rounding, or the difference is no tie.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_specrollout.patches import features
-
 from .engine_process import EngineProcess
-from .runs import Parting
+from .rows import Judged, Pair, Parting, partings
 
 if TYPE_CHECKING:
     import torch
@@ -56,15 +53,49 @@ def tolerance(dtype: str, logits: Iterable[float], temperature: float = 0.0) -> 
     return max(LEAST[dtype], sum(2.0 * _EPSILON[dtype] * place for place in places) / (temperature or 1.0))
 
 
-def allowed(one: Candidates, temperature: float, dtype: str) -> float:
-    """Most by which these two may be apart, as noise is added to them."""
-    return tolerance(dtype, [logit * (temperature or 1.0) for logit in (one.stock_logit, one.our_logit)], temperature)
-
-
 def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:
     """Whether it is a tie, and how far apart the candidates are of how much allowed, in words; see `gap`."""
-    apart, most = gap(one, seed, temperature), allowed(one, temperature, dtype)
+    logits = [logit * (temperature or 1.0) for logit in (one.stock_logit, one.our_logit)]
+    apart, most = gap(one, seed, temperature), tolerance(dtype, logits, temperature)
     return apart <= most, f"{apart:.1e} apart, {most:.1e} allowed"
+
+
+def judge(
+    stock: Callable[[], EngineProcess],
+    prompts: Sequence[list[int]],
+    params: Sequence[dict[str, Any]],
+    pairs: Sequence[Pair],
+    dtype: str,
+    known: dict[Any, tuple[bool, str]],
+    most: int | None = None,
+) -> Judged:
+    """Of every request whose tokens differ, whether it is where stock itself met a tie.
+
+    Args:
+        stock: the engine that is asked, started with `JUDGE`.
+        params: stock's.
+        known: what was asked before, which is not asked again.
+        most: of the questions; what is not asked about is no proven tie.
+    """
+    found, count = Judged(), 0
+    for pair in pairs:
+        if pair.stock.itself is not None:
+            found.differences.append(f"stock against itself: {pair.stock.itself.as_text('then')}")
+            continue
+        for one in partings(pair.stock, pair.ours):
+            prompt, own, answer = prompts[one.request], params[one.request], pair.ours.token_ids[one.request]
+            key = (one, answer[: one.position], tuple(prompt), own["seed"])
+            if key not in known and count == most:
+                is_tie, why = False, "not asked about"
+            else:
+                if key not in known:
+                    count += 1
+                    known[key] = asked(stock(), prompt, own, answer, one, dtype, is_given=True)
+                is_tie, why = known[key]
+            told, text = found.ties if is_tie else found.differences, f"{one.as_text()}, {why}"
+            if text not in told:
+                told.append(text)
+    return found
 
 
 def asked(
@@ -117,10 +148,12 @@ def gap(one: Candidates, seed: int | None, temperature: float) -> float:
     if temperature == 0.0:
         return abs(one.stock_logit - one.our_logit)
     assert seed is not None
-    # here, since processes that only start engines need neither
+    # here, since processes that only start engines need none of it
     import torch
     import vllm.envs as envs
     from vllm_specrollout.kernels.tree_verify.naive import noise32
+
+    from vllm_specrollout.patches import features
 
     if envs.VLLM_USE_V2_MODEL_RUNNER if one.is_v2 is None else one.is_v2:
         position = one.num_prompt + one.num_prefix - 1

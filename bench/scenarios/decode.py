@@ -8,18 +8,14 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
 from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling, write_answers
-from ..runner.ideal import step_times
 from ..runner.models import find_model
-from ..runner.report import Found, host, print_rows
-from ..runner.rows import Pair, Row, make_row
-from ..runner.runs import Run
+from ..runner.report import Found, host
+from ..runner.rows import Pair, Row, Run, make_row, step_times
 from ..runner.scenario import ModelScenario, Session, command, flag
 
 SHAPES = ("tree", "chain", "both")
@@ -103,48 +99,33 @@ class Decode(ModelScenario):
         return [sampling(self.seed + i, self.tokens, one, is_to_the_end=True) for i, one in enumerate(options)]
 
     def measure(self, session: Session) -> Found:
-        folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=False)
+        folder, model = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=False)
         arms = self.arms()
-        engines = len({arm.engine for arm in arms}) + 1
         per_batch = 1 + len(arms) * (self.rounds + 1) + (0 if self.is_off_path else self.rounds)
-        report = session.display.steps(engines + len(self.batches) * per_batch)
+        report = session.display.steps(len({arm.engine for arm in arms}) + 1 + len(self.batches) * per_batch)
         # all prompts, and all drafts, in one step; the step-time prefixes are longer than both
         shape = {"seqs": max(self.batches), "length": self.max_model_len(), "width": 2 * PROMPT_LEN}
-        with self.make_engines(folder, report, **shape, is_eager=self.is_eager) as running:
-            return Found(model=title, rows=_Bench(self, running).run(session.scratch / "oracle.json"))
+        oracle = session.scratch / "oracle.json"
+        with self.make_engines(folder, report, **shape, is_eager=self.is_eager) as engines:
+            engines.start(STOCK)
+            prompts = engines.prompts(max(self.batches))
+            self._record(engines, prompts, oracle)
+            for engine in dict.fromkeys(arm.engine for arm in arms):
+                engines.start(engine, self.spec_rollout(engine, oracle), has_plugin=True)
+            return Found(model=model, rows=self._rows(engines, prompts))
 
-    def show(self, found: Found, out: Console) -> None:
-        accuracy = ",".join(f"{share:g}" for share in self.accuracy)
-        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {accuracy}"
-        what = f"{found.model}, {self.dtype}, {self.tokens} tokens per request, {drafts}; {host()['cpu']}"
-        out.print(what, markup=False)
-        print_rows(found.rows, out)
-
-
-def problem_id(batch: int, request: int) -> str:
-    """The oracle's key. Per batch, since stock's rounding, and so its tokens, may differ from batch to batch."""
-    return f"{batch}/{request}"
-
-
-class _Bench:
-    def __init__(self, scenario: Decode, engines: Engines) -> None:
-        self._scenario, self._engines = scenario, engines
-        self._prompts: list[list[int]] = []
-
-    def run(self, oracle: Path) -> list[Row]:
+    def _rows(self, engines: Engines, prompts: list[list[int]]) -> list[Row]:
         """All batches under all arms, round by round."""
-        scenario, arms = self._scenario, self._scenario.arms()
-        self._engines.start(STOCK)
-        self._record(oracle)
-        for engine in dict.fromkeys(arm.engine for arm in arms):
-            self._engines.start(engine, scenario.spec_rollout(engine, oracle), has_plugin=True)
-        pairs: dict[tuple[int, Arm], list[Pair]] = {(n, arm): [] for n in scenario.batches for arm in arms}
-        extend: dict[int, dict[int, list[float]]] = {batch: {} for batch in scenario.batches}
-        for number in range(-1, scenario.rounds):
+        arms = self.arms()
+        pairs: dict[tuple[int, Arm], list[Pair]] = {(n, arm): [] for n in self.batches for arm in arms}
+        extend: dict[int, dict[int, list[float]]] = {batch: {} for batch in self.batches}
+        for number in range(-1, self.rounds):
             for batch, arm in pairs:
-                pairs[batch, arm].append(self._pair(number, batch, arm))
-                if number >= 0 and arm is arms[-1] and not scenario.is_off_path:
-                    self._extend(batch, extend[batch])
+                pairs[batch, arm].append(self._pair(engines, prompts[:batch], number, arm))
+                if number >= 0 and arm is arms[-1] and not self.is_off_path:
+                    with engines.doing(f"stock's step times at batch {batch}"):
+                        for n, milliseconds in self._extend(engines, prompts[:batch]).items():
+                            extend[batch].setdefault(n, []).extend(milliseconds)
         rows = []
         for (batch, arm), own in pairs.items():
             decode_ms = [ms for pair in own if pair.is_timed for ms in pair.stock.step_ms()]
@@ -152,45 +133,45 @@ class _Bench:
             rows.append(make_row(arm.name, batch, arm.draft, own, times))
         return rows
 
-    def _record(self, oracle: Path) -> None:
+    def _record(self, engines: Engines, prompts: list[list[int]], oracle: Path) -> None:
         """Stock's answers at every batch, for the oracle."""
-        self._prompts = self._engines.prompts(max(self._scenario.batches))
         recorded: dict[str, Sequence[int]] = {}
-        for batch in self._scenario.batches:
-            self._engines.report(f"recording batch {batch}", 0)
-            run = self._engines.record(self._prompts[:batch], self._scenario.params(batch, None))
-            recorded |= {problem_id(batch, i): ids for i, ids in enumerate(run.token_ids)}
-            self._engines.report("", 1)
+        for batch in self.batches:
+            with engines.doing(f"recording batch {batch}"):
+                run = engines.record(prompts[:batch], self.params(batch, None))
+                recorded |= {problem_id(batch, i): ids for i, ids in enumerate(run.token_ids)}
         write_answers(oracle, recorded)
 
-    def _pair(self, number: int, batch: int, arm: Arm) -> Pair:
-        when = f"round {number + 1} of {self._scenario.rounds}" if number >= 0 else "warm-up"
-        self._engines.report(f"{when}: batch {batch}, {arm.name}" + (f" {arm.draft}" if arm.draft else ""), 0)
-
+    def _pair(self, engines: Engines, prompts: list[list[int]], number: int, arm: Arm) -> Pair:
         def run(one: Arm | None) -> Run:
             name = STOCK if one is None else one.engine
             draft = arm.draft if name not in (STOCK, INSTALLED) else None
-            return self._engines.run(name, self._prompts[:batch], self._scenario.params(batch, draft))
+            return engines.run(name, prompts, self.params(len(prompts), draft))
 
-        pair = run_round(number, [arm], run)[arm]
-        self._engines.report("", 1)
-        return pair
+        when = f"round {number + 1} of {self.rounds}" if number >= 0 else "warm-up"
+        with engines.doing(f"{when}: batch {len(prompts)}, {arm.name}" + (f" {arm.draft}" if arm.draft else "")):
+            return run_round(number, [arm], run)[arm]
 
-    def _extend(self, batch: int, times: dict[int, list[float]]) -> None:
+    def _extend(self, engines: Engines, prompts: list[list[int]]) -> dict[int, list[float]]:
         """One round of stock's step times at this batch, over prefixes about as long as the context half way."""
-        self._engines.report(f"stock's step times at batch {batch}", 0)
-        scenario, prompts = self._scenario, self._prompts[:batch]
-        block = self._engines[STOCK].ask("block_size")
-        half_way = max(map(len, prompts)) + scenario.tokens // 2
-        length = min(max(1, round(half_way / block)) * block, scenario.max_model_len() // block * block - block)
+        block = engines[STOCK].ask("block_size")
+        half_way = max(map(len, prompts)) + self.tokens // 2
+        length = min(max(1, round(half_way / block)) * block, self.max_model_len() // block * block - block)
         length = max(block, length)
         # each begins elsewhere, so that no two share cached blocks
         begins = [i % len(prompt) for i, prompt in enumerate(prompts)]
         prefixes = [list(islice(cycle(prompt), at, at + length)) for at, prompt in zip(begins, prompts, strict=True)]
-        wanted = [1, *(1 + draft for draft in scenario.drafts)]
-        for n, milliseconds in self._engines.extend_ms(prefixes, wanted, seed=batch).items():
-            times.setdefault(n, []).extend(milliseconds)
-        self._engines.report("", 1)
+        return engines.extend_ms(prefixes, [1, *(1 + draft for draft in self.drafts)], seed=len(prompts))
+
+    def title(self, found: Found) -> str:
+        accuracy = ",".join(f"{share:g}" for share in self.accuracy)
+        drafts = "no drafts" if self.is_off_path else f"oracle drafter, accuracy {accuracy}"
+        return f"{found.model}, {self.dtype}, {self.tokens} tokens per request, {drafts}; {host()['cpu']}"
+
+
+def problem_id(batch: int, request: int) -> str:
+    """The oracle's key. Per batch, since stock's rounding, and so its tokens, may differ from batch to batch."""
+    return f"{batch}/{request}"
 
 
 bench_engine = command(Decode)

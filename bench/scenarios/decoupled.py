@@ -6,33 +6,32 @@ alone, so they say how far a plan can be trusted.
 
 from __future__ import annotations
 
-import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from rich.console import Console
 
-from vllm_specrollout.cluster.rehearsal import Match
+from vllm_specrollout.cluster.rehearsal import Match, Setting, coupled_tokens, rehearse
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.types import MOST_NODES
 
 from ..policy import DRAFT
 from ..policy.reward import problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, Engines, run_round, sampling
 from ..runner.models import find_model, quarter_drafter
-from ..runner.report import Found, print_table
-from ..runner.rows import Pair, quartiles
-from ..runner.runs import Run, first_difference
+from ..runner.report import Found, Table
+from ..runner.results import decoupled_columns
+from ..runner.rows import Pair, Run, first_difference, quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import decoupled_columns
-from .estimates import COUPLED, DECOUPLED, PLAIN, Facts, Learned, estimated, most_drafts
 
-AUTO = "auto"
-RECONFIGURED = "reconfigured"
+PLAIN, COUPLED, DECOUPLED = "plain", "coupled", "decoupled"
+AUTO, RECONFIGURED = "auto", "reconfigured"
 QUARTER, SMALL = "quarter", "small"
 _EARLIER = 1000  # added to the seed, of answers that times and match rates are taken from
 _EPOCHS = 4  # of earlier answers, for match rates
+_STEPS = 2000  # of a rehearsal
 _MOST_TOKENS = 1280  # of each request, in which `auto` may settle
 
 
@@ -57,19 +56,19 @@ class Row:
     window: int
     identical: bool
     difference: str | None
-    # of plain decoding, all requests together
-    stock_tokens_per_s: float | None
-    # stock's speed in a round over its median, lower and upper: what is smaller is no finding
-    stock_quartiles: tuple[float, float] | None
     # coupled, decoupled, and reconfigured where that was asked for
     ways: Mapping[str, Way]
     # the fastest by estimate and by measurement, and how much slower the first is than the second
     planned: str
-    fastest: str | None
-    lost: float | None
+    fastest: str | None = None
+    lost: float | None = None
     # the placement that `auto` found to be faster, and by how much the other one is faster after all; None: not settled
     chosen: str | None
-    chosen_lost: float | None
+    chosen_lost: float | None = None
+    # of plain decoding, all requests together
+    stock_tokens_per_s: float | None = None
+    # stock's speed in a round over its median, lower and upper: what is smaller is no finding
+    stock_quartiles: tuple[float, float] | None = None
     # what the estimates were made of, see `Facts`
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,6 +92,10 @@ class Decoupled(EngineScenario):
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     reconfigure: bool = flag(False, "Measure windows of requests' own beside, as `reconfigure` of `decoupled`.")
 
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return (COUPLED, DECOUPLED, RECONFIGURED) if self.reconfigure else (COUPLED, DECOUPLED)
+
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
         runs = len(self.drafters) * len(self.batches) * (1 + 2 * len(self.windows) * self.rounds)
@@ -109,13 +112,15 @@ class Decoupled(EngineScenario):
                 bench.stop()
         return Found(model=title, rows=rows)
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)", markup=False)
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}: times plain decoding, measured (estimated, error)"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
         rows = [asdict(row) for row in found.rows]
-        print_table(rows, decoupled_columns(rows), out)
+        yield Table(rows, decoupled_columns(rows))
         for row in found.rows:
             if row.difference is not None:
-                out.print(f"{row.drafter}, batch {row.batch}, window {row.window}: {row.difference}", markup=False)
+                yield f"{row.drafter}, batch {row.batch}, window {row.window}: {row.difference}"
 
 
 class _Bench:
@@ -123,25 +128,25 @@ class _Bench:
 
     def __init__(self, scenario: Decoupled, engines: Engines, drafter: str, model: str) -> None:
         self._scenario, self._engines, self._drafter = scenario, engines, drafter
+        self._prompts = engines.encode(problems(scenario.requests, scenario.seed))
+        # the seed of earlier answers to the same problems, as the last epoch's are in RL
+        self._before = scenario.seed + _EARLIER
         deepest = max(scenario.windows)
-        given = {"method": "draft_model", "model": model, "num_speculative_tokens": deepest}
         own = {
             "drafters": [],
             "budget": "fixed",
             "max_draft_tokens": most_drafts(deepest),
             "max_depth": deepest,
             "queue_order": "arrival",
-            "speculative_config": given,
+            "speculative_config": {"method": "draft_model", "model": model, "num_speculative_tokens": deepest},
         }
         engines.start(self._name(COUPLED), own)
         streams: dict[str, Any] = {"window": deepest, "fan_out": scenario.fan_out}
-        place = {"devices": [scenario.device], "decoupled": streams}
-        for arm in (DECOUPLED, AUTO):
-            # the same engine with and without: a host drifts less between runs than between engines
-            if scenario.reconfigure and arm == DECOUPLED:
-                streams["reconfigure"] = "goodput"
-            engines.start(self._name(arm), {**own, **place, "placement": arm})
-            streams.pop("reconfigure", None)
+        # the same engine with and without: a host drifts less between runs than between engines
+        changing = {**streams, "reconfigure": "goodput"} if scenario.reconfigure else streams
+        for arm, decoupled in ((DECOUPLED, changing), (AUTO, streams)):
+            place = {"devices": [scenario.device], "decoupled": decoupled, "placement": arm}
+            engines.start(self._name(arm), {**own, **place})
 
     def stop(self) -> None:
         """End the drafter's engines."""
@@ -151,51 +156,46 @@ class _Bench:
     def _name(self, arm: str) -> str:
         return f"{self._drafter} {DECOUPLED if arm == RECONFIGURED else arm}"
 
-    # --- measured ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _arms(self) -> tuple[str, ...]:
-        return (COUPLED, DECOUPLED, RECONFIGURED) if self._scenario.reconfigure else (COUPLED, DECOUPLED)
-
     def _round(
         self, batch: int, window: int, seed: int, round_: int, arms: Sequence[str] = (COUPLED, DECOUPLED)
     ) -> dict[str, Pair]:
-        self._engines.report(f"{self._drafter}, batch {batch}, window {window}", 0)
-        pairs = run_round(round_, arms, lambda arm: self._run(arm, batch, window, seed))
-        self._engines.report("", 1)
-        return pairs
+        with self._engines.doing(f"{self._drafter}, batch {batch}, window {window}"):
+            return run_round(round_, arms, lambda arm: self._run(arm, batch, window, seed))
 
     def _run(self, arm: str | None, batch: int, window: int, seed: int) -> Run:
         """All requests, so many at once; None: stock."""
-        engines = self._engines
-        prompts = self._prompts()
         name = STOCK if arm is None else self._name(arm)
         if arm is not None:
             limits = {"max_draft_tokens": most_drafts(window), "max_depth": window}
-            engines[name].ask("rpc", method="spec_rollout_set_budget", name="fixed", **limits)
+            self._engines.tell(name, "set_budget", name="fixed", **limits)
         if arm in (DECOUPLED, RECONFIGURED, AUTO):
-            streams: dict[str, Any] = {"window": window}
-            if self._scenario.reconfigure and arm != AUTO:
-                streams["reconfigures"] = arm == RECONFIGURED
-            engines.ask(name, "rpc", method="spec_rollout_set_streams", **streams)
+            is_told = self._scenario.reconfigure and arm != AUTO
+            more = {"reconfigures": arm == RECONFIGURED} if is_told else {}
+            self._engines.tell(name, "set_streams", window=window, **more)
         # one comes when one has ended: a batch of the longest answers alone would say more of them than of the others
-        arrivals = [max(0, i - batch + 1) for i in range(len(prompts))]
+        arrivals = [max(0, i - batch + 1) for i in range(len(self._prompts))]
         params = self._params(seed, arm is not None)
-        return engines.run(name, prompts, params, "generate_in_waves", arrives_after=arrivals)
+        return self._engines.run(name, self._prompts, params, arrives_after=arrivals)
+
+    def _params(self, seed: int, is_ours: bool) -> list[dict[str, Any]]:
+        scenario, options = self._scenario, {} if is_ours else None
+        return [sampling(seed + i, scenario.max_tokens, options) for i in range(scenario.requests)]
 
     def run(self) -> list[Row]:
         """Every setting. What it is estimated from comes in turns with what it is compared with, as the host drifts."""
-        scenario, rows = self._scenario, []
+        scenario, rows, beside = self._scenario, [], self._name(DECOUPLED)
         match = self._match()
         for batch in scenario.batches:
             learned = Learned(match)
-            found: dict[int, dict[str, list[Pair]]] = {w: {arm: [] for arm in self._arms} for w in scenario.windows}
+            found: dict[int, dict[str, list[Pair]]] = {w: {arm: [] for arm in scenario.arms} for w in scenario.windows}
             self._round(batch, scenario.windows[0], scenario.seed, -1)
             for round_ in range(scenario.rounds):
                 for window, own in found.items():
-                    self._ask_streams()
-                    learned.add(window, self._round(batch, window, self._before, round_), self._ask_streams())
-                    for arm, pair in self._round(batch, window, scenario.seed, round_, self._arms).items():
+                    # told since it was asked last
+                    self._engines.tell(beside, "streams")
+                    pairs = self._round(batch, window, self._before, round_)
+                    learned.add(window, pairs, self._engines.tell(beside, "streams"))
+                    for arm, pair in self._round(batch, window, scenario.seed, round_, scenario.arms).items():
                         own[arm].append(pair)
             for window, own in found.items():
                 chosen, own[AUTO] = self._settled(batch, window)
@@ -204,89 +204,194 @@ class _Bench:
 
     def _settled(self, batch: int, window: int) -> tuple[str | None, list[Pair]]:
         """What `auto` finds, given some time; None: it is not sure."""
-        pairs, found = [], None
-        ask = functools.partial(self._engines[self._name(AUTO)].ask, "rpc", method="spec_rollout_placing")
-        ask(start_over=True)
+        pairs, found, name = [], None, self._name(AUTO)
+        self._engines.tell(name, "placing", start_over=True)
         stock = self._run(None, batch, window, self._before)
         for _ in range(-(-_MOST_TOKENS // self._scenario.max_tokens)):
             pairs.append(Pair(stock=stock, ours=self._run(AUTO, batch, window, self._before)))
             # of whole batches: the last answers of a run are alone
-            if (found := ask(batch=batch)) is not None:
+            if (found := self._engines.tell(name, "placing", batch=batch)) is not None:
                 break
         return None if found is None else (COUPLED, DECOUPLED)[found], pairs
 
     def _match(self) -> Match:
         """Which choices the target's tokens are, of earlier answers."""
         engines, name = self._engines, self._name(COUPLED)
-        engines.report(f"{self._drafter}: match rates", 0)
-        engines.ask(name, "rpc", method="spec_rollout_matches", start=True)
-        for epoch in range(_EPOCHS):
-            engines.run(name, self._prompts(), self._params(self._before + epoch * _EARLIER, True))
-        told = engines.ask(name, "rpc", method="spec_rollout_matches", start=False)
-        engines.report("", 1)
+        with engines.doing(f"{self._drafter}: match rates"):
+            engines.tell(name, "matches", start=True)
+            for epoch in range(_EPOCHS):
+                engines.run(name, self._prompts, self._params(self._before + epoch * _EARLIER, True))
+            told = engines.tell(name, "matches", start=False)
         return Match(np.asarray(told["ranks"], dtype=np.int32))
 
-    @property
-    def _before(self) -> int:
-        """The seed of earlier answers to the same problems, as the last epoch's are in RL."""
-        return self._scenario.seed + _EARLIER
-
-    def _prompts(self) -> list[list[int]]:
-        return self._engines.encode(problems(self._scenario.requests, self._scenario.seed))
-
-    def _params(self, seed: int, is_ours: bool) -> list[dict[str, Any]]:
-        scenario = self._scenario
-        options: dict[str, Any] | None = {} if is_ours else None
-        return [sampling(seed + i, scenario.max_tokens, options) for i in range(scenario.requests)]
-
-    def _ask_streams(self) -> dict[str, Any]:
-        """What the drafter's process did since it was asked last."""
-        answer: dict[str, Any] = self._engines.ask(self._name(DECOUPLED), "rpc", method="spec_rollout_streams")
-        return answer
-
-    # --- estimated ---------------------------------------------------------------------------------------------------
-
     def _row(self, facts: Facts, batch: int, window: int, pairs: Mapping[str, list[Pair]], chosen: str | None) -> Row:
+        scenario = self._scenario
         differences = [first_difference(pair.stock, pair.ours) for own in pairs.values() for pair in own]
         found = next((one for one in differences if one is not None), None)
-        expected = estimated(facts, batch, window, self._scenario.fan_out, self._scenario.seed)
-        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in self._arms}
+        expected = estimated(facts, batch, window, scenario.fan_out, scenario.seed)
+        timed = {arm: [pair for pair in pairs[arm] if pair.is_timed] for arm in scenario.arms}
         ways = {arm: measured(own, expected.get(arm), found is None) for arm, own in timed.items()}
-        planned = max(expected, key=expected.__getitem__)
-        planned_for = [(arm, ways[arm].speedup) for arm in (COUPLED, DECOUPLED)]
-        speeds = {PLAIN: 1.0} | {arm: speed for arm, speed in planned_for if speed is not None}
-        fastest = max(speeds, key=speeds.__getitem__) if found is None else None
-        stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
-        typical = statistics.median(stock)
+        planned, told = max(expected, key=expected.__getitem__), {}
+        if found is None:
+            stock = [pair.stock.num_tokens / pair.stock.wall_s for pair in timed[COUPLED]]
+            typical = statistics.median(stock)
+            told = {"stock_tokens_per_s": typical, "stock_quartiles": quartiles([one / typical for one in stock])}
+            drafted = {arm: ways[arm].speedup or 0.0 for arm in (COUPLED, DECOUPLED)}
+            speeds = {PLAIN: 1.0, **drafted}
+            told["fastest"] = max(speeds, key=speeds.__getitem__)
+            told["lost"] = 1.0 - speeds[planned] / speeds[told["fastest"]]
+            if chosen is not None:
+                told["chosen_lost"] = 1.0 - speeds[chosen] / max(drafted.values())
         return Row(
             drafter=self._drafter,
             batch=batch,
             window=window,
             identical=found is None,
             difference=None if found is None else found.as_text(),
-            stock_tokens_per_s=typical if found is None else None,
-            stock_quartiles=quartiles([one / typical for one in stock]) if found is None else None,
             ways=ways,
             planned=planned,
-            fastest=fastest,
-            lost=None if fastest is None else 1.0 - speeds[planned] / speeds[fastest],
             chosen=chosen,
-            chosen_lost=None
-            if fastest is None or chosen is None
-            else 1.0 - speeds[chosen] / max(speeds[COUPLED], speeds[DECOUPLED]),
             facts=facts.as_dict(),
+            **told,
         )
 
 
 def measured(pairs: Sequence[Pair], estimated: float | None, is_told: bool) -> Way:
-    speeds = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs]
-    last = pairs[-1].ours
+    speeds, last = [pair.stock.wall_s / pair.ours.wall_s for pair in pairs], pairs[-1].ours
     return Way(
         speedup=statistics.median(speeds) if is_told else None,
         quartiles=quartiles(speeds) if is_told else None,
         estimated=estimated,
         tokens_per_step=1.0 if last.totals is None else last.num_tokens / last.totals.request_steps,
     )
+
+
+# --- estimated: from times and match rates of earlier answers, pure ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What estimates are made of: of one drafter, batch and window, on earlier answers.
+
+    Times are in plain steps of stock vLLM, taken in the same minute: the host's speed drifts by more than what is
+    compared.
+    """
+
+    # [2] without drafts, and of each node of a request: of the target on all cores; and on those that it keeps beside
+    # the drafter, which works meanwhile
+    verify: tuple[float, float]
+    verify_beside: tuple[float, float]
+    # a pass of the drafter between the target's
+    draft: float
+    # [2] one on cores of its own, and of each node that it looks at in a stream
+    draft_beside: tuple[float, float]
+    match: Match
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a report."""
+        shares = [self.match.among(count) for count in (1, 2, 4, 8)]
+        return {**asdict(self), "match": {"positions": len(self.match.ranks), "among": shares}}
+
+
+Points = dict[int, list[tuple[float, float]]]
+"""Window -> nodes, and what they took, of stock's step."""
+
+
+class Learned:
+    """What estimates are made of, as it comes in, run by run.
+
+    How much a node adds is learned of all windows together. What a step takes without any is each window's own: it was
+    measured in the same minutes, and steps do not grow evenly where more rows fill another tile of a matrix product.
+    For steps beside a drafter, how many times longer they take is each window's own.
+    """
+
+    def __init__(self, match: Match) -> None:
+        self._match = match
+        # nodes of a request in a run's steps
+        self._steps: dict[str, Points] = {COUPLED: {}, DECOUPLED: {}}
+        self._passes: dict[int, list[float]] = {}
+        # nodes of a stream in a pass
+        self._beats: Points = {}
+
+    def add(self, window: int, pairs: Mapping[str, Pair], told: Mapping[str, Any]) -> None:
+        plain_ms = statistics.fmean(pairs[COUPLED].stock.step_ms())
+        for arm, pair in pairs.items():
+            totals = pair.ours.totals
+            assert totals is not None
+            draft_ms = totals.draft_ms / totals.steps
+            step_ms = statistics.fmean(pair.ours.step_ms()) - draft_ms
+            points = self._steps[arm].setdefault(window, [])
+            points.append((totals.drafted / totals.request_steps, step_ms / plain_ms))
+            if arm == COUPLED:
+                self._passes.setdefault(window, []).append(draft_ms / window / plain_ms)
+        known = [beat for beat in told["beats"] if beat[1] > 0]
+        beats = [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
+        if beats:
+            self._beats.setdefault(window, []).extend(beats)
+
+    def facts(self, window: int) -> Facts:
+        """Raises: ConfigError: the runs were too short to tell."""
+        if window not in self._beats:
+            raise ConfigError("the drafter's process drafted next to nothing", "run more tokens, with `--max-tokens`")
+        verify = line_through(self._steps[COUPLED], window, (0.0, 1.0))
+        return Facts(
+            verify=verify,
+            verify_beside=slowed((1.0, verify[1]), self._steps[DECOUPLED][window]),
+            draft=statistics.median(self._passes[window]),
+            draft_beside=line_through(self._beats, window),
+            match=self._match,
+        )
+
+
+def estimated(facts: Facts, batch: int, window: int, fan_out: int, seed: int) -> dict[str, float]:
+    """Placement -> times plain decoding."""
+    setting = Setting(
+        verify_ms=lambda requests, rows: _at(facts.verify_beside, rows / requests),
+        draft_ms=lambda streams, rows: _at(facts.draft_beside, rows / streams),
+        match=facts.match,
+        batch=batch,
+        window=window,
+        fan_out=fan_out,
+        most_drafts=most_drafts(window),
+        most_depth=window,
+    )
+    beside = rehearse(setting, np.random.default_rng(seed), _STEPS)
+    steps = window * facts.draft + _at(facts.verify, most_drafts(window))
+    return {PLAIN: 1.0, COUPLED: coupled_tokens(facts.match, window, 2) / steps, DECOUPLED: beside.rate}
+
+
+def most_drafts(window: int) -> int:
+    """Nodes of a request that are verified, either way: a model's comb has two choices at each level."""
+    return min(2 * window, MOST_NODES)
+
+
+def _at(line: tuple[float, float], nodes: float) -> float:
+    return line[0] + line[1] * nodes
+
+
+def slowed(line: tuple[float, float], points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """A line made so many times as steep and as high that it passes through the points' middle.
+
+    Steps beside a drafter verify what has come, often about one node each. Points so close together tell no slope: in
+    two settings one node seemed to take as long as a step, and estimates were twice what was measured. On fewer cores
+    all parts of a step take longer, so one factor is learned, and the slope is that of steps on all cores.
+    """
+    times = statistics.median(time / _at(line, nodes) for nodes, time in points)
+    return times * line[0], times * line[1]
+
+
+def line_through(points: Points, window: int, *more: tuple[float, float]) -> tuple[float, float]:
+    """Through a window's points, with the slope of all and some more.
+
+    That is the median of the slopes between two of them (Theil and Sen), so a stall decides nothing. A node that seems
+    to take less than nothing takes nothing.
+    """
+    nodes, times = np.asarray([*more, *(point for own in points.values() for point in own)], dtype=np.float64).T
+    first, second = np.triu_indices(len(nodes), 1)
+    apart = nodes[first] != nodes[second]
+    slopes = (times[second] - times[first])[apart] / (nodes[second] - nodes[first])[apart]
+    slope = max(float(np.median(slopes)), 0.0) if len(slopes) else 0.0
+    return statistics.median(time - slope * count for count, time in points[window]), slope
 
 
 bench_decoupled = command(Decoupled)

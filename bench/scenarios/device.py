@@ -9,14 +9,12 @@ from __future__ import annotations
 import bisect
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES
@@ -26,11 +24,10 @@ from ..kernels.shapes import Cell
 from ..runner.engines import IN_ONE_PROCESS, STOCK, Engines, run_round, sampling, write_answers
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.models import BARE, bare_model
-from ..runner.report import Found, number, print_table, verdict
-from ..runner.rows import SPEEDS, Judged, Pair, Row, judge, make_row
-from ..runner.runs import Parting, Run, partings
+from ..runner.report import Columns, Found, Table, same
+from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row, partings
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.ties import JUDGE, asked
+from ..runner.ties import JUDGE, judge
 
 OURS = ("chain", "tree", "ngram")
 RIVALS = ("vllm-ngram", "vllm-suffix", "vllm-draft_model")
@@ -103,9 +100,6 @@ class Device(EngineScenario):
     budget: str = flag("fixed", "`fixed` drafts as told; `auto` drafts what pays.", choices=BUDGETS)
     is_dry: bool = flag(False, "On a CPU, each engine in one process; no figure means anything.", "--dry")
     is_interpreted: bool = flag(False, "Dry, on the V2 runner with its kernels interpreted.", "--interpreted")
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "cells": [str(cell) for cell in self.cells]}
 
     @property
     def most_nodes(self) -> int:
@@ -187,51 +181,48 @@ class Device(EngineScenario):
                 rows += [bench.profile(cell, arm, tau) for cell in self.cells for arm, tau in told]
         return Found(model=f"random weights, {self.model}", rows=rows, extra={"engines": facts})
 
-    def show(self, found: Found, out: Console) -> None:
+    def title(self, found: Found) -> str:
         dry = "A DRY WALK, no figure means anything. " if self.is_dry else ""
-        out.print(f"{dry}{found.model}, {self.dtype}, logits of deviation {self.logit_std:g}", markup=False)
-        print_table(found.extra["engines"], _ENGINES, out)
-        print_table(found.rows, _IDENTITY, out)
+        return f"{dry}{found.model}, {self.dtype}, logits of deviation {self.logit_std:g}"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield Table(found.extra["engines"], _ENGINES)
+        yield Table(found.rows, _IDENTITY)
         if self.rounds or self.is_profiled:
-            print_table(found.rows, _SPEED, out)
-        for row in found.rows:
-            for text in row.differences:
-                out.print(f"{row.name}: {text}", markup=False, soft_wrap=True)
+            yield Table(found.rows, _SPEED)
+        yield from (f"{row.name}: {text}" for row in found.rows for text in row.differences)
 
 
-_ENGINES = {
-    "engine": lambda one: one["name"],
+_ENGINES: Columns = {
+    "engine": "name",
     "runner": lambda one: one["runner"][0].rpartition(".")[2] + (" (V2)" if one["is_v2"] else " (V1)"),
     "attention": lambda one: "/".join([*one["attention"], *(f"FA{v}" for v in one["flash_attention"] if v != "None")]),
     "graphs": lambda one: one["cudagraph_mode"].rpartition(".")[2].partition(":")[0],
-    "captured": lambda one: ", ".join(f"{kind} {count}" for kind, count in one["graphs"].items()) or "-",
+    "captured": lambda one: ", ".join(f"{kind} {count}" for kind, count in one["graphs"].items()) or None,
     "async": lambda one: "yes" if one["is_async"] else "no",
-    "MiB": lambda one: number(one["device_mib"]),
+    "MiB": "device_mib",
 }
-_IDENTITY = {
-    "row": lambda row: row.name,
-    "right": lambda row: verdict(row.passed),
-    "identical": lambda row: verdict(row.identical),
-    "compared": lambda row: number(row.compared),
-    "ties": lambda row: str(len(row.ties)),
-    "unproven": lambda row: str(len(row.differences)),
-    "drafted": lambda row: number(row.drafted),
-    "accepted": lambda row: number(row.accepted),
-    "branches": lambda row: number(row.branches),
+_IDENTITY: Columns = {
+    "row": "name",
+    "right": "passed",
+    **same("identical", "compared"),
+    "ties": lambda row: len(row.ties),
+    "unproven": lambda row: len(row.differences),
+    **same("drafted", "accepted", "branches"),
     "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
 }
-_SPEED = {
-    "row": lambda row: row.name,
-    "decode only": lambda row: number(row.decode_speedup, "x"),
-    "whole": lambda row: number(row.speedup, "x"),
-    "nodes/step": lambda row: number(row.nodes_per_step),
-    "step ms": lambda row: number(row.step_ms),
-    "stock ms": lambda row: number(row.stock_ms),
-    "busy ms": lambda row: number(row.busy_ms),
-    "idle ms": lambda row: number(row.idle_ms),
-    "wait ms": lambda row: number(row.wait_ms),
-    "stale": lambda row: number(row.stale),
-    "costliest": lambda row: ", ".join(f"{name[:28]} {ms:.2f}" for name, ms, _ in (row.kernels or [])[:2]) or "-",
+_SPEED: Columns = {
+    "row": "name",
+    "decode only": "decode_speedup x",
+    "whole": "speedup x",
+    "nodes/step": "nodes_per_step",
+    "step ms": "step_ms",
+    "stock ms": "stock_ms",
+    "busy ms": "busy_ms",
+    "idle ms": "idle_ms",
+    "wait ms": "wait_ms",
+    "stale": "stale",
+    "costliest": lambda row: ", ".join(f"{name[:28]} {ms:.2f}" for name, ms, _ in (row.kernels or [])[:2]) or None,
 }
 
 
@@ -249,14 +240,13 @@ class _Bench:
         Raises:
             SpecRolloutError: they do not, so nothing can be compared.
         """
-        names = list(dict.fromkeys([STOCK, *map(_engine_of, self._scenario.arms)]))
+        names, std = list(dict.fromkeys([STOCK, *map(_engine_of, self._scenario.arms)])), self._scenario.logit_std
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             list(pool.map(self._start, names))
-        std = self._scenario.logit_std
         sums = {name: self._engines[name].ask("randomise", logit_std=std) for name in names}
         if len(set(sums.values())) != 1:
             raise SpecRolloutError(f"the engines' random weights differ: checksums {sums}", "report the model")
-        return [{"name": name, **self._engines[name].ask("call", function="facts")} for name in names]
+        return [{"name": name, **self._engines[name].ask("facts")} for name in names]
 
     def _start(self, name: str) -> None:
         scenario, arguments, own = self._scenario, self._scenario.arguments(), None
@@ -286,16 +276,14 @@ class _Bench:
 
     def row(self, cell: Cell, arm: str, tau: float) -> DeviceRow:
         """Warm-up and rounds, the order alternating; or one run of each. Every run is compared with stock's beside."""
-        scenario, engine, nodes = self._scenario, _engine_of(arm), self._nodes(tau)
-        self._engines.report(f"{arm}, {tau:g} a step, {cell}", 0)
-        taught = self._taught(cell, arm, tau)
+        engine, nodes, rounds = _engine_of(arm), self._nodes(tau), self._scenario.rounds
 
         def run(one: str | None) -> Run:
             return self._run(engine if one else STOCK, cell, arm, nodes if one and one in OURS else None)
 
-        numbers = range(-1, scenario.rounds) if scenario.rounds else [0]
-        pairs = [run_round(number, [arm], run)[arm] for number in numbers]
-        self._engines.report("", 1)
+        with self._engines.doing(f"{arm}, {tau:g} a step, {cell}"):
+            taught = self._taught(cell, arm, tau)
+            pairs = [run_round(number, [arm], run)[arm] for number in (range(-1, rounds) if rounds else [0])]
         made = self._made(cell, arm, tau, pairs)
         stale = {one.request for pair in pairs for one in partings(taught, pair.ours)} if taught else set()
         return replace(made, stale=len(stale) if taught else None)
@@ -318,46 +306,37 @@ class _Bench:
         """A row of these runs; no speed but of stock's tokens, or of others behind proven ties alone."""
         is_rival, last = arm in RIVALS, pairs[-1]
         judged = Judged() if is_rival else self._judged(cell, arm, pairs)
-        is_told = not judged.differences
+        is_told, totals = not judged.differences, last.ours.totals
         shown = [replace(p, ours=replace(p.ours, token_ids=p.stock.token_ids)) for p in pairs] if is_told else pairs
         name = f"{arm}, {tau:g} a step, {cell}" if arm not in (STOCK, "ngram") else f"{arm}, {cell}"
-        values = asdict(make_row(name, cell.batch, self._nodes(tau), shown))
-        is_identical = is_told and not judged.ties
-        values |= {"identical": None if is_rival else is_identical}
-        is_timed = bool(self._scenario.rounds) and is_told
-        values |= {} if is_timed else dict.fromkeys(SPEEDS)
-        totals = last.ours.totals
+        is_identical, is_timed = is_told and not judged.ties, bool(self._scenario.rounds) and is_told
         if totals is not None and not totals.drafted:
             judged.differences.append("nothing was drafted, so nothing was checked")
         parted = {one.request: one.position for one in partings(last.stock, last.ours)}
-        own = {"drafted": totals.drafted, "accepted": totals.accepted} if totals else {}
-        own |= {"branches": totals.branches_committed, "wait_ms": totals.wait_ms / totals.steps} if totals else {}
+        own: dict[str, Any] = {} if is_timed else dict.fromkeys(SPEEDS)
+        if totals is not None:
+            own |= {"drafted": totals.drafted, "accepted": totals.accepted, "branches": totals.branches_committed}
+            own["wait_ms"] = totals.wait_ms / totals.steps
+        if is_timed:
+            own |= {"step_ms": _step_ms(pair.ours for pair in pairs if pair.is_timed)}
+            own |= {"stock_ms": _step_ms(pair.stock for pair in pairs if pair.is_timed)}
         is_strict = self._scenario.is_strict or arm == STOCK
-        return DeviceRow(
-            **values,
+        return grown(
+            DeviceRow,
+            make_row(name, cell.batch, self._nodes(tau), shown),
+            identical=None if is_rival else is_identical,
             passed=None if is_rival else not judged.differences and (is_identical or not is_strict),
             is_proven=not judged.differences and not is_strict,
             ties=judged.ties,
             differences=judged.differences,
             compared=None if is_rival else sum(parted.get(i, len(ids)) for i, ids in enumerate(last.stock.token_ids)),
-            step_ms=_step_ms([pair.ours for pair in pairs if pair.is_timed]) if is_timed else None,
-            stock_ms=_step_ms([pair.stock for pair in pairs if pair.is_timed]) if is_timed else None,
             **own,
         )
 
     def _judged(self, cell: Cell, arm: str, pairs: Sequence[Pair]) -> Judged:
         """Every difference is put to stock: whether it met a tie itself, on the common prefix with the same seed."""
-        prompts, params, count = _prompts(cell, BARE[self._scenario.model].vocab, arm), self._params(cell, arm), 0
-
-        def ask(one: Parting, answer: tuple[int, ...]) -> tuple[bool, str]:
-            nonlocal count
-            count += 1
-            if count > MOST_ASKED:
-                return False, "not asked about"
-            stock, i = self._engines[STOCK], one.request
-            return asked(stock, prompts[i], params[i], answer, one, self._scenario.dtype, is_given=True)
-
-        return judge(pairs, ask)
+        prompts, params = _prompts(cell, BARE[self._scenario.model].vocab, arm), self._params(cell, arm)
+        return judge(lambda: self._engines[STOCK], prompts, params, pairs, self._scenario.dtype, {}, MOST_ASKED)
 
     def _taught(self, cell: Cell, arm: str, tau: float) -> Run | None:
         """Let the oracle draft our own answers, so that it stays right behind a tie; None: there is no oracle."""
@@ -367,8 +346,7 @@ class _Bench:
         taught = self._run(STOCK, cell, arm)
         for _ in range(_LESSONS):
             path = write_answers(self._scratch / f"{engine}.json", {str(i): x for i, x in enumerate(taught.token_ids)})
-            told = {"path": str(path), "accuracy": list(accuracy)}
-            self._engines[engine].ask("rpc", method="spec_rollout_set_oracle", **told)
+            self._engines.tell(engine, "set_oracle", path=str(path), accuracy=list(accuracy))
             if not self._scenario.rounds:
                 break
             run = self._run(engine, cell, arm, self._nodes(tau))
@@ -418,7 +396,7 @@ def _prompts(cell: Cell, vocab: int, arm: str) -> list[list[int]]:
     return [[pattern[i % period] for i in range(cell.context + 1)] for pattern in patterns]
 
 
-def _step_ms(runs: Sequence[Run]) -> float | None:
+def _step_ms(runs: Iterable[Run]) -> float | None:
     """Median over runs of the mean of all steps but the first, which also admits the requests."""
     means = [fmean(times) for run in runs if (times := run.step_ms())]
     return median_high(means) if means else None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS
@@ -16,13 +14,12 @@ from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
 from ..policy.tasks import Problem
-from ..runner.engines import PROMPT_LEN, STOCK, Engines, run_round, sampling
+from ..runner.engines import PROMPT_LEN, STOCK, Engines, asking, run_round
 from ..runner.models import find_model, shipped_drafters
-from ..runner.report import Found, print_rows, print_table
-from ..runner.rows import Pair, Row, make_row
-from ..runner.runs import Run
+from ..runner.report import Found, Table, paired
+from ..runner.results import MET
+from ..runner.rows import Pair, Row, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import MET
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
 _AS = {GREEDY: (sharpness.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
@@ -101,11 +98,8 @@ class Drafters(EngineScenario):
         self, chosen: Sequence[Problem], count: int, temperature: float, *, is_ours: bool
     ) -> list[dict[str, Any]]:
         owners = [problem for problem in chosen for _ in range(self.samples)][:count]
-        return [
-            sampling(self.seed + i, self.max_tokens, {"problem_id": problem.problem_id} if is_ours else None)
-            | {"temperature": temperature}
-            for i, problem in enumerate(owners)
-        ]
+        params = asking(owners, self.seed, self.max_tokens, is_ours=is_ours)
+        return [one | {"temperature": temperature} for one in params]
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
@@ -115,74 +109,54 @@ class Drafters(EngineScenario):
         shape = {"seqs": max(self.batches, default=32), "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         met: list[Met] = []
         rows: list[Row] = []
-        with self.make_engines(folder, report, **shape) as running:
-            running.start(STOCK)
-            bench = _Bench(self, running, drafters)
-            for name in drafters:
-                met += bench.match(name)
-                rows += bench.time(name) if self.rounds else []
+        chosen = problems(self.prompts, self.seed)
+        with self.make_engines(folder, report, **shape) as engines:
+            engines.start(STOCK)
+            prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
+            for name, given in drafters.items():
+                engines.start(name, self.spec_rollout(given, COMB))
+                met += [self._match(engines, name, chosen, prompts, one) for one in self.temperatures]
+                if self.rounds:
+                    engines.start(f"{name}, {UNION}", self.spec_rollout(given, UNION))
+                    depth = int(given.get("num_speculative_tokens", 0))
+                    for batch in self.batches:
+                        pairs = self._pairs(engines, name, chosen, prompts[:batch])
+                        rows += [make_row(f"{name}, {arm}", batch, depth, own) for arm, own in pairs.items()]
         return Found(model=title, rows=rows, extra={"met": [asdict(one) for one in met]})
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"{found.model}, {self.dtype}: {self.prompts} problems x {self.samples} answers", markup=False)
-        print_table(found.extra["met"], MET, out)
-        if found.rows:
-            print_rows(found.rows, out)
+    def _match(
+        self, engines: Engines, name: str, chosen: Sequence[Problem], prompts: list[list[int]], temperature: float
+    ) -> Met:
+        """How often this drafter is met."""
+        with engines.doing(f"{name}: match rates at temperature {temperature:g}"):
+            engines.tell(name, "matches", start=True)
+            engines.run(name, prompts, self.params(chosen, len(prompts), temperature, is_ours=True))
+            return _met(name, temperature, engines.tell(name, "matches", start=False))
 
+    def _pairs(
+        self, engines: Engines, name: str, chosen: Sequence[Problem], prompts: list[list[int]]
+    ) -> dict[str, list[Pair]]:
+        """Every arm against stock, at one batch."""
 
-class _Bench:
-    def __init__(self, scenario: Drafters, engines: Engines, drafters: dict[str, dict[str, Any]]) -> None:
-        self._scenario, self._engines, self._drafters = scenario, engines, drafters
-        self._chosen = problems(scenario.prompts, scenario.seed)
-        encoded = engines.encode(self._chosen)
-        self._prompts = [ids for ids in encoded for _ in range(scenario.samples)]
+        def run(arm: str | None) -> Run:
+            engine = STOCK if arm is None else f"{name}, {UNION}" if arm == UNION else name
+            if arm is not None:
+                sharp, is_comb = _AS[arm]
+                engines.tell(engine, "draft_as", sharpness=sharp, is_comb=is_comb)
+            return engines.run(engine, prompts, self.params(chosen, len(prompts), 1.0, is_ours=arm is not None))
 
-    def match(self, name: str) -> list[Met]:
-        """Start the drafter's own engine, and measure how often it is met."""
-        found = []
-        self._engines.start(name, self._scenario.spec_rollout(self._drafters[name], COMB))
-        for temperature in self._scenario.temperatures:
-            self._engines.report(f"{name}: match rates at temperature {temperature:g}", 0)
-            params = self._scenario.params(self._chosen, len(self._prompts), temperature, is_ours=True)
-            self._engines.ask(name, "rpc", method="spec_rollout_matches", start=True)
-            self._engines.run(name, self._prompts, params)
-            sums = self._engines.ask(name, "rpc", method="spec_rollout_matches", start=False)
-            found.append(_met(name, temperature, sums))
-            self._engines.report("", 1)
-        return found
+        pairs: dict[str, list[Pair]] = {arm: [] for arm in _AS}
+        for number in range(-1, self.rounds):
+            for arm in _AS:
+                with engines.doing(f"{name}, {arm}, batch {len(prompts)}"):
+                    pairs[arm].append(run_round(number, [arm], run)[arm])
+        return pairs
 
-    def time(self, name: str) -> list[Row]:
-        """Every arm against stock, at every batch."""
-        scenario = self._scenario
-        self._engines.start(f"{name}, {UNION}", scenario.spec_rollout(self._drafters[name], UNION))
-        rows = []
-        for batch in scenario.batches:
-            pairs: dict[str, list[Pair]] = {arm: [] for arm in _AS}
-            for number_ in range(-1, scenario.rounds):
-                for arm in _AS:
-                    pairs[arm].append(self._pair(name, arm, batch, number_))
-            rows += [make_row(f"{name}, {arm}", batch, self._depth(name), own) for arm, own in pairs.items()]
-        return rows
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}: {self.prompts} problems x {self.samples} answers"
 
-    def _pair(self, name: str, arm: str, batch: int, number_: int) -> Pair:
-        self._engines.report(f"{name}, {arm}, batch {batch}", 0)
-        prompts = self._prompts[:batch]
-
-        def run(one: str | None) -> Run:
-            params = self._scenario.params(self._chosen, len(prompts), 1.0, is_ours=one is not None)
-            if one is None:
-                return self._engines.run(STOCK, prompts, params)
-            engine = f"{name}, {UNION}" if one == UNION else name
-            sharp, is_comb = _AS[one]
-            self._engines.ask(engine, "rpc", method="spec_rollout_draft_as", sharpness=sharp, is_comb=is_comb)
-            return self._engines.run(engine, prompts, params)
-
-        pair = run_round(number_, [arm], run)[arm]
-        self._engines.report("", 1)
-        return pair
-
-    def _depth(self, name: str) -> int:
-        return int(self._drafters[name].get("num_speculative_tokens", 0))
+    def told(self, found: Found) -> Iterable[Table | str]:
+        return [Table(found.extra["met"], MET), *(paired(found.rows) if found.rows else ())]
 
 
 def _met(name: str, temperature: float, sums: dict[str, Any]) -> Met:

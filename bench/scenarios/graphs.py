@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cli.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
 from vllm_specrollout.errors import UnsupportedError
 
 from ..gpu.machine import describe
 from ..runner.models import BARE, bare_model
-from ..runner.report import Found, number, print_table
+from ..runner.report import Found, Table
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 ARMS: dict[str, tuple[int, ...] | None] = {
@@ -72,17 +71,14 @@ class Graphs(EngineScenario):
                 engines.stop(name)
         return Found(model=f"random weights, {self.model}", rows=rows)
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"{found.model}, {self.dtype}: MiB of the device", markup=False)
-        print_table(found.rows, _COLUMNS, out)
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}: MiB of the device"
+
+    def told(self, found: Found) -> Iterable[Table]:
+        return [Table(found.rows, _COLUMNS)]
 
 
-_COLUMNS = {
-    "engine": lambda row: row.name,
-    "device": lambda row: number(row.device_mib),
-    "logged": lambda row: number(row.logged_mib),
-    "estimated": lambda row: number(row.estimated_mib),
-}
+_COLUMNS = {"engine": "name", "device": "device_mib", "logged": "logged_mib", "estimated": "estimated_mib"}
 
 
 def spec_rollout(sizes: tuple[int, ...] | None) -> dict[str, Any] | None:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.config import parse
 from vllm_specrollout.errors import ConfigError
 
 from ..grpo.fleet import Arm, Fleet, Request, overlaid, suffix_problem
 from ..grpo.loop import Loop, num_units
-from ..grpo.rows import SUFFIX, epoch_rows, print_ablation, print_epochs, print_notes
+from ..grpo.rows import SUFFIX, ablation_table, epoch_rows, epochs_table, notes_text
 from ..policy.grpo import GrpoConfig
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem
 from ..runner.engines import OURS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model, shipped_drafters
 from ..runner.plots import plot_epochs
-from ..runner.report import Found
+from ..runner.report import Found, Table
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 HEAD = "head"
@@ -108,10 +106,6 @@ class Grpo(EngineScenario):
 
     @property
     def grpo(self) -> GrpoConfig:
-        """
-        Raises:
-            ConfigError: a value outside its limits.
-        """
         clips = {"clip_low": self.clip, "clip_high": self.clip, "kl_weight": self.kl}
         passes = {"inner_epochs": self.inner_epochs, "minibatches": self.minibatches}
         return GrpoConfig(learning_rate=self.learning_rate, seed=self.seed, **clips, **passes)  # type: ignore[arg-type]
@@ -130,11 +124,7 @@ class Grpo(EngineScenario):
         return {**super().settings(), "grpo": asdict(self.grpo), "engines": arms}
 
     def arms(self) -> list[Arm]:
-        """Stock first, then the others asked for; with `ablate`, the variants of ours after it.
-
-        Raises:
-            ConfigError: `stock` is left out, or our configuration is wrong.
-        """
+        """Stock first, then the others asked for; with `ablate`, the variants of ours after it."""
         if STOCK not in self.engines:
             cause = f"`--engines` is {','.join(self.engines)}, without stock"
             raise ConfigError(cause, "add `stock`: training goes on from its rollouts")
@@ -219,19 +209,18 @@ class Grpo(EngineScenario):
         extra = {"epochs": [asdict(row) for row in rows], "notes": notes + more_notes}
         return Found(model=title, rows=steps, extra=extra, more=rows)
 
-    def _title(self, found: Found) -> str:
+    def title(self, found: Found) -> str:
         sizes = f"{self.problems} problems x {self.samples} answers x {self.epochs} epochs, {self.batch} at once"
         return f"{found.model}{', as it is' if self.size == 'none' else ''}, {self.dtype}: {sizes}"
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(self._title(found), markup=False)
-        print_epochs(found.more, out)
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield epochs_table(found.more)
         if self.ablate:
-            print_ablation(found.more, out)
-        print_notes(found.rows, found.extra["notes"], out)
+            yield ablation_table(found.more)
+        yield from notes_text(found.rows, found.extra["notes"])
 
     def draw(self, found: Found, path: Path) -> None:
-        plot_epochs(found.rows, found.more, self._title(found), path)
+        plot_epochs(found.rows, found.more, self.title(found), path)
 
 
 bench_grpo = command(Grpo)

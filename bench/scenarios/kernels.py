@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from ..kernels.shapes import ATTENTION_CHECKS, COMMIT_CHECKS, MODELS, VERIFY_CHECKS, Attention, Cell, Verdict
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
-from ..runner.report import Found, number, print_table, verdict
+from ..runner.report import Columns, Found, Table
 from ..runner.scenario import Scenario, Session, command, flag
 
 KERNELS = ("attention", "verify", "commit")
@@ -55,9 +53,6 @@ class Kernels(Scenario):
     )
     nodes: tuple[int, ...] = flag((0, 7, 15), "Nodes of a tree to time.", within=(0, 63))
     device: str = flag("cuda", "`cpu` interprets the kernels: no time means anything there.", choices=("cuda", "cpu"))
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "cells": [str(cell) for cell in self.cells]}
 
     def measure(self, session: Session) -> Found:
         if self.device == "cpu":
@@ -125,23 +120,21 @@ class Kernels(Scenario):
                 return False
         return True
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"kernels on {found.extra['device']['name']}; microseconds of one call, as median", markup=False)
-        columns = {"row": lambda row: row.name, "right": lambda row: verdict(row.passed)}
-        if self.is_timed:
-            columns |= _TIMES
-        print_table(found.rows, columns, out)
+    def title(self, found: Found) -> str:
+        return f"kernels on {found.extra['device']['name']}; microseconds of one call, as median"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield Table(found.rows, {"row": "name", "right": "passed", **(_TIMES if self.is_timed else {})})
         for row in found.rows:
-            for text in ([row.checked] if row.passed is False else []) + row.notes:
-                out.print(f"{row.name}: {text}", markup=False, soft_wrap=True)
+            yield from (f"{row.name}: {text}" for text in ([row.checked] if row.passed is False else []) + row.notes)
 
 
-def _us(way: str) -> Callable[[KernelRow], str]:
+def _us(way: str) -> Callable[[KernelRow], str | None]:
     """Median microseconds, and half the distance of the quartiles."""
 
-    def show(row: KernelRow) -> str:
+    def show(row: KernelRow) -> str | None:
         time = row.times.get(way)
-        return "-" if time is None else f"{time['median_us']:.1f} ±{(time['high_us'] - time['low_us']) / 2:.1f}"
+        return None if time is None else f"{time['median_us']:.1f} ±{(time['high_us'] - time['low_us']) / 2:.1f}"
 
     return show
 
@@ -153,11 +146,11 @@ def over_flash(row: KernelRow) -> float | None:
     return row.times["ours"]["median_us"] / row.times["fa3 graph"]["median_us"]
 
 
-_TIMES = {
+_TIMES: Columns = {
     **{"ours": _us("ours"), "FA3": _us("fa3 graph"), "FA3 auto": _us("fa3 auto")},
     **{"FA3 context": _us("fa3 context"), "and merge": _us("fa3 merged")},
-    "roof": lambda row: number(row.roof_us),
-    "x FA3": lambda row: number(over_flash(row)),
+    "roof": "roof_us",
+    "x FA3": over_flash,
 }
 
 

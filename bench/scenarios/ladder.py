@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cluster.group import RolloutGroup
 from vllm_specrollout.cluster.group.dealing import Answer, Dealer
@@ -25,10 +23,10 @@ from ..policy.reward import Problem, problems
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK, sampling
 from ..runner.models import find_model, quarter_drafter
 from ..runner.plots import plot_workers
-from ..runner.report import Found, print_table
+from ..runner.report import Found, Table
+from ..runner.results import LADDER
 from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import LADDER
 from .decoupled import QUARTER, SMALL
 
 OFF = "off"
@@ -37,7 +35,7 @@ OWN = (NONE, *DRAFTERS[:2])
 _MANY = 240  # problems of a whole batch, as a trainer has them; those that run here are the longest and some others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Bar:
     """What a worker gave to one request with the same drafters, in one run."""
 
@@ -58,14 +56,14 @@ class Row:
     ladder: str
     identical: bool
     difference: str | None
-    # seconds, median over rounds; None where an output is not stock's, as below
-    makespan_s: float | None
-    # of the first ladder's in the same round
-    speedup: float | None
-    quartiles: tuple[float, float] | None
     # of the last round: requests that ran at more than one worker, and those that a helper ended first
     copied: int
     won: int
+    # seconds, median over rounds; None where an output is not stock's, as below
+    makespan_s: float | None = None
+    # of the first ladder's in the same round
+    speedup: float | None = None
+    quartiles: tuple[float, float] | None = None
 
 
 class TimedGroup(RolloutGroup):
@@ -76,7 +74,7 @@ class TimedGroup(RolloutGroup):
     own = ""
     bars: list[Bar]
     # (worker, request) -> its newest of them
-    _newest: dict[tuple[str, str], int]
+    _newest: dict[tuple[str, str], Bar]
 
     def timed(self, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> tuple[list[Answer], float]:
         """The answers, and the makespan in seconds."""
@@ -103,16 +101,13 @@ class TimedGroup(RolloutGroup):
 
     def _extend(self, own: tuple[str, str], drafter: str, now: float, tokens: int) -> None:
         """The request's newest bar at this worker grows, or one of another colour begins where it ends."""
-        number = self._newest.get(own)
-        old = None if number is None else self.bars[number]
-        if old is None or number is None or old.drafter != drafter:
-            begin = now if old is None else old.end_s
-            number, before = len(self.bars), 0
-            self.bars.append(Bar(worker=own[0], request=own[1], drafter=drafter, begin_s=begin, end_s=now, tokens=0))
-        else:
-            begin, before = old.begin_s, old.tokens
-        self._newest[own] = number
-        self.bars[number] = replace(self.bars[number], begin_s=begin, end_s=now, tokens=before + tokens)
+        bar = self._newest.get(own)
+        if bar is None or bar.drafter != drafter:
+            begin = now if bar is None else bar.end_s
+            bar = Bar(worker=own[0], request=own[1], drafter=drafter, begin_s=begin, end_s=now, tokens=0)
+            self._newest[own] = bar
+            self.bars.append(bar)
+        bar.end_s, bar.tokens = now, bar.tokens + tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,28 +148,26 @@ class Ladder(EngineScenario):
         prompts, truth = [], []
         with self.make_engines(folder, report, environment=IN_ONE_PROCESS, **shape) as engines:
             engines.start(STOCK)
-            for round_ in range(self.rounds + 1):
-                prompts.append(engines.encode(self._problems(round_)))
-                truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
-                report("", 1)
+            for number in range(self.rounds + 1):
+                with engines.doing(f"stock's answers, round {number}"):
+                    prompts.append(engines.encode(self._problems(number)))
+                    truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
         seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
         last: dict[str, list[Answer]] = {}
         differences: dict[str, str] = {}
-        bars: dict[str, list[Bar]] = {}
         with ExitStack() as stack:
             groups = {ladder: stack.enter_context(self._group(folder, ladder, report)) for ladder in self.ladders}
-            for round_ in range(self.rounds + 1):
-                for ladder, group in list(groups.items())[:: 1 if round_ % 2 else -1]:
-                    report(f"{ladder}, round {round_}", 0)
-                    last[ladder], took = group.timed(prompts[round_], params)
-                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth[round_], strict=True)):
+            for number in range(self.rounds + 1):
+                for ladder, group in list(groups.items())[:: 1 if number % 2 else -1]:
+                    report(f"{ladder}, round {number}", 0)
+                    last[ladder], took = group.timed(prompts[number], params)
+                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth[number], strict=True)):
                         if answer.token_ids != tokens:
-                            differences[ladder] = f"round {round_}: request {i} differs, of worker {answer.worker}"
+                            differences[ladder] = f"round {number}: request {i} differs, of worker {answer.worker}"
                     # the first one warms up
-                    if round_:
-                        seconds[ladder].append(took)
-                    bars[ladder] = group.bars
+                    seconds[ladder] += [took] if number else []
                     report("", 1)
+            bars = {ladder: group.bars for ladder, group in groups.items()}
         rows = [self._row(ladder, seconds, last[ladder], differences.get(ladder)) for ladder in self.ladders]
         return Found(model=title, rows=rows, more=bars)
 
@@ -209,27 +202,25 @@ class Ladder(EngineScenario):
         return group
 
     def _row(self, ladder: str, seconds: dict[str, list[float]], last: list[Answer], difference: str | None) -> Row:
-        is_told = difference is None
         ratios = [base / own for base, own in zip(seconds[self.ladders[0]], seconds[ladder], strict=True)]
+        times: dict[str, Any] = {"makespan_s": statistics.median(seconds[ladder])}
+        times |= {"speedup": statistics.median(ratios), "quartiles": quartiles(ratios)}
+        copies = [(i, answer) for i, answer in enumerate(last) if answer.copies > 1]
         return Row(
             ladder=ladder,
-            identical=is_told,
+            identical=difference is None,
             difference=difference,
-            makespan_s=statistics.median(seconds[ladder]) if is_told else None,
-            speedup=statistics.median(ratios) if is_told else None,
-            quartiles=quartiles(ratios) if is_told else None,
-            copied=sum(answer.copies > 1 for answer in last),
-            won=sum(
-                answer.copies > 1 and answer.worker != f"worker-{i % self.workers}" for i, answer in enumerate(last)
-            ),
+            copied=len(copies),
+            won=sum(answer.worker != f"worker-{i % self.workers}" for i, answer in copies),
+            **(times if difference is None else {}),
         )
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests", markup=False)
-        print_table([asdict(row) for row in found.rows], LADDER, out)
-        for row in found.rows:
-            if row.difference is not None:
-                out.print(f"{row.ladder}: {row.difference}", markup=False)
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}, {self.workers} workers, {self.requests} requests"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield Table([asdict(row) for row in found.rows], LADDER)
+        yield from (f"{row.ladder}: {row.difference}" for row in found.rows if row.difference is not None)
 
     def draw(self, found: Found, path: Path) -> None:
         plot_workers(found.more, f"{found.model}: who worked on what", path)

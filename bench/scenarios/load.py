@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,16 +13,15 @@ from rich.console import Console
 from vllm_specrollout.config import BUDGETS, MAX_NODES
 
 from ..policy.reward import problems
-from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared
-from ..runner.engines import run_round
-from ..runner.models import find_model
+from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
+from ..runner.engines import OURS, run_round
 from ..runner.report import Found
-from ..runner.rows import Pair, make_row
-from ..runner.runs import Run
+from ..runner.rows import Pair, Run, make_row
 from ..runner.scenario import ModelScenario, Session, command, flag
-from .patterns import PATTERNS, Pattern, pattern, tail, tail_ratio
 from .rollout import DRAFTERS
 
+PATTERNS = ("drain", "fill", "bursts", "bad-drafter", "new-weights")
+"""Arrivals depend on how many requests have finished, never on the clock, so that every budget meets the same load."""
 PROMPT_LEN = 64
 TAIL = "tail"
 WITHIN = 0.95
@@ -97,115 +97,85 @@ class Ramp(ModelScenario):
 
     def measure(self, session: Session) -> Found:
         assert self.tokens is not None
-        is_policy = self.is_tail and self.model is None
-        folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=is_policy)
         length = (4 if self.is_tail else 1) * PROMPT_LEN + self.tokens + 1
-        report = session.display.steps(len(self.loads()) + 2)
-        shape = {"seqs": self.seqs, "length": length, "width": 4 * PROMPT_LEN}
         most, drafters = self.max_draft_tokens, list(DRAFTERS) if self.is_tail else ["oracle"]
-        config = {"drafters": drafters, "max_draft_tokens": most, "max_depth": most}
-        more = {"kind": BudgetEngines, "spec_rollout": config, "scratch": session.scratch}
-        rows: list[RampRow] = []
-        with self.make_engines(folder, report, **shape, **more) as engines:
-            for name in self.loads():
-                own = _Bench(self, engines, name).rows()
-                _print_pattern(own, session.display.out)
-                rows += own
-                report("", 1)
+        more: dict[str, Any] = {
+            "shape": {"seqs": self.seqs, "length": length, "width": 4 * PROMPT_LEN},
+            "spec_rollout": {"drafters": drafters, "max_draft_tokens": most, "max_depth": most},
+            "is_policy": self.is_tail and self.model is None,
+        }
+        title, rows = measure_loads(self, session, self.loads(), self._compare, pattern_lines, **more)
         return Found(model=title, rows=rows, extra={"summary": summary(rows)})
 
     def show(self, found: Found, out: Console) -> None:
         """Each pattern was told when it was over."""
 
+    def _waves(self, engines: BudgetEngines, name: str) -> Waves:
+        tokens = self.tokens or _TOKENS
+        if name != TAIL:
+            waves = pattern(name, self.requests, tokens)
+            prompts = engines.prompts(self.requests, PROMPT_LEN)[: len(waves.lengths)]
+            return replace(waves, prompts=prompts, seed=self.seed)
+        # many of few terms, few of many; answers grow with the square of the terms
+        pool = problems(_POOL, seed=self.seed)
+        chosen = [pool[i] for i in tail([one.size for one in pool], self.seed, NUM_SHORT, NUM_LONG)]
+        more = {"prompts": engines.encode(chosen), "seed": self.seed, "is_to_the_end": False}
+        return Waves(name=name, lengths=(tokens,) * len(chosen), arrives_after=(0,) * len(chosen), **more)
 
-class _Bench:
-    """One pattern under all budgets."""
-
-    def __init__(self, scenario: Ramp, engines: BudgetEngines, name: str) -> None:
-        self._scenario, self._engines = scenario, engines
-        tokens = scenario.tokens or _TOKENS
-        if name == TAIL:
-            # many of few terms, few of many; answers grow with the square of the terms
-            pool = problems(_POOL, seed=scenario.seed)
-            chosen = [pool[i] for i in tail([one.size for one in pool], scenario.seed, NUM_SHORT, NUM_LONG)]
-            self._prompts = engines.encode(chosen)
-            self._load = Pattern(name=name, lengths=(tokens,) * len(chosen), arrives_after=(0,) * len(chosen))
-        else:
-            self._load = pattern(name, scenario.requests, tokens)
-            self._prompts = engines.prompts(scenario.requests, PROMPT_LEN)[: len(self._load.lengths)]
-
-    def rows(self) -> list[RampRow]:
-        """Of all budgets."""
-        scenario, engines, arms = self._scenario, self._engines, self._scenario.arms()
-        self._run(None)
-        recorded = self._run(None)
-        if not scenario.is_tail:
-            engines.set_answers(recorded, scenario.accuracy, self._load.turns_bad_at)
+    def _compare(self, engines: BudgetEngines, name: str) -> list[RampRow]:
+        """One pattern under all budgets."""
+        arms, waves = self.arms(), self._waves(engines, name)
+        recorded = engines.recorded(waves)
+        if not self.is_tail:
+            engines.set_answers(recorded, self.accuracy, waves.turns_bad_at)
         pairs: dict[Budget, list[Pair]] = {arm: [] for arm in arms}
         switches: dict[Budget, dict[str, int]] = {}
 
         def run(arm: Budget | None) -> Run:
             if arm is None:
-                return recorded if number < 0 else self._run(None)
-            when = "warm-up" if number < 0 else f"round {number + 1} of {scenario.rounds}"
-            engines.report(f"{self._load.name}: {when}, {arm.title}", 0)
+                return recorded if number < 0 else engines.run_waves(None, waves)
+            when = "warm-up" if number < 0 else f"round {number + 1} of {self.rounds}"
+            engines.report(f"{name}: {when}, {arm.title}", 0)
             engines.set_budget(arm, is_fresh=number < 0)
-            if scenario.is_tail and number < 0 and arm.longest_first:
+            if self.is_tail and number < 0 and arm.longest_first:
                 # earlier epochs: other answers to the same problems
                 for epoch in range(1, _EPOCHS + 1):
-                    self._run(arm, epoch)
-            engines.switches()
-            found = self._run(arm)
-            switches[arm] = engines.switches()
+                    engines.run_waves(arm, replace(waves, seed=self.seed + epoch * len(waves.prompts)))
+            # counted since it was asked last
+            engines.tell(OURS, "switches")
+            found = engines.run_waves(arm, waves)
+            switches[arm] = engines.tell(OURS, "switches")
             return found
 
-        for number in range(-1, scenario.rounds):
+        for number in range(-1, self.rounds):
             for arm, pair in run_round(number, arms, run).items():
                 pairs[arm].append(pair)
-        return self._sum_up(pairs, switches)
+        rows = {arm: make_row(arm.title, min(len(waves.prompts), self.seqs), 0, own) for arm, own in pairs.items()}
+        judged = {arm: engines.judge(waves, own) for arm, own in pairs.items()}
+        lengths = tail_ratio([len(ids) for ids in pairs[AUTO][-1].stock.token_ids])
+        shared = {"pattern": name, "seed": self.seed, "length_ratio": lengths}
 
-    def _waves(self, epoch: int = 0) -> Waves:
-        return Waves(
-            prompts=self._prompts,
-            seed=self._scenario.seed + epoch * len(self._prompts),
-            lengths=self._load.lengths,
-            arrives_after=self._load.arrives_after,
-            reload_after=self._load.reload_after,
-            is_to_the_end=not self._scenario.is_tail,
-        )
-
-    def _run(self, arm: Budget | None, epoch: int = 0) -> Run:
-        return self._engines.run_waves(arm, self._waves(epoch))
-
-    def _sum_up(self, pairs: Mapping[Budget, list[Pair]], switches: Mapping[Budget, dict[str, int]]) -> list[RampRow]:
-        batch = min(len(self._prompts), self._scenario.seqs)
-        rows = {arm: make_row(arm.title, batch, 0, own) for arm, own in pairs.items()}
-        timed = {arm: [pair.ours.wall_s for pair in own if pair.is_timed] for arm, own in pairs.items()}
+        def cost(arm: Budget) -> float:
+            return statistics.median(pair.ours.wall_s for pair in pairs[arm] if pair.is_timed)
 
         def fields(arm: Budget, best: Budget | None) -> dict[str, Any]:
-            lengths = tail_ratio([len(ids) for ids in pairs[arm][-1].stock.token_ids])
-            own = {"pattern": self._load.name, "seed": self._scenario.seed, "length_ratio": lengths}
-            return {**switches[arm], **own, "best": best and best.title}
+            return {**switches[arm], **shared, "best": best and best.title}
 
-        rivals = [arm for arm in pairs if arm != AUTO]
-        judged = {arm: self._engines.judge(self._waves(), own) for arm, own in pairs.items()}
-        return compared(RampRow, rows, pairs, judged, lambda arm: statistics.median(timed[arm]), fields, rivals)
+        return compared(RampRow, rows, pairs, judged, cost, fields, [arm for arm in arms if arm != AUTO])
 
 
-def _print_pattern(rows: Sequence[RampRow], out: Console) -> None:
+def pattern_lines(rows: Sequence[RampRow]) -> Iterator[str]:
     auto = rows[0]
     head = f"{auto.pattern}: {auto.num_requests} requests, {auto.batch} at once, seed {auto.seed}, "
-    lines = [head + f"p75/max {auto.length_ratio:.2f}"]
+    yield head + f"p75/max {auto.length_ratio:.2f}"
     for row in rows:
         time = "not comparable" if row.speedup is None else f"{row.makespan_s:7.2f} s  {row.speedup:.2f}x stock"
         counts = f"on {row.steps_on}, off {row.steps_off} steps, {row.switches} switches ({row.mind_changes} by choice)"
-        lines.append(f"  {row.name:44s} {time}  {counts}")
+        yield f"  {row.name:44s} {time}  {counts}"
         if not row.identical:
-            lines.append(f"    {row.reason}")
+            yield f"    {row.reason}"
     if auto.auto_to_best is not None:
-        lines.append(f"  auto / {auto.best}: {auto.auto_to_best:.3f}")
-    for line in lines:
-        out.print(line, markup=False, highlight=False)
+        yield f"  auto / {auto.best}: {auto.auto_to_best:.3f}"
 
 
 def summary(rows: Sequence[RampRow]) -> dict[str, Any]:
@@ -222,6 +192,48 @@ def summary(rows: Sequence[RampRow]) -> dict[str, Any]:
                 "is_steady": row.switches <= MOST_SWITCHES,
             }
     return found
+
+
+def pattern(name: str, requests: int, tokens: int) -> Waves:
+    """The pattern of this name for about so many requests, the longest of about so many tokens."""
+    short, few, more = max(4, tokens // 4), max(requests // 8, 3), {}
+    if name == "drain":
+        # a long tail: most are short, a few close to `tokens`
+        lengths = [max(4, round(tokens * ((i + 1) / requests) ** 3)) for i in range(requests)]
+        arrives = [0] * requests
+    elif name == "fill":
+        # 1, then 4, 16, ... more: each wave comes when the first answer of the last one ends, while the others go on
+        lengths, arrives, finished = [short], [0], 0
+        while len(lengths) < requests:
+            finished += 1
+            size = min(4**finished, requests - len(lengths))
+            lengths += [short, *(tokens,) * (size - 1)]
+            arrives += [finished] * size
+    elif name == "bursts":
+        # three, of short answers, beside one long one; each comes when the last one is over
+        size = max((requests - 1) // 3, 1)
+        lengths = [tokens, *(short,) * 3 * size]
+        arrives = [0, *(burst * size for burst in range(3) for _ in range(size))]
+    elif name == "bad-drafter":
+        lengths, arrives, more = [tokens] * few, [0] * few, {"turns_bad_at": tokens // 2}
+    else:
+        # one short answer, at whose end the weights change
+        lengths, arrives, more = [tokens // 2, *(tokens,) * (few - 1)], [0] * few, {"reload_after": 1}
+    return Waves(name=name, lengths=tuple(lengths), arrives_after=tuple(arrives), **more)
+
+
+def tail(sizes: Sequence[int], seed: int, num_short: int, num_long: int) -> list[int]:
+    """Indices of problems for a long tail: the shortest and the longest ones by `sizes`, mixed."""
+    order = sorted(range(len(sizes)), key=lambda i: (sizes[i], i))
+    chosen = [*order[:num_short], *order[len(order) - num_long :]]
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
+def tail_ratio(lengths: Sequence[int]) -> float:
+    """The 75th percentile of the lengths by the longest; below 0.2 is a long tail."""
+    ordered = sorted(lengths)
+    return ordered[(len(ordered) - 1) * 3 // 4] / ordered[-1]
 
 
 bench_ramp = command(Ramp)

@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rich.console import Console
-
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
+from vllm_specrollout.observe.timeline import Segment, summarise
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
-from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, run_round, sampling
-from ..runner.ideal import extend_sizes, ideal_rollout_speedup, row_times
+from ..runner.engines import OURS, PROMPT_LEN, STOCK, WARM_UP_TOKENS, Engines, asking, run_round
 from ..runner.models import find_model
 from ..runner.plots import plot_rollout
-from ..runner.report import Found, print_rows
-from ..runner.rows import Pair, Row, make_row
-from ..runner.runs import Run
+from ..runner.report import Columns, Found, Table, paired
+from ..runner.rows import Pair, Row, Run, extend_sizes, ideal_rollout_speedup, make_row, row_times
 from ..runner.scenario import EngineScenario, Session, command, flag
-from .explain import Explained, print_explained, slowest
 
 # the oracle needs recorded answers; and rounds repeat each other, so a history would know them all but the first
 DRAFTERS = ("ngram",)
 _DEFAULT = SpecRolloutConfig()
+_MOST_LINES, _MOST_REASONS = 12, 3
+"""Lines of a slow request's story, and reasons named in one of them."""
 _NUM_FIXED_UNITS = 4
 """Progress units besides the rounds: two engine starts, the warm-up, the step times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a rollout found besides its row."""
+class Explained:
+    """One request of a rollout, and what was decided for it."""
 
-    # of the last round, in the order of requests: stock's answers, which are ours unless the row says otherwise
-    samples: list[dict[str, Any]]
+    problem_id: str
+    # of the problem's answers, from 1
+    answer: int
+    num_tokens: int
+    # seconds since the run's start
+    finish_s: float
+    # in order; times since the run's start. Empty: the budget was never asked
+    stretches: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a rollout found besides its row and what is reported."""
+
     # the timed round of median speed-up, for the picture
     pair: Pair
     # of that same round; empty unless asked for, or where there is no speed to tell
     explained: Sequence[Explained]
+    # of stock's answers of the last round, ascending, in tokens
+    lengths: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,125 +105,84 @@ class Rollout(EngineScenario):
     def params(self, chosen: Sequence[Problem], *, is_ours: bool) -> list[dict[str, Any]]:
         """`SamplingParams` of each request: all samples of the first problem, then of the second, ..."""
         # the numbering of bench/policy/evaluate.py, so that both sample the same answers
-        first = self.seed * 1_000_003
         owners = [problem for problem in chosen for _ in range(self.samples)]
-        return [
-            sampling(first + i, self.max_tokens, {"problem_id": problem.problem_id} if is_ours else None)
-            for i, problem in enumerate(owners)
-        ]
+        return asking(owners, self.seed * 1_000_003, self.max_tokens, is_ours=is_ours)
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=True)
         report = session.display.steps(_NUM_FIXED_UNITS + self.rounds)
         shape = {"seqs": self.batch, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
-        with self.make_engines(folder, report, **shape) as running:
-            row, outcome, times = _Bench(self, running).run()
-        # the first answer to each problem, then the second, ...
-        ordered = [sample for j in range(self.samples) for sample in outcome.samples[j :: self.samples]]
-        mean_reward = statistics.mean(sample["reward"] for sample in ordered)
-        samples = ordered[: self.show_samples]
-        extra: dict[str, Any] = {"mean_reward": mean_reward, "stock_ms_by_rows": times, "samples": samples}
-        if self.is_explained:
-            extra["explained"] = [asdict(one) for one in outcome.explained]
-        return Found(model=title, rows=[row], extra=extra, more=outcome)
-
-    def _title(self, found: Found) -> str:
-        return f"{found.model}: {self.prompts} problems x {self.samples} answers, {self.dtype}"
-
-    def show(self, found: Found, out: Console) -> None:
-        outcome: Outcome = found.more
-        out.print(f"{self._title(found)}, {self.batch} at once, temperature 1", markup=False)
-        print_rows(found.rows, out)
-        lengths = sorted(sample["num_tokens"] for sample in outcome.samples)
-        cut = sum(length >= self.max_tokens for length in lengths)
-        whose = "both" if found.is_identical else "stock"
-        out.print(
-            f"mean reward {found.extra['mean_reward']:.3f} ({whose}); answers of {lengths[0]} to {lengths[-1]} tokens,"
-            f" median {lengths[len(lengths) // 2]}, {cut} cut off",
-            markup=False,
-        )
-        for one in found.extra["samples"]:
-            out.print(f"\n[reward {one['reward']:g}, {one['num_tokens']} tokens] {one['prompt']}", markup=False)
-            # an untrained policy says anything, control characters too
-            answer = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
-            out.print(answer, markup=False, highlight=False)
-        print_explained(outcome.explained, out)
-
-    def draw(self, found: Found, path: Path) -> None:
-        plot_rollout(found.more.pair, self.batch, self._title(found), path)
-
-
-class _Bench:
-    def __init__(self, scenario: Rollout, engines: Engines) -> None:
-        self._scenario, self._engines = scenario, engines
-        self._chosen = problems(scenario.prompts, scenario.seed)
-        self._prompts: list[list[int]] = []
-
-    def run(self) -> tuple[Row, Outcome, dict[str, float] | None]:
-        """(the row, what else was found, stock's step times by rows)."""
-        scenario = self._scenario
-        self._engines.start(STOCK)
-        self._engines.start(OURS, scenario.spec_rollout())
-        self._prompts = [ids for ids in self._engines.encode(self._chosen) for _ in range(scenario.samples)]
-        warm_up = self._warm_up()
-        rounds = [self._round(number) for number in range(scenario.rounds)]
-        times = self._step_times([pair for pair, _ in rounds])
-        row = _make_row(scenario, [warm_up, *(pair for pair, _ in rounds)], times)
+        chosen = problems(self.prompts, self.seed)
+        with self.make_engines(folder, report, **shape) as engines:
+            engines.start(STOCK)
+            engines.start(OURS, self.spec_rollout())
+            prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
+            warm_up = self._warm_up(engines, chosen, prompts)
+            rounds = [self._round(engines, chosen, prompts, number) for number in range(self.rounds)]
+            pairs = [pair for pair, _ in rounds]
+            times = self._step_times(engines, prompts, pairs)
+            samples = self._samples(engines, chosen, pairs[-1].stock)
+        row = self._row([warm_up, *pairs], times)
         by_speedup = sorted(rounds, key=lambda one: one[0].stock.wall_s / one[0].ours.wall_s)
-        pair, told = by_speedup[(len(rounds) - 1) // 2]
+        pair, stretches = by_speedup[(len(rounds) - 1) // 2]
         # of a wrong answer nothing is told
-        num_told = scenario.explain_requests if scenario.is_explained and row.identical else 0
-        explained = slowest(pair.ours, told, self._chosen, scenario.samples, num_told)
-        outcome = Outcome(samples=self._samples(rounds[-1][0].stock), pair=pair, explained=explained)
-        return row, outcome, {str(rows): ms for rows, ms in times.items()} if row.identical else None
+        count = self.explain_requests if self.is_explained and row.identical else 0
+        explained = slowest(pair.ours, stretches, chosen, self.samples, count)
+        # the first answer to each problem, then the second, ...
+        ordered = [sample for j in range(self.samples) for sample in samples[j :: self.samples]]
+        extra: dict[str, Any] = {
+            "mean_reward": statistics.mean(sample["reward"] for sample in ordered),
+            "stock_ms_by_rows": {str(rows): ms for rows, ms in times.items()} if row.identical else None,
+            "samples": ordered[: self.show_samples],
+        }
+        if self.is_explained:
+            extra["explained"] = [asdict(one) for one in explained]
+        lengths = sorted(sample["num_tokens"] for sample in samples)
+        return Found(
+            model=title, rows=[row], extra=extra, more=Outcome(pair=pair, explained=explained, lengths=lengths)
+        )
 
-    def _warm_up(self) -> Pair:
+    def _warm_up(self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]]) -> Pair:
         """A few tokens of a full batch: kernels set themselves up, and stock is compared with itself."""
-        self._engines.report("warm-up", 0)
-        short = dataclasses.replace(self._scenario, max_tokens=min(WARM_UP_TOKENS, self._scenario.max_tokens))
-        prompts = self._prompts[: short.batch]
-        params = {ours: short.params(self._chosen, is_ours=ours)[: short.batch] for ours in (False, True)}
-        stock = self._engines.record(prompts, params[False])
-        pair = Pair(stock=stock, ours=self._engines.run(OURS, prompts, params[True]), is_timed=False)
-        self._engines.report("", 1)
-        return pair
+        short = replace(self, max_tokens=min(WARM_UP_TOKENS, self.max_tokens))
+        params = {ours: short.params(chosen, is_ours=ours)[: self.batch] for ours in (False, True)}
+        with engines.doing("warm-up"):
+            stock = engines.record(prompts[: self.batch], params[False])
+            return Pair(stock=stock, ours=engines.run(OURS, prompts[: self.batch], params[True]), is_timed=False)
 
-    def _round(self, number: int) -> tuple[Pair, list[Mapping[str, Any]]]:
+    def _round(
+        self, engines: Engines, chosen: Sequence[Problem], prompts: list[list[int]], number: int
+    ) -> tuple[Pair, list[Mapping[str, Any]]]:
         """One run of each; and what our engine's worker wrote down in it."""
-        scenario, told = self._scenario, []
-        self._engines.report(f"round {number + 1} of {scenario.rounds}", 0)
+        stretches: list[Mapping[str, Any]] = []
 
         def run(arm: str | None) -> Run:
-            is_told = arm == OURS and scenario.is_explained
+            is_told = arm == OURS and self.is_explained
             if is_told:
                 # a whole batch may end in the last step, and any of them be among the slowest
-                keep = scenario.explain_requests + scenario.batch
-                self._engines[OURS].ask("rpc", method="spec_rollout_explain", keep=keep)
-            found = self._engines.run(arm or STOCK, self._prompts, scenario.params(self._chosen, is_ours=arm == OURS))
+                engines.tell(OURS, "explain", keep=self.explain_requests + self.batch)
+            found = engines.run(arm or STOCK, prompts, self.params(chosen, is_ours=arm == OURS))
             if is_told:
-                told.extend(self._engines[OURS].ask("rpc", method="spec_rollout_explained"))
+                stretches.extend(engines.tell(OURS, "explained"))
             return found
 
-        pair = run_round(number, [OURS], run)[OURS]
-        self._engines.report("", 1)
-        return pair, told
+        with engines.doing(f"round {number + 1} of {self.rounds}"):
+            return run_round(number, [OURS], run)[OURS], stretches
 
-    def _step_times(self, pairs: list[Pair]) -> dict[int, float]:
+    def _step_times(self, engines: Engines, prompts: list[list[int]], pairs: Sequence[Pair]) -> dict[int, float]:
         """What stock needs for a step of so many rows, as far as our steps go."""
-        self._engines.report("stock's step times", 0)
-        totals = pairs[-1].ours.totals
+        totals, batch = pairs[-1].ours.totals, min(self.batch, self.num_requests)
         assert totals is not None
-        batch = min(self._scenario.batch, self._scenario.num_requests)
-        block = self._engines[STOCK].ask("block_size")
-        # one whole KV cache block of context, different for every request
-        prefixes = [list(islice(cycle([i % 256 + 4, *self._prompts[i]]), block)) for i in range(batch)]
-        extend_ms = self._engines.extend_ms(prefixes, extend_sizes(batch, totals), seed=0)
-        self._engines.report("", 1)
+        with engines.doing("stock's step times"):
+            block = engines[STOCK].ask("block_size")
+            # one whole KV cache block of context, different for every request
+            prefixes = [list(islice(cycle([i % 256 + 4, *prompts[i]]), block)) for i in range(batch)]
+            extend_ms = engines.extend_ms(prefixes, extend_sizes(batch, totals), seed=0)
         return row_times([pair.stock for pair in pairs], batch, extend_ms)
 
-    def _samples(self, stock: Run) -> list[dict[str, Any]]:
-        texts = self._engines[STOCK].ask("decode", token_ids=[list(ids) for ids in stock.token_ids])
-        owners = [problem for problem in self._chosen for _ in range(self._scenario.samples)]
+    def _samples(self, engines: Engines, chosen: Sequence[Problem], stock: Run) -> list[dict[str, Any]]:
+        texts = engines[STOCK].ask("decode", token_ids=[list(ids) for ids in stock.token_ids])
+        owners = [problem for problem in chosen for _ in range(self.samples)]
         return [
             {
                 "problem_id": problem.problem_id,
@@ -223,14 +194,109 @@ class _Bench:
             for problem, text, ids in zip(owners, texts, stock.token_ids, strict=True)
         ]
 
+    def _row(self, pairs: list[Pair], times: dict[int, float]) -> Row:
+        """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
+        row = make_row(" + ".join(self.drafters), self.batch, self.max_draft_tokens, pairs)
+        stock, totals = pairs[-1].stock, pairs[-1].ours.totals
+        if row.speedup is None or totals is None:
+            return row
+        ideal = ideal_rollout_speedup(stock, totals, self.batch, times)
+        return row if ideal is None else replace(row, ideal=ideal, efficiency=row.speedup / ideal)
 
-def _make_row(scenario: Rollout, pairs: list[Pair], times: dict[int, float]) -> Row:
-    """The row, with the ideal of a shrinking batch in the place of the constant batch's."""
-    row = make_row(" + ".join(scenario.drafters), scenario.batch, scenario.max_draft_tokens, pairs)
-    stock, totals, ideal = pairs[-1].stock, pairs[-1].ours.totals, None
-    if row.speedup is not None and totals is not None:
-        ideal = ideal_rollout_speedup(stock, totals, scenario.batch, times)
-    return row if ideal is None else dataclasses.replace(row, ideal=ideal, efficiency=row.speedup / ideal)
+    def title(self, found: Found) -> str:
+        sizes = f"{self.prompts} problems x {self.samples} answers, {self.dtype}, {self.batch} at once"
+        return f"{found.model}: {sizes}, temperature 1"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield from paired(found.rows)
+        lengths = found.more.lengths
+        cut = sum(length >= self.max_tokens for length in lengths)
+        whose = "both" if found.is_identical else "stock"
+        yield (
+            f"mean reward {found.extra['mean_reward']:.3f} ({whose}); answers of {lengths[0]} to {lengths[-1]} tokens,"
+            f" median {lengths[len(lengths) // 2]}, {cut} cut off"
+        )
+        for one in found.extra["samples"]:
+            yield f"\n[reward {one['reward']:g}, {one['num_tokens']} tokens] {one['prompt']}"
+            # an untrained policy says anything, control characters too
+            yield "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
+        yield from explained_text(found.more.explained)
+
+    def draw(self, found: Found, path: Path) -> None:
+        plot_rollout(found.more.pair, self.batch, self.title(found), path)
+
+
+def slowest(
+    run: Run, told: Sequence[Mapping[str, Any]], problems: Sequence[Problem], samples: int, count: int
+) -> list[Explained]:
+    """The requests that ended last, the very last one first.
+
+    Args:
+        run: of our engine; all samples of the first problem, then of the second, ...
+        told: the worker's `spec_rollout_explained` after that run; names are the requests' numbers.
+    """
+    by_name = {entry["name"]: [Segment(**stretch) for stretch in entry["stretches"]] for entry in told}
+    last = sorted(range(len(run.finish_s)), key=lambda i: -run.finish_s[i])[:count]
+    found = []
+    for i in last:
+        stretches = by_name.get(str(i), [])
+        for stretch in stretches:
+            stretch.end = min(stretch.end, len(run.token_ids[i]))
+            # the worker's clock starts with the end of the first step
+            stretch.begin_s += run.step_s[0]
+            stretch.end_s += run.step_s[0]
+        found.append(
+            Explained(
+                problem_id=problems[i // samples].problem_id,
+                answer=i % samples + 1,
+                num_tokens=len(run.token_ids[i]),
+                finish_s=run.finish_s[i],
+                stretches=tuple(summarise(stretches, _MOST_LINES)),
+            )
+        )
+    return found
+
+
+def explained_text(explained: Sequence[Explained]) -> Iterator[Table | str]:
+    """A table per request, a line per stretch."""
+    for number, one in enumerate(explained, 1):
+        steps = sum(stretch.steps for stretch in one.stretches)
+        begin = f" (begun at {one.stretches[0].begin_s:.2f} s)" if one.stretches else ""
+        yield (
+            f"\nslowest {number}: {one.problem_id}, answer {one.answer}: {one.num_tokens} tokens in {steps} steps,"
+            f" done at {one.finish_s:.2f} s{begin}"
+        )
+        if one.stretches:
+            yield Table(one.stretches, _COLUMNS)
+        else:
+            yield "the budget was never asked for it: `specrollout doctor --model` says what may be drafted"
+
+
+def reasons_text(reasons: Mapping[str, int]) -> str:
+    """`pays`, or `pays 61 %, nothing proposed 39 %`: most frequent first, at most three by name."""
+    if len(reasons) == 1:
+        return next(iter(reasons))
+    steps = sum(reasons.values())
+    named = Counter(reasons).most_common(_MOST_REASONS)
+    other = steps - sum(count for _, count in named)
+    named += [("other", other)] if other else []
+    return ", ".join(f"{reason} {100 * count / steps:.0f} %" for reason, count in named)
+
+
+_COLUMNS: Columns = {
+    "tokens": lambda one: f"{one.first}-{one.end}",
+    "from s": lambda one: f"{one.begin_s:.2f}",
+    "running": lambda one: f"{one.batch / one.steps:.0f}",
+    "why": lambda one: reasons_text(one.reasons),
+    "steps": "steps",
+    "nodes/ step": lambda one: f"{one.nodes / one.steps:.1f}",
+    "accepted/ step": lambda one: f"{one.accepted / one.steps:.1f}",
+    "expected/ step": lambda one: f"{one.expected / one.steps:.1f}" if one.expected > 0.0 else None,
+    "ms/ step": lambda one: f"{(one.end_s - one.begin_s) * 1e3 / one.steps:.1f}",
+    "expected (plain) ms": lambda one: (
+        f"{one.expected_ms / one.foretold:.1f} ({one.plain_ms / one.foretold:.1f})" if one.foretold else None
+    ),
+}
 
 
 bench_rollout = command(Rollout)

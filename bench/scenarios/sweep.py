@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 
-from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Judged, Waves, compared
+from ..runner.budgets import AUTO, Budget, BudgetEngines, ComparedRow, Waves, compared, measure_loads
 from ..runner.engines import run_round
-from ..runner.models import find_model
 from ..runner.plots import plot_sweep
 from ..runner.report import Found
-from ..runner.rows import Pair, make_row, speedup
-from ..runner.runs import Run, first_difference
+from ..runner.rows import Judged, Pair, Run, first_difference, make_row, speedup
 from ..runner.scenario import ModelScenario, Session, command, flag
 from .rollout import DRAFTERS
 
@@ -100,74 +96,53 @@ class Sweep(ModelScenario):
         return {"drafters": drafters, "shape": "chain", "max_draft_tokens": longest, "max_depth": longest}
 
     def measure(self, session: Session) -> Found:
-        is_policy = self.is_policy
-        folder, title = find_model(self.model, self.size, self.dtype, self.cache, session.display, is_policy=is_policy)
         length = PROMPT_LEN + max(map(self.tokens_of, self.batches)) + 1
         shape = {"seqs": max(self.batches), "length": length, "width": PROMPT_LEN + MAX_NODES}
-        report = session.display.steps(len(self.cells()) + 2)
-        more = {"kind": BudgetEngines, "spec_rollout": self.spec_rollout(), "scratch": session.scratch}
-        rows: list[SweepRow] = []
-        with self.make_engines(folder, report, **shape, **more) as engines:
-            bench = _Bench(self, engines)
-            for cell in self.cells():
-                own = bench.cell(cell)
-                session.display.out.print(cell_text(own), markup=False, highlight=False)
-                rows += own
-                report("", 1)
+        more = {"shape": shape, "spec_rollout": self.spec_rollout(), "is_policy": self.is_policy}
+        title, rows = measure_loads(self, session, self.cells(), self._compare, lambda own: [cell_text(own)], **more)
         return Found(model=title, rows=rows, extra={"summary": summary(rows)})
 
-    def show(self, found: Found, out: Console) -> None:
+    def title(self, found: Found) -> str:
+        return f"{found.model}, {self.dtype}"
+
+    def told(self, found: Found) -> Iterator[str]:
         told = found.extra["summary"]
         for key, title in (("to_stock", "auto / stock"), ("to_best_fixed", "auto / best fixed")):
             worst = told[key]
             if worst is None:
-                out.print(f"{title}: nothing to compare", markup=False)
+                yield f"{title}: nothing to compare"
                 continue
             where = Cell(batch=worst["batch"], accuracy=worst["accuracy"]).title
             verdict = "met" if worst["is_met"] else f"NOT met in {worst['num_below']} of {told['num_cells']} cells"
-            text = f"{title}: worst {worst['worst']:.3f} ({where}); at least {told['limit']}: {verdict}"
-            out.print(text, markup=False)
+            yield f"{title}: worst {worst['worst']:.3f} ({where}); at least {told['limit']}: {verdict}"
         if told["num_not_comparable"]:
-            out.print(f"{told['num_not_comparable']} of {told['num_cells']} cells are not comparable", markup=False)
+            yield f"{told['num_not_comparable']} of {told['num_cells']} cells are not comparable"
 
     def draw(self, found: Found, path: Path) -> None:
-        plot_sweep(found.rows, LIMIT, f"{found.model}, {self.dtype}", path)
+        plot_sweep(found.rows, LIMIT, self.title(found), path)
 
-
-class _Bench:
-    def __init__(self, scenario: Sweep, engines: BudgetEngines) -> None:
-        self._scenario, self._engines = scenario, engines
-        self._prompts = engines.prompts(max(scenario.batches), PROMPT_LEN)
-        # batch -> stock's answers
-        self._answers: dict[int, Run] = {}
-
-    def cell(self, cell: Cell) -> list[SweepRow]:
+    def _compare(self, engines: BudgetEngines, cell: Cell) -> list[SweepRow]:
         """The cell's rows."""
-        seed, batch = self._scenario.seed, cell.batch
-        waves = Waves(prompts=self._prompts[:batch], seed=seed, lengths=[self._scenario.tokens_of(batch)] * batch)
-        pairs = self._pairs(cell, waves)
-        judged = {arm: self._engines.judge(waves, own) for arm, own in pairs.items()}
-        return cell_rows(cell, seed, pairs, judged)
+        batch = cell.batch
+        prompts = engines.prompts(max(self.batches), PROMPT_LEN)[:batch]
+        lengths, arrives = (self.tokens_of(batch),) * batch, (0,) * batch
+        waves = Waves(prompts=prompts, seed=self.seed, lengths=lengths, arrives_after=arrives)
+        pairs = self._pairs(engines, cell, waves)
+        judged = {arm: engines.judge(waves, own) for arm, own in pairs.items()}
+        return cell_rows(cell, self.seed, pairs, judged)
 
-    def _pairs(self, cell: Cell, waves: Waves) -> _Pairs:
-        def run(arm: Budget | None) -> Run:
-            return self._engines.run_waves(arm, waves)
-
-        if cell.batch not in self._answers:
-            run(None)
-            self._answers[cell.batch] = run(None)
-        stock = self._answers[cell.batch]
+    def _pairs(self, engines: BudgetEngines, cell: Cell, waves: Waves) -> _Pairs:
+        stock = engines.recorded(waves)
         if cell.accuracy is not None:
-            self._engines.set_answers(stock, cell.accuracy)
-        fixed = [Budget(name="fixed", max_draft_tokens=draft) for draft in self._scenario.drafts]
-        pairs: _Pairs = {AUTO: [], **{arm: [] for arm in fixed}}
-        self._engines.report(f"{cell.title}: warm-up", 0)
-        self._engines.set_budget(AUTO)
-        warm_up = run(AUTO)
+            engines.set_answers(stock, cell.accuracy)
+        engines.report(f"{cell.title}: warm-up", 0)
+        engines.set_budget(AUTO)
+        warm_up = engines.run_waves(AUTO, waves)
         if first_difference(stock, warm_up) is not None:
             # no speed of this cell will be told, so one pair is enough
             return {AUTO: [Pair(stock=stock, ours=warm_up)]}
-        pairs[AUTO].append(Pair(stock=stock, ours=warm_up, is_timed=False))
+        pairs: _Pairs = {AUTO: [Pair(stock=stock, ours=warm_up, is_timed=False)]}
+        pairs |= {Budget(name="fixed", max_draft_tokens=draft): [] for draft in self.drafts}
         speeds: list[float] = []
 
         def tried(arm: Budget | None) -> Run | None:
@@ -176,14 +151,14 @@ class _Bench:
                 return None
             if arm is not None:
                 # `auto` comes back as it was left, with what its warm-up taught it
-                self._engines.set_budget(arm, is_fresh=arm != AUTO)
-            found = run(arm)
+                engines.set_budget(arm, is_fresh=arm != AUTO)
+            found = engines.run_waves(arm, waves)
             if arm not in (None, AUTO):
                 speeds.append(1.0 / found.wall_s)
             return found
 
-        for number in range(self._scenario.rounds):
-            self._engines.report(f"{cell.title}: round {number + 1} of {self._scenario.rounds}", 0)
+        for number in range(self.rounds):
+            engines.report(f"{cell.title}: round {number + 1} of {self.rounds}", 0)
             arms = [arm for arm in pairs if arm == AUTO or number == 0 or pairs[arm]]
             for arm, pair in run_round(number, arms, tried).items():
                 pairs[arm].append(pair)

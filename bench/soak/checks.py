@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..runner.engines import STOCK, Engines
-from ..runner.runs import Run, partings
+from ..runner.rows import Run, partings
 from ..runner.ties import asked
 from .drive import Outcome, Sample
 from .load import Answer

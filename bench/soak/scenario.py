@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-from rich.console import Console
 
 from vllm_specrollout.config import parse
 
 from ..runner.engines import IN_ONE_PROCESS, PROMPT_LEN, STOCK
 from ..runner.models import check_length, find_model
-from ..runner.report import Found, print_table
+from ..runner.report import Found, Table
+from ..runner.results import SOAK
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..runner.tables import SOAK
 from ..runner.ties import JUDGE
 from . import checks
 from .checks import Check, Verdict, compare
@@ -63,10 +62,6 @@ class SoakScenario(EngineScenario):
     @property
     def _is_ours(self) -> bool:
         return self.server == OURS
-
-    @property
-    def _title(self) -> str:
-        return "a server with drafts" if self._is_ours else "a stock server"
 
     def measure(self, session: Session) -> Found:
         folder, title = find_model(self.model, None, self.dtype, self.cache, session.display, is_policy=True)
@@ -159,11 +154,12 @@ class SoakScenario(EngineScenario):
         found.append(checks.answers(compared))
         return found
 
-    def show(self, found: Found, out: Console) -> None:
-        out.print(f"{found.model}, {self.dtype}, {self._title}, {self.hours:g} hours", markup=False)
-        print_table([asdict(row) for row in found.rows], SOAK, out)
-        for text in found.extra["told"]:
-            out.print(text, markup=False)
+    def title(self, found: Found) -> str:
+        server = "a server with drafts" if self._is_ours else "a stock server"
+        return f"{found.model}, {self.dtype}, {server}, {self.hours:g} hours"
+
+    def told(self, found: Found) -> Iterable[Table | str]:
+        return [Table([asdict(row) for row in found.rows], SOAK), *found.extra["told"]]
 
 
 bench_soak = command(SoakScenario)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.runner.runs import Run, WorkerTotals
+from bench.runner.rows import Run, WorkerTotals
 
 
 @pytest.fixture

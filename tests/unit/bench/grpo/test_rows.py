@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.grpo.rows import EngineRun, StepRow, epoch_rows, print_epochs
+from bench.grpo.rows import EngineRun, StepRow, epoch_rows, epochs_table
+from bench.runner.report import print_all
 
 
 def run(engine, wall_s, num_tokens, **changes):
@@ -59,6 +60,6 @@ def test_answers_that_differ_cost_the_epoch_its_speed_and_no_other_epoch():
 def test_no_seconds_are_printed_of_answers_that_differ():
     bad = [run("stock", 10.0, 100), run("ours", 5.0, 100, identical=False, num_differing=1, difference="request 0")]
     out = io.StringIO()
-    print_epochs(epoch_rows([row(0, 0, bad)]), Console(file=out, width=160))
+    print_all([epochs_table(epoch_rows([row(0, 0, bad)]))], Console(file=out, width=160))
     assert "10.0 (10)" in out.getvalue() and "- (10)" in out.getvalue() and "5.0" not in out.getvalue()
     assert not row(0, 0, bad).identical

@@ -54,12 +54,9 @@ class FakeProcess:
         switches = {"switches": 1, "mind_changes": 0, "steps_on": 3, "steps_off": 2}
         return {"spec_rollout_switches": switches, "spec_rollout_explained": []}.get(method)
 
-    def _generate_in_waves(self, prompts, params, arrives_after, reload_after, folder, stats):
-        assert len(arrives_after) == len(prompts)
-        return self._generate(prompts, params, stats)
-
-    def _generate(self, prompts, params, stats):
+    def _generate(self, prompts, params, stats, arrives_after=None, reload_after=None, folder=""):
         assert stats == self.is_ours and len(prompts) == len(params)
+        assert arrives_after is None or len(arrives_after) == len(prompts)
         assert all(("extra_args" in one) <= self.is_ours for one in params)
         self.runs += 1
         token_ids = [random.Random(one["seed"]).choices(range(9), k=one["max_tokens"]) for one in params]
@@ -71,5 +68,5 @@ class FakeProcess:
         if stats:
             batch = len(prompts)
             counts = dict.fromkeys(TOTALS, steps * batch) | {"steps": steps} | dict.fromkeys(TIMES, 1.0)
-            reply["stats"] = {**counts, "by_rows": {2 * batch: [steps, 1.0]}}
+            reply["totals"] = {**counts, "by_rows": {2 * batch: [steps, 1.0]}}
         return reply

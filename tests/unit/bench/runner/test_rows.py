@@ -6,8 +6,18 @@ import json
 import pytest
 
 from bench.runner.report import SCHEMA, Found, as_json
-from bench.runner.rows import SPEEDS, Pair, make_row, quartiles
-from bench.runner.runs import first_difference
+from bench.runner.rows import (
+    SPEEDS,
+    Pair,
+    Run,
+    WorkerTotals,
+    at,
+    first_difference,
+    ideal_speedup,
+    make_row,
+    quartiles,
+    step_times,
+)
 
 
 @pytest.fixture
@@ -115,3 +125,64 @@ def test_what_stock_does_not_repeat_is_compared_with_nobody(make_run):
     row = make_row("chain", 1, 3, pairs)
     assert not row.identical and row.speedup is None
     assert row.difference == "stock against itself: request 0, token 1: stock 2, then 3"
+
+
+def test_equal_outputs_do_not_differ(make_run):
+    assert first_difference(make_run([[1, 2], [3]], [1.0]), make_run([[1, 2], [3]], [9.0])) is None
+
+
+def test_the_first_differing_token_of_the_first_differing_request_is_named(make_run):
+    found = first_difference(make_run([[1], [2, 3, 4], [5]], [1.0]), make_run([[1], [2, 9, 4], [6]], [1.0]))
+    assert found.as_text() == "request 1, token 1: stock 3, ours 9 (2 requests differ)"
+
+
+def test_an_output_that_ends_early_differs_where_it_ends(make_run):
+    found = first_difference(make_run([[1, 2]], [1.0]), make_run([[1]], [1.0]))
+    assert (found.position, found.stock, found.ours) == (1, 2, None)
+
+
+def test_decoding_time_leaves_out_the_step_of_the_prompts(make_run):
+    run = make_run([[1, 2, 3]], [0.5, 0.6, 0.8])
+    assert run.wall_s == 0.8
+    assert round(run.decode_s, 9) == 0.3
+    assert [round(ms) for ms in run.step_ms()] == [100, 200]
+
+
+def test_what_the_worker_counts_beyond_our_fields_is_ignored():
+    names = [name for name in WorkerTotals.__dataclass_fields__ if name != "by_rows"]
+    stats = {**dict.fromkeys(names, 2), "by_rows": {4: [3, 1.5]}, "shape": "tree", "newer": 1}
+    reply = {"token_ids": [[1]], "finish_s": [1.0], "step_s": [1.0], "wall_s": 1.0, "totals": stats}
+    totals = Run.from_child(reply).totals
+    assert totals.by_rows == {4: (3, 1.5)}
+    assert totals.steps == 2
+
+
+def test_ideal_is_tokens_per_step_over_the_price_of_a_wider_step():
+    times = {1: 10.0, 8: 20.0}
+    assert ideal_speedup(8.0, 7.0, times) == 8.0 * 10.0 / 20.0
+
+
+def test_drafting_nothing_has_an_ideal_of_one():
+    assert ideal_speedup(1.0, 0.0, {1: 10.0, 4: 13.0}) == 1.0
+
+
+def test_step_times_between_measured_points_are_linear_and_beyond_them_constant():
+    times = {1: 10.0, 4: 16.0}
+    assert at(times, 2) == 12.0
+    assert at(times, 0.5) == 10.0
+    assert at(times, 9) == 16.0
+
+
+def test_admitting_requests_is_not_charged_to_wider_steps():
+    # extensions cost 5 ms of admission each; a step of 4 tokens really costs 3 ms more than one of 1
+    times = step_times([10.0, 10.0, 50.0], {1: [15.0, 15.0], 4: [18.0, 18.0]})
+    assert times == {1: 10.0, 4: 13.0}
+
+
+def test_a_wider_step_never_counts_as_cheaper():
+    times = step_times([10.0], {1: [15.0], 4: [12.0], 8: [16.0]})
+    assert times == {1: 10.0, 4: 10.0, 8: 11.0}
+
+
+def test_one_odd_measurement_does_not_move_the_median():
+    assert step_times([10.0] * 9 + [1e6], {1: [15.0]})[1] == pytest.approx(10.0)

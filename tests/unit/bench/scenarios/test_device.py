@@ -10,6 +10,7 @@ from bench.gpu import commands
 from bench.gpu.commands import Options
 from bench.kernels import shapes
 from bench.kernels.shapes import Cell
+from bench.runner import ties
 from bench.runner.models import BARE, bare_model
 from bench.runner.rows import Pair
 from bench.scenarios import device, graphs
@@ -139,7 +140,7 @@ def made(make_run, tmp_path, monkeypatch):
     """A row of two runs that part at one token; stock says whether that is a tie."""
 
     def make(is_tie, is_parted=True, **settings):
-        monkeypatch.setattr(device, "asked", lambda *_, **__: (is_tie, "level" if is_tie else "apart"))
+        monkeypatch.setattr(ties, "asked", lambda *_, **__: (is_tie, "level" if is_tie else "apart"))
         scenario = Device(cells=(Cell(1, 64),), rounds=1, tokens=4, **settings)
         stock = make_run([[1, 2, 3, 4]], [1.0, 2.0, 3.0, 4.0])
         ours = make_run([[1, 9, 9, 9] if is_parted else [1, 2, 3, 4]], [1.0, 2.0], steps=2, drafted=3, request_steps=2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.runner.rows import Pair
-from bench.scenarios.estimates import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through, slowed
+from bench.scenarios.decoupled import COUPLED, DECOUPLED, PLAIN, Learned, estimated, line_through, slowed
 from vllm_specrollout.cluster.rehearsal import Match
 from vllm_specrollout.errors import ConfigError
 

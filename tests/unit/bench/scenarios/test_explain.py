@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from bench.policy.reward import problems
-from bench.scenarios.explain import print_explained, reasons_text, slowest
+from bench.runner.report import print_all
+from bench.scenarios.rollout import explained_text, reasons_text, slowest
 from vllm_specrollout.observe.timeline import Segment
 
 PAYS = Segment(1, 9, 0.5, 0.6, {"pays": 4}, 12, 6, 7.0, 4, 100.0, 80.0, 8)
@@ -45,7 +46,7 @@ def test_a_long_story_is_told_in_twelve_lines(rollout):
 def test_lines_hold_means_of_steps_and_a_dash_where_nothing_was_expected(rollout):
     out = Console(width=160)
     with out.capture() as capture:
-        print_explained(slowest(rollout, told(_2=[PAYS, OFF]), problems(2, 0), 2, 2), out)
+        print_all(explained_text(slowest(rollout, told(_2=[PAYS, OFF]), problems(2, 0), 2, 2)), out)
     lines = [line.split("│") for line in capture.get().splitlines() if "│" in line]
     cells = [[cell.strip() for cell in line[1:-1]] for line in lines]
     assert ["1-9", "1.50", "2", "pays", "4", "3.0", "1.5", "1.8", "25.0", "25.0 (20.0)"] in cells

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.policy.reward import problems
-from bench.runner.ideal import extend_sizes, ideal_rollout_speedup, row_times, running
 from bench.runner.plots import running_curve
+from bench.runner.rows import extend_sizes, ideal_rollout_speedup, row_times, running
 from bench.scenarios.rollout import Rollout
 from vllm_specrollout.config import parse
 

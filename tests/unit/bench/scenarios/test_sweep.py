@@ -1,9 +1,8 @@
 """What a sweep's cells come to. Runs are made by hand."""
 
-from bench.runner.budgets import AUTO, Budget, Judged
+from bench.runner.budgets import AUTO, Budget
 from bench.runner.report import Found
-from bench.runner.rows import Pair
-from bench.runner.runs import Run
+from bench.runner.rows import Judged, Pair, Run
 from bench.scenarios import sweep
 from bench.scenarios.sweep import Cell, Sweep, cell_text, is_hopeless, summary
 

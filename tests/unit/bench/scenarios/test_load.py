@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.scenarios.patterns import PATTERNS, pattern, tail, tail_ratio
+from bench.scenarios.load import PATTERNS, pattern, tail, tail_ratio
 
 
 @pytest.mark.parametrize("name", PATTERNS)
