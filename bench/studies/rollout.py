@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, best_window, decoupled_rate
+from vllm_specrollout.bench.studies.formulas import StepLine, best_window
 from vllm_specrollout.bench.studies.group import Counts, Floats, Group, Guesses, Ints, Mode, Workload
 
 from vllm_specrollout.cluster.assignment import rarest
+from vllm_specrollout.cluster.rates import decoupled_rate
 from vllm_specrollout.cluster.reconfigure import surely_below
 from vllm_specrollout.errors import ConfigError
 

@@ -116,7 +116,7 @@ void FuzzHistory(Chance* chance) {
       }
     } catch (const std::invalid_argument&) {
     }
-    if (chance->OneIn(16)) index.CheckIntegrity();
+    if (chance->OneIn(8)) index.CheckIntegrity();
     std::vector<specrollout::Ask> asks;
     for (const int32_t one : docs) {
       try {  // is it there?
@@ -148,7 +148,7 @@ void FuzzNgrams(Chance* chance) {
     index.Sync(text.data(), text.size());
     index.Propose(chance->Limit(), chance->Limit(), chance->OneIn(2), &trie, &draft);
     ExpectDraft(draft, {0, static_cast<int32_t>(draft.parents.size())});
-    if (chance->OneIn(16)) index.CheckIntegrity();
+    if (chance->OneIn(8)) index.CheckIntegrity();
   }
 }
 

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_specrollout.bench.studies.formulas import StepLine, decoupled_rate
+from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.group import Counts, Guesses, Mode, drafting_ms
 
 from tests.unit.bench.studies.builders import DRAFTER, VERIFIER, group_of, mixed, speed
-from vllm_specrollout.cluster.rates import coupled_rate
+from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
 
 FLAT, FREE = StepLine(base=10.0), StepLine(base=1e-9)
 
