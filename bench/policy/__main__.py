@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +14,12 @@ from rich.table import Table
 
 from ..runner.display import Display, main
 from . import CHECKPOINT
-from .distil import DistilConfig
-from .distil import distil as distil_policy
 from .evaluate import evaluate
 from .inflate import inflate as inflate_policy
 from .inflate import inflate_head
 from .random_model import make_random_model
-from .train import TrainConfig
+from .train import DistilConfig, TrainConfig
+from .train import distil as distil_policy
 from .train import train as train_policy
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The small real policy that the benchmarks run.")
@@ -52,7 +50,7 @@ def train(
     """Train the policy."""
     config = TrainConfig(seed=seed, steps=steps)
     with _progress("training", "loss") as told:
-        _write(out, train_policy(config, out, lambda step, loss: told(step + 1, steps, loss)))
+        _write(out, train_policy(config, out, told))
 
 
 @app.command()
@@ -66,7 +64,7 @@ def distil(
     """Train a draft model of a quarter of the policy's size on the policy's own distributions."""
     config = DistilConfig(seed=seed, epochs=epochs)
     with _progress("distilling", "KL, nats per token") as told:
-        _write(out, {"config": asdict(config), **distil_policy(config, policy, data, out, told)})
+        _write(out, distil_policy(config, policy, data, out, told))
 
 
 @app.command()
