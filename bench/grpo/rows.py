@@ -126,8 +126,7 @@ def sum_up(name: str, steps: Sequence[StepRow]) -> EpochRow:
 
 
 def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[str, float]) -> EngineEpoch:
-    promised = [run.identical for run in runs if run.identical is not None]
-    identical = all(promised) if promised else None
+    identical = _identical(runs)
     steps, tokens = sum(run.steps for run in runs), sum(run.num_tokens for run in runs)
 
     def against(other: str) -> float | None:
@@ -151,7 +150,7 @@ def print_epochs(rows: Sequence[EpochRow], console: Console) -> None:
     """One line per epoch: reward, and per engine its time, steps and ratios."""
     columns: dict[str, Any] = {
         "epoch": lambda row: row.epoch,
-        "identical": lambda row: _identical(row.engines),
+        "identical": lambda row: verdict(_identical(row.engines)),
         "reward": lambda row: f"{row.reward:.3f}",
         "solved": lambda row: number(row.solved),
     }
@@ -217,6 +216,7 @@ def print_notes(steps: Sequence[StepRow], notes: Sequence[str], console: Console
         console.print(note, markup=False)
 
 
-def _identical(engines: Sequence[EngineEpoch]) -> str:
-    promised = [engine.identical for engine in engines if engine.identical is not None]
-    return "-" if not promised else "yes" if all(promised) else "NO"
+def _identical(found: Sequence[EngineRun | EngineEpoch]) -> bool | None:
+    """Whether all are that promised it; None: none did."""
+    promised = [one.identical for one in found if one.identical is not None]
+    return all(promised) if promised else None

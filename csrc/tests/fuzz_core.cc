@@ -89,31 +89,15 @@ void FuzzHistory(Chance* chance) {
     const int32_t doc = docs.empty() || chance->OneIn(30) ? chance->Any() : chance->Of(docs);
     const int32_t weight = chance->Of<int32_t>({-1, 0, 1, 256, kMost}), epoch = chance->Below(5);
     try {
-      switch (chance->Below(9)) {
-        case 0:
-          docs.push_back(index.Add(text.data(), text.size(), weight, epoch));
-          break;
-        case 1:
-          docs.push_back(index.Open(epoch, weight));
-          break;
-        case 2:
-          index.SetPrompt(text.data(), text.size());
-          break;
-        case 3:
-          index.Sync(doc, text.data(), text.size());
-          break;
-        case 4:
-          index.SetWeight(doc, weight);
-          break;
-        case 5:
-          if (docs.size() > 3) index.Remove(doc);
-          break;
-        case 6:
-          if (chance->OneIn(6)) index.Retire(epoch);
-          break;
-        default:
-          index.Append(doc, text.data(), text.size() / 4);
-      }
+      const int what = chance->Below(9);
+      if (what == 0) docs.push_back(index.Add(text.data(), text.size(), weight, epoch));
+      if (what == 1) docs.push_back(index.Open(epoch, weight));
+      if (what == 2) index.SetPrompt(text.data(), text.size());
+      if (what == 3) index.Sync(doc, text.data(), text.size());
+      if (what == 4) index.SetWeight(doc, weight);
+      if (what == 5 && docs.size() > 3) index.Remove(doc);
+      if (what == 6 && chance->OneIn(6)) index.Retire(epoch);
+      if (what > 6) index.Append(doc, text.data(), text.size() / 4);
     } catch (const std::invalid_argument&) {
     }
     if (chance->OneIn(8)) index.CheckIntegrity();
@@ -350,22 +334,16 @@ void FuzzBlocks(Chance* chance) {
 
 void Round(uint64_t seed) {
   Chance chance(seed);
-  switch (chance.Below(8)) {
-    case 0:
-      FuzzHistory(&chance);
-      break;
-    case 1:
-      FuzzNgrams(&chance);
-      break;
-    default:
-      for (int i = 0; i < 8; ++i) {
-        FuzzMerge(&chance, false);
-        FuzzMerge(&chance, true);
-        FuzzCount(&chance);
-        FuzzWalk(&chance);
-        FuzzLayout(&chance);
-        FuzzBlocks(&chance);
-      }
+  const int part = chance.Below(8);
+  if (part == 0) return FuzzHistory(&chance);
+  if (part == 1) return FuzzNgrams(&chance);
+  for (int i = 0; i < 8; ++i) {
+    FuzzMerge(&chance, false);
+    FuzzMerge(&chance, true);
+    FuzzCount(&chance);
+    FuzzWalk(&chance);
+    FuzzLayout(&chance);
+    FuzzBlocks(&chance);
   }
 }
 
