@@ -192,7 +192,7 @@ def _row(name: str, setup: Setup, arms: dict[str, list[Outcome]], figures: dict[
         ours = f"{figures[f'{before} s'] / seconds:.2f}x of {before}"
         wins = sum(a.makespan_ms < b.makespan_ms for a, b in zip(own, arms[before], strict=True))
         faster = f"{wins} of {len(own)}"
-    drafted, wasted = (sum(getattr(one.counts, count) for one in own) for count in ("drafted", "wasted"))
+    drafted, wasted = (sum(one.counts[count] for one in own) for count in ("drafted", "wasted"))
     waste = f"{wasted / drafted:.0%}" if drafted else "-"
     idle = f"{np.mean([one.idle_share for one in own]):.0%}"
     of_plain = f"{figures['plain s'] / seconds:.2f}x"
