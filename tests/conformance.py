@@ -5,7 +5,7 @@ A method that is missing would otherwise be noticed only where it is called, if 
 
 from __future__ import annotations
 
-from bench.host import trees
+from bench.host import test_host_time
 from tests import drafters
 from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
@@ -27,8 +27,8 @@ DRAFTERS: list[type[Drafter]] = [
     pausing.Always,
     test_contained.Sound,
     test_distribution.Drafts,
+    test_host_time.Ready,
     test_v1_small.Errs,
-    trees.Ready,
 ]
 BUDGETS: list[type[Budget]] = [
     pausing.NeverPays,

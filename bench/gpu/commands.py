@@ -10,17 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-STEPS = {
-    "checks": "`specrollout doctor`, the kernels against their specifications",
-    "stock": "stock vLLM alone: which runner, attention, graphs and scheduling it chose",
-    "eager": "ours without CUDA graphs: whether its tokens are stock's",
-    "graphs": "ours with CUDA graphs: whether its tokens are stock's",
-    "kernels": "our kernels beside FlashAttention 3, timed in CUDA graphs",
-    "speed": "our engine beside stock's: tokens, times, and how long the device idles",
-    "memory": "device memory of CUDA graphs; only if asked for",
-}
-"""In the order in which they run, for they build on each other."""
-FIRST_HOUR = tuple(STEPS)[:6]
+STEPS = ("checks", "stock", "eager", "graphs", "kernels", "speed", "memory")
+"""In the order in which they run, for they build on each other; `_MAKERS` says what each is."""
+FIRST_HOUR = STEPS[:6]
 _START_S = {"7B": 110, "0.5B": 60, "tiny": 30}
 
 
@@ -142,11 +134,17 @@ def _command(step: str, name: str, expected_s: float, *arguments: str) -> Comman
 
 
 _MAKERS: dict[str, Callable[[Options], Iterator[Command]]] = {
+    # `specrollout doctor`, the kernels against their specifications
     "checks": _checks,
+    # stock vLLM alone: which runner, attention, graphs and scheduling it chose
     "stock": _stock,
+    # ours without CUDA graphs, and with them: whether its tokens are stock's
     "eager": partial(_identity, "eager"),
     "graphs": partial(_identity, "graphs"),
+    # our kernels beside FlashAttention 3, timed in CUDA graphs
     "kernels": _kernels,
+    # our engine beside stock's: tokens, times, and how long the device idles
     "speed": _speed,
+    # device memory of CUDA graphs; only if asked for
     "memory": _memory,
 }

@@ -25,4 +25,4 @@ fi
 case " $* " in *" --help "* | *" --out "* | *" --out="*) out=() ;; *) out=(--out "${OUT:-$root/out/first-hour}") ;; esac
 # not from the folder this is started in: what is measured is what is installed
 export PYTHONSAFEPATH=1
-exec "$python" -m vllm_specrollout.bench.gpu "${out[@]}" "$@"
+exec "$python" -c "from vllm_specrollout.cli import main; main()" bench gpu "${out[@]}" "$@"

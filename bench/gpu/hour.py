@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shlex
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +95,7 @@ def bench_gpu(
     began = float(os.environ.get(BEGAN) or time.time())
     named = flags.names(models, "--models", ("0.5B", "7B", "tiny"))
     options = Options(
-        steps=tuple(step for step in STEPS if step in flags.names(steps, "--steps", tuple(STEPS))),
+        steps=tuple(step for step in STEPS if step in flags.names(steps, "--steps", STEPS)),
         is_dry=dry,
         cells=cells,
         taus=flags.names(taus, "--taus", ("2", "4", "6.5")),
@@ -137,13 +138,8 @@ class Hour:
         is_dry: bool,
         commit: str | None = None,
     ) -> None:
-        self._chosen, self._out, self._work, self._log, self._is_dry = (
-            chosen,
-            out.resolve(),
-            work.resolve(),
-            log,
-            is_dry,
-        )
+        self._chosen, self._log, self._is_dry = chosen, log, is_dry
+        self._out, self._work = out.resolve(), work.resolve()
         device = machine.describe()
         if not is_dry and device["gpu"] is None:
             cause = "no NVIDIA GPU can be seen: nvidia-smi names none"
@@ -158,7 +154,7 @@ class Hour:
             "is_dry": is_dry,
             "host": {**report.host(), **device},
             "versions": versions,
-            "command": shlex.join(["bench/gpu/first_hour.sh", *sys.argv[1:]]),
+            "command": shlex.join(["specrollout", *sys.argv[1:]]),
         }
         self._notes: list[str] = []
         self._runs: dict[str, Run] = {}
@@ -282,8 +278,7 @@ class Hour:
 
     def _write(self) -> None:
         """All of it, in both folders; a reader finds the old file or the new one."""
-        runs = [{name: getattr(one, name) for name in Run.__dataclass_fields__} for one in self._runs.values()]
-        begun = [one for one in runs if one["attempts"]]
+        begun = [asdict(one) for one in self._runs.values() if one.attempts]
         body = {"schema": SCHEMA, **self._head, "runs": begun, "notes": list(dict.fromkeys(self._notes))}
         for folder in (self._out, self._work):
             scratch = folder / f"{FILE}.new"
@@ -300,11 +295,10 @@ class Hour:
             "seconds": lambda one: report.number(one.seconds),
             "error": lambda one: one.error or "-",
         }
-        with (self._work / "overview.txt").open("w+", encoding="utf-8") as file:
-            runs = [self._run_of(command) for command in self._chosen]
-            report.print_table(runs, columns, Console(file=file, width=150, force_terminal=False), left=2)
-            file.seek(0)
-            self._print(file.read())
+        text = io.StringIO()
+        runs = [self._run_of(command) for command in self._chosen]
+        report.print_table(runs, columns, Console(file=text, width=150, force_terminal=False), left=2)
+        self._print(text.getvalue())
         for note in dict.fromkeys(self._notes):
             self._say(f"note: {note[:300]}")
         self._say(f"{'a DRY WALK, no figure means anything; ' if self._is_dry else ''}results: {self._out / FILE}")

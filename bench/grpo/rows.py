@@ -124,8 +124,7 @@ def sum_up(name: str, steps: Sequence[StepRow]) -> EpochRow:
 
 
 def _engine_epoch(engine: str, runs: Sequence[EngineRun], s_per_token: Mapping[str, float]) -> EngineEpoch:
-    promised = [run.identical for run in runs if run.identical is not None]
-    identical = all(promised) if promised else None
+    identical = _identical(runs)
     steps, tokens = sum(run.steps for run in runs), sum(run.num_tokens for run in runs)
 
     def against(other: str) -> float | None:
@@ -212,6 +211,7 @@ def notes_text(steps: Sequence[StepRow], notes: Sequence[str]) -> Iterator[str]:
     yield from notes
 
 
-def _identical(engines: Sequence[EngineEpoch]) -> bool | None:
-    promised = [engine.identical for engine in engines if engine.identical is not None]
+def _identical(found: Sequence[EngineRun | EngineEpoch]) -> bool | None:
+    """Whether all are that promised it; None: none did."""
+    promised = [one.identical for one in found if one.identical is not None]
     return all(promised) if promised else None

@@ -1,26 +1,22 @@
-"""What holds up a running batch: a warm drafter that attaches, faults of it, and other weights for a head.
+"""Interruptions of a running batch: a warm drafter that attaches and detaches, and faults of it.
 
-Run: `python -m bench.host.interruptions attach` (the drafter is a process of its own, on the last core; the engine has
-the others) or `swap` (two heads take turns: the policy's own, and one with its weights turned around). Tokens are
-compared with stock vLLM's.
+Run: `python -m bench.host.interruptions attach`. The drafter is a process of its own, on the last core; the engine has
+the others. Tokens are compared with stock vLLM's.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
-import shutil
 import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from bench.policy import CHECKPOINT, DRAFT, HEAD
+from bench.policy import DRAFT
 from bench.runner.display import Display
 from bench.runner.models import CACHE, find_model
 
@@ -136,7 +132,8 @@ def attach(args: argparse.Namespace) -> None:
 
     with Display() as display:
         model, title = find_model(None, args.size, "float32", CACHE, display, is_policy=True)
-    common = _arguments(args) | {"max_model_len": 768, "kv_cache_memory_bytes": 1 << 28}
+    common = {"dtype": "float32", "seed": 0, "enforce_eager": True, "max_num_seqs": args.requests}
+    common |= {"max_model_len": 768, "kv_cache_memory_bytes": 1 << 28}
     own = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "placement": "decoupled"}
     attached, faulty = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -168,53 +165,8 @@ def attach(args: argparse.Namespace) -> None:
     seconds = [one for *_, attaching in attached[1:] for one in attaching.seconds]
     typical, most = statistics.median(seconds), max(seconds)
     print(f"{title}: attached {len(seconds)} times: drafts after {typical:.3f} s, at most {most:.3f} s")
-    _show("an attach or detach", [(run, attaching.touched) for _, run, attaching in attached[1:]])
+    _show([(run, attaching.touched) for _, run, attaching in attached[1:]])
     print(f"from the last fault to the end, of stock's time: {', '.join(f'{one:.2f}' for one in faulty)}")
-
-
-class Swapping:
-    """Loads another head before every second step, the two in turns."""
-
-    def __init__(self, load: Callable[[Path], object], heads: list[Path]) -> None:
-        self._load, self._heads, self.touched = load, heads, list[int]()
-
-    def __call__(self, step: int) -> None:
-        if step >= 10 and step % 2 == 0:
-            self._load(self._heads[len(self.touched) % 2])
-            self.touched.append(step)
-
-
-def swap(args: argparse.Namespace) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "spec_rollout"}
-    from safetensors.torch import load_file, save_file
-    from vllm import LLM
-
-    from vllm_specrollout import load_drafter
-
-    common = _arguments(args) | {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 30}
-    stock = LLM(model=str(CHECKPOINT), **common)
-    plain = _decode(stock, args)
-    stock.llm_engine.engine_core.shutdown()
-    del stock
-    gc.collect()
-    given = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 4}
-    # `fixed` asks in every step, so that there is something to be held up
-    own = {"drafters": [], "budget": "fixed", "max_draft_tokens": 4, "max_depth": 4}
-    ours = LLM(model=str(CHECKPOINT), **common, speculative_config=given, spec_rollout=own)
-    with tempfile.TemporaryDirectory() as folder:
-        turned = Path(shutil.copytree(HEAD, Path(folder) / "turned"))
-        weights = load_file(HEAD / "model.safetensors")
-        save_file({name: -weight for name, weight in weights.items()}, turned / "model.safetensors")
-        swapping = Swapping(lambda head: load_drafter(ours, head), [turned, HEAD])
-        run = _decode(ours, args, swapping)
-    _check(plain, run)
-    print(f"{len(run.tokens)} requests, {run.ends[-1]} tokens, {len(swapping.touched)} swaps")
-    _show("a swap", [(run, swapping.touched)])
-
-
-def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Of both engines."""
-    return {"dtype": "float32", "seed": 0, "enforce_eager": True, "max_num_seqs": args.requests}
 
 
 def _wait(pool: Any) -> None:
@@ -233,26 +185,23 @@ def _check(stock: Run, ours: Run) -> None:
         raise SystemExit(f"error: {len(wrong)} of {len(stock.tokens)} requests differ from stock vLLM: {wrong}")
 
 
-def _show(what: str, runs: list[tuple[Run, list[int]]]) -> None:
-    """Of steps with this before them, and of the others."""
+def _show(runs: list[tuple[Run, list[int]]]) -> None:
+    """Of steps with an attach or detach before them, and of the others."""
     touched = [run.steps[step] for run, steps in runs for step in steps]
     others = [ms for run, steps in runs for step, ms in enumerate(run.steps) if step not in set(steps)]
     step, most = statistics.median(others), max(touched)
-    print(f"all tokens are stock vLLM's; a step {step:.1f} ms, at most {max(others):.1f} ms; with {what} before it")
-    print(f"{statistics.median(touched):.1f} ms, at most {most:.1f} ms = {most / step:.2f} steps")
+    print(f"all tokens are stock vLLM's; a step {step:.1f} ms, at most {max(others):.1f} ms; with an attach or detach")
+    print(f"before it {statistics.median(touched):.1f} ms, at most {most:.1f} ms = {most / step:.2f} steps")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("attach", "swap"))
-    parser.add_argument("--size", default="150M", help="the policy's cost, with attach")
-    parser.add_argument("--requests", type=int, help="in the batch, all at once; default: 2, with swap 16")
-    parser.add_argument("--max-tokens", type=int, help="of each answer; default: 300, with swap 900")
+    parser.add_argument("what", choices=("attach",))
+    parser.add_argument("--size", default="150M", help="the policy's cost")
+    parser.add_argument("--requests", type=int, default=2, help="in the batch, all at once")
+    parser.add_argument("--max-tokens", type=int, default=300, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3, help="of each kind; one without a timing comes first")
-    args = parser.parse_args()
-    args.requests = args.requests or {"attach": 2, "swap": 16}[args.what]
-    args.max_tokens = args.max_tokens or {"attach": 300, "swap": 900}[args.what]
-    {"attach": attach, "swap": swap}[args.what](args)
+    attach(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ attention and sampling kernels. Run: `pytest bench/host --benchmark-only`; divid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,29 +13,50 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.host.trees import BLOCK, Ready, bushy, views
+from tests.trees import batch_of, tree_of
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.budgets.goodput import GoodputBudget
+from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.trees.build import order
 from vllm_specrollout.trees.kv_moves import plan_moves
 from vllm_specrollout.trees.tape import SeedTape
-from vllm_specrollout.types import RequestBatch, StepTiming
+from vllm_specrollout.types import DraftLimits, DraftTree, RequestBatch, RequestView, StepTiming, TreeBatch
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.attention import plan_paths
 from vllm_specrollout.worker.v1.requests import node_seeds
 from vllm_specrollout.worker.v1.sampler import row_layout
 
 NODES = 32
+BLOCK = 32
+
+
+def bushy(rng: np.random.Generator) -> DraftTree:
+    """A tree with two children for the likely nodes."""
+    parents = [-1, *(int(rng.integers(max(-1, i // 2 - 1), i)) for i in range(1, NODES))]
+    return order(tree_of(parents, rng.permutation(NODES).tolist(), rng.uniform(0.2, 0.9, NODES).tolist()))
+
+
+class Ready(BaseDrafter):
+    """A drafter whose trees are ready, so that only their way is timed."""
+
+    name = "ready"
+
+    def __init__(self, trees: Sequence[DraftTree]) -> None:
+        self.trees = batch_of(trees)
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        return self.trees
 
 
 def _step(batch: int, budget: Budget) -> Any:
     rng = np.random.default_rng(0)
-    drafting = Drafting(Speculator([Ready([bushy(rng, NODES)] * batch)], budget, guard=Guard(is_strict=True)))
+    drafting = Drafting(Speculator([Ready([bushy(rng)] * batch)], budget, guard=Guard(is_strict=True)))
     base = rng.integers(40, 700, batch).astype(np.int32)
-    seen = views(base + 1)
+    seen = [RequestView(str(i), np.zeros(n + 1, np.int32), 8, 500) for i, n in enumerate(base.tolist())]
     ids = [view.request_id for view in seen]
     table = np.arange(batch * 40, dtype=np.int32).reshape(batch, 40) + 1
     scratch = np.arange(table.max() + 1, table.max() + 1 + 64 * batch, dtype=np.int32)

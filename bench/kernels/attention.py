@@ -8,12 +8,19 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from vllm_specrollout.kernels.tree_attention.naive import naive_tree_attention
 
-from . import flash, reference
+from . import flash
 from .inputs import AttentionInputs, make_attention
 from .shapes import Attention
 from .timing import Call, Timer
 
+TOLERANCE = 2e-2
+"""Most a bf16 output of unit-variance values may differ from exact arithmetic; of a value beyond 1, its share.
+
+Weights and output are each rounded to bf16, and Triton's interpreter rounds towards zero: up to 0.8 % of the value, all
+in one direction. 0.9 % is the worst of 672 random cases.
+"""
 _COLD_BYTES, _MOST_LAYERS, _FEWEST_LAYERS = 256 << 20, 28, 4
 """Keys and values that a graph's calls read together, so that none finds them in the L2 cache; and how many calls."""
 
@@ -23,17 +30,25 @@ def load() -> Any:
     return importlib.import_module("vllm_specrollout.kernels.tree_attention.kernel").tree_attention
 
 
-def check(kernel: Any, case: Attention, device: str) -> float:
-    """How far the kernel is off its specification on random inputs, as `reference.TOLERANCE` counts it."""
+def specified(inputs: AttentionInputs) -> torch.Tensor:
+    """[rows, heads, head size] float64: what the kernel should compute."""
+    return naive_tree_attention(inputs.query, inputs.keys, inputs.values, *inputs.step, scale=inputs.scale)
+
+
+def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far off the worst value is, as `TOLERANCE` counts it; NaN if any value is."""
+    return float(((found - wanted).abs() / wanted.abs().clamp(min=1)).max())
+
+
+def _compared(found: torch.Tensor, wanted: torch.Tensor, name: str) -> dict[str, Any]:
+    off = excess(found.double(), wanted.double())
+    return {"passed": off <= TOLERANCE, "checked": f"differs from {name} by {off:.3g}, of {TOLERANCE:g} allowed"}
+
+
+def checked(case: Attention, device: str, kernel: Any = None) -> dict[str, Any]:
+    """Whether ours, or another kernel in its place, is right on random inputs."""
     inputs = make_attention(case, device)
-    return reference.excess(inputs.call(kernel).double(), reference.attention(inputs))
-
-
-def checked(case: Attention, device: str) -> dict[str, Any]:
-    """Whether ours is right."""
-    excess = check(load(), case, device)
-    told = f"off the specification by {excess:.3g}, of {reference.TOLERANCE:g} allowed"
-    return {"passed": excess <= reference.TOLERANCE, "checked": told}
+    return _compared(inputs.call(kernel or load()), specified(inputs), "the specification")
 
 
 def measure(timer: Timer, case: Attention, device: str, layers: int | None = None) -> dict[str, Any]:
@@ -51,8 +66,8 @@ def measure(timer: Timer, case: Attention, device: str, layers: int | None = Non
     inputs = [make_attention(case, device) for _ in range(layers)]
     kernel = load()
     ways, notes = _flash_ways(inputs, device)
-    right, beside = _check_beside(kernel, inputs[0], ways)
-    if right:
+    told = _beside(kernel, inputs[0], ways)
+    if told["passed"]:
         ways = {"ours": [functools.partial(one.call, kernel) for one in inputs], **ways}
     else:
         notes.append("ours is wrong, so it is not timed")
@@ -62,8 +77,7 @@ def measure(timer: Timer, case: Attention, device: str, layers: int | None = Non
             times[name] = asdict(timer.time(made))
         except Exception as error:
             notes.append(_note(name, error, device))
-    told = {"passed": right, "checked": beside, "layers": layers, "notes": notes}
-    return {**told, "times": times, **timer.roof(case.least_bytes)}
+    return {**told, "layers": layers, "notes": notes, "times": times, **timer.roof(case.least_bytes)}
 
 
 def _note(name: str, error: Exception, device: str) -> str:
@@ -102,14 +116,12 @@ def _flash_ways(inputs: list[AttentionInputs], device: str) -> tuple[Ways, list[
     return ways, notes
 
 
-def _check_beside(kernel: Any, inputs: AttentionInputs, ways: Ways) -> tuple[bool, str]:
-    """(whether ours is right, beside what): another way of computing the same, at the very shape that is timed."""
-    found = inputs.call(kernel).double()
+def _beside(kernel: Any, inputs: AttentionInputs, ways: Ways) -> dict[str, Any]:
+    """Whether ours is what another way of computing the same yields, at the very shape that is timed."""
+    found = inputs.call(kernel)
     if "fa3 merged" in ways:
-        wanted, name = ways["fa3 merged"][0](), "FlashAttention 3 over the context and PyTorch over the nodes"
-    elif not inputs.case.nodes and "fa3 graph" in ways:
-        wanted, name = ways["fa3 graph"][0](), "FlashAttention 3"
-    else:
-        wanted, name = reference.attention(inputs), "the specification"
-    excess = reference.excess(found, wanted.double())
-    return excess <= reference.TOLERANCE, f"differs from {name} by {excess:.3g}, of {reference.TOLERANCE:g} allowed"
+        name = "FlashAttention 3 over the context and PyTorch over the nodes"
+        return _compared(found, ways["fa3 merged"][0](), name)
+    if not inputs.case.nodes and "fa3 graph" in ways:
+        return _compared(found, ways["fa3 graph"][0](), "FlashAttention 3")
+    return _compared(found, specified(inputs), "the specification")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from vllm_specrollout.kernels.kv_commit.naive import kv_commit as naive_commit
+from vllm_specrollout.kernels.tree_verify.naive import sample_rows, walk
 
-from . import reference
 from .inputs import make_commit, make_verdict
 from .shapes import MODELS, Verdict
-from .timing import Timer
+from .timing import Call, Timer
 
 _CHECKED_VOCAB = 1000
-_SMALLER = {"passed": None, "checked": "at smaller shapes, by `--check`"}
 
 
 def load_verify() -> Any:
@@ -28,43 +29,44 @@ def load_commit() -> Any:
     return importlib.import_module("vllm_specrollout.kernels.kv_commit.kernel")
 
 
-def checked_verify(batch: int, nodes: int, device: str) -> dict[str, Any]:
-    """Whether ours judges small trees as its specification does."""
-    return _told(check_verify(load_verify(), batch, nodes, device), "tokens of greedy and of random walks")
-
-
-def checked_commit(batch: int, nodes: int, device: str) -> dict[str, Any]:
-    """Whether ours moves what its specification moves."""
-    return _told(check_commit(load_commit(), batch, nodes, device), "every byte of every layer")
-
-
-def _told(wrong: str | None, what: str) -> dict[str, Any]:
-    return {"passed": wrong is None, "checked": wrong[:500] if wrong else f"{what} against the specification's"}
-
-
-def check_verify(kernel: Any, batch: int, nodes: int, device: str) -> str | None:
-    """Walks over small trees, greedy ones to the bottom and random ones; the reason if one is wrong."""
+def checked_verify(batch: int, nodes: int, device: str, kernel: Any = None) -> dict[str, Any]:
+    """Whether ours, or another in its place, judges small trees as its specification does."""
     arguments = make_verdict(Verdict(MODELS["0.5B"], batch, nodes), device, vocab=_CHECKED_VOCAB)
+    kernel, wrong = kernel or load_verify(), ""
     for temperature in (0.0, 1.0):
         arguments["temperature"].fill_(temperature)
-        wanted = reference.verdict(arguments)
+        wanted = _specified(arguments)
         verdict = kernel(**arguments, width=1 + nodes)
         counts = verdict.num_sampled.tolist()
         found = [tokens[:n] for tokens, n in zip(verdict.token_ids.tolist(), counts, strict=True)]
         if found != wanted:
-            return f"temperature {temperature}, {nodes} nodes: tokens {found}, should be {wanted}"
-    return None
+            wrong = wrong or f"temperature {temperature}, {nodes} nodes: tokens {found}, should be {wanted}"
+    return _told(wrong, "tokens of greedy and of random walks")
 
 
-def check_commit(module: Any, batch: int, nodes: int, device: str) -> str | None:
-    """Every byte of every layer; the reason if one is wrong."""
+def _specified(arguments: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Tokens of each request, as they should be."""
+    names = ("request_index", "temperature", "seeds", "pos")
+    sampled = sample_rows(arguments["logits"], *(arguments[name].tolist() for name in names))
+    drafts, parents = arguments["draft_ids"].tolist(), arguments["parents"].tolist()
+    bounds = itertools.pairwise(arguments["cu_rows"].tolist())
+    return [list(walk(sampled[i:j], drafts[i:j], parents[i:j])[0]) for i, j in bounds]
+
+
+def checked_commit(batch: int, nodes: int, device: str, module: Any = None) -> dict[str, Any]:
+    """Whether ours, or another in its place, moves what its specification moves."""
+    module = module or load_commit()
     layers, arguments = make_commit(Verdict(MODELS["0.5B"], batch, nodes), device)
-    wanted = reference.committed(layers, arguments)
+    wanted = [layer.clone() for layer in layers]
+    naive_commit(wanted, *arguments.values())
     module.kv_commit(module.CacheTable.of(layers), *arguments.values())
     # what stands behind the accepted slots is overwritten before it is read, but nothing may write there either
-    if not all(torch.equal(found, layer) for found, layer in zip(layers, wanted, strict=True)):
-        return f"batch {batch}, {nodes} nodes: the caches differ"
-    return None
+    is_right = all(torch.equal(found, layer) for found, layer in zip(layers, wanted, strict=True))
+    return _told("" if is_right else f"batch {batch}, {nodes} nodes: the caches differ", "every byte of every layer")
+
+
+def _told(wrong: str, what: str) -> dict[str, Any]:
+    return {"passed": not wrong, "checked": wrong[:500] or f"{what} against the specification's"}
 
 
 def measure_verify(timer: Timer, case: Verdict, device: str) -> dict[str, Any]:
@@ -72,14 +74,18 @@ def measure_verify(timer: Timer, case: Verdict, device: str) -> dict[str, Any]:
     arguments = make_verdict(case, device, vocab=None if device == "cuda" else _CHECKED_VOCAB)
     # greedy sampling would skip the noise
     arguments["temperature"].fill_(1.0)
-    time = timer.time([functools.partial(load_verify(), **arguments, width=1 + case.nodes)])
-    return {**_SMALLER, "times": {"ours": asdict(time)}, **timer.roof(case.logits_bytes)}
+    call = functools.partial(load_verify(), **arguments, width=1 + case.nodes)
+    return _timed(timer, call, case.logits_bytes)
 
 
 def measure_commit(timer: Timer, case: Verdict, device: str) -> dict[str, Any]:
     """Time of moving half of a step's nodes, in all layers."""
     module = load_commit()
     layers, moves = make_commit(case, device)
-    table = module.CacheTable.of(layers)
-    time = timer.time([functools.partial(module.kv_commit, table, *moves.values())])
-    return {**_SMALLER, "times": {"ours": asdict(time)}, **timer.roof(case.commit_bytes)}
+    call = functools.partial(module.kv_commit, module.CacheTable.of(layers), *moves.values())
+    return _timed(timer, call, case.commit_bytes)
+
+
+def _timed(timer: Timer, call: Call, least_bytes: int) -> dict[str, Any]:
+    told = {"passed": None, "checked": "at smaller shapes, by `--check`"}
+    return {**told, "times": {"ours": asdict(timer.time([call]))}, **timer.roof(least_bytes)}

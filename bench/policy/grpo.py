@@ -7,15 +7,16 @@ counts the same in a long answer and in a short one (Yu et al., DAPO, 2025, sect
 the trainer's own, from one pass before the first optimiser step: those of an engine are rounded differently.
 """
 
+import math
 import random
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.config.checks import Range, check_fields
 
 if TYPE_CHECKING:
     import torch
@@ -25,44 +26,31 @@ Tokens = tuple[Sequence[int], Sequence[int]]
 """Of a prompt, and of an answer with the end token."""
 _MICRO_TOKENS = 8192
 """Padded tokens of one forward pass; bounds memory, changes nothing else."""
-
-
-def check_least(config: object, least: int, *names: str) -> None:
-    """Refuse fields below their least value.
-
-    Raises:
-        ConfigError: one is.
-    """
-    for name in names:
-        if getattr(config, name) < least:
-            raise ConfigError(f"{name} is {getattr(config, name)}, the least is {least}", f"give a larger {name}")
+LEAST_ONE = Range(1, 1 << 30)
+_SHARE, _SIZE = Range(0.0, 1.0), Range(0.0, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """All that an update depends on, besides the answers."""
 
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, _SIZE] = 1e-4
     # Ratios outside 1 - clip_low .. 1 + clip_high earn nothing more.
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: Annotated[float, _SHARE] = 0.2
+    clip_high: Annotated[float, _SIZE] = 0.2
     # Weight of the KL divergence from the first policy, nats; 0 leaves it out.
-    kl_weight: float = 0.0
+    kl_weight: Annotated[float, _SIZE] = 0.0
     # Passes over the answers of one rollout, and optimiser steps in each.
-    inner_epochs: int = 1
-    minibatches: int = 1
+    inner_epochs: Annotated[int, LEAST_ONE] = 1
+    minibatches: Annotated[int, LEAST_ONE] = 1
     # Gradient norm above which the gradient is scaled down.
     max_norm: float = 1.0
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, _SIZE] = 0.0
     # Order of answers in the minibatches.
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "inner_epochs", "minibatches")
-        check_least(self, 0, "learning_rate", "clip_low", "clip_high", "kl_weight", "weight_decay")
-        if self.clip_low >= 1.0:
-            cause = f"clip_low is {self.clip_low}, ratios below 0 do not exist"
-            raise ConfigError(cause, "give a clip_low below 1, for example 0.2")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,8 +211,7 @@ def _outer(
         "model.norm.weight": _norm(weights["model.norm.weight"], old, new),
     }
     if "lm_head.weight" in weights:
-        grown["lm_head.weight"] = _random(len(embedding), new.hidden, generator, embedding.dtype)
-        grown["lm_head.weight"][:, : old.hidden] = weights["lm_head.weight"]
+        grown["lm_head.weight"] = _spread(weights["lm_head.weight"], 1, old, new, generator)
     return grown
 
 

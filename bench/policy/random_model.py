@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.errors import ConfigError
 
 from .tokenizer import END, MAX_LEN, PAD, SPECIALS, build_tokenizer
@@ -78,13 +79,11 @@ SHAPES = {
 
 def shape_of_size(size: str, *, hidden: int | None = None, num_layers: int | None = None) -> Shape:
     """The shape named `size`, with its hidden width or number of layers replaced if given."""
-    if size not in SHAPES:
-        raise ConfigError(f"unknown model size {size!r}, known are {', '.join(SHAPES)}", "choose one of these")
-    for name, value in (("hidden", hidden), ("num_layers", num_layers)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}, the least is 1", f"leave {name} out, or give a positive number")
-    shape = SHAPES[size]
-    return replace(shape, hidden=hidden or shape.hidden, num_layers=num_layers or shape.num_layers)
+    check_choice("size", size, tuple(SHAPES))
+    given = {name: value for name, value in (("hidden", hidden), ("num_layers", num_layers)) if value is not None}
+    for name, value in given.items():
+        check_range(name, value, 1, 1 << 20)
+    return replace(SHAPES[size], **given)
 
 
 def make_random_model(
@@ -108,18 +107,13 @@ def make_random_model(
     import torch
     from transformers import AutoModelForCausalLM
 
-    if arch not in ARCHS:
-        raise ConfigError(f"unknown architecture {arch!r}, known are {', '.join(ARCHS)}", "choose one of these")
-    if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(f"dtype is {dtype!r}, known are bfloat16 and float32", "choose one of these")
+    check_choice("arch", arch, ARCHS)
+    check_choice("dtype", dtype, ("bfloat16", "float32"))
     if sliding_window is not None and arch != "mistral":
         raise ConfigError(f"{arch} has no sliding window, but {sliding_window} was given", "use arch mistral")
     tokenizer = build_tokenizer()
     vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-    if vocab_size < len(tokenizer):
-        raise ConfigError(
-            f"vocab_size is {vocab_size}, the tokenizer has {len(tokenizer)} tokens", "leave vocab_size out"
-        )
+    check_range("vocab_size", vocab_size, len(tokenizer), 1 << 30)
     shape = shape_of_size(size, hidden=hidden, num_layers=num_layers)
     config = model_config(arch, shape, vocab_size, sliding_window=sliding_window)
     with torch.device("meta"):

@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Iterator
 
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.config.checks import check_choice, check_range
 
 from .tasks import FAMILIES, Problem, make_problem
 
@@ -51,14 +51,11 @@ def problems(count: int, seed: int, family: str | None = None, *, split: str = "
 
     Without a family, the families take turns. A set is a prefix of any longer set with the same other arguments.
     """
-    if count < 0:
-        raise ConfigError(f"count is {count}, the least is 0", "ask for a positive number of problems")
-    if family is not None and family not in FAMILIES:
-        cause = f"unknown family {family!r}, known are {', '.join(FAMILIES)}"
-        raise ConfigError(cause, "choose one, or leave it out")
-    if split not in SPLITS:
-        raise ConfigError(f"unknown split {split!r}, known are {', '.join(SPLITS)}", "choose one of these")
+    check_range("count", count, 0, 1 << 30)
+    check_choice("split", split, SPLITS)
     families = FAMILIES if family is None else (family,)
+    for name in families:
+        check_choice("family", name, FAMILIES)
     streams = [
         draw_problems(random.Random(f"{split}/{name}/{seed}"), name, split, f"{split}-{name}-{seed}")
         for name in families

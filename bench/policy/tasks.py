@@ -170,13 +170,10 @@ def _slip(current: Sequence[int], total: int, rng: random.Random) -> int:
 
 
 def repeat_rate(samples: Sequence[Sequence[Hashable]], prompt: Sequence[Hashable] = ()) -> float:
-    """How much the answers to one problem repeat one another, in 0..1.
+    """How much the answers to one problem repeat one another, in 0..1, as README.md defines it.
 
-    For each token of an answer, look up the last 7, then fewer, down to 3 tokens before it in the *other* answers; the
-    first context length that occurs there predicts its most frequent continuation (the first seen wins a tie). All
-    answers follow the same prompt, so contexts at their beginning reach into its end, as a drafter's do. An answer's
-    rate is the share of its tokens predicted rightly, the end-of-answer token (if given) included; the result is the
-    mean over the answers.
+    The longest context that occurs in the *other* answers predicts its most frequent continuation; the first seen wins
+    a tie. The end-of-answer token (if given) counts.
     """
     if len(samples) < 2:
         return 0.0

@@ -1,21 +1,27 @@
-"""Supervised training of the small policy on demonstrations of the tasks, on CPU.
+"""Training of the small policy on demonstrations of the tasks, and of a draft model on its own distributions; on CPU.
 
-A run is set by its `TrainConfig` alone: the same command gives the same data in the same order.
+A run is set by its configuration alone: the same command gives the same data in the same order.
 
 Demonstrations are drawn on the fly. Those of similar length share a batch, so little of it is padding, every answer
 starts at position 0 of its own row, and no answer attends to another. (Packing several into one row would need a block
 mask, slow on CPU.)
+
+A draft model learns from the policy's rollouts. Their buffer (`collect.dir` of an engine) holds what the policy's
+output head took in at each token of its answers, and so the distribution it drew from. That suits drafting better than
+demonstrations do: a draft model is asked what the policy would say, slips included.
 """
 
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from .grpo import Tokens, answer_logits, check_least, packed
+from vllm_specrollout.config.checks import check_fields
+
+from .grpo import LEAST_ONE, Tokens, answer_logits, packed
 from .random_model import model_config, shape_of_size
 from .reward import draw_problems
 from .tasks import FAMILIES, demonstrate
@@ -25,10 +31,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
+    from vllm_specrollout.training.buffer import Buffer, Example
+
+_CLIP = 1.0
+"""Gradient norm above which the gradient is scaled down."""
 _POOL = 1024
 """Demonstrations drawn and sorted at a time."""
 # From each share of the run on, the largest number of terms: short problems first, they teach the sums fastest.
 _CURRICULUM = ((0.0, 8), (0.35, 16), (0.55, 64))
+OnStep = Callable[[int, int, float], None]
+"""Told steps done, number of steps, and a loss in nats per answer token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +49,41 @@ class TrainConfig:
 
     seed: int = 0
     # Optimiser steps in all.
-    steps: int = 3600
+    steps: Annotated[int, LEAST_ONE] = 3600
     # Padded tokens per step, prompts included.
-    batch_tokens: int = 4096
+    batch_tokens: Annotated[int, LEAST_ONE] = 4096
     # A name in SHAPES.
     size: str = "3M"
     # Highest learning rate, reached after warmup_steps, then a cosine down to a hundredth.
     learning_rate: float = 2e-3
     warmup_steps: int = 100
     weight_decay: float = 0.05
-    # Gradient norm above which the gradient is scaled down.
-    clip: float = 1.0
     # Torch threads.
-    threads: int = 2
+    threads: Annotated[int, LEAST_ONE] = 2
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "steps", "batch_tokens", "threads")
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilConfig:
+    """All that a draft model's run depends on, beside the buffer."""
+
+    seed: int = 0
+    # Passes over the buffer.
+    epochs: Annotated[int, LEAST_ONE] = 10
+    # Padded tokens per optimiser step.
+    batch_tokens: Annotated[int, LEAST_ONE] = 4096
+    # A name in SHAPES, and how many of its layers.
+    size: str = "1M"
+    num_layers: Annotated[int, LEAST_ONE] = 4
+    # As above.
+    learning_rate: float = 3e-3
+    warmup_steps: Annotated[int, LEAST_ONE] = 50
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def rate_at(step: int, steps: int, warmup: int, highest: float) -> float:
@@ -63,74 +94,100 @@ def rate_at(step: int, steps: int, warmup: int, highest: float) -> float:
     return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(config: TrainConfig, out: Path, on_step: Callable[[int, float], None]) -> dict:
-    """Trains a policy, writes its checkpoint into `out`, and returns the run's facts for `training.json`.
-
-    `on_step` is told each step's number and loss, in nats per answer token.
-    """
+def train(config: TrainConfig, out: Path, on_step: OnStep) -> dict[str, Any]:
+    """Trains a policy, writes its checkpoint into `out`, and returns the run's facts for `training.json`."""
     import torch
+    import transformers
 
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer()
-    model, optimizer = _build(config, len(tokenizer))
-    recent, started = 0.0, time.perf_counter()
-    stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
-    for step, rows in enumerate(stream):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, config.steps, config.warmup_steps, config.learning_rate)
-        loss = _step(model, optimizer, rows, config.clip)
-        recent = 0.98 * recent + 0.02 * loss if step else loss
-        on_step(step, recent)
-    seconds = time.perf_counter() - started
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return _facts(config, model, recent, seconds)
-
-
-def _build(config: TrainConfig, vocab_size: int) -> tuple["torch.nn.Module", "torch.optim.Optimizer"]:
-    """A fresh model (fp32) and AdamW; norms are not decayed."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM(model_config("qwen3", shape_of_size(config.size), vocab_size)).train()
+    shape = shape_of_size(config.size)
+    model = transformers.Qwen3ForCausalLM(model_config("qwen3", shape, len(tokenizer))).train()
+    # norms are not decayed
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
 
+    def loss_of(rows: Sequence[Tokens]) -> torch.Tensor:
+        # products run in bf16, weights and optimiser stay in fp32
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, targets = answer_logits(model, rows)
+        return torch.nn.functional.cross_entropy(logits.float(), targets)
 
-def _step(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", rows: Sequence[Tokens], clip: float) -> float:
-    """One optimiser step; returns the loss in nats per answer token.
-
-    Products run in bf16, weights and optimiser stay in fp32.
-    """
-    import torch
-
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, targets = answer_logits(model, rows)
-    loss = torch.nn.functional.cross_entropy(logits.float(), targets)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()
-
-
-def _facts(config: TrainConfig, model: "torch.nn.Module", loss: float, seconds: float) -> dict:
-    """What `training.json` says about the run itself."""
-    import torch
-    import transformers
-
+    recent, started = 0.0, time.perf_counter()
+    stream = batches(tokenizer, seed=config.seed, steps=config.steps, tokens=config.batch_tokens)
+    for step, loss in enumerate(_steps(config, model, optimizer, stream, config.steps, loss_of)):
+        recent = 0.98 * recent + 0.02 * loss if step else loss
+        on_step(step + 1, config.steps, recent)
+    seconds = time.perf_counter() - started
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
     return {
         "command": f"python -m bench.policy train --seed {config.seed} --steps {config.steps} --out DIR",
         "config": asdict(config),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "final_loss_nats_per_token": round(loss, 4),
+        "final_loss_nats_per_token": round(recent, 4),
         "train_seconds": round(seconds),
     }
+
+
+def distil(config: DistilConfig, policy: Path, data: Path, out: Path, on_step: OnStep) -> dict[str, Any]:
+    """Writes a draft model (bf16) and the policy's tokenizer into `out`; the loss is KL(policy || draft model).
+
+    Args:
+        policy: its checkpoint, for the output head.
+        data: the buffer's folder.
+
+    Returns:
+        the configuration, what the last steps' losses were on average, and the number of parameters.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+    from vllm_specrollout.training.buffer import Buffer
+
+    torch.manual_seed(config.seed)
+    buffer, tokenizer = Buffer(data), build_tokenizer()
+    head = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).lm_head
+    shape = shape_of_size(config.size, num_layers=config.num_layers)
+    model = Qwen3ForCausalLM(model_config("qwen3", shape, len(tokenizer))).train()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    chosen, losses = list(_answers(config, buffer)), []
+    examples = ([buffer[i] for i in indices] for indices in chosen)
+    for loss in _steps(config, model, optimizer, examples, len(chosen), lambda some: _divergence(model, head, some)):
+        losses.append(loss)
+        on_step(len(losses), len(chosen), loss)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    last = losses[-max(1, len(losses) // 20) :]
+    parameters = sum(weight.numel() for weight in model.parameters())
+    return {"config": asdict(config), "loss": sum(last) / len(last), "parameters": parameters}
+
+
+def _steps(
+    config: TrainConfig | DistilConfig,
+    model: "torch.nn.Module",
+    optimizer: "torch.optim.Optimizer",
+    stream: Iterable[Any],
+    count: int,
+    loss_of: Callable[[Any], "torch.Tensor"],
+) -> Iterator[float]:
+    """An optimiser step for each of `count` batches; yields their losses."""
+    import torch
+
+    for step, batch in enumerate(stream):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, count, config.warmup_steps, config.learning_rate)
+        loss = loss_of(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield float(loss.detach())
 
 
 def max_terms_at(progress: float) -> int:
@@ -160,3 +217,26 @@ def _draw_pool(tokenizer: "PreTrainedTokenizerFast", rng: random.Random, max_ter
             prompts.append(prompt_text(problem.prompt))
             answers.append(demonstrate(problem, rng) + END)
     return list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
+
+
+def _answers(config: DistilConfig, buffer: "Buffer") -> Iterator[list[int]]:
+    """Answers of similar length share a batch, so little of it is padding."""
+    groups = packed(range(len(buffer)), buffer.length, config.batch_tokens)
+    for epoch in range(config.epochs):
+        random.Random(f"distil/{config.seed}/{epoch}").shuffle(groups)
+        yield from groups
+
+
+def _divergence(model: "torch.nn.Module", head: "torch.nn.Module", examples: Sequence["Example"]) -> "torch.Tensor":
+    """KL(policy || draft model), nats per answer token; padded on the right, which causal attention keeps out."""
+    import torch
+
+    pad = torch.nn.utils.rnn.pad_sequence
+    token_ids = pad([one.token_ids.long() for one in examples], batch_first=True)
+    # each place asks for the next token, from the one that the prompt's last token asks for
+    counts = pad([torch.arange(len(one)) >= one.num_prompt - 1 for one in examples], batch_first=True)
+    wanted = torch.cat([one.last_hidden[max(one.num_prompt - 1, 0) :] for one in examples]).float()
+    with torch.no_grad():
+        target = head(wanted).log_softmax(dim=-1)
+    drafted = model(input_ids=token_ids, use_cache=False).logits[counts].log_softmax(dim=-1)
+    return torch.nn.functional.kl_div(drafted, target, reduction="batchmean", log_target=True)

@@ -21,7 +21,7 @@ from vllm_specrollout.replay.files import read_trace, write_trace
 
 from ..runner.display import Display, main
 from ..runner.models import CACHE, find_model
-from .rollouts import Rollout, at_once, run, start, warm_up, without_first
+from .rollouts import Rollout, at_once, run, set_budget, start, warm_up
 
 RECORDED = "auto"  # its steps have drafts of all sizes, and none: what each costs is seen, not extrapolated
 _BOTH = ("history", "ngram")
@@ -49,13 +49,15 @@ def traces(
         rollout, path = TRACES[name], folder / f"{name}.jsonl.zst"
         with tempfile.TemporaryDirectory() as history:
             for noise in rollout.noise:
-                record = path if noise == rollout.noise[-1] else None
                 # an engine for each pass: what it leaves on disk is what the next one knows
-                with start(rollout, "fixed", Path(history), record) as engine:
+                with start(rollout, "fixed", Path(history)) as engine:
                     engine.ask("trainer", function="begin_epoch")
-                    count = warm_up(engine, rollout)
+                    warm_up(engine, rollout)
+                    if noise == rollout.noise[-1]:
+                        set_budget(engine, "fixed", path)
                     run(engine, rollout, noise)
-        trace = without_first(read_trace(path), count)
+                    set_budget(engine, "off")
+        trace = at_once(read_trace(path))
         header = msgspec.structs.replace(trace.header, model="bench/policy/checkpoint")
         write_trace(path, dataclasses.replace(trace, header=header))
         print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
@@ -117,12 +119,11 @@ def compare(names: Sequence[str], rollout: Rollout, rounds: int) -> list[Agreeme
             seconds: dict[str, float] = {}
             for name in arms if number % 2 == 0 else reversed(arms):
                 _tell(f"round {number + 1} of {rounds}: {name}")
-                record = str(path) if name == RECORDED else None
-                engine.ask("rpc", method="spec_rollout_set_budget", name=name, is_profiled=False, record=record)
+                set_budget(engine, name, path if name == RECORDED else None)
                 seconds[name] = run(engine, rollout, rollout.noise[-1])
             measured.append(seconds)
         # completes the last recording
-        engine.ask("rpc", method="spec_rollout_set_budget", name="off")
+        set_budget(engine, "off")
         _tell("replaying")
         predicted = [run_all(at_once(read_trace(path)), names) for path in paths]
     return [

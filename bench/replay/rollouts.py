@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from vllm_specrollout.replay.records import Trace, round_ms
+from vllm_specrollout.replay.records import Trace
 
 from ..policy import CHECKPOINT
 from ..policy.reward import problems
@@ -52,20 +52,17 @@ def chosen_problems(rollout: Rollout) -> list[Problem]:
     return long + short
 
 
-def start(rollout: Rollout, budget: str, history: Path | None = None, record: Path | None = None) -> EngineProcess:
+def start(rollout: Rollout, budget: str, history: Path | None = None) -> EngineProcess:
     """An engine of ours for it.
 
     Args:
         history: folder that keeps the history drafter's answers.
-        record: file that the rollout is recorded into.
     """
     settings: dict[str, Any] = {"drafters": list(rollout.drafters), "budget": budget, "profile": "off"}
     # some passes repeat each other, and all of them are to be admitted alike
     settings["queue_order"] = "arrival"
     if history is not None:
         settings["history"] = {"dir": str(history)}
-    if record is not None:
-        settings["record"] = str(record)
     arguments = {
         "model": str(rollout.model),
         "dtype": "bfloat16",
@@ -87,35 +84,18 @@ def run(engine: EngineProcess, rollout: Rollout, noise: int) -> float:
     return engine.generate(prompts, params).wall_s
 
 
-def warm_up(engine: EngineProcess, rollout: Rollout) -> int:
-    """A few tokens of a full batch, so that kernels are set up before anything is timed; returns how many requests."""
+def set_budget(engine: EngineProcess, name: str, record: Path | None = None) -> None:
+    """A fresh one, and a recording of all that follows; the one before it is completed."""
+    path = None if record is None else str(record)
+    engine.ask("rpc", method="spec_rollout_set_budget", name=name, is_profiled=False, record=path)
+
+
+def warm_up(engine: EngineProcess, rollout: Rollout) -> None:
+    """A few tokens of a full batch, so that kernels are set up before anything is timed or recorded."""
     prompts = engine.ask("encode", texts=[prompt_text(problem.prompt) for problem in chosen_problems(rollout)])
     repeated = (prompts * rollout.batch)[: rollout.batch]
     params = [sampling(i, _WARM_UP_TOKENS) for i in range(len(repeated))]
     engine.generate(repeated, params)
-    return len(repeated)
-
-
-def without_first(trace: Trace, count: int) -> Trace:
-    """The trace without its first requests, which were over before the next one came, and without their steps."""
-    rest = [arrival for arrival in trace.arrivals if arrival.request >= count]
-    first = min(arrival.step for arrival in rest)
-    timing = trace.steps[first + 1].timing
-    begin = trace.steps[first].at_ms - (0.0 if timing is None else timing.step_ms)
-    arrivals = []
-    for a in rest:
-        ready_ms = round_ms(max(a.ready_ms - begin, 0.0))
-        arrivals.append(structs.replace(a, request=a.request - count, step=a.step - first, ready_ms=ready_ms))
-    steps = []
-    for step in trace.steps[first:]:
-        verified = tuple(structs.replace(v, request=v.request - count) for v in step.verified if v.request >= count)
-        kept = tuple(structs.replace(c, request=c.request - count) for c in step.candidates if c.request >= count)
-        steps.append(structs.replace(step, at_ms=round_ms(step.at_ms - begin), verified=verified, candidates=kept))
-    # on the V1 runner it tells what the step before cost, which is none of ours
-    if trace.header.lag:
-        steps[0] = structs.replace(steps[0], timing=None)
-    ends = {n - count: structs.replace(end, request=n - count) for n, end in trace.ends.items() if n >= count}
-    return at_once(Trace(trace.header, tuple(arrivals), tuple(steps), ends, trace.is_cut))
 
 
 def at_once(trace: Trace) -> Trace:

@@ -5,67 +5,63 @@ May enter: numpy and a seed. Two traces of one plan are equal.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 
 from vllm_specrollout.budgets.step_cost import CostLine
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.config.checks import Range, check_fields
 from vllm_specrollout.replay.records import Arrival, Candidates, End, Header, Step, Trace
 from vllm_specrollout.types import DraftTree, FinishReason
 
 _VOCABULARY = 32_000
+_Count = Annotated[int, Range(1, 1 << 30)]
+_Size = Annotated[float, Range(0.0, math.inf)]
+_Share = Annotated[float, Range(0.0, 1.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A rollout to make up."""
 
-    requests: int = 32
-    """Answers; those of one problem stand together."""
-    samples: int = 4
-    """Answers to each problem."""
-    batch: int = 8
-    """Requests at once."""
-    prompt: int = 64
-    """Tokens of each prompt."""
-    median: float = 100.0
-    """Median length of an answer; lengths are log-normal."""
-    spread: float = 0.8
-    """Standard deviation of the logarithm of an answer's length; 0 makes all alike."""
-    shared: float = 0.5
-    """Share of that variance that the answers to one problem have in common, from 0 to 1."""
-    longest: int = 2048
-    """Tokens after which an answer is cut."""
-    acceptance: tuple[float, ...] = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.5)
-    """Probability that the draft's token of depth 1, 2, ... is right, given that all above it are."""
-    drift: float = 1.0
-    """Factor on every acceptance that is reached, evenly, at the end of each answer."""
-    sibling: float = 0.0
-    """Probability that a second token beside a wrong one is right; 0 makes chains."""
-    told: float = 1.0
-    """Exponent on the probabilities that the drafts claim: below 1 they claim too much, above 1 too little."""
-    silent: float = 0.0
-    """Probability that nothing is drafted at a position."""
-    spacing_ms: float = 0.0
-    """Time between two requests; 0: all are there at once."""
+    # Answers; those of one problem stand together.
+    requests: _Count = 32
+    # Answers to each problem.
+    samples: _Count = 4
+    # Requests at once.
+    batch: _Count = 8
+    # Tokens of each prompt.
+    prompt: _Count = 64
+    # Median length of an answer; lengths are log-normal.
+    median: _Size = 100.0
+    # Standard deviation of the logarithm of an answer's length; 0 makes all alike.
+    spread: _Size = 0.8
+    # Share of that variance that the answers to one problem have in common, from 0 to 1.
+    shared: _Share = 0.5
+    # Tokens after which an answer is cut.
+    longest: _Count = 2048
+    # Probability that the draft's token of depth 1, 2, ... is right, given that all above it are.
+    acceptance: tuple[_Share, ...] = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.5)
+    # Factor on every acceptance that is reached, evenly, at the end of each answer.
+    drift: _Size = 1.0
+    # Probability that a second token beside a wrong one is right; 0 makes chains.
+    sibling: _Share = 0.0
+    # Exponent on the probabilities that the drafts claim: below 1 they claim too much, above 1 too little.
+    told: _Size = 1.0
+    # Probability that nothing is drafted at a position.
+    silent: _Share = 0.0
+    # What a step costs.
     cost: CostLine = field(
         default_factory=lambda: CostLine(
             fixed=20.0, request=0.6, draft=1.0, node=0.6, branch=0.4, ask=0.2, ask_request=0.02, prompt_row=0.5
         )
     )
-    """What a step costs."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "samples", "batch", "prompt", "longest"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("median", "spread", "drift", "told", "spacing_ms"):
-            _at_least(name, getattr(self, name), 0)
-        for name in ("shared", "sibling", "silent"):
-            _probability(name, getattr(self, name))
-        for value in self.acceptance:
-            _probability("acceptance", value)
+        check_fields(self)
 
 
 def make_trace(plan: Plan) -> Trace:
@@ -89,7 +85,7 @@ def make_trace(plan: Plan) -> Trace:
                 num_prompt_tokens=plan.prompt,
                 max_tokens=plan.longest,
                 problem_id=f"p{request // plan.samples}",
-                ready_ms=request * plan.spacing_ms,
+                ready_ms=0.0,
             )
         )
         status = FinishReason.TRUNCATED if is_cut else FinishReason.FINISHED
@@ -160,13 +156,3 @@ def _draft(tokens: np.ndarray, parents: np.ndarray, log_q: np.ndarray) -> DraftT
         np.minimum(log_q, 0.0).astype(np.float32),
         np.zeros(len(tokens), dtype=np.int32),
     )
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
-        raise ConfigError(f"`{name}` is {value}, below {low}", f"choose a value of at least {low}")
-
-
-def _probability(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"`{name}` is {value}, outside 0 to 1", "choose a probability")

@@ -104,7 +104,7 @@ class Rollout(EngineScenario):
 
     def params(self, chosen: Sequence[Problem], *, is_ours: bool) -> list[dict[str, Any]]:
         """`SamplingParams` of each request: all samples of the first problem, then of the second, ..."""
-        # the numbering of bench/policy/evaluate.py, so that both sample the same answers
+        # the numbering of `bench.policy stats`, so that both sample the same answers
         owners = [problem for problem in chosen for _ in range(self.samples)]
         return asking(owners, self.seed * 1_000_003, self.max_tokens, is_ours=is_ours)
 

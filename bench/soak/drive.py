@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ..policy.reward import reward
 from .faults import Fault, inflict
-from .load import PATIENCE_S, Answer, Arrival, Lost, Mix, arrivals, ask
+from .load import PATIENCE_S, Answer, Arrival, Lost, arrivals, ask
 from .server import Holding, Server, disk_bytes, holdings
 
 MOST_TOLD = 20
@@ -67,26 +67,6 @@ class Sample:
     write_errors: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How the server is driven."""
-
-    duration_s: float
-    seed: int
-    per_second: float
-    mix: Mix
-    max_tokens: int
-    # requests that are open at most: later ones wait on this side, or a slow server would be judged by its queue
-    most_open: int
-    sample_s: float
-    epoch_s: float
-    mistake_s: float
-    faults: Sequence[Fault]
-    # the history's folder, alone in another: a fault may rename it
-    history: Path
-    is_ours: bool
-
-
 @dataclass(slots=True)
 class Outcome:
     """What came of it."""
@@ -119,11 +99,15 @@ class Soak:
     """One run against one server.
 
     Args:
+        plan: the scenario.
+        history: the history's folder, alone in another: a fault may rename it.
         report: told of seconds done, and of all.
     """
 
-    def __init__(self, server: Server, load: Load, report: Callable[[int, int], None]) -> None:
-        self._server, self._load, self._report = server, load, report
+    def __init__(
+        self, server: Server, plan: Any, faults: Sequence[Fault], history: Path, report: Callable[[int, int], None]
+    ) -> None:
+        self._server, self._plan, self._faults, self._history, self._report = server, plan, faults, history, report
         self._outcome, self._begin = Outcome(), 0.0
         # rewards that are not reported yet
         self._due: list[dict[str, Any]] = []
@@ -145,8 +129,8 @@ class Soak:
             first = await self._sample(session)
             self._begin = time.monotonic()
             acts = [self._watch(session)]
-            if self._load.is_ours:
-                acts += [self._epochs(session), self._rewards(session), self._mistakes(session), self._faults()]
+            if self._plan.is_ours:
+                acts += [self._epochs(session), self._rewards(session), self._mistakes(session), self._inflict()]
             beside = [asyncio.create_task(act) for act in acts]
             try:
                 await self._requests(session)
@@ -161,12 +145,12 @@ class Soak:
             self._outcome.idle = (first, await self._sample(session))
 
     async def _requests(self, session: aiohttp.ClientSession) -> None:
-        load, tasks = self._load, set[asyncio.Task[None]]()
-        room = asyncio.Semaphore(load.most_open)
-        plan = arrivals(load.seed, load.per_second, load.mix)
-        for arrival in takewhile(lambda one: one.at_s < load.duration_s, plan):
+        plan, tasks = self._plan, set[asyncio.Task[None]]()
+        # later ones wait on this side, or a slow server would be judged by its queue
+        room = asyncio.Semaphore(plan.most_open)
+        for arrival in takewhile(lambda one: one.at_s < plan.duration_s, arrivals(plan.seed, plan.rate, plan.mix)):
             await asyncio.sleep(max(0.0, arrival.at_s - self._now))
-            if self._now >= load.duration_s or not self._server.is_alive:
+            if self._now >= plan.duration_s or not self._server.is_alive:
                 break
             self._outcome.requests["late"] += room.locked()
             await room.acquire()
@@ -182,7 +166,7 @@ class Soak:
     async def _request(self, session: aiohttp.ClientSession, arrival: Arrival, room: asyncio.Semaphore) -> None:
         outcome = self._outcome
         try:
-            answer = await ask(session, arrival, self._load.max_tokens, is_ours=self._load.is_ours)
+            answer = await ask(session, arrival, self._plan.max_tokens, is_ours=self._plan.is_ours)
         except Lost as error:
             self._note_lost(f"request {arrival.number} ({arrival.kind}): {error}")
             return
@@ -201,19 +185,19 @@ class Soak:
     async def _watch(self, session: aiohttp.ClientSession) -> None:
         while True:
             self._outcome.samples.append(await self._sample(session))
-            self._report(round(self._now), round(self._load.duration_s))
-            await asyncio.sleep(self._load.sample_s)
+            self._report(round(self._now), round(self._plan.duration_s))
+            await asyncio.sleep(self._plan.sample_s)
 
     async def _sample(self, session: aiohttp.ClientSession) -> Sample:
         counts: dict[str, float] = {}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.get("/metrics") as response:
                 counts = parse_counts(await response.text())
-        kept = await self._call(session.get(f"{_OURS}/history")) if self._load.is_ours else None
+        kept = await self._call(session.get(f"{_OURS}/history")) if self._plan.is_ours else None
         return Sample(
             at_s=self._now,
             holdings=holdings(self._server.pid),
-            disk_mib=disk_bytes(self._load.history.parent) / 2**20,
+            disk_mib=disk_bytes(self._history.parent) / 2**20,
             counts=counts,
             write_errors=float((kept or {}).get("total", {}).get("store", {}).get("write_errors", 0)),
         )
@@ -223,7 +207,7 @@ class Soak:
         epoch = 1
         while True:
             await self._call(session.post(f"{_OURS}/epoch", json={"epoch": epoch}))
-            await asyncio.sleep(self._load.epoch_s)
+            await asyncio.sleep(self._plan.epoch_s)
             epoch += 1
 
     async def _rewards(self, session: aiohttp.ClientSession) -> None:
@@ -236,9 +220,9 @@ class Soak:
 
     async def _mistakes(self, session: aiohttp.ClientSession) -> None:
         """Bodies of somebody who got the routes wrong."""
-        rng = random.Random(f"mistakes/{self._load.seed}")
+        rng = random.Random(f"mistakes/{self._plan.seed}")
         while True:
-            await asyncio.sleep(rng.expovariate(1.0 / self._load.mistake_s))
+            await asyncio.sleep(rng.expovariate(1.0 / self._plan.mistake_s))
             path, body, statuses = rng.choice(MISTAKES)
             try:
                 async with session.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
@@ -251,10 +235,10 @@ class Soak:
             if status not in statuses:
                 self._note_wrong_answer(f"{path} answered {body[:60]!r} with {status}, not {statuses}")
 
-    async def _faults(self) -> None:
-        for fault in self._load.faults:
+    async def _inflict(self) -> None:
+        for fault in self._faults:
             await asyncio.sleep(max(0.0, fault.begin_s - self._now))
-            with inflict(fault.kind, self._server.pid, self._load.history):
+            with inflict(fault.kind, self._server.pid, self._history):
                 await asyncio.sleep(max(0.0, fault.end_s - self._now))
 
     async def _call(self, request: Any) -> Any:
@@ -270,13 +254,12 @@ class Soak:
         return None
 
     def _note_lost(self, what: str) -> None:
-        self._outcome.requests["lost"] += 1
-        self._tell(what)
+        self._note(self._outcome.requests, "lost", what)
 
     def _note_wrong_answer(self, what: str) -> None:
-        self._outcome.routes["wrong"] += 1
-        self._tell(what)
+        self._note(self._outcome.routes, "wrong", what)
 
-    def _tell(self, what: str) -> None:
+    def _note(self, counter: Counter[str], name: str, what: str) -> None:
+        counter[name] += 1
         if len(self._outcome.told) < MOST_TOLD:
             self._outcome.told.append(f"{self._now:.0f} s: {what}")

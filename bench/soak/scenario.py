@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +17,8 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE
 from . import checks
 from .checks import Check, Verdict, compare
-from .drive import MOST_TOLD, Load, Outcome, Soak
-from .faults import AWAY, FULL, KILL, STALL, plan
+from .drive import MOST_TOLD, Outcome, Soak
+from .faults import AWAY, FULL, KILL, STALL, Fault, plan
 from .load import Mix
 from .server import serve
 
@@ -60,7 +60,7 @@ class SoakScenario(EngineScenario):
         return self.hours * 3600.0
 
     @property
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         return self.server == OURS
 
     def measure(self, session: Session) -> Found:
@@ -68,10 +68,10 @@ class SoakScenario(EngineScenario):
         check_length(folder, self._length)
         history = session.scratch / "kept" / "history"
         history.parent.mkdir()
-        load = self._load(history)
-        own = self._configuration(history) if self._is_ours else None
+        faults = self._planned()
+        own = self._configuration(history) if self.is_ours else None
         with serve(folder, self._flags(), own, is_verbose=self.verbose) as server:
-            outcome = Soak(server, load, session.display.counter("seconds")).run()
+            outcome = Soak(server, self, faults, history, session.display.counter("seconds")).run()
             is_alive = server.is_alive
         compared = self._compared(folder, outcome, session)
         rows = self._checks(outcome, compared, is_alive)
@@ -79,7 +79,7 @@ class SoakScenario(EngineScenario):
         extra = {
             "compared": {"answers": compared.answers, "tokens": compared.tokens, "ties": len(compared.ties)},
             "told": told[: 2 * MOST_TOLD],
-            "faults": [asdict(fault) for fault in load.faults],
+            "faults": [asdict(fault) for fault in faults],
             "samples": [asdict(sample) for sample in outcome.samples],
         }
         return Found(model=title, rows=rows, extra=extra)
@@ -107,35 +107,23 @@ class SoakScenario(EngineScenario):
         parse(own)
         return own
 
-    def _load(self, history: Path) -> Load:
+    @property
+    def mix(self) -> Mix:
+        """What is asked for."""
         expected = max(1.0, self.duration_s * self.rate * (1.0 - self.leaving))
-        mix = Mix(
-            recurring=self.recurring,
-            pool=self.pool,
-            grammar=self.grammar,
-            choices=self.choices,
-            leaving=self.leaving,
-            checked=min(1.0, self.checked / expected),
-        )
-        kinds = [FULL, AWAY, STALL, *([KILL] if self._has_drafter else [])]
-        return Load(
-            duration_s=self.duration_s,
-            seed=self.seed,
-            per_second=self.rate,
-            mix=mix,
-            max_tokens=self.max_tokens,
-            most_open=self.most_open,
-            sample_s=max(5.0, self.duration_s / 720.0),
-            epoch_s=self.epoch_s,
-            mistake_s=self.mistake_s,
-            faults=plan(self.seed, self.duration_s, kinds) if self.faults and self._is_ours else (),
-            history=history,
-            is_ours=self._is_ours,
-        )
+        given = {name: getattr(self, name) for name in ("recurring", "pool", "grammar", "choices", "leaving")}
+        return Mix(**given, checked=min(1.0, self.checked / expected))
 
     @property
-    def _has_drafter(self) -> bool:
-        return self.spec_rollout.get("placement", "coupled") != "coupled"
+    def sample_s(self) -> float:
+        """From one sample to the next."""
+        return max(5.0, self.duration_s / 720.0)
+
+    def _planned(self) -> Sequence[Fault]:
+        if not (self.faults and self.is_ours):
+            return ()
+        has_drafter = self.spec_rollout.get("placement", "coupled") != "coupled"
+        return plan(self.seed, self.duration_s, [FULL, AWAY, STALL, *([KILL] if has_drafter else [])])
 
     def _compared(self, model: Path, outcome: Outcome, session: Session) -> Verdict:
         report = session.display.steps(1)
@@ -148,14 +136,14 @@ class SoakScenario(EngineScenario):
     def _checks(self, outcome: Outcome, compared: Verdict, is_alive: bool) -> list[Check]:
         found = checks.memory(outcome.samples, self.settle_s, self.growth)
         found += checks.handles(outcome, self.settle_s)
-        found += [checks.disk(outcome.samples, self.disk_mib)] if self._is_ours else []
+        found += [checks.disk(outcome.samples, self.disk_mib)] if self.is_ours else []
         found += checks.requests(outcome, is_alive)
-        found += checks.drafting(outcome) if self._is_ours else []
+        found += checks.drafting(outcome) if self.is_ours else []
         found.append(checks.answers(compared))
         return found
 
     def title(self, found: Found) -> str:
-        server = "a server with drafts" if self._is_ours else "a stock server"
+        server = "a server with drafts" if self.is_ours else "a stock server"
         return f"{found.model}, {self.dtype}, {server}, {self.hours:g} hours"
 
     def told(self, found: Found) -> Iterable[Table | str]:

@@ -16,31 +16,15 @@ from vllm_specrollout.bench.studies.report import Inputs, ResultTable, StudyRepo
 
 from vllm_specrollout.cli import flags
 from vllm_specrollout.config.checks import check_choice
-from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
-STUDIES: dict[str, tuple[type[Inputs], Callable[[Any, int], StudyReport], str]] = {
-    "tlt-table-4": (
-        tlt.Table4Inputs,
-        tlt.run_table_4,
-        "TLT, Table 4: the speed-up by batch size and tokens to verify.",
-    ),
-    "tlt-cycles": (
-        tlt.CyclesInputs,
-        tlt.run_cycles,
-        "TLT, Tables 7 and 8: throughput from the accept length and one cycle time per drafter.",
-    ),
-    "specactor": (
-        specactor.SpecActorInputs,
-        specactor.run,
-        "SpecActor, section 5.4: what each technique adds to a rollout on 256 GPUs.",
-    ),
-    "one-request": (
-        one_request.OneRequestInputs,
-        one_request.run,
-        "One request alone: coupled chain and comb, a drafter ahead, and enumerated exits.",
-    ),
+STUDIES: dict[str, tuple[type[Inputs], Callable[[Any, int], StudyReport]]] = {
+    "tlt-table-4": (tlt.Table4Inputs, tlt.run_table_4),
+    "tlt-cycles": (tlt.CyclesInputs, tlt.run_cycles),
+    "specactor": (specactor.SpecActorInputs, specactor.run),
+    "one-request": (one_request.OneRequestInputs, one_request.run),
 }
-"""Name -> its inputs, what runs it, and what it reproduces."""
+"""Name -> its inputs, and what runs it, whose documentation's first line says what it reproduces."""
 
 
 def bench_study(
@@ -54,14 +38,19 @@ def bench_study(
     """Simulate a published experiment event by event: our figures beside the paper's."""
     out = Console(markup=False, highlight=False)
     if list_studies:
-        for name, (_, _, meaning) in STUDIES.items():
-            out.print(f"{name:<16}{meaning}", soft_wrap=True)
+        for name, (_, run) in STUDIES.items():
+            out.print(f"{name:<16}{(run.__doc__ or '').splitlines()[0]}", soft_wrap=True)
         return
     if study is None:
         raise ConfigError("no STUDY was named", f"choose from: {', '.join(STUDIES)}")
     flags.in_range(seed, "--seed", 0, 2**32 - 1)
     flags.check_writable(json, "--json")
     flags.check_writable(plot, "--plot")
+    if plot is not None:
+        # before anything is simulated
+        from vllm_specrollout.bench.runner.plots import check_matplotlib
+
+        check_matplotlib()
     given = read_inputs(study, inputs)
     report = _run(study, given, seed, inputs)
     values = msgspec.to_builtins(given)
@@ -132,12 +121,8 @@ def _table(result: ResultTable) -> Table:
 
 
 def _draw(report: StudyReport, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            "`--plot` needs matplotlib, which is not installed", 'run `pip install "vllm-specrollout[bench]"`'
-        ) from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     for curve in report.curves:

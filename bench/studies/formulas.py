@@ -1,7 +1,4 @@
-"""Milliseconds of a forward pass, and the growth of an answer by each way of drafting.
-
-Most formulas are those of vllm_specrollout/decoupled, by which engines plan; what no engine needs is here.
-"""
+"""Milliseconds of a forward pass; and what of the formulas no engine plans by: the others are in cluster/rates.py."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from vllm_specrollout.cluster.rates import shared_stream, tokens_per_window
+from vllm_specrollout.cluster.rates import tokens_per_window
 from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
 from vllm_specrollout.errors import ConfigError
 
@@ -59,8 +56,3 @@ def best_window(rate: Rate, p: float, batch: int, verifier: StepLine, drafter: S
 def exact_rate(draft: StepLine, verify: StepLine, batch: int, window: int, p: float) -> float:
     """SpecActor's periods, section 4.1, by renewal: a window with a miss lasts two, as the drafter begins anew."""
     return tokens_per_window(p, window) / max(window * draft.ms(batch), verify.ms(batch, window - 1))
-
-
-def decoupled_rate(draft: StepLine, verify: StepLine, batch: int, window: int, p: float) -> float:
-    """The verifier never waits: it decodes plainly what has no window."""
-    return shared_stream(draft, verify, batch, window, p).rate

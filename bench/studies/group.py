@@ -7,7 +7,8 @@ drafts goes on there, that token is compared with it: equal, and the stream stay
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -80,24 +81,6 @@ class Guesses:
         return self._runs[method][self._begin[requests] + position].astype(np.int64)
 
 
-@dataclass(slots=True, kw_only=True)
-class Counts:
-    """What a group did; groups' counts add up."""
-
-    # of all its copies, those included that another copy generated too
-    tokens: int = 0
-    drafted: int = 0
-    # drafted behind a token that was refused
-    wasted: int = 0
-    # of those, the ones beyond the bound of 2 w - 1 per refusal: always 0
-    excess: int = 0
-
-    def add(self, other: Counts) -> None:
-        """Sum up."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-
 class Group:
     """A verifier, the drafter beside it, and its copies of the requests that it runs: arrays of one entry each.
 
@@ -120,7 +103,9 @@ class Group:
         guesses: Guesses,
     ) -> None:
         self.number, self.mode, self.method = number, mode, 0
-        self.counts = Counts()
+        # `tokens` of all copies, those included that another copy generated too; `drafted`; `wasted`, drafted behind a
+        # token that was refused; `excess`, of those the ones beyond the bound of 2 w - 1 per refusal: always 0
+        self.counts: Counter[str] = Counter()
         self._verifier, self._drafters, self._length, self._guesses = verifier, drafters, length, guesses
         none: Ints = np.empty(0, dtype=np.int64)
         # [R] request number; tokens generated so far; draft tokens of a whole window: int
@@ -166,7 +151,7 @@ class Group:
         """Finish the step: requests advance, not beyond their ends."""
         before = int(self.position.sum())
         self.position = np.minimum(self.position + self._tokens, self._length[self.ids])
-        self.counts.tokens += int(self.position.sum()) - before
+        self.counts["tokens"] += int(self.position.sum()) - before
 
     def _plain(self) -> float:
         # nothing changes before the first of them ends, so all steps until then are one event
@@ -178,7 +163,7 @@ class Group:
         right = self._judge(self.window)
         self._waste(self.window - right - (right < self.window))
         drafts = int(self.window.sum())
-        self.counts.drafted += drafts
+        self.counts["drafted"] += drafts
         self._tokens = right + 1
         return drafting_ms(self._drafters[self.method], self.window) + self._verifier.step_ms(self.size, drafts)
 
@@ -211,7 +196,7 @@ class Group:
         if busy:
             before = int(np.floor(self.ahead + _ROUNDING).sum())
             self.ahead = np.minimum(self.ahead + ms / self._drafters[self.method].step_ms(busy), most)
-            self.counts.drafted += int(np.floor(self.ahead + _ROUNDING).sum()) - before
+            self.counts["drafted"] += int(np.floor(self.ahead + _ROUNDING).sum()) - before
 
     def _follow(self, right: Ints, size: Ints, ready: NDArray[np.bool_], takes_part: NDArray[np.bool_]) -> None:
         """What is left of the stream behind the verdict."""
@@ -236,8 +221,8 @@ class Group:
         return right
 
     def _waste(self, waste: Ints) -> None:
-        self.counts.wasted += int(waste.sum())
-        self.counts.excess += int(np.maximum(waste - (2 * self.window - 1), 0).sum())
+        self.counts["wasted"] += int(waste.sum())
+        self.counts["excess"] += int(np.maximum(waste - (2 * self.window - 1), 0).sum())
 
 
 def drafting_ms(line: StepLine, window: Ints) -> float:

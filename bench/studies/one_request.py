@@ -7,13 +7,14 @@ that a miss there does not end the stream. The verifier never waits: what is the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, decoupled_rate
+from vllm_specrollout.bench.studies.formulas import StepLine
 from vllm_specrollout.bench.studies.report import Cell, Inputs, Number, ResultTable, Share, StudyReport
 
-from vllm_specrollout.cluster.rates import coupled_rate
+from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate
 
 _ROUNDING = 1e-9  # tokens
 _WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
@@ -67,28 +68,21 @@ class Scene:
         return self.verify_ms + self.row_ms
 
 
-class _Ranks:
+def _ranks(scene: Scene, rng: np.random.Generator) -> Iterator[int]:
     """Which guess of the drafter the target's token is, position by position: 0 the best, 3 none of three."""
-
-    def __init__(self, scene: Scene, rng: np.random.Generator) -> None:
-        self._scene, self._rng = scene, rng
-        self._drawn: list[int] = []
-
-    def next(self) -> int:
-        if not self._drawn:
-            self._drawn = np.searchsorted(self._scene.matches, self._rng.random(4096), side="right").tolist()
-        return self._drawn.pop()
+    while True:
+        yield from np.searchsorted(scene.matches, rng.random(4096), side="right").tolist()[::-1]
 
 
 def coupled_speed(scene: Scene, window: int, width: int, tokens: float, rng: np.random.Generator) -> float:
     """Tokens per ms: draft a window, then verify it; with `width` guesses at each position, the others being leaves."""
-    ranks = _Ranks(scene, rng)
+    ranks = _ranks(scene, rng)
     step_ms = window * scene.draft_ms + scene.plain_ms + scene.row_ms * window * width
     done = steps = 0
     while done < tokens:
         steps += 1
         for _ in range(window):
-            rank = ranks.next()
+            rank = next(ranks)
             done += 1
             if rank:
                 # a leaf was verified too, so the token behind it is known
@@ -101,14 +95,14 @@ def coupled_speed(scene: Scene, window: int, width: int, tokens: float, rng: np.
 
 def ahead_speed(scene: Scene, window: int, exits: int, tokens: float, rng: np.random.Generator) -> float:
     """Tokens per ms: the drafter goes on while the verifier works, at most one window beyond the one it has sent."""
-    stream = _Stream(scene, window, exits, _Ranks(scene, rng))
+    stream = _Stream(scene, window, exits, _ranks(scene, rng))
     while stream.tokens < tokens:
         stream.step()
     return stream.tokens / stream.ms
 
 
 class _Stream:
-    def __init__(self, scene: Scene, window: int, exits: int, ranks: _Ranks) -> None:
+    def __init__(self, scene: Scene, window: int, exits: int, ranks: Iterator[int]) -> None:
         self.tokens, self.ms = 0, 0.0
         self._scene, self._window, self._exits, self._ranks = scene, window, exits, ranks
         # drafted tokens beyond the text, and how many complete the window being drafted
@@ -125,12 +119,12 @@ class _Stream:
         beside = min(drafted, float(self._window))
         self.ms += ms
         for right in range(size):
-            rank = self._ranks.next()
+            rank = next(self._ranks)
             if rank:
                 self._leave(right, rank, beside)
                 return
         self.tokens += size + 1
-        self._own(self._ranks.next(), main - size, beside, size)
+        self._own(next(self._ranks), main - size, beside, size)
 
     def _leave(self, right: int, rank: int, beside: float) -> None:
         """A draft was refused; behind a guess that was enumerated the stream goes on."""
@@ -139,7 +133,7 @@ class _Stream:
         if rank < self._exits:
             # the guess was verified as a leaf, so the target's token behind it is known, and begins the continuation
             self.tokens += 1
-            if self._ranks.next() == 0:
+            if next(self._ranks) == 0:
                 self._begin(beside - 1.0)
 
     def _own(self, rank: int, rest: float, beside: float, size: int) -> None:
@@ -168,7 +162,10 @@ def scenes_of(inputs: OneRequestInputs) -> dict[str, Scene]:
 
 
 def run(inputs: OneRequestInputs, seed: int) -> StudyReport:
-    """Every way with its best window in every scene."""
+    """One request alone: coupled chain and comb, a drafter ahead, and enumerated exits.
+
+    Every way with its best window in every scene.
+    """
     rows: list[tuple[Cell, ...]] = []
     figures: dict[str, float] = {}
     off = 0.0

@@ -8,14 +8,16 @@ same seed gives the same rollout.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, best_window, decoupled_rate
-from vllm_specrollout.bench.studies.group import Counts, Floats, Group, Guesses, Ints, Mode, Workload
+from vllm_specrollout.bench.studies.formulas import StepLine, best_window
+from vllm_specrollout.bench.studies.group import Floats, Group, Guesses, Ints, Mode, Workload
 
 from vllm_specrollout.cluster.assignment import rarest
+from vllm_specrollout.cluster.rates import decoupled_rate
 from vllm_specrollout.cluster.reconfigure import surely_below
 from vllm_specrollout.errors import ConfigError
 
@@ -62,7 +64,7 @@ class Outcome:
     # [G] ms in which each group's verifier or drafter worked
     busy_ms: Floats
     # of all groups together
-    counts: Counts
+    counts: Counter[str]
     # copies that joined a race, and those of them that won
     races: int
     races_won: int
@@ -155,9 +157,6 @@ class _Rollout:
             self._now, number = heapq.heappop(self._events)
             self._end(self._groups[number])
             self._start(self._groups[number])
-        counts = Counts()
-        for group in self._groups:
-            counts.add(group.counts)
         for end_ms, number in self._events:
             if self._groups[number].size:
                 self._busy_ms[number] -= end_ms - self._now  # a step that nobody waits for any more
@@ -165,7 +164,7 @@ class _Rollout:
             finish_ms=self._finish_ms,
             winner=self._winner,
             busy_ms=self._busy_ms,
-            counts=counts,
+            counts=sum((group.counts for group in self._groups), Counter()),
             races=len(self._raced),
             races_won=int((self._winner != self._home).sum()),
         )

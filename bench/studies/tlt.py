@@ -80,7 +80,10 @@ def speed_ups(inputs: Table4Inputs) -> np.ndarray:
 
 
 def run_table_4(inputs: Table4Inputs, seed: int) -> StudyReport:
-    """All 24 cells; the seed changes nothing, since nothing is drawn."""
+    """TLT, Table 4: the speed-up by batch size and tokens to verify.
+
+    All 24 cells; the seed changes nothing, since nothing is drawn.
+    """
     printed, ours = np.asarray(PRINTED), speed_ups(inputs)
     error = np.abs(ours / printed - 1.0)
     predicted = error[~FITTED]
@@ -127,10 +130,11 @@ def run_table_4(inputs: Table4Inputs, seed: int) -> StudyReport:
 
 
 def run_cycles(inputs: CyclesInputs, seed: int) -> StudyReport:
-    """At batch 1 a drafter's cycle takes the same time whatever is accepted in it; nothing is drawn.
+    """TLT, Tables 7 and 8: throughput from the accept length and one cycle time per drafter.
 
-    A cycle drafts and verifies once and yields `accept length` tokens, so throughput = accept length / cycle. One row
-    per drafter gives its cycle time; the drafter's other rows are predicted.
+    At batch 1 a drafter's cycle takes the same time whatever is accepted in it; nothing is drawn. A cycle drafts and
+    verifies once and yields `accept length` tokens, so throughput = accept length / cycle. One row per drafter gives
+    its cycle time; the drafter's other rows are predicted.
     """
     cycle_ms = {name: float(getattr(inputs, given)) for name, (given, _) in CYCLES.items()}
     drafting = {name: ms - inputs.plain_ms for name, ms in cycle_ms.items()}

@@ -88,34 +88,18 @@ void FuzzHistory(Chance* chance) {
     const int32_t doc = docs.empty() || chance->OneIn(30) ? chance->Any() : chance->Of(docs);
     const int32_t weight = chance->Of<int32_t>({-1, 0, 1, 256, kMost}), epoch = chance->Below(5);
     try {
-      switch (chance->Below(9)) {
-        case 0:
-          docs.push_back(index.Add(text.data(), text.size(), weight, epoch));
-          break;
-        case 1:
-          docs.push_back(index.Open(epoch, weight));
-          break;
-        case 2:
-          index.SetPrompt(text.data(), text.size());
-          break;
-        case 3:
-          index.Sync(doc, text.data(), text.size());
-          break;
-        case 4:
-          index.SetWeight(doc, weight);
-          break;
-        case 5:
-          if (docs.size() > 3) index.Remove(doc);
-          break;
-        case 6:
-          if (chance->OneIn(6)) index.Retire(epoch);
-          break;
-        default:
-          index.Append(doc, text.data(), text.size() / 4);
-      }
+      const int what = chance->Below(9);
+      if (what == 0) docs.push_back(index.Add(text.data(), text.size(), weight, epoch));
+      if (what == 1) docs.push_back(index.Open(epoch, weight));
+      if (what == 2) index.SetPrompt(text.data(), text.size());
+      if (what == 3) index.Sync(doc, text.data(), text.size());
+      if (what == 4) index.SetWeight(doc, weight);
+      if (what == 5 && docs.size() > 3) index.Remove(doc);
+      if (what == 6 && chance->OneIn(6)) index.Retire(epoch);
+      if (what > 6) index.Append(doc, text.data(), text.size() / 4);
     } catch (const std::invalid_argument&) {
     }
-    if (chance->OneIn(16)) index.CheckIntegrity();
+    if (chance->OneIn(8)) index.CheckIntegrity();
     std::vector<specrollout::Ask> asks;
     for (const int32_t one : docs) {
       try {  // is it there?

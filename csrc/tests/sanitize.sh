@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The C++ core under AddressSanitizer and UndefinedBehaviorSanitizer: its own tests, then random operations for so many
-# seconds, shared out over the cores. `make sanitize` runs it, and so does CI. Rounds differ from run to run unless SEED
-# is set; a round that fails says how to repeat it.
+# The C++ core under AddressSanitizer and UndefinedBehaviorSanitizer: random operations for so many seconds, shared out
+# over the cores; what they should yield, tests/csrc says. `make sanitize` runs it, and so does CI. Rounds differ from run
+# to run unless SEED is set; a round that fails says how to repeat it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 seconds=${1:-60}
@@ -31,13 +31,9 @@ printf '%s\n' csrc/core/*.cc csrc/tests/*.cc | xargs -P "$cores" -I{} sh -c '
   [ "$object" -nt "$source" ] && [ -z "$(find csrc -name "*.h" -newer "$object")" ] || "$@" -c "$source" -o "$object"
 ' sh {} "$out" "$compiler" "${flags[@]}"
 
-core=()
-for source in csrc/core/*.cc; do core+=("$out/$(basename "${source%.cc}").o"); done
-for source in csrc/tests/*.cc; do
-  name=$(basename "${source%.cc}")
-  "$compiler" "${flags[@]}" "$out/$name.o" "${core[@]}" -o "$out/$name"
-done
-for source in csrc/tests/test_*.cc; do "$out/$(basename "${source%.cc}")"; done
+objects=()
+for source in csrc/core/*.cc csrc/tests/*.cc; do objects+=("$out/$(basename "${source%.cc}").o"); done
+"$compiler" "${flags[@]}" "${objects[@]}" -o "$out/fuzz_core"
 
 seed=${SEED:-$(date +%s)}
 pids=()

@@ -55,12 +55,12 @@ def test_a_larger_vocabulary_keeps_the_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        ({"arch": "gpt2"}, "unknown architecture 'gpt2'"),
-        ({"size": "7B"}, "unknown model size '7B'"),
-        ({"vocab_size": 10}, "vocab_size is 10, the tokenizer has"),
+        ({"arch": "gpt2"}, "`arch` names 'gpt2', which does not exist"),
+        ({"size": "7B"}, "`size` names '7B', which does not exist"),
+        ({"vocab_size": 10}, "`vocab_size` is 10, outside 407 to"),
         ({"sliding_window": 8}, "qwen3 has no sliding window, but 8 was given"),
-        ({"num_layers": -1}, "num_layers is -1, the least is 1"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"num_layers": -1}, "`num_layers` is -1, outside 1 to"),
+        ({"dtype": "int8"}, "`dtype` names 'int8'"),
     ],
 )
 def test_bad_arguments_are_errors_with_a_hint(arguments, cause, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.kernels import attention, flash, inputs, reference, shapes, verdict
+from bench.kernels import attention, flash, inputs, shapes, verdict
 from bench.kernels.timing import HostTimer, Time, Timer
 
 SMALL = shapes.MODELS["0.5B"]
@@ -23,12 +23,12 @@ def kernels():
 
 def test_the_kernels_pass(kernels, device):
     for context, batch, nodes, kind in shapes.ATTENTION_CHECKS[:4]:
-        excess = attention.check(kernels[0], shapes.Attention(SMALL, context, batch, nodes, kind), device.type)
-        assert excess <= reference.TOLERANCE, (nodes, kind)
+        found = attention.checked(shapes.Attention(SMALL, context, batch, nodes, kind), device.type)
+        assert found["passed"], (nodes, kind)
     for batch, nodes in shapes.VERIFY_CHECKS:
-        assert verdict.check_verify(kernels[1], batch, nodes, device.type) is None
+        assert verdict.checked_verify(batch, nodes, device.type)["passed"]
     for batch, nodes in shapes.COMMIT_CHECKS:
-        assert verdict.check_commit(kernels[2], batch, nodes, device.type) is None
+        assert verdict.checked_commit(batch, nodes, device.type)["passed"]
 
 
 def test_attention_that_ignores_the_tree_is_found_out(kernels, device):
@@ -37,7 +37,7 @@ def test_attention_that_ignores_the_tree_is_found_out(kernels, device):
         ancestors[1::2] = 1
         kernels[0](*arguments[:-1], ancestors, **options)
 
-    assert attention.check(causal, shapes.Attention(SMALL, 53, 2, 7, "tree"), device.type) > reference.TOLERANCE
+    assert not attention.checked(shapes.Attention(SMALL, 53, 2, 7, "tree"), device.type, causal)["passed"]
 
 
 def test_a_commit_that_moves_nothing_is_found_out(kernels, device):
@@ -48,7 +48,8 @@ def test_a_commit_that_moves_nothing_is_found_out(kernels, device):
         def kv_commit(*_):
             """Moves nothing."""
 
-    assert "differ" in verdict.check_commit(Idle, 1, 7, device.type)
+    found = verdict.checked_commit(1, 7, device.type, Idle)
+    assert not found["passed"] and "differ" in found["checked"]
 
 
 class Watch(Timer):
@@ -164,7 +165,7 @@ def test_flash_attention_over_the_context_and_the_nodes_apart_is_tree_attention(
     Flash(monkeypatch)
     out = flash.merged(tree_inputs)()
     # two roundings to bf16 instead of one
-    assert reference.excess(out.double(), reference.attention(tree_inputs)) <= reference.TOLERANCE
+    assert attention.excess(out.double(), attention.specified(tree_inputs)) <= attention.TOLERANCE
 
 
 def test_flash_attention_is_called_as_vllm_calls_it_and_sees_a_chain(monkeypatch):
@@ -173,7 +174,7 @@ def test_flash_attention_is_called_as_vllm_calls_it_and_sees_a_chain(monkeypatch
     made = inputs.make_attention(chain, "cpu")
     for splits in (flash.AUTO, flash.graph_splits()):
         found = flash.causal(made, splits)()
-        assert reference.excess(found.double(), reference.attention(made)) <= reference.TOLERANCE
+        assert attention.excess(found.double(), attention.specified(made)) <= attention.TOLERANCE
     assert flash.graph_splits() > 1
 
 
@@ -183,8 +184,8 @@ def test_every_way_is_tried_beside_ours_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     ways, notes = attention._flash_ways(made, "cuda")
     assert list(ways) == ["fa3 graph", "fa3 auto", "fa3 context", "fa3 merged"] and notes == []
-    right, checked = attention._check_beside(kernel_by_specification, made[0], ways)
-    assert right and "over the context" in checked
+    told = attention._beside(kernel_by_specification, made[0], ways)
+    assert told["passed"] and "over the context" in told["checked"]
 
 
 def test_the_hosts_clock_stands_in_for_the_device_in_a_dry_walk():

@@ -13,7 +13,7 @@ from bench.runner.display import main
     [
         (
             ["train", "--steps", "0", "--out", "x"],
-            "error: steps is 0, the least is 1\n\nhint: give a larger steps\n",
+            "error: `steps` is 0, outside 1 to 1073741824\n\nhint: choose a value from 1 to 1073741824\n",
         ),
     ],
 )

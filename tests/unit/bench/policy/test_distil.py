@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from bench.policy.distil import DistilConfig, _loss, distil
 from bench.policy.random_model import make_random_model
+from bench.policy.train import DistilConfig, _divergence, distil
 from vllm_specrollout.training.buffer import Buffer, BufferWriter, Example, Source
 
 
@@ -46,7 +46,7 @@ def test_the_loss_is_the_divergence_over_the_tokens_of_answers_alone() -> None:
             p = head(one.last_hidden[place]).log_softmax(dim=-1)
             wanted += float((p.exp() * (p - logits[row, place].log_softmax(dim=-1))).sum().detach())
             count += 1
-    assert float(_loss(Fixed(logits), head, examples)) == pytest.approx(wanted / count, rel=1e-5)
+    assert float(_divergence(Fixed(logits), head, examples)) == pytest.approx(wanted / count, rel=1e-5)
 
 
 def test_a_draft_model_comes_closer_to_its_policy_and_can_be_read_back(tmp_path: Path) -> None:

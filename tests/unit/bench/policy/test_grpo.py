@@ -192,10 +192,10 @@ def test_saved_weights_load_as_the_same_policy(folder, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
-        ({"inner_epochs": 0}, "inner_epochs is 0, the least is 1"),
-        ({"minibatches": -1}, "minibatches is -1, the least is 1"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0, the least is 0"),
-        ({"clip_low": 1.5}, "clip_low is 1.5, ratios below 0 do not exist"),
+        ({"inner_epochs": 0}, "`inner_epochs` is 0, outside 1 to"),
+        ({"minibatches": -1}, "`minibatches` is -1, outside 1 to"),
+        ({"learning_rate": -1.0}, "`learning_rate` is -1.0, outside 0 to inf"),
+        ({"clip_low": 1.5}, "`clip_low` is 1.5, outside 0 to 1"),
     ],
 )
 def test_bad_settings_are_refused(settings, cause):

@@ -93,7 +93,7 @@ def test_families_take_turns_unless_one_is_asked_for():
 def test_an_unknown_family_is_an_error_with_a_hint():
     with pytest.raises(ConfigError) as caught:
         problems(1, seed=0, family="chess")
-    assert str(caught.value) == "unknown family 'chess', known are arith, puzzle\n\nhint: choose one, or leave it out"
+    assert str(caught.value) == "`family` names 'chess', which does not exist\n\nhint: choose from: arith, puzzle"
 
 
 @pytest.mark.parametrize("arguments", [{"count": -1}, {"count": 1, "split": "test"}])

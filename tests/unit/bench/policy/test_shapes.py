@@ -23,7 +23,7 @@ def test_width_and_depth_can_be_replaced():
 
 
 def test_an_unknown_size_names_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown model size '7B', known are 1M, 3M, 30M, 150M, 400M"):
+    with pytest.raises(ConfigError, match="`size` names '7B', which does not exist"):
         shape_of_size("7B")
 
 

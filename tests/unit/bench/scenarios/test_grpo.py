@@ -102,7 +102,7 @@ def test_settings_tell_the_engines_and_the_update_and_no_place_of_a_file(tmp_pat
         ({"samples": 1}, "`--samples` is 1, outside 2 to 1000"),
         ({"family": "algebra"}, "`--family` is 'algebra', which does not exist"),
         ({"engines": ("ours",)}, "`--engines` is ours, without stock"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0, the least is 0"),
+        ({"learning_rate": -1.0}, "`learning_rate` is -1.0, outside 0 to inf"),
         (
             {"spec_rollout": {"drafters": ["ngram"]}, "ablate": True},
             r"`--ablate` varies the history drafter, and `--spec-rollout` names \['ngram'\]",

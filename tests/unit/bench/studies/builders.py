@@ -32,4 +32,4 @@ def speed(group, steps):
     for _ in range(steps):
         ms += group.begin()
         group.end()
-    return group.counts.tokens / group.size / ms
+    return group.counts["tokens"] / group.size / ms

@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 from vllm_specrollout.bench.studies.formulas import (
     StepLine,
     best_window,
-    decoupled_rate,
     exact_rate,
 )
 
 from tests.unit.bench.studies.builders import DRAFTER, VERIFIER
-from vllm_specrollout.cluster.rates import coupled_rate, plain_rate, printed_rate
+from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, plain_rate, printed_rate
 from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
 from vllm_specrollout.errors import ConfigError
 

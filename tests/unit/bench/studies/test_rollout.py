@@ -37,7 +37,7 @@ def test_a_freed_group_with_a_better_drafter_wins_the_race():
     assert raced.races == raced.races_won == 1 and raced.winner.tolist() == [1, 1]
     assert raced.makespan_ms < 0.6 * alone.makespan_ms
     # the loser's tokens were generated too
-    assert alone.counts.tokens == 2005 < raced.counts.tokens
+    assert alone.counts["tokens"] == 2005 < raced.counts["tokens"]
 
 
 def test_a_copy_begins_with_its_model_and_its_context():
@@ -129,11 +129,11 @@ def test_every_token_is_generated_once_and_nobody_is_lost(lengths, groups, mode,
         racing=RACING if races else None,
     )
     done = simulate(mixed(lengths, *rates), plan, seed)
-    assert done.counts.tokens == sum(lengths) if not races else done.counts.tokens >= sum(lengths)
+    assert done.counts["tokens"] == sum(lengths) if not races else done.counts["tokens"] >= sum(lengths)
     assert np.isfinite(done.finish_ms).all() and (done.finish_ms > 0.0).all()
     assert (done.winner >= 0).all() and (done.winner < groups).all()
     assert (done.busy_ms >= -1e-9).all() and (done.busy_ms <= done.makespan_ms * (1 + 1e-12)).all()
-    assert done.counts.excess == 0 and done.counts.wasted <= done.counts.drafted
+    assert done.counts["excess"] == 0 and done.counts["wasted"] <= done.counts["drafted"]
     assert done.races_won <= done.races
 
 

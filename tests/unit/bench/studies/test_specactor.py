@@ -69,8 +69,8 @@ def test_decoding_plainly_beats_waiting(rollouts):
 
 def test_all_arms_generate_the_same_tokens_and_waste_within_the_bound(rollouts):
     for arms in rollouts:
-        assert len({outcome.counts.tokens for name, outcome in arms.items() if name != "ladder"}) == 1
-        assert all(outcome.counts.excess == 0 for outcome in arms.values())
+        assert len({outcome.counts["tokens"] for name, outcome in arms.items() if name != "ladder"}) == 1
+        assert all(outcome.counts["excess"] == 0 for outcome in arms.values())
 
 
 def test_the_ladder_puts_idle_groups_to_work(rollouts):
