@@ -63,6 +63,7 @@ _STATUS = {
 }
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
 _SIGNALLED = "spec_rollout_signalled"
+_ANY = 1 << 30  # draft tokens; more than any request has
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,7 @@ class SchedulerMixin(RequestMetricsMixin):
             places = self.places - len(self.running)
             if self._queue.is_due(len(self.waiting), places):
                 self._put_in_order(self._queue)
-        if any(request.spec_token_ids for request in self.running):
-            self._cut_drafts()
+        self._cut_drafts()
         output = super().schedule(*args, **kwargs)
         if output.finished_req_ids:
             ended = {
@@ -274,26 +274,29 @@ class SchedulerMixin(RequestMetricsMixin):
         vLLM's scheduler preempts a request when the KV cache has no block left for another one, and draft tokens ask
         for blocks like any other. Any first part of a draft is a good draft, so cutting costs speed, never tokens.
         """
+        if not any([request.spec_token_ids for request in self.running]):
+            return
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        block_size = min(m.block_size for m in managers)
+        block_size = min([manager.block_size for manager in managers])
         requests: list[Request] = []
         asks: list[Ask] = []
         for request in self.running:
             needed = request.num_tokens + request.num_output_placeholders
-            owned = [len(m.req_to_blocks.get(request.request_id, ())) * m.block_size for m in managers]
-            # what plain decoding takes, of every kind of block
-            more = [max(0, -(-(needed - own) // m.block_size)) for own, m in zip(owned, managers, strict=True)]
-            free -= sum(more)
+            slack = _ANY
+            for manager in managers:
+                owned = len(manager.req_to_blocks.get(request.request_id, ()))
+                # what plain decoding takes, of every kind of block
+                taken = max(owned, -(-needed // manager.block_size))
+                free -= taken - owned
+                slack = min(slack, taken * manager.block_size - needed)
             if request.spec_token_ids:
-                sizes = zip(owned, more, managers, strict=True)
-                slack = min(own + count * m.block_size - needed for own, count, m in sizes) - self.slots_ahead
                 requests.append(request)
-                asks.append(Ask(len(request.spec_token_ids), max(slack, 0)))
+                asks.append(Ask(len(request.spec_token_ids), max(slack - self.slots_ahead, 0)))
         # who waits would take what is free; and each running request may need another block soon
         is_short = bool(self.waiting) and len(self.running) < self.places
         spare = 0 if is_short else free - len(self.running) * len(managers)
-        if spare >= len(managers) * sum(-(-ask.wanted // block_size) for ask in asks):
+        if spare >= len(managers) * sum([-(-ask.wanted // block_size) for ask in asks]):
             return  # there is room for all of them, whatever slack they have
         for request, most in zip(requests, granted(asks, spare, block_size, len(managers)), strict=True):
             if most < len(request.spec_token_ids):

@@ -182,7 +182,7 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
         # a prompt that is not over yet goes on with its own next token
         at = int(batch.num_computed_tokens_cpu[i]) + int(counts[i])
         token = tokens[-1] if tokens else int(batch.token_ids_cpu[i, at])
-        entry = runner.book.get(runner.requests[name])
+        entry = runner.step.entries[i]
         drafter.seats[name] = Seat(entry, i, int(blocks[i]), token)
         # who never drafts is fed for the sake of those who share its prompt's blocks
         names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
