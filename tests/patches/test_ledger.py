@@ -48,7 +48,7 @@ COPIES = {
 }
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
-    ("worker/v1/requests.py", "self.sampler"),
+    ("worker/v1/sampler.py", "self.sampler"),
     ("worker/models/decoupled.py", "self._here"),
     ("worker/models/decoupled.py", "self._speculator"),
     ("worker/tuning.py", "placing"),
@@ -58,7 +58,7 @@ OURS_HERE = {
     ("worker/models/drafter.py", "drafter"),
     ("worker/models/drafter.py", "proposer"),
     ("worker/models/drafter.py", "self.proposer"),
-    ("worker/models/waiting_rows.py", "rows"),
+    ("worker/models/proposing.py", "rows"),
     ("worker/v1/proposer.py", "drafter"),
     ("worker/v1/proposer.py", "proposer"),
     ("worker/v2/proposer.py", "drafter"),

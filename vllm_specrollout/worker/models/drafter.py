@@ -14,13 +14,11 @@ import torch
 from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.drafters.levels import Levels
-from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
+from vllm_specrollout.drafters.levels import CHOICES, Levels, Sharpness
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, VerifyResult, empty_trees
 from vllm_specrollout.worker.drafting import Drafting
-from vllm_specrollout.worker.models.proposing import Chooses, Enough, Entry, Proposer, Seat
-from vllm_specrollout.worker.models.waiting_rows import Rows, WaitingRows
+from vllm_specrollout.worker.models.proposing import Chooses, Enough, Entry, Proposer, Rows, Seat, WaitingRows
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 

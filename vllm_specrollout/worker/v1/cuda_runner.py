@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
-from vllm_specrollout.worker.v1.requests import ExponentialNoise, fewer
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+from vllm_specrollout.worker.v1.sampler import ExponentialNoise, fewer
 
 BUFFERS_PER_ROW = 4
 """What sampling holds of that size at once: logits in float32, probabilities, noise, and noise kept for later."""

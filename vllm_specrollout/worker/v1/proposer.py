@@ -19,8 +19,16 @@ from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models.drafter import ModelDrafter, Ranks
-from vllm_specrollout.worker.models.proposing import Enough, Proposer, Seat, check_layers
-from vllm_specrollout.worker.models.waiting_rows import Rows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models.proposing import (
+    Enough,
+    Proposer,
+    Rows,
+    Seat,
+    check_layers,
+    have_prompts,
+    of_those_there,
+    rows_that_hold,
+)
 
 
 class ProposerV1(Proposer):

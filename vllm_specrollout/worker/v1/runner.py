@@ -36,11 +36,11 @@ from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, dr
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import V1Noise
 from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
+from vllm_specrollout.worker.request import RequestBook, RequestEntry
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
-from vllm_specrollout.worker.v1.requests import Noise, RequestBook, RequestEntry
-from vllm_specrollout.worker.v1.sampler import Sampled, are_builtin, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, row_layout, sample_drafts
 
 logger = logging.getLogger("vllm.specrollout")
 _Base = GPUModelRunner if TYPE_CHECKING else object

@@ -37,8 +37,16 @@ from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.models.drafter import ModelDrafter, Ranks, tell
-from vllm_specrollout.worker.models.proposing import Enough, Proposer, Seat, check_layers
-from vllm_specrollout.worker.models.waiting_rows import Rows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models.proposing import (
+    Enough,
+    Proposer,
+    Rows,
+    Seat,
+    check_layers,
+    have_prompts,
+    of_those_there,
+    rows_that_hold,
+)
 from vllm_specrollout.worker.v2.host import HostRequest, InFlight
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
