@@ -218,7 +218,7 @@ class ExplainsMixin:
 class StatsMixin(_Base):
     """Mixed into vLLM's workers."""
 
-    model_runner: SpecRolloutV1
+    model_runner: SpecRolloutV1 | SpecRolloutV2
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """Totals of this worker since the last reset; see `Stats`."""
@@ -227,7 +227,7 @@ class StatsMixin(_Base):
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         rows = getattr(runner, "rows", None)
         stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
-        stats["request_reasons"] = runner.book.desk.reasons()
+        stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:
             runner.stats = Stats()

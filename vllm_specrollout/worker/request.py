@@ -197,7 +197,7 @@ class RequestEntry(RequestState):
         )
 
 
-class RequestBook:
+class RequestBook(Desk):
     """All requests the worker has seen and not forgotten."""
 
     def __init__(
@@ -209,7 +209,7 @@ class RequestBook:
         """Args:
         admitted: told of each request that may be drafted for.
         """
-        self.desk = Desk(model_shape)
+        super().__init__(model_shape)
         self._make_tape = make_tape
         self._admitted = admitted
         self._entries: dict[str, RequestEntry] = {}
@@ -237,7 +237,7 @@ class RequestBook:
     def _admit(self, state: CachedRequestState) -> RequestEntry:
         params = state.sampling_params
         assert params is not None, "pooling requests never reach a generating engine"
-        admission = self.desk.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
+        admission = self.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
         tape = None
         if params.temperature >= 1e-5:
             assert state.generator is not None, "whoever arrives without a seed is given one (arriving.py)"

@@ -77,7 +77,7 @@ class SpecRolloutV1(_Base):
             self.input_batch.logitsprocs = plain_processors(self)
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.stats = Stats()
-        self.book = RequestBook(DraftMode.OFF, self.noise.tape)
+        self.book = self.desk = RequestBook(DraftMode.OFF, self.noise.tape)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.drafting = Drafting.of(self.spec_rollout, self.parallel_config)
         self.weights_version = self.drafting.weights_version
@@ -100,7 +100,7 @@ class SpecRolloutV1(_Base):
     def _set_up_drafting(self) -> None:
         """Called at the end of `initialize_kv_cache`."""
         self.shape = self._model_shape()
-        self.book = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
+        self.book = self.desk = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way

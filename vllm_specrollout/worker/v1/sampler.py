@@ -128,11 +128,7 @@ class TapeTopKTopPSampler(TopKTopPSampler):
         if self.seeds is None:
             return super().forward_cpu(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
-        processed = None
-        if self.logprobs_mode == "processed_logits":
-            processed = logits
-        elif self.logprobs_mode == "processed_logprobs":
-            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        processed = _processed(self, logits)  # before sampling, which may work in place
         return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), self.seeds), processed
 
 
@@ -156,12 +152,15 @@ class ExponentialTapeSampler(TopKTopPSampler):
         if self.noise is None:
             return self._stock_forward(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
-        processed = None
-        if self.logprobs_mode == "processed_logits":
-            processed = logits
-        elif self.logprobs_mode == "processed_logprobs":
-            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        processed = _processed(self, logits)  # before sampling, which may work in place
         return sample_with_exponential_noise(logits.softmax(dim=-1, dtype=torch.float32), self.noise), processed
+
+
+def _processed(sampler: TopKTopPSampler, logits: torch.Tensor) -> torch.Tensor | None:
+    """What vLLM's sampler returns beside the tokens, where logprobs are those of processed logits."""
+    if sampler.logprobs_mode == "processed_logits":
+        return logits
+    return logits.log_softmax(dim=-1, dtype=torch.float32) if sampler.logprobs_mode == "processed_logprobs" else None
 
 
 @dataclass(frozen=True, slots=True)
