@@ -72,13 +72,6 @@ class DrafterMixin(_Base):
                 runner.model_drafter = None
                 runner.spec_rollout.drop(drafter, error)
 
-    def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
-        """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
-        drafter = self.model_runner.model_drafter
-        if drafter is not None:
-            drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
-            drafter.is_comb = is_comb
-
     # --- drafters elsewhere: an error comes back as its cause and hint, and ranks that do not draft answer {} ---------
 
     def attach_drafter(

@@ -17,7 +17,6 @@ from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixi
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import V2Noise
-from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v2.attention import attention_layers
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> I
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin, _Base):
+class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2

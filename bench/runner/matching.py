@@ -123,7 +123,7 @@ class MatchMeter:
 
 
 class MatchingMixin:
-    """Mixed into the V1 runners' workers; called by name, through `collective_rpc`."""
+    """Part of `Tuning`; for the V1 runners' workers."""
 
     model_runner: Any
     _meter: MatchMeter | None = None
