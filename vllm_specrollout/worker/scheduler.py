@@ -30,6 +30,7 @@ from vllm_specrollout.worker.arriving import Arrivals, mark
 from vllm_specrollout.worker.common import REQUEST_METRICS_KEY, config_of, with_speculation
 
 _Base = Scheduler if TYPE_CHECKING else object
+logger = init_logger("vllm.specrollout")
 
 
 class DraftedMetrics(RequestSpecDecodeMetrics):
@@ -39,23 +40,6 @@ class DraftedMetrics(RequestSpecDecodeMetrics):
         if num_draft_tokens:
             super().observe(num_draft_tokens, num_accepted, detailed)
 
-
-class RequestMetricsMixin(_Base):
-    """Mixed into vLLM's schedulers."""
-
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
-        self.spec_decode_metrics_level = vllm_config.additional_config.get(REQUEST_METRICS_KEY, "none")
-
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        if request.spec_decode_metrics is not None:
-            # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
-            request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
-
-
-logger = init_logger("vllm.specrollout")
 
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,
@@ -125,7 +109,7 @@ def is_signalled(scheduler_output: SchedulerOutput) -> bool:
     return getattr(scheduler_output, _SIGNALLED, False) or 0 < num_new == len(scheduler_output.num_scheduled_tokens)
 
 
-class SchedulerMixin(RequestMetricsMixin):
+class SchedulerMixin(_Base):
     """What both runners' schedulers share.
 
     The queue stays vLLM's own; before places are given, it is put into order. Nothing is reordered where requests have
@@ -138,6 +122,8 @@ class SchedulerMixin(RequestMetricsMixin):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
+        self.max_draft_tokens = config.max_draft_tokens
+        self.spec_decode_metrics_level = vllm_config.additional_config.get(REQUEST_METRICS_KEY, "none")
         # requests that may run at once
         self.places: int = getattr(self, features.installed().places_field)
         # The grammar bitmasks need a row per draft token.
@@ -208,6 +194,9 @@ class SchedulerMixin(RequestMetricsMixin):
         session = self.requests.get(request.request_id)  # streaming input comes under its session's name
         problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
+            request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
         if self._queue is None or session is not None:
             return
         if len(self.waiting) <= 1:
