@@ -268,8 +268,8 @@ class SchedulerMixin(_Base):
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         managers = self.kv_cache_manager.coordinator.single_type_managers
         block_size = min([manager.block_size for manager in managers])
-        requests: list[Request] = []
-        asks: list[Ask] = []
+        # requests with drafts, and how many of those fit into blocks that plain decoding takes anyway
+        drafted: list[tuple[Request, int]] = []
         for request in self.running:
             needed = request.num_tokens + request.num_output_placeholders
             slack = _ANY
@@ -280,14 +280,14 @@ class SchedulerMixin(_Base):
                 free -= taken - owned
                 slack = min(slack, taken * manager.block_size - needed)
             if request.spec_token_ids:
-                requests.append(request)
-                asks.append(Ask(len(request.spec_token_ids), max(slack - self.slots_ahead, 0)))
+                drafted.append((request, max(slack - self.slots_ahead, 0)))
         # who waits would take what is free; and each running request may need another block soon
         is_short = bool(self.waiting) and len(self.running) < self.places
         spare = 0 if is_short else free - len(self.running) * len(managers)
-        if spare >= len(managers) * sum([-(-ask.wanted // block_size) for ask in asks]):
+        if spare >= len(managers) * sum([-(-len(request.spec_token_ids) // block_size) for request, _ in drafted]):
             return  # there is room for all of them, whatever slack they have
-        for request, most in zip(requests, granted(asks, spare, block_size, len(managers)), strict=True):
+        asks = [Ask(len(request.spec_token_ids), slack) for request, slack in drafted]
+        for (request, _), most in zip(drafted, granted(asks, spare, block_size, len(managers)), strict=True):
             if most < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[:most]
 
