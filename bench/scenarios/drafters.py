@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS
-from vllm_specrollout.drafters import sharpness
+from vllm_specrollout.drafters import levels
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
@@ -25,7 +25,7 @@ from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.tables import MET
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
-_AS = {GREEDY: (sharpness.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
+_AS = {GREEDY: (levels.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
 """Arm -> the sharpness (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
 """What the union drafts with beside the model; a history would know every round but the first."""
