@@ -6,6 +6,7 @@ A method that is missing would otherwise be noticed only where it is called, if 
 from __future__ import annotations
 
 from bench.host import test_host_time
+from bench.runner.switches import SwitchCounter
 from tests import drafters
 from tests.e2e import pausing, test_distribution, test_v1_small
 from tests.e2e.identity import fuzz
@@ -17,7 +18,6 @@ from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.replay.recorder import Recorder
 

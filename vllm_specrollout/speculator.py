@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ from vllm_specrollout.types import (
 )
 
 Answer = TypeVar("Answer")
+_UNWATCHED = "metrics, a timeline or a recording lack a step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Speculator(Contained):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(drafters, budget, guard, listeners, time_share, clock)
-        self.guard.listener = lambda part: self.guard.watching(self.listeners, lambda listener: listener.failed(part))
+        self.guard.listener = lambda part: self._tell(lambda listener: listener.failed(part))
         self.vocab_size = vocab_size
         self.backoff = Backoff()
         # steps whose time is not known yet
@@ -90,7 +92,7 @@ class Speculator(Contained):
     def begin(self, view: RequestView) -> None:
         """The request's first token is known: it can be drafted for from now on."""
         self._begun.add(view.request_id)
-        self.guard.watching(self.listeners, lambda listener: listener.admitted(view))
+        self._tell(lambda listener: listener.admitted(view))
 
     def is_paused(self, step: int, num_requests: int) -> bool:
         """Whether this engine step is known to go without drafts; if so, it need not be proposed for.
@@ -108,7 +110,7 @@ class Speculator(Contained):
             reason = RESTS
         else:
             return False
-        self.guard.watching(self.listeners, lambda listener: listener.paused(num_requests, reason))
+        self._tell(lambda listener: listener.paused(num_requests, reason))
         return True
 
     def steps_off(self, step: int, num_requests: int) -> int:
@@ -153,7 +155,7 @@ class Speculator(Contained):
     ) -> PlannedStep:
         draft_ms = (self._clock() - begin) * 1e3
         if limits is not None:
-            self.guard.watching(self.listeners, lambda one: one.planned(batch, limits, proposals, plan, draft_ms))
+            self._tell(lambda listener: listener.planned(batch, limits, proposals, plan, draft_ms))
         return PlannedStep(plan, batch, proposals)
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
@@ -165,11 +167,16 @@ class Speculator(Contained):
         debts = self._asking.debts
         asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
         order = [(not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms), d) for d in asked]
-        order.sort(key=lambda pair: pair[0])
+        order.sort(key=itemgetter(0))
+        limit_ms = self._asking.limit_ms(batch.size)
         found: list[TreeBatch] = []
         for is_dear, drafter in order:
             own = self._where_it_pays(drafter, found, limits, batch, step) if is_dear else limits
-            trees = self._drafter_does(drafter, functools.partial(self._asked, batch=batch, limits=own))
+            try:
+                trees = self._asked(drafter, batch, own, math.inf if drafter.is_in_step else limit_ms)
+            except CONTAINED as error:
+                self._failed(drafter, error)
+                continue
             if trees is not None and trees.num_nodes:
                 found.append(trees)
         return found
@@ -185,14 +192,13 @@ class Speculator(Contained):
         narrowed = functools.partial(self.worth.narrowed, limits, source, drafter.name, price, without, step)
         return self._budget_does(lambda budget: narrowed()) or limits
 
-    def _asked(self, drafter: Drafter, *, batch: RequestBatch, limits: DraftLimits) -> TreeBatch | None:
+    def _asked(self, drafter: Drafter, batch: RequestBatch, limits: DraftLimits, limit_ms: float) -> TreeBatch | None:
         """The drafter's trees for this batch; None: nothing is wanted of it."""
         num_wanted = int(np.count_nonzero(limits.wanted(self._sources[id(drafter)])))
         if not num_wanted:
             return None
         begin = self._clock()
         answer = drafter.propose(batch, limits)
-        limit_ms = math.inf if drafter.is_in_step else self._asking.limit_ms(batch.size)
         self._asking.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3, limit_ms)
         return self._sound(answer, batch)
 
@@ -236,8 +242,12 @@ class Speculator(Contained):
         over = self._untimed.popleft()
         self._asking.passed(timing)
         record = StepRecord(over.plan, over.trees, over.result, timing, over.batch, over.proposals)
-        self._budget_does(lambda budget: budget.observe(record))
-        self.guard.watching(self.listeners, lambda listener: listener.stepped(record))
+        try:
+            if id(self.budget) not in self.probation.out:
+                self.budget.observe(record)
+        except CONTAINED as error:
+            self._budget_failed(error)
+        self._tell(lambda listener: listener.stepped(record))
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Drafters hear of each; listeners of one that began or has a token."""
@@ -251,7 +261,7 @@ class Speculator(Contained):
                 self._budget_failed(error)
         if len(ending.token_ids) or ending.request_id in self._begun:
             self._begun.discard(ending.request_id)
-            self.guard.watching(self.listeners, lambda listener: listener.finished(ending))
+            self._tell(lambda listener: listener.finished(ending))
 
     def forget(self, request_id: str) -> None:
         for drafter in self._told:
@@ -261,10 +271,18 @@ class Speculator(Contained):
         """Nothing more will come: what is still open is told as it is."""
         while self._untimed:
             self.timed(None)
-        self.guard.watching(self.listeners, lambda listener: listener.closed())
+        self._tell(lambda listener: listener.closed())
         self._close_drafters()
 
     # --- calls that may fail -----------------------------------------------------------------------------------------
+
+    def _tell(self, what: Callable[[Listener], None]) -> None:
+        """Tell all who watch; one that fails at it lacks what it was told."""
+        for listener in self.listeners:
+            try:
+                what(listener)
+            except CONTAINED as error:
+                self.guard.failed("watching", error, _UNWATCHED)
 
     def _drafter_does(self, drafter: Drafter, what: Callable[[Drafter], Answer | None]) -> Answer | None:
         """None: it failed, and is on probation."""

@@ -147,18 +147,17 @@ class TreeBatch:
     # [N] int32: node -> its depth, 1 below the root
     depth: IntArray = field(repr=False)
 
-    @property
-    def num_requests(self) -> int:
-        return len(self.request_ids)
+    # of the columns, looked at too often in a step to be counted anew each time
+    num_requests: int = field(init=False, repr=False, compare=False)
+    num_nodes: int = field(init=False, repr=False, compare=False)
+    # [R] int32: nodes of each request
+    sizes: IntArray = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def sizes(self) -> IntArray:
-        """[R] nodes of each request."""
-        return self.node_start[1:] - self.node_start[:-1]  # np.diff costs several times as much
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        fill(self, "num_requests", len(self.request_ids))
+        fill(self, "num_nodes", len(self.token_ids))
+        fill(self, "sizes", self.node_start[1:] - self.node_start[:-1])  # np.diff costs several times as much
 
     def tree(self, index: int) -> DraftTree:
         """One request's tree, for tests and for eyes: a step never takes a batch apart."""
@@ -183,9 +182,10 @@ class RequestBatch:
     # [R] int32: tokens that each has, prompt included; a view's own move on, these stay
     num_tokens: IntArray
 
-    @property
-    def size(self) -> int:
-        return len(self.views)
+    size: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.views))
 
     @classmethod
     def of(cls, views: Sequence[RequestView], *, may_branch: bool = True) -> RequestBatch:

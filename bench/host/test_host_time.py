@@ -27,8 +27,7 @@ from vllm_specrollout.trees.tape import SeedTape
 from vllm_specrollout.types import DraftLimits, DraftTree, RequestBatch, RequestView, StepTiming, TreeBatch
 from vllm_specrollout.worker.drafting import Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.attention import plan_paths
-from vllm_specrollout.worker.v1.requests import node_seeds
-from vllm_specrollout.worker.v1.sampler import row_layout
+from vllm_specrollout.worker.v1.sampler import node_seeds, row_layout
 
 NODES = 32
 BLOCK = 32

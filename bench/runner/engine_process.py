@@ -34,6 +34,8 @@ _END_S = 20.0
 """How long an idle engine may take to shut down."""
 _LOG_LINES = 20
 _PLUGIN = "spec_rollout"
+_EXTENSION = "vllm_specrollout.bench.runner.tuning.Tuning"
+"""Calls of our engines' workers that benchmarks alone make; by name, since importing it takes vLLM."""
 
 
 class EngineFailed(SpecRolloutError):
@@ -71,7 +73,8 @@ class EngineProcess:
         # open as long as the process lives
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         is_ours = spec.spec_rollout is not None
-        arguments = {**spec.arguments, **({"spec_rollout": spec.spec_rollout} if is_ours else {})}
+        own = {"spec_rollout": spec.spec_rollout, "worker_extension_cls": _EXTENSION} if is_ours else {}
+        arguments = {**spec.arguments, **own}
         output = sys.stderr if spec.is_verbose else self._log
         self._pipe, child_end = Pipe()
         with child_end:

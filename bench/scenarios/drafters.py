@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS
-from vllm_specrollout.drafters import sharpness
+from vllm_specrollout.drafters import levels
 from vllm_specrollout.errors import ConfigError
 
 from ..policy.reward import problems
@@ -22,7 +22,7 @@ from ..runner.rows import Pair, Row, Run, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
-_AS = {GREEDY: (sharpness.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
+_AS = {GREEDY: (levels.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
 """Arm -> the sharpness (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
 """What the union drafts with beside the model; a history would know every round but the first."""

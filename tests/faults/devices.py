@@ -26,8 +26,7 @@ from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
-from vllm_specrollout.worker.request import Desk
-from vllm_specrollout.worker.v1.requests import RequestBook
+from vllm_specrollout.worker.request import Desk, RequestBook
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
 from vllm_specrollout.worker.v2.host import Host

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from bench.runner.tuning import Tuning
 from tests.drafters import requests_of
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.config.drafters import HistoryConfig, NgramConfig, OracleConfig
@@ -22,7 +23,6 @@ from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import FinishedRequest, FinishReason
 from vllm_specrollout.worker import calls
 from vllm_specrollout.worker.calls import TrainerMixin
-from vllm_specrollout.worker.tuning import TunableMixin
 
 
 def worker_of(speculator: Speculator) -> Any:
@@ -136,7 +136,7 @@ def test_a_history_that_takes_the_place_of_one_that_was_given_up_is_asked(specul
     heir.close()
 
 
-class _Tunes(TunableMixin):
+class _Tunes(Tuning):
     def __init__(self, speculator: Speculator) -> None:
         self.model_runner = SimpleNamespace(spec_rollout=speculator)
         model = SimpleNamespace(get_vocab_size=lambda: 64)

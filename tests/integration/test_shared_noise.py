@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 
 from vllm_specrollout.trees.tape import SeedTape
-from vllm_specrollout.worker.v1.requests import SeedNoise
+from vllm_specrollout.worker.v1.sampler import SeedNoise
 
 PAIRS, VOCAB = 10_000, 64
 

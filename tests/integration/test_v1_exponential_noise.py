@@ -20,8 +20,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
 from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import chains as make_chains
-from vllm_specrollout.worker.v1.requests import ExponentialNoise
-from vllm_specrollout.worker.v1.sampler import row_layout
+from vllm_specrollout.worker.v1.sampler import ExponentialNoise, row_layout
 
 VOCAB = 7
 LENGTH = 12

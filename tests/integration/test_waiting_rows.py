@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
-from vllm_specrollout.worker.models import waiting_rows
-from vllm_specrollout.worker.models.waiting_rows import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models import proposing
+from vllm_specrollout.worker.models.proposing import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
 
 
 def rows(*requests: tuple[str, list[int]]) -> Rows:
@@ -82,9 +82,9 @@ def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:
 
 @given(st.data())
 def test_whatever_comes_and_goes_each_request_gets_its_own_rows_once_and_memory_is_counted(data: st.DataObject) -> None:
-    most = data.draw(st.sampled_from([1, 3, waiting_rows.MOST_PARTS]))
+    most = data.draw(st.sampled_from([1, 3, proposing.MOST_PARTS]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting_rows, "MOST_PARTS", most)
+        patch.setattr(proposing, "MOST_PARTS", most)
         _comes_and_goes(data)
 
 
@@ -128,14 +128,14 @@ def test_the_last_position_that_waits_is_known() -> None:
 def test_steps_that_nobody_asks_about_do_not_pile_up() -> None:
     """A draft model has no hidden states whose bytes would have it fed."""
     waiting = WaitingRows()
-    for step in range(5 * waiting_rows.MOST_PARTS):
+    for step in range(5 * proposing.MOST_PARTS):
         waiting.add(Rows([f"r{step}"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
         waiting.forget(f"r{step}")
-    assert len(waiting) <= waiting_rows.MOST_PARTS + 1
-    for _ in range(5 * waiting_rows.MOST_PARTS):
+    assert len(waiting) <= proposing.MOST_PARTS + 1
+    for _ in range(5 * proposing.MOST_PARTS):
         waiting.add(Rows(["a"], np.ones(1, np.int64), torch.ones(1), torch.ones(1), torch.empty(1, 0)))
     # one entry for each part, not for each step
-    assert sum(len(part.request_ids) for part in waiting._parts) <= waiting_rows.MOST_PARTS + 1
+    assert sum(len(part.request_ids) for part in waiting._parts) <= proposing.MOST_PARTS + 1
 
 
 def test_requests_with_more_than_one_row_that_was_not_drafted_have_prompts() -> None:

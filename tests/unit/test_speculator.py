@@ -232,11 +232,22 @@ class OnDevice(Says):
 
 
 class _Column:
+    """A tensor on a device: numpy cannot read it there."""
+
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
 
     def cpu(self) -> np.ndarray:
         return self.values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> _Column:
+        return _Column(self.values[rows])
+
+    def __sub__(self, other: _Column) -> _Column:
+        return _Column(self.values - other.values)
 
 
 def test_a_drafter_may_leave_its_trees_on_a_device():

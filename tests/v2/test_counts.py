@@ -42,7 +42,8 @@ def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> N
     oracle.write_text("{}")
     settings = {"drafters": ["oracle"], "oracle": {"path": str(oracle)}, "max_draft_tokens": 4, "max_depth": 4}
     cases = [Case("one", "0", [5, 6, 7, 8], {"max_tokens": 8, "seed": 0, "ignore_eos": True})]
-    with engine(path, "float32", is_ours=True, spec_rollout=settings, max_num_seqs=4) as ours:
+    more = {"max_num_seqs": 4, "worker_extension_cls": "vllm_specrollout.bench.runner.tuning.Tuning"}
+    with engine(path, "float32", is_ours=True, spec_rollout=settings, **more) as ours:
         answer = run(ours.llm, cases)[0].outputs[0].token_ids
         oracle.write_text(json.dumps({cases[0].problem_id: list(answer)}))
         ours.llm.collective_rpc("spec_rollout_stats", args=(True,))

@@ -40,6 +40,8 @@ PRICE_MEMORY = 0.9
 """Weight left to what was known of a price, after each further time; before that, the mean of all times."""
 CHEAP = 0.02
 """What takes less than this share of a step's time is done whatever it yields."""
+OCTAVES = 32
+"""Of how many requests something is done for; more than any engine runs."""
 MOST_OWED = 1024
 """Steps, at most, after which a drafter that has taken too long is asked again."""
 GROWTH = 4
@@ -70,17 +72,14 @@ class StepCost:
         self._terms = _FLAT
         # [rows + 1] milliseconds of 0, 1, 2, ... rows; made longer when asked for more
         self._line = np.ones(1)
+        self.is_known = False
+        """False before the first step: milliseconds mean nothing until then."""
         self._widest = 0
         self._seen = 0
         # of the last steps in a row that were off the same way: logarithm of what they took over what was predicted
         self._off: list[float] = []
         # what was learned before the first of them
         self._before = (self._moments, self._products)
-
-    @property
-    def is_known(self) -> bool:
-        """False before the first step: milliseconds mean nothing until then."""
-        return self._seen > 0
 
     @property
     def branch_ms(self) -> float:
@@ -123,7 +122,7 @@ class StepCost:
         self._moments += x[:, None] * x
         self._products *= MEMORY
         self._products += x
-        self._seen += 1
+        self._seen, self.is_known = self._seen + 1, True
         if self._seen <= 2 * _REFIT or (self._seen % _REFIT == 0 and not self._off):
             self._fit()
 
@@ -181,27 +180,28 @@ class Price:
     """
 
     def __init__(self) -> None:
-        # octave -> milliseconds, and how often it was seen
-        self._known: dict[int, tuple[float, int]] = {}
+        # [OCTAVES] milliseconds, how often each was seen, and which octave stands for each: the nearest one known
+        self._ms, self._times, self._nearest = [0.0] * OCTAVES, [0] * OCTAVES, [0] * OCTAVES
 
     def spent(self, num_requests: int, ms: float) -> None:
         """So many requests took so long. An octave's first time may hold what is done once: it counts only where no
         other is known, and until the second."""
-        octave = num_requests.bit_length()
-        known, times = self._known.get(octave, (0.0, 0))
+        octave = min(num_requests.bit_length(), OCTAVES - 1)
+        known, times = self._ms[octave], self._times[octave]
         if times > 1:
             ms = min(ms, 2.0 * known)  # a single time that holds more than asking does not spoil the price
         weight = max(1.0 / max(times, 1), 1.0 - PRICE_MEMORY)
-        self._known[octave] = (known + weight * (ms - known), times + 1)
+        self._ms[octave], self._times[octave] = known + weight * (ms - known), times + 1
+        if times < 2:
+            found = [own for own in range(OCTAVES) if self._times[own] > 1]
+            found = found or [own for own in range(OCTAVES) if self._times[own]]
+            self._nearest = [min(found, key=lambda own: (abs(own - of), own)) for of in range(OCTAVES)]
 
     def of(self, num_requests: int) -> float:
         """What it takes for so many requests; where that is not known, as for the nearest number that is. 0.0: nothing
         is known, or nothing is to be done."""
-        if not self._known or num_requests == 0:
-            return 0.0
         octave = num_requests.bit_length()
-        known = [own for own, (_, times) in self._known.items() if times > 1] or self._known
-        return self._known[min(known, key=lambda own: (abs(own - octave), own))][0]
+        return self._ms[self._nearest[min(octave, OCTAVES - 1)]] if octave else 0.0
 
     def is_dear(self, num_requests: int, step_ms: float) -> bool:
         """Whether it must be worth what it takes; not where a step's time is not known (0.0)."""
@@ -209,8 +209,9 @@ class Price:
 
     def up_to(self, num_requests: int) -> Floats:
         """[num_requests + 1] what it takes for 0, 1, 2, ... requests."""
-        octaves = [self.of(1 << octave >> 1) for octave in range(num_requests.bit_length() + 1)]
-        return np.asarray(octaves)[np.frexp(np.arange(num_requests + 1))[1]]
+        octaves = np.asarray(self._ms)[self._nearest]
+        octaves[0] = 0.0
+        return octaves[np.minimum(np.frexp(np.arange(num_requests + 1))[1], OCTAVES - 1)]
 
 
 class Asking:

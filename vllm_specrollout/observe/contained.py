@@ -108,7 +108,7 @@ class Contained:
         self._told = list(self._known.values())
         left_out = self._resting | self.probation.out
         self.drafters = [drafter for drafter in self._told if id(drafter) not in left_out]
-        self._tell_alive()
+        self._tell(lambda listener: listener.drafters_alive(len(self.drafters)))
 
     def draft_with(self, drafters: Iterable[Drafter]) -> None:
         """Draft with these alone, of those that were given; their sources stay.
@@ -173,8 +173,9 @@ class Contained:
         self.probation.due(step)
         self._choose()
 
-    def _tell_alive(self) -> None:
-        self.guard.watching(self.listeners, lambda listener: listener.drafters_alive(len(self.drafters)))
+    def _tell(self, what: Callable[[Listener], None]) -> None:
+        """Tell all who watch; the speculator's, since it is entered in every step."""
+        raise NotImplementedError
 
     def health(self) -> dict[str, Any]:
         """How drafters and budget are, in plain JSON types: name -> "state" (`alive`, `probation`, `given up`), how

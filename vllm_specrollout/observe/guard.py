@@ -6,9 +6,8 @@ What belongs here: what counts as a failure, and who is told. Whoever uses a gua
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from vllm_specrollout.config import envs
 
@@ -16,8 +15,6 @@ logger = logging.getLogger("vllm.specrollout")
 
 CONTAINED = (Exception, SystemExit)
 """Whatever a part of ours may raise; a library that ends the process on an error is one of the cases."""
-_UNWATCHED = "metrics, a timeline or a recording lack a step"
-Watcher = TypeVar("Watcher")
 
 
 class Guard:
@@ -35,15 +32,16 @@ class Guard:
         self.listener: Callable[[str], None] | None = None
         self._is_telling = False
 
-    def over(self, part: str, effect: str) -> _Region:
-        """A block of code whose failure leaves it early, and nothing else; see `failed`."""
-        return _Region(self, part, effect)
+    @contextmanager
+    def over(self, part: str, effect: str) -> Iterator[None]:
+        """A block of code whose failure leaves it early, and nothing else; see `failed`.
 
-    def watching(self, listeners: Iterable[Watcher], what: Callable[[Watcher], None]) -> None:
-        """Tell all who watch; one that fails at it lacks what it was told."""
-        for listener in listeners:
-            with self.over("watching", _UNWATCHED):
-                what(listener)
+        What is entered in every step has a plain `try` instead, which costs nothing where all goes well.
+        """
+        try:
+            yield
+        except CONTAINED as error:
+            self.failed(part, error, effect)
 
     def failed(self, part: str, error: BaseException, effect: str, *, is_last: bool = False) -> None:
         """Count a failure, and name it if it is the part's first.
@@ -68,28 +66,3 @@ class Guard:
                 self.listener(part)
             finally:
                 self._is_telling = False
-
-
-class _Region:
-    """The block of `Guard.over`. A class of its own: it is entered several times in every step."""
-
-    __slots__ = ("_effect", "_guard", "_part")
-
-    def __init__(self, guard: Guard, part: str, effect: str) -> None:
-        self._guard, self._part, self._effect = guard, part, effect
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if error is None:
-            return False
-        if not isinstance(error, CONTAINED):
-            return False
-        if self._guard.is_strict:
-            self._guard.failures[self._part] = self._guard.failures.get(self._part, 0) + 1
-            return False
-        self._guard.failed(self._part, error, self._effect)
-        return True

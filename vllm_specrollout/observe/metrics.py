@@ -1,4 +1,4 @@
-"""What is counted for the world outside: which metrics exist, and how a worker counts them.
+"""Prometheus metrics: names, help, and the worker's counters.
 
 A worker counts into plain numbers under text keys (`metric/label/label`), which travel on what goes to the frontend
 anyway. Counting must cost a step microseconds: it sees flat arrays of the whole batch, and nothing per request.
@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_specrollout import _core
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
-from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, StepTiming, TreeBatch
+from vllm_specrollout.types import MOST_NODES, SOURCES, DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
 
 PREFIX = "vllm:spec_rollout_"
 MARK = "spec_rollout/"
@@ -85,14 +85,26 @@ METRICS = (
 )
 
 
+_DRAFTED, _VERIFIED, _ACCEPTED, _OF_VERSION = 0, 1, 2, (3, 4)
+_BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_verified_nodes", "version_accepted_nodes")
+_SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
+
+
 class Metrics(Listener):
-    """Counts since the last `take`."""
+    """Counts since the last `take`: in arrays while steps go on, with names once they are read."""
 
     def __init__(self, sources: Sequence[str]) -> None:
         """Args:
         sources: names of the engine's drafters; a node's source is an index into them.
         """
         self._sources = tuple(sources)
+        # [_BY_SOURCE, SOURCES] nodes; the last two rows are of one version of the weights
+        self._nodes = np.zeros((len(_BY_SOURCE), SOURCES), np.int64)
+        self._version = 0
+        # [MOST_NODES + 1] requests with a draft, by its nodes
+        self._sizes = np.zeros(MOST_NODES + 1, np.int64)
+        self._sums = [0] * len(_SUMS)
+        # those with labels that are not known before, and gauges
         self._counts: dict[str, int] = {}
         self._was_on: bool | None = None
         self._reasons: set[str] = set()
@@ -105,10 +117,10 @@ class Metrics(Listener):
         plan: StepPlan,
         draft_ms: float,
     ) -> None:
-        self._add("windows", int(np.count_nonzero(limits.max_nodes)))
-        self._add("window_tokens", int(np.minimum(limits.max_nodes, limits.max_depth).sum()))
+        self._sums[0] += int(np.count_nonzero(limits.max_nodes))
+        self._sums[1] += int(np.minimum(limits.max_nodes, limits.max_depth).sum())
         for proposal in proposals:
-            self._by_source("drafted_nodes", np.bincount(proposal.source).tolist())
+            self._nodes[_DRAFTED] += np.bincount(proposal.source, minlength=SOURCES)
         if plan.reason != NOTHING_TO_DRAFT:
             self._decided(plan.is_on, plan.reason, plan.trees.num_nodes)
 
@@ -121,23 +133,28 @@ class Metrics(Listener):
             _, verified, accepted = _core.tally(
                 trees.node_start, trees.parents, trees.log_q, trees.source, result.num_accepted, result.accepted
             )
-            self._by_source("verified_nodes", verified.tolist())
-            self._by_source("accepted_nodes", accepted.tolist())
+            self._nodes[_VERIFIED] += verified
+            self._nodes[_ACCEPTED] += accepted
             if record.batch is not None and record.batch.size:
-                version = f"/{record.batch.views[0].weights_version}"
-                self._by_source("version_verified_nodes", verified.tolist(), version)
-                self._by_source("version_accepted_nodes", accepted.tolist(), version)
-            for size, count in enumerate(np.bincount(trees.sizes).tolist()):
-                if size:
-                    self._add(f"tree_nodes/{size}", count)
+                version = record.batch.views[0].weights_version
+                if version != self._version:
+                    self._name_nodes()
+                    self._version = version
+                self._nodes[_OF_VERSION, :] += (verified, accepted)
+            self._sizes += np.bincount(trees.sizes, minlength=MOST_NODES + 1)
         plan = record.plan
         if plan is None:
             return
         if (expected := plan.expected_tokens) > 0.0:
-            self._add("expected_tokens", round(expected * THOUSANDTHS))
-            self._add("gained_tokens", len(result.accepted))
-        if record.timing is not None:
-            self._compare(plan, record.timing)
+            self._sums[2] += round(expected * THOUSANDTHS)
+            self._sums[3] += len(result.accepted)
+        timing = record.timing
+        if timing is None or not (plan.expected_ms > 0.0 and timing.step_ms > 0.0):
+            return
+        # a step that the scheduler cut, or that computed a prompt too, is not the one that was predicted
+        if timing.is_decode_only and timing.nodes == plan.trees.num_nodes:
+            error = abs(plan.expected_ms - timing.step_ms) / timing.step_ms
+            self._add(f"cost_error/{round(error * THOUSANDTHS)}", 1)
 
     def failed(self, part: str) -> None:
         self._add(f"failures/{part.replace('/', ' per ')}", 1)
@@ -153,38 +170,37 @@ class Metrics(Listener):
 
     def take(self) -> dict[str, int]:
         """The counts so far, which are forgotten here."""
+        self._name_nodes()
         counts, self._counts = self._counts, {}
+        counts.update((name, count) for name, count in zip(_SUMS, self._sums, strict=True) if count)
+        self._sums = [0] * len(_SUMS)
+        for size in np.flatnonzero(self._sizes).tolist():
+            if size:
+                counts[f"tree_nodes/{size}"] = int(self._sizes[size])
+        self._sizes[:] = 0
         return counts
 
+    def _name_nodes(self) -> None:
+        """The nodes counted so far get their names; those of the next version are other ones."""
+        for row, source in np.argwhere(self._nodes).tolist():
+            name = self._sources[source] if source < len(self._sources) else "unknown"
+            version = f"/{self._version}" if row in _OF_VERSION else ""
+            self._add(f"{_BY_SOURCE[row]}/{name}{version}", int(self._nodes[row, source]))
+        self._nodes[:] = 0
+
     def _decided(self, is_on: bool, reason: str, nodes: int) -> None:
-        label = self._label(reason)
-        what = "on" if is_on else "off"
+        if reason not in self._reasons:
+            if len(self._reasons) < _MOST_REASONS:
+                self._reasons.add(reason)
+            else:
+                reason = "other"
+        label, what = reason.replace("/", " per ") or "none", "on" if is_on else "off"
         self._add(f"decisions/{what}/{label}", 1)
         if self._was_on not in (None, is_on):
             self._add(f"switches/{what}/{label}", 1)
         self._was_on = is_on
         self._counts["is_on"] = int(is_on)
         self._counts["budget_nodes"] = nodes
-
-    def _compare(self, plan: StepPlan, timing: StepTiming) -> None:
-        # a step that the scheduler cut, or that computed a prompt too, is not the one that was predicted
-        is_as_planned = timing.is_decode_only and timing.nodes == plan.trees.num_nodes
-        if plan.expected_ms > 0.0 and timing.step_ms > 0.0 and is_as_planned:
-            error = abs(plan.expected_ms - timing.step_ms) / timing.step_ms
-            self._add(f"cost_error/{round(error * THOUSANDTHS)}", 1)
-
-    def _by_source(self, metric: str, counts: Sequence[int], more: str = "") -> None:
-        for source, count in enumerate(counts):
-            if count:
-                name = self._sources[source] if source < len(self._sources) else "unknown"
-                self._add(f"{metric}/{name}{more}", count)
-
-    def _label(self, reason: str) -> str:
-        if reason not in self._reasons:
-            if len(self._reasons) >= _MOST_REASONS:
-                return "other"
-            self._reasons.add(reason)
-        return reason.replace("/", " per ") or "none"
 
     def _add(self, key: str, count: int) -> None:
         if count:

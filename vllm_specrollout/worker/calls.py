@@ -72,13 +72,6 @@ class DrafterMixin(_Base):
                 runner.model_drafter = None
                 runner.spec_rollout.drop(drafter, error)
 
-    def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
-        """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
-        drafter = self.model_runner.model_drafter
-        if drafter is not None:
-            drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
-            drafter.is_comb = is_comb
-
     # --- drafters elsewhere: an error comes back as its cause and hint, and ranks that do not draft answer {} ---------
 
     def attach_drafter(
@@ -218,7 +211,7 @@ class ExplainsMixin:
 class StatsMixin(_Base):
     """Mixed into vLLM's workers."""
 
-    model_runner: SpecRolloutV1
+    model_runner: SpecRolloutV1 | SpecRolloutV2
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """Totals of this worker since the last reset; see `Stats`."""
@@ -227,7 +220,7 @@ class StatsMixin(_Base):
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         rows = getattr(runner, "rows", None)
         stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
-        stats["request_reasons"] = runner.book.desk.reasons()
+        stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:
             runner.stats = Stats()

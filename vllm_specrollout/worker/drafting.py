@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import chains, cut, joined, take, token_lists
 from vllm_specrollout.types import IntArray, RequestBatch, RequestView, StepTiming, TreeBatch, VerifyResult, empty_trees
@@ -76,8 +77,10 @@ class Drafting:
             self._names[number] = view.request_id
         view.weights_version = self.weights_version.number
         if self.is_drafting:
-            with self.speculator.guard.over("admitting", "a request may go without drafts"):
+            try:
                 self.speculator.admit(view)
+            except CONTAINED as error:
+                self.speculator.guard.failed("admitting", error, "a request may go without drafts")
 
     def forget(self, request_id: str) -> None:
         """It is over, or it was preempted."""
@@ -116,14 +119,15 @@ class Drafting:
         begin = time.perf_counter()
         trees, self.planned = NO_DRAFTS, None
         if self.is_drafting:
-            with self.speculator.guard.over("drafting", "requests go on without drafts in such a step"):
+            try:
                 batch = see()
                 if batch is not None and batch.size:
                     self.planned = self.speculator.propose(batch, step)
                     # whatever a budget says, no request gets more than there is room for
-                    trees = cut(self.planned.plan.trees, batch.max_nodes)
-                    if fit is not None and trees.num_nodes:
-                        trees = fit(trees, batch)
+                    chosen = cut(self.planned.plan.trees, batch.max_nodes)
+                    trees = fit(chosen, batch) if fit is not None and chosen.num_nodes else chosen
+            except CONTAINED as error:
+                self.speculator.guard.failed("drafting", error, "requests go on without drafts in such a step")
         if self.group is not None:
             trees = self._agreed(trees)
         self.ms = (time.perf_counter() - begin) * 1e3 if self.planned is not None else 0.0
@@ -167,14 +171,19 @@ class Drafting:
             num_accepted, accepted: as in `VerifyResult`.
         """
         if self.is_drafting:
-            with self.speculator.guard.over("learning", "what became of such a step's drafts is not learned from"):
+            try:
                 self.speculator.observe(planned, trees, VerifyResult(num_accepted, accepted))
+            except CONTAINED as error:
+                effect = "what became of such a step's drafts is not learned from"
+                self.speculator.guard.failed("learning", error, effect)
 
     def timed(self, timing: StepTiming | None) -> None:
         """What the oldest step without a time cost."""
         if self.is_drafting:
-            with self.speculator.guard.over("learning", "what such a step cost is not learned from"):
+            try:
                 self.speculator.timed(timing)
+            except CONTAINED as error:
+                self.speculator.guard.failed("learning", error, "what such a step cost is not learned from")
 
 
 def drafted_tokens(trees: TreeBatch) -> tuple[list[str], list[list[int]]]:

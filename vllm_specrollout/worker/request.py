@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 import vllm.envs
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
@@ -15,11 +17,16 @@ from vllm_specrollout.config import RequestOptions, parse_request
 from vllm_specrollout.config.resuming import asks_for_watermark
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.scheduling.support import RequestTraits, request_shape
+from vllm_specrollout.trees.tape import SeedTape, VectorTape
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
 from vllm_specrollout.worker.arriving import attribution_of
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
 logger = init_logger("vllm.specrollout")
 
+Tape = SeedTape | VectorTape[torch.Tensor]
 _EFFECT = {DraftMode.CHAIN: "chains only", DraftMode.OFF: "off", DraftMode.TREE: "on"}
 
 
@@ -158,3 +165,87 @@ class RequestState:
             weights_version,
             view.name,
         )
+
+
+class RequestEntry(RequestState):
+    """One request, from admission to its end; it survives preemption."""
+
+    __slots__ = ("admission", "state", "tape")
+
+    def __init__(self, state: CachedRequestState, admission: Admission, tape: Tape | None) -> None:
+        prompt = np.asarray(state.prompt_token_ids or [], dtype=np.int32)
+        super().__init__(state.req_id, admission, prompt, len(prompt))
+        self.state = state
+        self.admission = admission
+        # None for greedy requests
+        self.tape = tape
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.tape is None
+
+    @property
+    def temperature(self) -> float:
+        assert self.state.sampling_params is not None
+        return self.state.sampling_params.temperature
+
+    def ended(self, num_tokens: int, status: FinishReason, weights_version: int) -> FinishedRequest:
+        """What drafters are told at its end; `num_tokens` of the answer count."""
+        output = np.asarray(self.state.output_token_ids[:num_tokens], dtype=np.int32)
+        return self.ending(
+            np.asarray(self.state.prompt_token_ids or [], dtype=np.int32), output, status, weights_version
+        )
+
+
+class RequestBook(Desk):
+    """All requests the worker has seen and not forgotten."""
+
+    def __init__(
+        self,
+        model_shape: DraftMode,
+        make_tape: Callable[[torch.Generator], Tape],
+        admitted: Callable[[RequestView], None] = lambda view: None,
+    ) -> None:
+        """Args:
+        admitted: told of each request that may be drafted for.
+        """
+        super().__init__(model_shape)
+        self._make_tape = make_tape
+        self._admitted = admitted
+        self._entries: dict[str, RequestEntry] = {}
+        # those that have no token yet
+        self._fresh: dict[str, RequestEntry] = {}
+
+    def get(self, state: CachedRequestState) -> RequestEntry:
+        """The request's entry, made at its first sight."""
+        entry = self._entries.get(state.req_id)
+        if entry is None or entry.state is not state:
+            entry = self._entries[state.req_id] = self._admit(state)
+        return entry
+
+    def forget(self, request_id: str) -> None:
+        self._entries.pop(request_id, None)
+        self._fresh.pop(request_id, None)
+
+    def begun(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[tuple[int, RequestEntry]]:
+        """Those that may be drafted for and got their first token in this step, with their places in the batch."""
+        if not self._fresh:
+            return []
+        rows = zip(request_ids, tokens, strict=True)
+        return [(i, self._fresh.pop(name)) for i, (name, own) in enumerate(rows) if own and name in self._fresh]
+
+    def _admit(self, state: CachedRequestState) -> RequestEntry:
+        params = state.sampling_params
+        assert params is not None, "pooling requests never reach a generating engine"
+        admission = self.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
+        tape = None
+        if params.temperature >= 1e-5:
+            assert state.generator is not None, "whoever arrives without a seed is given one (arriving.py)"
+            tape = self._make_tape(state.generator)
+        if tape is not None and (resume := admission.options.resume) is not None:
+            tape.skip(len(state.output_token_ids) if resume.drawn is None else resume.drawn)
+        entry = RequestEntry(state, admission, tape)
+        if admission.shape is not DraftMode.OFF:
+            self._admitted(entry.view)
+            self._fresh[state.req_id] = entry
+        return entry

@@ -30,6 +30,7 @@ from vllm_specrollout.worker.arriving import Arrivals, mark
 from vllm_specrollout.worker.common import REQUEST_METRICS_KEY, config_of, with_speculation
 
 _Base = Scheduler if TYPE_CHECKING else object
+logger = init_logger("vllm.specrollout")
 
 
 class DraftedMetrics(RequestSpecDecodeMetrics):
@@ -40,29 +41,13 @@ class DraftedMetrics(RequestSpecDecodeMetrics):
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-class RequestMetricsMixin(_Base):
-    """Mixed into vLLM's schedulers."""
-
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        self.max_draft_tokens = config_of(vllm_config).max_draft_tokens
-        self.spec_decode_metrics_level = vllm_config.additional_config.get(REQUEST_METRICS_KEY, "none")
-
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
-        if request.spec_decode_metrics is not None:
-            # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
-            request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
-
-
-logger = init_logger("vllm.specrollout")
-
 _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.TRUNCATED,
 }
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
 _SIGNALLED = "spec_rollout_signalled"
+_ANY = 1 << 30  # draft tokens; more than any request has
 
 
 @dataclass(frozen=True)
@@ -124,7 +109,7 @@ def is_signalled(scheduler_output: SchedulerOutput) -> bool:
     return getattr(scheduler_output, _SIGNALLED, False) or 0 < num_new == len(scheduler_output.num_scheduled_tokens)
 
 
-class SchedulerMixin(RequestMetricsMixin):
+class SchedulerMixin(_Base):
     """What both runners' schedulers share.
 
     The queue stays vLLM's own; before places are given, it is put into order. Nothing is reordered where requests have
@@ -137,6 +122,8 @@ class SchedulerMixin(RequestMetricsMixin):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         config = config_of(vllm_config)
+        self.max_draft_tokens = config.max_draft_tokens
+        self.spec_decode_metrics_level = vllm_config.additional_config.get(REQUEST_METRICS_KEY, "none")
         # requests that may run at once
         self.places: int = getattr(self, features.installed().places_field)
         # The grammar bitmasks need a row per draft token.
@@ -162,8 +149,7 @@ class SchedulerMixin(RequestMetricsMixin):
             places = self.places - len(self.running)
             if self._queue.is_due(len(self.waiting), places):
                 self._put_in_order(self._queue)
-        if any(request.spec_token_ids for request in self.running):
-            self._cut_drafts()
+        self._cut_drafts()
         output = super().schedule(*args, **kwargs)
         if output.finished_req_ids:
             ended = {
@@ -208,6 +194,9 @@ class SchedulerMixin(RequestMetricsMixin):
         session = self.requests.get(request.request_id)  # streaming input comes under its session's name
         problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
+            request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
         if self._queue is None or session is not None:
             return
         if len(self.waiting) <= 1:
@@ -274,28 +263,31 @@ class SchedulerMixin(RequestMetricsMixin):
         vLLM's scheduler preempts a request when the KV cache has no block left for another one, and draft tokens ask
         for blocks like any other. Any first part of a draft is a good draft, so cutting costs speed, never tokens.
         """
+        if not any([request.spec_token_ids for request in self.running]):
+            return
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        block_size = min(m.block_size for m in managers)
-        requests: list[Request] = []
-        asks: list[Ask] = []
+        block_size = min([manager.block_size for manager in managers])
+        # requests with drafts, and how many of those fit into blocks that plain decoding takes anyway
+        drafted: list[tuple[Request, int]] = []
         for request in self.running:
             needed = request.num_tokens + request.num_output_placeholders
-            owned = [len(m.req_to_blocks.get(request.request_id, ())) * m.block_size for m in managers]
-            # what plain decoding takes, of every kind of block
-            more = [max(0, -(-(needed - own) // m.block_size)) for own, m in zip(owned, managers, strict=True)]
-            free -= sum(more)
+            slack = _ANY
+            for manager in managers:
+                owned = len(manager.req_to_blocks.get(request.request_id, ()))
+                # what plain decoding takes, of every kind of block
+                taken = max(owned, -(-needed // manager.block_size))
+                free -= taken - owned
+                slack = min(slack, taken * manager.block_size - needed)
             if request.spec_token_ids:
-                sizes = zip(owned, more, managers, strict=True)
-                slack = min(own + count * m.block_size - needed for own, count, m in sizes) - self.slots_ahead
-                requests.append(request)
-                asks.append(Ask(len(request.spec_token_ids), max(slack, 0)))
+                drafted.append((request, max(slack - self.slots_ahead, 0)))
         # who waits would take what is free; and each running request may need another block soon
         is_short = bool(self.waiting) and len(self.running) < self.places
         spare = 0 if is_short else free - len(self.running) * len(managers)
-        if spare >= len(managers) * sum(-(-ask.wanted // block_size) for ask in asks):
+        if spare >= len(managers) * sum([-(-len(request.spec_token_ids) // block_size) for request, _ in drafted]):
             return  # there is room for all of them, whatever slack they have
-        for request, most in zip(requests, granted(asks, spare, block_size, len(managers)), strict=True):
+        asks = [Ask(len(request.spec_token_ids), slack) for request, slack in drafted]
+        for (request, _), most in zip(drafted, granted(asks, spare, block_size, len(managers)), strict=True):
             if most < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[:most]
 

@@ -41,7 +41,7 @@ def test_long_every_feature_yields_stocks_tokens_whatever_is_drafted(models: Pat
 
 def test_the_check_itself_notices_noise_of_the_wrong_position(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A suite that cannot fail proves nothing: shift the noise of drafted rows by one position, and it must."""
-    from vllm_specrollout.worker.v1 import requests as noise
+    from vllm_specrollout.worker.v1 import sampler as noise
 
     right = noise.node_seeds
     monkeypatch.setattr(noise, "node_seeds", lambda entries, start, depth: right(entries, start, depth + (depth > 0)))

@@ -24,7 +24,8 @@ def measured(target: str, drafter: str, temperature: float, num_requests: int = 
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=64, ignore_eos=True) for i in range(num_requests)
     ]
-    with engine(target, "float32", is_ours=True, spec_rollout={**OWN, "speculative_config": given}) as ours:
+    settings, calls = {**OWN, "speculative_config": given}, "vllm_specrollout.bench.runner.tuning.Tuning"
+    with engine(target, "float32", is_ours=True, spec_rollout=settings, worker_extension_cls=calls) as ours:
         ours.llm.collective_rpc("spec_rollout_matches", args=(True,))
         met = ours.llm.generate(prompts, params, use_tqdm=False)
         (sums,) = ours.llm.collective_rpc("spec_rollout_matches", args=(False,))

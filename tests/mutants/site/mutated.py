@@ -176,7 +176,7 @@ def _(module):
     instead(module, "plan_moves", make)
 
 
-@fault("drafted rows have the noise of the next position", "vllm_specrollout.worker.v1.requests")
+@fault("drafted rows have the noise of the next position", "vllm_specrollout.worker.v1.sampler")
 def _(module):
     def make(right):
         def seeds(entries, node_start, row_depth):

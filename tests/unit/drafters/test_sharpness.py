@@ -1,6 +1,6 @@
 import numpy as np
 
-from vllm_specrollout.drafters.sharpness import CHOICES, FIRST, Sharpness
+from vllm_specrollout.drafters.levels import CHOICES, FIRST, Sharpness
 
 
 def hits(*chosen: int) -> np.ndarray:

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
+from bench.runner.switches import SwitchCounter
 from tests.trees import batch_of, chain
 from tests.unit.observe.engine import Rollout, record_of
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.steps import _MOST_OPEN, OpenPlans, verified_by_request
-from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.replay.records import Header

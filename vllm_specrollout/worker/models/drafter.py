@@ -14,13 +14,22 @@ import torch
 from vllm_specrollout.budgets.goodput import Acceptance
 from vllm_specrollout.budgets.step_cost import Price
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.drafters.levels import Levels
-from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
+from vllm_specrollout.drafters.levels import CHOICES, Levels, Sharpness
 from vllm_specrollout.observe.guard import CONTAINED
-from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult, empty_trees
 from vllm_specrollout.worker.drafting import Drafting
-from vllm_specrollout.worker.models.proposing import Chooses, Enough, Entry, Proposer, Seat
-from vllm_specrollout.worker.models.waiting_rows import Rows, WaitingRows
+from vllm_specrollout.worker.models.proposing import (
+    Chooses,
+    Enough,
+    Entry,
+    Proposer,
+    Rows,
+    Seat,
+    WaitingRows,
+    have_prompts,
+    of_those_there,
+    rows_that_hold,
+)
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -149,6 +158,35 @@ class ModelDrafter(BaseDrafter):
         self._trial: dict[str, np.ndarray] = {}
 
     # --- what it is fed with -----------------------------------------------------------------------------------------
+
+    def feed_step(
+        self,
+        query_start: IntArray,
+        trees: TreeBatch | None,
+        result: VerifyResult | None,
+        seat_of: Callable[[int, int], Seat | None],
+        columns_of: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """A runner knows the tokens of a step.
+
+        Args:
+            query_start, trees, result: the step's, as in `rows_that_hold`.
+            seat_of: request of the step, and how many of its rows hold -> what is known of it; None: it is gone.
+            columns_of: rows of the step -> their tokens, positions and hidden states, as in `Rows`.
+        """
+        index, counts = rows_that_hold(query_start, trees, result)
+        names: list[str | None] = []
+        for i, count in enumerate(counts.tolist()):
+            seat, name = seat_of(i, count), None
+            if seat is not None:
+                name = seat.entry.view.request_id
+                self.seats[name] = seat
+                if seat.entry.admission.shape is DraftMode.OFF and count == 1:
+                    name = None  # who never drafts is fed for the sake of those who share its prompt's blocks
+            names.append(name)
+        prompts = [name for name, has in zip(names, have_prompts(query_start, trees), strict=True) if has and name]
+        names, counts, index = of_those_there(names, counts, index)
+        self.feed(Rows(names, counts, *columns_of(index)), prompts)
 
     def feed(self, rows: Rows, prompts: Iterable[str] = ()) -> None:
         """Rows that the target has computed and that hold; `seats` are those of their step.

@@ -17,7 +17,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_specrollout.cluster.counter import gumbel
 from vllm_specrollout.cluster.messages import Noise
 from vllm_specrollout.cluster.stream import Choices
-from vllm_specrollout.drafters.sharpness import CHOICES
+from vllm_specrollout.drafters.levels import CHOICES
 from vllm_specrollout.worker.streams.scheduler import Follow, StreamOutput, StreamStep, step_of
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.worker import SpecRolloutCPUWorker

@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_specrollout.cluster.counter import TAPE, NoiseKind
 from vllm_specrollout.cluster.stream import Choices, Look, Stream
-from vllm_specrollout.drafters.sharpness import CHOICES, Sharpness
+from vllm_specrollout.drafters.levels import CHOICES, Sharpness
 from vllm_specrollout.trees.batch import batch_of
 from vllm_specrollout.types import DraftTree, TreeBatch, empty_trees
 

@@ -23,7 +23,7 @@ from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.training.buffer import BufferWriter, Example, Source
 from vllm_specrollout.types import FinishedRequest, VerifyResult
 from vllm_specrollout.worker.common import config_of, is_first_rank
-from vllm_specrollout.worker.models.waiting_rows import rows_that_hold
+from vllm_specrollout.worker.models.proposing import rows_that_hold
 
 _JOIN = 32  # parts of an answer after which they are joined, so that it does not keep the steps' tensors alive
 _ENDS = "hidden states are not kept any more"

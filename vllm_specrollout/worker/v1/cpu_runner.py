@@ -31,9 +31,8 @@ from vllm_specrollout.worker.v1.attention import (
     rows_apart,
 )
 from vllm_specrollout.worker.v1.kv import kv_shape, with_scratch
-from vllm_specrollout.worker.v1.requests import ExponentialNoise, Noise, SeedNoise, fewer
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
-from vllm_specrollout.worker.v1.sampler import Sampled
+from vllm_specrollout.worker.v1.sampler import ExponentialNoise, Noise, Sampled, SeedNoise, fewer
 
 
 class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specrollout.types import DraftMode, RequestBatch, TreeBatch
-from vllm_specrollout.worker.v1.requests import ExponentialNoise, fewer
+from vllm_specrollout.worker.v1.kv import why_off
 from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+from vllm_specrollout.worker.v1.sampler import ExponentialNoise, fewer
 
 BUFFERS_PER_ROW = 4
 """What sampling holds of that size at once: logits in float32, probabilities, noise, and noise kept for later."""
@@ -48,17 +49,8 @@ class ChainMixin(_Base):
         return fewer(trees, self.most_nodes)
 
     def _kv_shape(self) -> tuple[DraftMode, str]:
-        groups = self.kv_cache_config.kv_cache_groups
-        if not groups:
-            return DraftMode.OFF, "the model has no KV cache"
-        for group in groups:
-            specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-            for spec in specs.values() if specs else [group.kv_cache_spec]:
-                if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
-                    return (
-                        DraftMode.OFF,
-                        f"a rejected token cannot be taken back from a cache of kind {type(spec).__name__}",
-                    )
+        if reason := why_off(self.kv_cache_config):
+            return DraftMode.OFF, reason
         return DraftMode.CHAIN, "vLLM's V1 runner on CUDA has no tree attention"
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:

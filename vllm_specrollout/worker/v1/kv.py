@@ -58,22 +58,28 @@ def with_scratch(config: KVCacheConfig, count: int) -> tuple[KVCacheConfig, IntA
     return larger, np.arange(config.num_blocks, larger.num_blocks, dtype=np.int32)
 
 
-def kv_shape(config: KVCacheConfig, attn_groups: list[list[AttentionGroup]], num_scratch: int) -> tuple[DraftMode, str]:
-    """What the KV cache's make-up allows to be drafted, and why not more."""
-    groups = config.kv_cache_groups
-    if not groups:
-        return DraftMode.OFF, "the model has no KV cache"
-    for group in groups:
+def why_off(config: KVCacheConfig) -> str:
+    """Why nothing may be drafted beside such a KV cache; empty: its kind forbids nothing."""
+    if not config.kv_cache_groups:
+        return "the model has no KV cache"
+    for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         specs = getattr(spec, "kv_cache_specs", None)
         for one in specs.values() if specs else [spec]:
             if not isinstance(one, (FullAttentionSpec, SlidingWindowSpec)):
-                return DraftMode.OFF, f"a rejected token cannot be taken back from a cache of kind {type(one).__name__}"
+                return f"a rejected token cannot be taken back from a cache of kind {type(one).__name__}"
+    return ""
+
+
+def kv_shape(config: KVCacheConfig, attn_groups: list[list[AttentionGroup]], num_scratch: int) -> tuple[DraftMode, str]:
+    """What the KV cache's make-up allows to be drafted, and why not more."""
+    if reason := why_off(config):
+        return DraftMode.OFF, reason
     backends = {group.backend for per_group in attn_groups for group in per_group}
     if any(not issubclass(backend, CPUAttentionBackend) for backend in backends):
         names = ", ".join(sorted(backend.get_name() for backend in backends))
         return DraftMode.OFF, f"attention backend {names} is not the one verified to be exact (CPU_ATTN)"
-    if len(groups) > 1:
+    if len(config.kv_cache_groups) > 1:
         return DraftMode.CHAIN, "several KV cache groups: one block table per group"
     if num_scratch == 0:
         return DraftMode.CHAIN, "no scratch blocks for branches"

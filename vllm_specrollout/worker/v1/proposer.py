@@ -16,11 +16,16 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.logits_processor import build_logitsprocs
 
-from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
+from vllm_specrollout.types import IntArray, VerifyResult
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models.drafter import ModelDrafter, Ranks
-from vllm_specrollout.worker.models.proposing import Enough, Proposer, Seat, check_layers
-from vllm_specrollout.worker.models.waiting_rows import Rows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models.proposing import (
+    Enough,
+    Proposer,
+    Rows,
+    Seat,
+    check_layers,
+)
 
 
 class ProposerV1(Proposer):
@@ -165,33 +170,28 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
         state: vLLM's `ExecuteModelState` of the step, with the target's hidden states.
         output: vLLM's `ModelRunnerOutput`.
     """
-    proposer, batch, ids = drafter.proposer, runner.input_batch, output.req_ids
+    proposer, batch, step = drafter.proposer, runner.input_batch, runner.step
     assert isinstance(proposer, (ProposerV1, HeadsProposer))
-    query_start = runner.query_start_loc.np[: len(ids) + 1]
-    trees, sampled = runner.step.trees, runner.step.sampled
-    result = None if sampled is None else VerifyResult(sampled.num_accepted, sampled.accepted)
-    index, counts = rows_that_hold(query_start, trees, result)
     # heads that keep nothing have no blocks
     table = batch.block_table[proposer.of_vllm.kv_cache_gid if isinstance(proposer, ProposerV1) else 0]
     blocks = table.num_blocks_per_row
     if isinstance(proposer, ProposerV1):
         proposer.block_table = table.get_numpy_array()
-    drafter.seats = {}
-    names: list[str | None] = []
-    for i, (name, tokens) in enumerate(zip(ids, output.sampled_token_ids, strict=True)):
+
+    def seat_of(i: int, count: int) -> Seat:
+        tokens = output.sampled_token_ids[i]
         # a prompt that is not over yet goes on with its own next token
-        at = int(batch.num_computed_tokens_cpu[i]) + int(counts[i])
-        token = tokens[-1] if tokens else int(batch.token_ids_cpu[i, at])
-        entry = runner.book.get(runner.requests[name])
-        drafter.seats[name] = Seat(entry, i, int(blocks[i]), token)
-        # who never drafts is fed for the sake of those who share its prompt's blocks
-        names.append(None if entry.admission.shape is DraftMode.OFF and counts[i] == 1 else name)
-    prompts = [name for name, has in zip(names, have_prompts(query_start, trees), strict=True) if has and name]
-    names, counts, index = of_those_there(names, counts, index)
-    rows = torch.from_numpy(index)
-    hidden = _hidden_of(proposer, state, rows)
-    own = Rows(names, np.asarray(counts), runner.input_ids.gpu[rows], runner.positions[rows], hidden)
-    drafter.feed(own, prompts)
+        token = tokens[-1] if tokens else int(batch.token_ids_cpu[i, int(batch.num_computed_tokens_cpu[i]) + count])
+        return Seat(step.entries[i], i, int(blocks[i]), token)
+
+    def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = torch.from_numpy(index)
+        return runner.input_ids.gpu[rows], runner.positions[rows], _hidden_of(proposer, state, rows)
+
+    query_start = runner.query_start_loc.np[: len(output.req_ids) + 1]
+    result = None if step.sampled is None else VerifyResult(step.sampled.num_accepted, step.sampled.accepted)
+    drafter.seats = {}
+    drafter.feed_step(query_start, step.trees, result, seat_of, columns_of)
 
 
 def _hidden_of(proposer: ProposerV1 | HeadsProposer, state: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,11 @@ from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, dr
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import V1Noise
 from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
+from vllm_specrollout.worker.request import RequestBook, RequestEntry
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
-from vllm_specrollout.worker.v1.requests import Noise, RequestBook
-from vllm_specrollout.worker.v1.sampler import Sampled, are_builtin, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, row_layout, sample_drafts
 
 logger = logging.getLogger("vllm.specrollout")
 _Base = GPUModelRunner if TYPE_CHECKING else object
@@ -54,7 +55,9 @@ class StepState:
     begin: float
     # requests without a place in the batch
     waiting: int
-    # over the batch's requests, in its order; None: no drafts were scheduled
+    # the batch's requests, in its order, once they are sampled
+    entries: Sequence[RequestEntry] = ()
+    # over those requests; None: no drafts were scheduled
     trees: TreeBatch | None = None
     has_branches: bool = False
     sampled: Sampled | None = None
@@ -74,7 +77,7 @@ class SpecRolloutV1(_Base):
             self.input_batch.logitsprocs = plain_processors(self)
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v1")
         self.stats = Stats()
-        self.book = RequestBook(DraftMode.OFF, self.noise.tape)
+        self.book = self.desk = RequestBook(DraftMode.OFF, self.noise.tape)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
         self.drafting = Drafting.of(self.spec_rollout, self.parallel_config)
         self.weights_version = self.drafting.weights_version
@@ -97,7 +100,7 @@ class SpecRolloutV1(_Base):
     def _set_up_drafting(self) -> None:
         """Called at the end of `initialize_kv_cache`."""
         self.shape = self._model_shape()
-        self.book = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
+        self.book = self.desk = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way
@@ -197,7 +200,7 @@ class SpecRolloutV1(_Base):
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
         n = self.input_batch.num_reqs
-        entries = [self.book.get(self.requests[req_id]) for req_id in self.input_batch.req_ids]
+        entries = self.step.entries = [self.book.get(self.requests[req_id]) for req_id in self.input_batch.req_ids]
         metadata = self.input_batch.sampling_metadata
         trees = self.step.trees
         if trees is None:
@@ -261,11 +264,9 @@ class SpecRolloutV1(_Base):
             return None
         batch, views, version = self.input_batch, [], self.weights_version.number
         lengths = batch.num_tokens_no_spec[: len(output.req_ids)].tolist()
-        for i, (req_id, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
-            if not tokens:
-                continue  # still in its prompt
-            entry = self.book.get(self.requests[req_id])
-            if entry.admission.shape is not DraftMode.OFF:
+        for i, (entry, tokens) in enumerate(zip(self.step.entries, output.sampled_token_ids, strict=True)):
+            # without a token it is still in its prompt
+            if tokens and entry.admission.shape is not DraftMode.OFF:
                 views.append(entry.seen(batch.token_ids_cpu[i, : lengths[i]], self.max_model_len, version))
         return RequestBatch.of(views)
 

@@ -8,9 +8,9 @@ history is the request's output and the node's ancestors, the noise is that of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import (
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_specrollout import _core
+from vllm_specrollout.trees.batch import cut
+from vllm_specrollout.trees.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.types import ROOT, IntArray, TreeBatch
+from vllm_specrollout.worker.request import RequestEntry, Tape
 
 BUILTIN = (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)
 
@@ -125,11 +128,7 @@ class TapeTopKTopPSampler(TopKTopPSampler):
         if self.seeds is None:
             return super().forward_cpu(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
-        processed = None
-        if self.logprobs_mode == "processed_logits":
-            processed = logits
-        elif self.logprobs_mode == "processed_logprobs":
-            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        processed = _processed(self, logits)  # before sampling, which may work in place
         return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), self.seeds), processed
 
 
@@ -153,12 +152,15 @@ class ExponentialTapeSampler(TopKTopPSampler):
         if self.noise is None:
             return self._stock_forward(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
-        processed = None
-        if self.logprobs_mode == "processed_logits":
-            processed = logits
-        elif self.logprobs_mode == "processed_logprobs":
-            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        processed = _processed(self, logits)  # before sampling, which may work in place
         return sample_with_exponential_noise(logits.softmax(dim=-1, dtype=torch.float32), self.noise), processed
+
+
+def _processed(sampler: TopKTopPSampler, logits: torch.Tensor) -> torch.Tensor | None:
+    """What vLLM's sampler returns beside the tokens, where logprobs are those of processed logits."""
+    if sampler.logprobs_mode == "processed_logits":
+        return logits
+    return logits.log_softmax(dim=-1, dtype=torch.float32) if sampler.logprobs_mode == "processed_logprobs" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,3 +279,141 @@ def _histories(output_token_ids: Sequence[list[int]], trees: TreeBatch) -> list[
             own.append([*before, int(trees.token_ids[node])])
         histories += own
     return histories
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+MOST_NOISE_BYTES = 256 << 20
+"""Of the noise of all drafts of one step, where it holds one float per node and entry of the vocabulary."""
+_SEEDS = 2**31  # the range stock vLLM draws from, in TopKTopPSampler.forward_cpu
+
+
+class Noise(Protocol):
+    """One engine's noise. `sampler` takes the place of vLLM's, and reads what was set for the step in progress."""
+
+    sampler: TopKTopPSampler
+    # drafts of one step, all requests together, at most; None: as many as there are
+    most_nodes: int | None
+
+    def tape(self, generator: torch.Generator) -> Tape:
+        """A request's tape, drawn from its own generator."""
+        ...
+
+    def set_roots(self, entries: Sequence[RequestEntry]) -> None:
+        """One row per request follows, each at its request's next position."""
+        ...
+
+    def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
+        """A root row and its nodes' rows per request follow; arguments as in `node_seeds`."""
+        ...
+
+    def clear(self) -> None:
+        """The step is sampled."""
+        ...
+
+    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        """[R] int64 the tokens that these logits [R, vocab] float32 and the noise so far ahead choose; the best ones of
+        greedy requests. A drafter's logits, then, are met by the target's own noise."""
+        ...
+
+
+class SeedNoise:
+    """CPU from vLLM 0.32 on: the seeds of `fused_gumbel_argmax`."""
+
+    most_nodes = None
+
+    def __init__(self, logprobs_mode: Any) -> None:
+        self.sampler = TapeTopKTopPSampler(logprobs_mode)
+
+    def tape(self, generator: torch.Generator) -> SeedTape:
+        def draw(count: int) -> SeedArray:
+            """The integers that stock vLLM would draw one by one."""
+            return torch.randint(0, _SEEDS, (count,), generator=generator, dtype=torch.long).numpy()
+
+        return SeedTape(draw)
+
+    def set_roots(self, entries: Sequence[RequestEntry]) -> None:
+        seeds = [0 if e.tape is None else e.tape.peek(1)[0] for e in entries]
+        self.sampler.seeds = torch.tensor(seeds, dtype=torch.int64)
+
+    def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
+        self.sampler.seeds = torch.from_numpy(node_seeds(entries, node_start, row_depth))
+
+    def clear(self) -> None:
+        self.sampler.seeds = None
+
+    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        seeds = [0 if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries]
+        chosen = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds, dtype=torch.int64)).to(torch.int64)
+        return _greedy_where_asked(chosen, logits, entries)
+
+
+class ExponentialNoise:
+    """CUDA, and CPU before vLLM 0.32: vectors of exponential variates, drawn on the device one position after another,
+    kept until used up."""
+
+    def __init__(self, logprobs_mode: Any, vocab_size: int, device: torch.device) -> None:
+        self.sampler = ExponentialTapeSampler(logprobs_mode)
+        self.vocab_size = vocab_size
+        self.most_nodes = MOST_NOISE_BYTES // (4 * vocab_size)
+        self.device = device
+        # greedy rows do not look at it, but it must not be 0
+        self._ones = torch.ones(vocab_size, dtype=torch.float32, device=device)
+
+    def tape(self, generator: torch.Generator) -> VectorTape[torch.Tensor]:
+        def draw() -> torch.Tensor:
+            """[vocab] what stock vLLM draws for one token."""
+            return torch.empty(self.vocab_size, dtype=torch.float32, device=self.device).exponential_(
+                generator=generator
+            )
+
+        return VectorTape(draw)
+
+    def set_roots(self, entries: Sequence[RequestEntry]) -> None:
+        self.sampler.noise = torch.stack([self._ones if e.tape is None else e.tape.peek(1)[0] for e in entries])
+
+    def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
+        rows: list[torch.Tensor] = []
+        for entry, depths in zip(entries, _depths_by_request(node_start, row_depth), strict=True):
+            if entry.tape is None:
+                rows += [self._ones] * len(depths)
+            else:
+                by_depth = entry.tape.peek(int(depths.max()) + 1)
+                rows += [by_depth[depth] for depth in depths.tolist()]
+        self.sampler.noise = torch.stack(rows)
+
+    def clear(self) -> None:
+        self.sampler.noise = None
+
+    def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        noise = torch.stack([self._ones if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries])
+        chosen = sample_with_exponential_noise(logits.softmax(dim=-1), noise).view(-1).to(torch.int64)
+        return _greedy_where_asked(chosen, logits, entries)
+
+
+def fewer(trees: TreeBatch, most_nodes: int | None) -> TreeBatch:
+    """The trees, cut to equal shares where they are too many nodes together."""
+    if most_nodes is None or trees.num_nodes <= most_nodes:
+        return trees
+    share = most_nodes // np.count_nonzero(trees.sizes)
+    return cut(trees, np.full(trees.num_requests, share, dtype=np.int32))
+
+
+def _greedy_where_asked(chosen: torch.Tensor, logits: torch.Tensor, entries: Sequence[RequestEntry]) -> torch.Tensor:
+    is_greedy = [entry.tape is None for entry in entries]
+    if not any(is_greedy):
+        return chosen
+    return torch.where(torch.tensor(is_greedy, device=logits.device), logits.argmax(dim=-1), chosen)
+
+
+def _depths_by_request(node_start: IntArray, row_depth: IntArray) -> Iterator[IntArray]:
+    """[own rows] depths of each request's rows: its root's, then its nodes'."""
+    for i in range(len(node_start) - 1):
+        yield row_depth[int(node_start[i]) + i : int(node_start[i + 1]) + i + 1]
+
+
+def node_seeds(entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> SeedArray:
+    """[rows] the noise seed of each logits row: that of its position in its request; 0 for greedy requests."""
+    levels = int(row_depth.max()) + 1
+    coming = [None if entry.tape is None else entry.tape.peek(levels) for entry in entries]
+    return _core.by_depth(coming, node_start, row_depth)

@@ -22,11 +22,9 @@ from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixi
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.models.decoupled import keep_off
 from vllm_specrollout.worker.rows import HeadShape, RowsAlike, attention_alike, linear_alike_from
-from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v1.collecting import runner_for
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.kv import scratch_blocks
-from vllm_specrollout.worker.v1.matching import MatchingMixin
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -84,9 +82,7 @@ def _product(module: torch.nn.Module, bias: torch.Tensor | None) -> Product:
     return lambda x: module.quant_method.apply(module, x, bias)
 
 
-class SpecRolloutCPUWorker(
-    StatsMixin, MatchingMixin, DrafterMixin, TunableMixin, ExplainsMixin, TrainerMixin, CPUWorker
-):
+class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, CPUWorker):
     """Chosen by `worker_cls`."""
 
     model_runner: SpecRolloutCPURunner

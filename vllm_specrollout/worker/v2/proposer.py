@@ -37,8 +37,13 @@ from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
 from vllm_specrollout.worker.common import config_of, with_model
 from vllm_specrollout.worker.models.drafter import ModelDrafter, Ranks, tell
-from vllm_specrollout.worker.models.proposing import Enough, Proposer, Seat, check_layers
-from vllm_specrollout.worker.models.waiting_rows import Rows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models.proposing import (
+    Enough,
+    Proposer,
+    Rows,
+    Seat,
+    check_layers,
+)
 from vllm_specrollout.worker.v2.host import HostRequest, InFlight
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
@@ -378,22 +383,19 @@ class ModelledV2(SpecRolloutV2):
 
     def _feed(self, drafter: ModelDrafter, step: InFlight, counts: IntArray, result: VerifyResult) -> None:
         computed: Computed = step.computed
-        index, held = rows_that_hold(computed.query_start, step.trees, result)
-        names: list[str | None] = []
         index_of = self.req_states.req_id_to_index
-        for i, request in enumerate(step.requests):
+
+        def seat_of(i: int, count: int) -> Seat | None:
+            request = step.requests[i]
             name = request.request_id if request is not None else ""
             if request is None or self.host.get(name) is not request or name not in index_of:
-                names.append(None)  # it is gone
-                continue
+                return None
             # a prompt that is not over yet goes on with its own next token
             after = request.length - 1 if counts[i] else int(computed.lengths[i])
-            drafter.seats[name] = Seat(request, index_of[name], 0, int(request.buffer[after]))
-            # who never drafts is fed for the sake of those who share its prompt's blocks
-            names.append(None if request.admission.shape is DraftMode.OFF and held[i] == 1 else name)
-        has_prompt = have_prompts(computed.query_start, step.trees)
-        prompts = [name for name, has in zip(names, has_prompt, strict=True) if has and name]
-        names, held, index = of_those_there(names, held, index)
-        rows = torch.from_numpy(index).to(self.device)
-        columns = (computed.token_ids[rows], computed.positions[rows], computed.hidden[rows])
-        drafter.feed(Rows(names, held, *columns), prompts)
+            return Seat(request, index_of[name], 0, int(request.buffer[after]))
+
+        def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            rows = torch.from_numpy(index).to(self.device)
+            return computed.token_ids[rows], computed.positions[rows], computed.hidden[rows]
+
+        drafter.feed_step(computed.query_start, step.trees, result, seat_of, columns_of)

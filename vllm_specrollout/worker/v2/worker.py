@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, TrainerMixin
-from vllm_specrollout.worker.common import Stats, config_of
+from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
+from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import V2Noise
-from vllm_specrollout.worker.tuning import TunableMixin
 from vllm_specrollout.worker.v2.attention import attention_layers
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> I
         setattr(module, class_name, stock)
 
 
-class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin, _Base):
+class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _Base):
     """What both workers add."""
 
     model_runner: SpecRolloutV2
@@ -97,13 +95,5 @@ class SpeculatingWorker(DrafterMixin, ExplainsMixin, TrainerMixin, TunableMixin,
         return times
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
-        """Totals of this worker since the last reset; see `Stats`."""
-        runner = self.model_runner
-        runner.settle()
-        stats = dataclasses.asdict(runner.stats)
-        stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
-        stats["request_reasons"] = runner.desk.reasons()
-        stats["failures"] = dict(runner.spec_rollout.guard.failures)
-        if reset:
-            runner.stats = Stats()
-        return stats
+        self.model_runner.settle()
+        return super().spec_rollout_stats(reset)

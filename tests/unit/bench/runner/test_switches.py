@@ -1,8 +1,8 @@
 import pytest
 
+from bench.runner.switches import SwitchCounter
 from tests.trees import batch_of, chain, limits_of
 from tests.unit.observe.engine import view
-from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.types import EMPTY_TREE, RequestBatch, StepPlan
 
 

@@ -15,7 +15,7 @@ import torch
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.cluster.received import NONE_OF_THEM
-from vllm_specrollout.drafters.sharpness import GREEDY
+from vllm_specrollout.drafters.levels import GREEDY
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
 from vllm_specrollout.worker.models.drafter import ModelDrafter
@@ -123,7 +123,7 @@ class MatchMeter:
 
 
 class MatchingMixin:
-    """Mixed into the V1 runners' workers; called by name, through `collective_rpc`."""
+    """Part of `Tuning`; for the V1 runners' workers."""
 
     model_runner: Any
     _meter: MatchMeter | None = None

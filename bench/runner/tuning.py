@@ -1,7 +1,7 @@
-"""How a benchmark changes budget and oracle of a running engine, so that one engine serves many settings.
+"""Worker calls that change budget, oracle and drafters of a running engine, so that one engine serves many settings.
 
-What belongs here: worker calls that nobody needs in training. They are made by name, through `collective_rpc`, between
-steps.
+What belongs here: calls that nobody needs in training. vLLM mixes them into a benchmark's workers (its
+`worker_extension_cls`), where they are made by name, through `collective_rpc`, between steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from vllm_specrollout.config.drafters import OracleConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.oracle import OracleDrafter, load_continuations
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.observe.switches import SwitchCounter
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.trees.batch import joined
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch
@@ -26,6 +25,9 @@ from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models.decoupled import attached
 from vllm_specrollout.worker.profiling import seed_from_profile
 from vllm_specrollout.worker.speculate import recorder_of
+
+from .matching import MatchingMixin
+from .switches import SwitchCounter
 
 
 class ChangingOracle(BaseDrafter):
@@ -45,11 +47,17 @@ class ChangingOracle(BaseDrafter):
         return joined(self._before.propose(batch, limits), self._after.propose(batch, limits), is_after)
 
 
-class TunableMixin:
+class Tuning(MatchingMixin):
     """Mixed into vLLM's workers, whose model runner has a `spec_rollout`."""
 
-    model_runner: Any
     vllm_config: Any
+
+    def spec_rollout_draft_as(self, sharpness: float | None, is_comb: bool) -> None:
+        """How a model drafts from now on: at this sharpness (None: what it learns), with alternatives or without."""
+        drafter = self.model_runner.model_drafter
+        if drafter is not None:
+            drafter.sharpness.pinned = drafter.second_sharpness.pinned = sharpness
+            drafter.is_comb = is_comb
 
     def spec_rollout_set_budget(
         self,
