@@ -1,4 +1,4 @@
-"""What travels between the parts: frozen dataclasses over numpy arrays, and nothing else.
+"""Carriers between the parts: frozen dataclasses over numpy arrays, and nothing else.
 
 request -> drafters -> draft trees -> verify -> commit -> observe -> budget. A carrier belongs here when two layers
 exchange it; what only one layer knows stays there.

@@ -1,4 +1,4 @@
-"""What was compiled, packed beside the results: a machine that starts bare then compiles nothing again.
+"""Compiled kernels, packed beside the results: a machine that starts bare then compiles nothing again.
 
 Archives are small enough to be carried one by one, and any of them may be left out: what is missing is compiled.
 """

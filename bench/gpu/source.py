@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 WORK = Path.home() / ".cache" / "vllm-specrollout" / "first-hour"
-"""Where everything is built and kept, unless told otherwise."""
+"""Folder in which everything is built and kept, unless told otherwise."""
 VARIABLE = "SPECROLLOUT_SOURCE"
 """Holds the digest of what was installed, where an installed package cannot tell."""
 ALL = ("vllm_specrollout", "kernels", "patches", "bench", "csrc", "setup.py", "pyproject.toml")

@@ -1,4 +1,4 @@
-"""What the loop found: per step and engine, and summed up per epoch; and the tables of it.
+"""Findings of the loop, per step and engine, and summed up per epoch; and the tables of them.
 
 Answers of our engine are those of stock, or the step says where they part, and then no speed is told: there is none of
 a wrong answer. vLLM's own speculation does not sample what it samples without (with the same seeds), so of it only

@@ -1,4 +1,4 @@
-"""What the indices are filled with and asked about: recorded answers of the small policy, and synthetic long ones.
+"""Data of the index benchmark: recorded answers of the small policy, and synthetic long ones.
 
 Both are problems with answers of past epochs and of the present one. Pure but for the reading of one file.
 """

@@ -31,7 +31,7 @@ QUIET_S = 1.2
 """Seconds after its last step until an idle engine's worker blocks; vLLM polls for 1 s."""
 _CHILD = Path(__file__).with_name("engine_child.py")
 _END_S = 20.0
-"""How long an idle engine may take to shut down."""
+"""Seconds in which an idle engine has to shut down."""
 _LOG_LINES = 20
 _PLUGIN = "spec_rollout"
 _EXTENSION = "vllm_specrollout.bench.runner.tuning.Tuning"

@@ -1,4 +1,4 @@
-"""How often what a model would draft next is what the target then samples, for several ways to choose it.
+"""Match rates: how often what a model would draft next is what the target then samples, for several ways to choose it.
 
 What belongs here: a measurement for benchmarks. While it goes on, the model is asked in every step and nothing of it is
 verified, so each position counts once, whatever is accepted.

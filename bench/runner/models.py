@@ -19,7 +19,7 @@ from ..policy import CHECKPOINT, DRAFT, HEAD, inflate, random_model, tokenizer
 from .display import Display
 
 CACHE = Path.home() / ".cache" / "vllm-specrollout" / "models"
-"""Where models are kept unless `--cache` names another folder."""
+"""Folder of models, unless `--cache` names another folder."""
 DTYPES = ("bfloat16", "float32")
 BARE = {**MODELS, "tiny": Model(2, 1, 64, 2, 512, 256)}
 """Shapes of models without weights; the tiny one is for trying the code itself."""

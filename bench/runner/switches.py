@@ -1,4 +1,4 @@
-"""How often drafting was switched off and on, for benchmarks."""
+"""Count of how often drafting was switched off and on, for benchmarks."""
 
 from __future__ import annotations
 

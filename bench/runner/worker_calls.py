@@ -1,4 +1,4 @@
-"""What a benchmark has an engine's worker do; each function is sent there whole, so it imports what it needs itself.
+"""Functions that a benchmark has an engine's worker run; each is sent there whole, so it imports what it needs itself.
 
 Nothing of this project may be imported here: stock vLLM's workers run these too.
 """

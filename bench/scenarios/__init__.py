@@ -1,1 +1,1 @@
-"""What `specrollout bench` measures: a scenario is a frozen dataclass whose fields are the command's flags."""
+"""Scenarios of `specrollout bench`: each is a frozen dataclass whose fields are the command's flags."""

@@ -25,7 +25,7 @@ GREEDY, SHARED, COMB, UNION = "greedy", "shared noise", "comb", "union"
 _AS = {GREEDY: (levels.GREEDY, False), SHARED: (None, False), COMB: (None, True), UNION: (None, True)}
 """Arm -> the sharpness (None: learned), and whether it has alternatives."""
 _HOST = ("ngram",)
-"""What the union drafts with beside the model; a history would know every round but the first."""
+"""Drafters beside the model in the union; a history would know every round but the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

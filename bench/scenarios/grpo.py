@@ -36,7 +36,7 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """Variants of ours: name -> what is laid over its configuration."""
 _QUICK = {"problems": 2, "problems_per_step": 2, "samples": 2, "epochs": 2, "batch": 4, "max_tokens": 24}
-"""What `--quick` puts in place of the sizes."""
+"""Sizes under `--quick`."""
 _UPDATE = GrpoConfig()
 
 

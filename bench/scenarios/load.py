@@ -27,7 +27,7 @@ TAIL = "tail"
 WITHIN = 0.95
 """`auto` may take 5 % longer than the best other budget."""
 TAIL_GAIN = 1.15
-"""What expected lengths are to be worth in a long-tail rollout, in drafts and in the queue's order together."""
+"""Targets of expected lengths in a long-tail rollout, for drafts and the queue's order together."""
 MOST_SWITCHES = 2
 NUM_SHORT, NUM_LONG = 36, 4
 """Answers of the long tail: many short ones, few long ones."""

@@ -1,4 +1,4 @@
-"""What a soak has to hold, and whether it did: growth after it has settled, requests, drafts, and stock's answers.
+"""Checks of a soak: growth after it has settled, requests, drafts, and stock's answers.
 
 Of a series, medians of the first and of the last quarter are compared: one large request body moves neither.
 """

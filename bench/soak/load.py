@@ -1,4 +1,4 @@
-"""Who arrives when and what they ask for, a plan that follows from a seed alone; and one request as a client makes it.
+"""Load of a soak: arrivals and requests, planned from a seed alone; and one request as a client makes it.
 
 Nothing of how fast the server is enters the plan: the same seed asks a server with drafts and one without for the same.
 """

@@ -1,4 +1,4 @@
-"""How a step is launched: the table of tiles, and what follows from a step's shapes. Nothing is tuned at run time."""
+"""Launch of a step: the table of tiles, and what follows from a step's shapes. Nothing is tuned at run time."""
 
 from __future__ import annotations
 

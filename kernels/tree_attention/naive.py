@@ -1,4 +1,4 @@
-"""What the kernel computes, in loops and float64: its specification."""
+"""Specification of the kernel: what it computes, in loops and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is drafted in the next step: the one Protocol of all budgets, and pauses.
+"""Budgets, which choose how much is drafted in the next step: their one Protocol, and pauses.
 
 What belongs here: what every budget answers. A budget is asked for limits before the drafters propose, and chooses
 what is worth verifying afterwards. It never learns who watches it, and it keeps no clock: pauses are the speculator's,

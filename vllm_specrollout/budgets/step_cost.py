@@ -1,4 +1,4 @@
-"""What a decode step costs in milliseconds, and what asking for drafts does: the one model of it.
+"""Cost of a decode step in milliseconds, and of asking for drafts: the one model of both.
 
 What belongs here: the two ways to learn a step's terms. A budget learns while it runs, and forgets (`StepCost`); a
 replay knows the whole run, and does not (`CostLine`, `fit_line`). Both are least squares with terms of at least 0,
@@ -39,7 +39,7 @@ KNOTS: Floats = np.unique(np.rint(2.0 ** np.arange(0.0, 14.5, 0.5)))
 PRICE_MEMORY = 0.9
 """Weight left to what was known of a price, after each further time; before that, the mean of all times."""
 CHEAP = 0.02
-"""What takes less than this share of a step's time is done whatever it yields."""
+"""Share of a step's time below which asking is worth it whatever it yields."""
 OCTAVES = 32
 """Of how many requests something is done for; more than any engine runs."""
 MOST_OWED = 1024

@@ -1,4 +1,4 @@
-"""Which drafting method a freed worker gets, and which requests it serves beside their first worker.
+"""Assignment of a freed worker: its drafting method, and the requests it serves beside their first worker.
 
 A freed worker may run the requests themselves (`assign`), or lend its drafter to the workers that run them (`lend`).
 

@@ -1,4 +1,4 @@
-"""Which of two arrangements decodes faster, found out by trying both. Pure.
+"""Duel of two arrangements: both are tried, and the one that decodes faster stays. Pure.
 
 What belongs here: whose turn it is, and when one of them has won. Estimates need times that are not known before both
 have run, and a host's speed drifts by more than they differ; so slices of both are run in turns, and compared in pairs.

@@ -1,4 +1,4 @@
-"""What a verifying engine and a drafter in another process tell each other: frozen carriers, and what is wrong in them.
+"""Messages between a verifying engine and a drafter in another process: frozen carriers, and what is wrong in them.
 
 May enter: kinds of messages, their limits and checks. May not: bytes (codec.py) and transports (mailbox.py).
 """

@@ -1,4 +1,4 @@
-"""What has come from a drafter for one request, on the verifier's side. Pure.
+"""Drafts that came from a drafter for one request, on the verifier's side. Pure.
 
 What belongs here: what of a tree that arrived still fits what the request has become. It may be late, lost or doubled.
 None of that matters to the output: what does not continue the request's own tokens is not verified, and what is

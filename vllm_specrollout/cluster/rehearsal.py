@@ -1,4 +1,4 @@
-"""What decoupled drafting yields, rehearsed: the real streams, with a clock and tokens that are drawn. Pure.
+"""Rehearsal of decoupled drafting: the real streams, with a clock and tokens that are drawn. Pure.
 
 What belongs here: a verifier and a drafter as times and match rates, event by event. The streams are those of
 stream.py, and what fits is said by received.py: so a rehearsal and an engine differ in their times and tokens alone.

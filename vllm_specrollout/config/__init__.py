@@ -1,4 +1,4 @@
-"""What can be set: of an engine, its drafters and its budget, of one request, and by the environment.
+"""Settings: of an engine, its drafters and its budget, of one request, and by the environment.
 
 stdlib only. Defaults and limits live here and nowhere else.
 """

@@ -1,4 +1,4 @@
-"""What can be set for each budget; part of the configuration (engine.py). stdlib only.
+"""Settings of each budget; part of the configuration (engine.py). stdlib only.
 
 What belongs here: one dataclass per budget, and what a published system says of its drafter. A default is the paper's
 where the paper gives one. `config.parse` lays `DRAFTER_DEFAULTS` under what the user gave: it never outranks a key that

@@ -1,4 +1,4 @@
-"""What can be set for each drafter, and for what heads are trained on; part of the configuration (engine.py)."""
+"""Settings of each drafter, and of what heads are trained on; part of the configuration (engine.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vllm_specrollout.errors import ConfigError, shown
 SCOPES = ("problem", "global")
 FOREIGN = ("skip", "refuse")
 SINGLE = "drafter"
-"""What the decoupled drafter of `speculative_config` is called."""
+"""Name of the decoupled drafter of `speculative_config`."""
 MAX_RANKS = 64
 """Ranks of the oracle's tokens, at most."""
 RECONFIGURE = ("off", "goodput", "paper")
-"""How requests that match less than their batch get draft windows of their own."""
+"""Ways in which requests that match less than their batch get draft windows of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

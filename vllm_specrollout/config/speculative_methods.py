@@ -1,4 +1,4 @@
-"""Which of vLLM's own drafting methods (`--speculative-config`) draft here, and what becomes of the others.
+"""vLLM's own drafting methods (`--speculative-config`): those that draft here, and what becomes of the others.
 
 `specrollout doctor` and the reference page print METHODS; the front end asks `moved` and `check`. Nothing here imports
 vLLM.

@@ -28,7 +28,7 @@ SUFFIX = ".history"
 VERSION = 3
 """Versions 1 and 2 were no databases: see old_format.py."""
 ERRORS = (sqlite3.Error, OSError)
-"""What a disk, or a file on it, may do to whoever uses a `Database`."""
+"""Errors of a disk, or of a file on it, that users of a `Database` meet."""
 
 _APPLICATION = int.from_bytes(b"SRHI", "big")
 # small pages: an answer of 1,000 tokens fills none of 4 KiB well

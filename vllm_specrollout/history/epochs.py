@@ -1,4 +1,4 @@
-"""When a new epoch begins, guessed from what arrives, for trainers that do not say. Pure: no clock, no files.
+"""Guess of when a new epoch begins, from what arrives, for trainers that do not say. Pure: no clock, no files.
 
 An epoch is one pass over the problems. A problem that comes back starts a new one if
 

@@ -1,4 +1,4 @@
-"""Which problem a request belongs to, where its client does not say. Pure: tokens in, ids out; no clock, no chance.
+"""Problem of a request whose client does not name one. Pure: tokens in, ids out; no clock, no chance.
 
 In this order: the id that the client gives; the id of an equal prompt, which samples of one group have; that of the
 prompt which a longer one goes on from, behind an answer to it (an interrupted answer that is asked for again, the next

@@ -1,4 +1,4 @@
-"""What `specrollout history` does: look into files, merge, trim, remove. No printing: see cli/history.py."""
+"""Actions of `specrollout history`: look into files, merge, trim, remove. No printing: see cli/history.py."""
 
 from __future__ import annotations
 

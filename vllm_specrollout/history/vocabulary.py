@@ -1,4 +1,4 @@
-"""What a token id means: which vocabulary an engine's answers are written in. No files, no indices.
+"""Vocabulary in which an engine's answers are written: what a token id means. No files, no indices.
 
 Ids of one vocabulary are noise in another, and those beyond its end would be read from outside the model's embeddings.
 So every history file names the vocabulary of its writer, and answers are looked at again where they are read.

@@ -1,1 +1,1 @@
-"""What watches a step: metrics, timeline, recorder. Listeners of the speculator; they change nothing of a step."""
+"""Observers of a step, and failures of ours. Listeners of the speculator; they change nothing of a step."""

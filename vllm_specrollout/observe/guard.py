@@ -1,4 +1,4 @@
-"""What of ours fails costs speed, never tokens: failures are contained here, counted, and named once.
+"""Guard: a failure of ours costs speed, never tokens. It is contained here, counted, and logged once.
 
 What belongs here: what counts as a failure, and who is told. Whoever uses a guard says what happens instead.
 """

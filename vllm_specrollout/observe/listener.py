@@ -1,4 +1,4 @@
-"""What the speculator tells those who watch it.
+"""Listener: the Protocol of those who watch the speculator.
 
 What belongs here: the events, and their order. A listener reads what it is given and changes nothing. If it fails, the
 speculator contains that.

@@ -1,4 +1,4 @@
-"""How long threads are waited for that may wait for a disk themselves: as long as they get on. stdlib only."""
+"""Waiting for a thread that writes to a disk: as long as it makes progress. stdlib only."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_FAILURES = 5
-"""What fails so often is given up."""
+"""Failures after which a drafter is given up."""
 FIRST_PATIENCE, LONGER = 64, 4
 """Engine steps without what has failed once; each further time so many times as many."""
 RECOVERED = 4096

@@ -1,4 +1,4 @@
-"""What listeners ask of a step: what they noted when it was planned, and what each request verified in it."""
+"""Steps as listeners ask about them: their plans, and what each request verified."""
 
 from __future__ import annotations
 

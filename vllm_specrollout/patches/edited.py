@@ -1,4 +1,4 @@
-"""Which of vLLM's files were edited on this host after they were installed, as some trainers do."""
+"""vLLM's files that were edited on this host after they were installed, as some trainers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which vLLM versions are supported, and whether the installed source is still what our code was written against.
+"""Supported vLLM versions, and whether the installed source is still what our code was written against.
 
 `supported_vllm.toml` keeps one fingerprint per target and version, and one per file that a target is in. Sources are
 read from disk, never imported, so what is rebound at run time does not disturb the check. Files that are as recorded

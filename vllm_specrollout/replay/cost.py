@@ -1,4 +1,4 @@
-"""What a simulated step costs: the line that fits all recorded steps at once (budgets/step_cost.py).
+"""Cost of a simulated step: the line that fits all recorded steps at once (budgets/step_cost.py).
 
 What belongs here: which of a trace's steps say what. Drafting is taken out of the steps first and fitted on its own,
 since a budget that asks no drafter does not pay for it; and what prompts add is found last.

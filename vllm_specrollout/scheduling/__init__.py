@@ -1,1 +1,1 @@
-"""What is known of requests before they run, and in which order they do. Pure: numbers in, numbers out."""
+"""Order of requests, and what is known of them before they run. Pure: numbers in, numbers out."""

@@ -1,4 +1,4 @@
-"""Which CUDA graphs to capture, so that several draft sizes share one set. Pure.
+"""CUDA graphs to capture, so that several draft sizes share one set. Pure.
 
 A graph replays one shape. The naive scheme captures one per (draft size, batch size), for the target and for the
 drafter (TLT section 5.1, figure 10 b), and its memory grows with every draft size. Here a graph is a bucket: it serves

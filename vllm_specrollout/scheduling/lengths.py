@@ -1,4 +1,4 @@
-"""How long answers become, from how long they became: per problem, revised as an answer grows.
+"""Expected lengths of answers, from earlier ones: per problem, revised as an answer grows.
 
 Pure: lengths in, expectations out.
 """

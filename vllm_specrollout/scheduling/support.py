@@ -1,4 +1,4 @@
-"""What may be drafted: for a model, and for a request. What cannot be done exactly is not drafted, and the reason said.
+"""Support: what may be drafted for a model and a request. What cannot be exact is not drafted, and the reason is said.
 
 `specrollout doctor` and the reference page print TABLE; the worker asks `request_shape` and `model_shape`.
 """

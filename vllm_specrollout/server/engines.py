@@ -1,4 +1,4 @@
-"""Which worker and scheduler an engine gets, by platform and model runner; and which of these this host has.
+"""Worker and scheduler classes of an engine, by platform and model runner; and which of these this host has.
 
 Only `host_facts` imports vLLM, when it is called.
 """

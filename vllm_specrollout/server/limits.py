@@ -1,4 +1,4 @@
-"""What does not go together with speculation. Each combination is one line of a table: what, why, the way out.
+"""Limits: what does not go together with speculation. Each is one line of a table: what, why, the way out.
 
 Nothing here imports vLLM: the rules look at attributes, so they are tested without it.
 """

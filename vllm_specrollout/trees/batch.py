@@ -1,4 +1,4 @@
-"""What is done with the trees of a whole batch at once: merged and selected, taken in another order, cut, compared.
+"""Operations on the trees of a whole batch: merge and select, reorder, cut, compare.
 
 May enter: the carriers, numpy, our C++ core. May not: torch, vLLM, clocks, randomness. Nothing here loops over nodes.
 """

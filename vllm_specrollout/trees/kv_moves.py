@@ -1,4 +1,4 @@
-"""Which KV cache blocks move so that the accepted nodes stand in consecutive slots of their request."""
+"""Moves of KV cache blocks, so that the accepted nodes stand in consecutive slots of their request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of a draft tree see which: what tree attention masks with.
+"""Masks of tree attention: which nodes of a draft tree see which.
 
 May enter: the carriers and numpy. May not: torch, vLLM.
 """

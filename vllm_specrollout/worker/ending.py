@@ -1,4 +1,4 @@
-"""How a process of ours is told to end: SIGTERM, from whoever began it, or the end of that process."""
+"""Ending of a process of ours: by SIGTERM, from whoever began it, or with that process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to vLLM about profiles: what an engine's profile is of, and how one is measured."""
+"""Profiles of vLLM engines: what one is of, and how it is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether rows round alike on this host: the same bits for a row that is computed alone and among others.
+"""Rows of this host: whether one has the same bits when it is computed alone and among others.
 
 Exactness at level B rests on it (docs/concepts/exactness.md), and nobody promises it: on CPUs with AMX, vLLM's bfloat16
 attention rounds by how many rows a query has. So an engine asks once, at its start, of its own shapes; `specrollout

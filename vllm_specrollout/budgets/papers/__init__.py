@@ -1,1 +1,1 @@
-"""How much the published systems draft, as their papers mean it, for comparison on one engine and on one trace."""
+"""Budgets of the published systems, as their papers mean them, for comparison on one engine and on one trace."""

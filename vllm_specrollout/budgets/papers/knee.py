@@ -1,4 +1,4 @@
-"""Where a step's time starts to grow with its rows: FastGRPO's C_peak. Pure: (rows, milliseconds) points in.
+"""Knee of step times, where they start to grow with rows: FastGRPO's C_peak. Pure: (rows, milliseconds) points in.
 
 Source: FastGRPO, Appendix B, Algorithm 2, which plots time against batch and takes the knee without saying how.
 

@@ -1,4 +1,4 @@
-"""Where messages go in and out: sockets between the processes of one host, and what the loops need of them.
+"""Channels of messages: sockets between the processes of one host, and what the loops need of them.
 
 ZeroMQ over ipc alone: whoever can open the path may speak, so the folder that it lies in must be the user's own. An
 address that leaves the host is refused.

@@ -1,4 +1,4 @@
-"""What the driver knows of a batch: which worker runs which request, and what has come of it. Pure.
+"""Record of a batch for the driver: which worker runs which request, and what has come of it. Pure.
 
 A request may run at several workers at once. Each copy's tokens are kept apart, so an answer is always one worker's.
 The first copy to end is the answer. All copies end with the same tokens; where rounding ever made two differ, that is

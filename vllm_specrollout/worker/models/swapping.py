@@ -227,7 +227,7 @@ _FREE = (
 
 _HEAD = "lm_head.weight"
 _MAP = "d2t"
-"""What must be added to a token of a smaller vocabulary to have the target's."""
+"""Buffer of what must be added to a token of a smaller vocabulary to have the target's."""
 
 
 def swap(runner: Any, path: Path, below: Path | None = None, *, is_new: bool = True) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vllm_specrollout.worker.v1.runner import SpecRolloutV1
 from vllm_specrollout.worker.v1.sampler import ExponentialNoise, fewer
 
 BUFFERS_PER_ROW = 4
-"""What sampling holds of that size at once: logits in float32, probabilities, noise, and noise kept for later."""
+"""Arrays of that size that sampling holds at once: float32 logits, probabilities, noise, and noise kept for later."""
 
 _Base = SpecRolloutV1 if TYPE_CHECKING else object
 

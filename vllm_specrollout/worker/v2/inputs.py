@@ -1,4 +1,4 @@
-"""What the device is told of the drafts of one step: one packed copy from the host, nothing read back.
+"""Inputs of one step's drafts on the device: one packed copy from the host, nothing read back.
 
 Rows are those of the forward pass, in batch order; a drafting request's rows are its last known token (the root) and
 its nodes. Buffers that the attention kernel reads live as long as the engine, so that a captured graph finds them.

@@ -1,4 +1,4 @@
-"""What the V2 runner can draft: for a model, and for a request."""
+"""Shapes that the V2 runner can draft: for a model, and for a request."""
 
 from __future__ import annotations
 
