@@ -1,4 +1,4 @@
-"""Which idle worker helps which request, and when that is over: the ladder's decisions, and who carries them out.
+"""Coordinator of a ladder: which idle worker helps which request, when that is over, and who carries it out.
 
 Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign` and `lend` of `cluster/assignment.py`. It decides on
 the workers' latest reports, each of them the whole state of a worker. So a coordinator that begins anew knows all after

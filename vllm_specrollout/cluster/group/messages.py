@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other: frozen carriers, as lines of JSON with their types and ranges.
+"""Messages between the processes of a group: frozen carriers, as lines of JSON with their types and ranges.
 
 Three kinds of processes speak. The driver has the requests, workers run them, and the coordinator decides which idle
 worker helps which request. What workers tell the coordinator is their whole state each time, so nothing has to be
