@@ -85,4 +85,4 @@ def test_only_the_named_event_is_waited_for() -> None:
         for function, method in _calls(path)
         if method in ("synchronize", "wait_stream")
     }
-    assert waits == {("in_flight.py", "tokens_of"), ("in_flight.py", "wait")}
+    assert waits == {("host.py", "tokens_of"), ("host.py", "wait")}
