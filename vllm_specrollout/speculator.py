@@ -141,7 +141,7 @@ class Speculator(Contained):
         return self._planned(batch, limits, proposals, plan, begin)
 
     def _weigh(self, plan: StepPlan, step: int) -> None:
-        """Learn what dear drafters brought. What goes wrong at that lies in what the budget made of them."""
+        """Learn what expensive drafters brought. What goes wrong at that lies in what the budget made of them."""
         if self.worth.asked:
             self._budget_does(lambda budget: self.worth.learn(plan, step))
 
@@ -159,19 +159,19 @@ class Speculator(Contained):
         return PlannedStep(plan, batch, proposals)
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
-        """The drafters' trees, of those that have any. Dear ones come last, and are asked where the answers so far
+        """The drafters' trees, of those that have any. Expensive ones come last, and are asked where the answers so far
         leave something to bring. One that works ahead is asked always: that tells it which tokens hold, and without it
         the drafter goes on behind old ones. One that has had more than its share of the time is not."""
         step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
         debts = self._asking.debts
         asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
-        order = [(not d.works_ahead and prices[d.name].is_dear(batch.size, step_ms), d) for d in asked]
+        order = [(not d.works_ahead and prices[d.name].is_expensive(batch.size, step_ms), d) for d in asked]
         order.sort(key=itemgetter(0))
         limit_ms = self._asking.limit_ms(batch.size)
         found: list[TreeBatch] = []
-        for is_dear, drafter in order:
-            own = self._where_it_pays(drafter, found, limits, batch, step) if is_dear else limits
+        for is_expensive, drafter in order:
+            own = self._where_it_pays(drafter, found, limits, batch, step) if is_expensive else limits
             try:
                 trees = self._asked(drafter, batch, own, math.inf if drafter.is_in_step else limit_ms)
             except CONTAINED as error:
@@ -184,7 +184,7 @@ class Speculator(Contained):
     def _where_it_pays(
         self, drafter: Drafter, found: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, step: int
     ) -> DraftLimits:
-        """The limits, with a dear drafter wanted for those requests where it brings more than it takes."""
+        """The limits, with an expensive drafter wanted for those requests where it brings more than it takes."""
         without = self._budget_does(lambda budget: budget.preview(found, limits, batch, self._asking.ms))
         if without is None:
             return limits

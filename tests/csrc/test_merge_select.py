@@ -86,7 +86,7 @@ def test_siblings_that_claim_more_than_there_is_share_it():
     assert merged.reach.sum() == pytest.approx(1.0)
 
 
-def test_a_cheaper_step_verifies_more_and_a_dear_one_nothing():
+def test_a_cheaper_step_verifies_more_and_an_expensive_one_nothing():
     proposals = [batch_of([tree_of(range(-1, 9), range(10), [0.8] * 10)] * 4)]
 
     def nodes(per_node):

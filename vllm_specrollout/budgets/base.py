@@ -2,7 +2,7 @@
 
 What belongs here: what every budget answers. A budget is asked for limits before the drafters propose, and chooses
 what is worth verifying afterwards. It never learns who watches it, and it keeps no clock: pauses are the speculator's,
-by the one rule that is here; whom a dear drafter is asked for is in worth.py.
+by the one rule that is here; whom an expensive drafter is asked for is in worth.py.
 """
 
 from __future__ import annotations

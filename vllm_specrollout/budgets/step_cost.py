@@ -203,7 +203,7 @@ class Price:
         octave = num_requests.bit_length()
         return self._ms[self._nearest[min(octave, OCTAVES - 1)]] if octave else 0.0
 
-    def is_dear(self, num_requests: int, step_ms: float) -> bool:
+    def is_expensive(self, num_requests: int, step_ms: float) -> bool:
         """Whether it must be worth what it takes; not where a step's time is not known (0.0)."""
         return self.of(num_requests) > CHEAP * step_ms > 0.0
 

@@ -1,4 +1,4 @@
-"""Whom a dear drafter is asked for.
+"""Whom an expensive drafter is asked for.
 
 What belongs here: what each drafter takes and brings, learned from the steps that it was asked in, and the choice of
 requests that follows from both.
@@ -17,7 +17,7 @@ from vllm_specrollout.types import TENTHS, BoolArray, DraftLimits, FloatArray, S
 
 
 class Merit:
-    """What one dear drafter takes and brings."""
+    """What one expensive drafter takes and brings."""
 
     def __init__(self) -> None:
         self.verify_ms = 0.0
@@ -56,9 +56,9 @@ class Merit:
 
 
 class Worth:
-    """Whom dear drafters are asked for: for those requests where that brings most tokens per millisecond.
+    """Whom expensive drafters are asked for: for those requests where that brings most tokens per millisecond.
 
-    A drafter that takes next to nothing is asked for all, and first. Then a dear one's answer adds few tokens to a
+    A drafter that takes next to nothing is asked for all, and first. Then an expensive one adds few tokens to a
     request whose next token is known already, and more to the others: how many is learned by how sure the next token
     is. As with nodes, one cumulative sum over the requests, those that gain most first, finds the best set. Where it is
     empty the drafter is tried all the same now and then, since what is never tried is never learned.
@@ -73,7 +73,7 @@ class Worth:
     def narrowed(
         self, limits: DraftLimits, source: int, name: str, price: Price, without: StepPlan, step: int
     ) -> DraftLimits:
-        """The limits, with a dear drafter wanted for those requests alone that it is asked for in this step.
+        """The limits, with an expensive drafter wanted for those requests alone that it is asked for in this step.
 
         Args:
             source: the drafter's.
@@ -104,7 +104,7 @@ class Worth:
         return wanted
 
     def learn(self, plan: StepPlan, step: int) -> None:
-        """The step is planned: what dear drafters have added to it is known."""
+        """The step is planned: what expensive drafters have added to it is known."""
         asked, self.asked = self.asked, {}
         if not asked or plan.reach is None:
             return

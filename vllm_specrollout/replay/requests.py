@@ -142,7 +142,7 @@ class RecordedDrafter(BaseDrafter):
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         wanted = limits.wanted(0).tolist()
-        # what asking takes was recorded for all that were looked at; a dear drafter is asked for some of them
+        # what asking takes was recorded for all that were looked at; an expensive drafter is asked for some of them
         self._spend(batch.size if limits.drafters is None else sum(nodes > 0 for nodes in wanted))
         asked = zip(map(self._requests.__getitem__, batch.request_ids), wanted, strict=True)
         return batch_of(batch.request_ids, [self._at(request) if nodes else EMPTY_TREE for request, nodes in asked])

@@ -62,9 +62,9 @@ def test_where_nothing_pays_the_best_set_is_verified_to_learn_from_it() -> None:
 
 def test_drafts_that_save_less_than_asking_costs_do_not_pay() -> None:
     assert choose(experienced(), 0.3, length=1).pays
-    dear = choose(experienced(), 0.3, length=1, draft_ms=5.0)
+    expensive = choose(experienced(), 0.3, length=1, draft_ms=5.0)
     # drafters have been asked already, so what they proposed is verified
-    assert not dear.pays and dear.trees.num_nodes == 8
+    assert not expensive.pays and expensive.trees.num_nodes == 8
 
 
 def test_with_nothing_proposed_there_is_nothing_to_choose() -> None:

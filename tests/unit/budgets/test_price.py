@@ -47,11 +47,11 @@ def test_a_price_that_changes_is_followed() -> None:
     assert 3.9 < price.of(4) < 4.0
 
 
-def test_dear_is_what_takes_more_than_a_small_share_of_a_step_whose_time_is_known() -> None:
+def test_expensive_is_what_takes_more_than_a_small_share_of_a_step_whose_time_is_known() -> None:
     price = Price()
     price.spent(2, 1.0)
-    assert price.is_dear(2, 0.9 / CHEAP) and not price.is_dear(2, 1.1 / CHEAP)
-    assert not price.is_dear(2, 0.0) and not Price().is_dear(2, 1e-9)
+    assert price.is_expensive(2, 0.9 / CHEAP) and not price.is_expensive(2, 1.1 / CHEAP)
+    assert not price.is_expensive(2, 0.0) and not Price().is_expensive(2, 1e-9)
 
 
 def test_asking_takes_the_prices_of_those_asked_in_the_step() -> None:

@@ -42,12 +42,12 @@ def learned(brings: float, ms: float) -> Worth:
     return worth
 
 
-def test_a_dear_drafter_is_asked_for_those_requests_whose_next_token_is_not_known_without_it() -> None:
+def test_an_expensive_drafter_is_asked_for_those_requests_whose_next_token_is_not_known_without_it() -> None:
     worth = learned(brings=0.8, ms=0.5)
     assert step(worth, 9, [0.95, 0.0, 0.95], [0.8] * 3, 0.5) == [1]
 
 
-def test_where_all_requests_have_drafts_a_dear_drafter_is_not_asked() -> None:
+def test_where_all_requests_have_drafts_an_expensive_drafter_is_not_asked() -> None:
     worth = learned(brings=0.8, ms=0.5)
     assert step(worth, 5, [0.95, 0.95], [0.8, 0.8], 0.5) == []
 
@@ -89,7 +89,7 @@ def test_what_verifying_its_drafts_takes_counts_too() -> None:
     assert asked(2.0) == []
 
 
-def test_of_two_dear_drafters_the_second_is_judged_by_what_it_adds_to_the_first() -> None:
+def test_of_two_expensive_drafters_the_second_is_judged_by_what_it_adds_to_the_first() -> None:
     worth, price = Worth(), price_of(0.5)
     first, second = plan([0.0, 0.0]), plan([0.8, 0.8], PLAIN_MS + 0.5)
     for number in range(PATIENCE):

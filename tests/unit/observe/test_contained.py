@@ -239,7 +239,7 @@ def test_a_budget_that_errs_is_left_alone(fault: str, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("method", ["narrowed", "learn"])
-def test_whom_a_dear_drafter_is_asked_for_is_the_budgets_business_when_it_goes_wrong(
+def test_whom_an_expensive_drafter_is_asked_for_is_the_budgets_business_when_it_goes_wrong(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Previews(FixedBudget):

@@ -131,7 +131,7 @@ def test_every_request_is_told_why_it_of_all_got_nothing():
         ({"reason": "no gain", "is_on": False}, 0, "off: no gain"),
         ({"reason": "no gain", "is_on": False}, 2, "off: no gain"),
         ({"reason": "fixed"}, 2, "fixed"),
-        ({"reason": "too dear"}, 0, "too dear"),
+        ({"reason": "too expensive"}, 0, "too expensive"),
     ],
     ids=["off", "off for now", "off but trying", "fixed", "on but nothing chosen"],
 )

@@ -36,7 +36,7 @@ def test_who_is_not_wanted_has_no_proposal() -> None:
     limits, asked = bounded(batch, 8, 8), []
     drafter = RecordedDrafter(trace, requests, asked.append)
     assert drafter.propose(batch, replace(limits, max_nodes=np.asarray([0, 8], np.int32))).sizes.tolist() == [0, 1]
-    # a dear drafter is asked for some requests alone, and that is all that it takes time for
+    # an expensive drafter is asked for some requests alone, and that is all that it takes time for
     assert drafter.propose(batch, replace(limits, drafters=np.asarray([0, 1], np.uint32))).sizes.tolist() == [0, 1]
     assert asked == [2, 1]
 

@@ -30,10 +30,10 @@ def test_the_window_is_the_best_of_all(p: float, batch: int, draft_ms: float) ->
 
 
 def test_windows_shrink_with_the_batch_and_with_the_cost_of_drafting() -> None:
-    free, dear = _specactor(0.8), _specactor(0.8, draft_ms=3.0)
+    free, expensive = _specactor(0.8), _specactor(0.8, draft_ms=3.0)
     windows = [free.best_window(batch) for batch in (1, 8, 64, 512)]
     assert windows == sorted(windows, reverse=True) and windows[0] > windows[-1] == 1
-    assert dear.best_window(8) < free.best_window(8)
+    assert expensive.best_window(8) < free.best_window(8)
 
 
 @pytest.mark.parametrize("replan", [1000, 200])

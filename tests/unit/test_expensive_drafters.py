@@ -23,7 +23,7 @@ class Clock:
         return self.ms / 1e3
 
 
-class Dear(Says):
+class Expensive(Says):
     """Takes time whenever it is asked, and notes for whom."""
 
     def __init__(self, clock: Clock, ms: float) -> None:
@@ -55,7 +55,7 @@ class Engine:
 
     def __init__(self, num_known: int, *, model_ms: float, met: float) -> None:
         self.clock = Clock()
-        self.model, self.history = Dear(self.clock, model_ms), Knows(num_known)
+        self.model, self.history = Expensive(self.clock, model_ms), Knows(num_known)
         self.speculator = Speculator([self.history, self.model], GoodputBudget(8, 8), clock=self.clock)
         self.rates = np.asarray([0.95, met])
         self._rng = np.random.default_rng(0)
@@ -92,7 +92,7 @@ class Engine:
         return self.model.of[-1] if len(self.model.of) > asked else []
 
 
-def test_a_dear_drafter_is_asked_for_the_requests_that_have_no_draft_otherwise() -> None:
+def test_an_expensive_drafter_is_asked_for_the_requests_that_have_no_draft_otherwise() -> None:
     engine = Engine(num_known=5, model_ms=2.0, met=0.8)
     asked = [engine.step() for _ in range(200)][100:]
     assert np.mean([own == [5, 6, 7] for own in asked]) > 0.9
