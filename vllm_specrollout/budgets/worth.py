@@ -1,4 +1,4 @@
-"""Whom an expensive drafter is asked for.
+"""Worth of an expensive drafter: the requests that it is asked for.
 
 What belongs here: what each drafter takes and brings, learned from the steps that it was asked in, and the choice of
 requests that follows from both.

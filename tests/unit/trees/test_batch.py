@@ -93,6 +93,16 @@ class OnDevice:
     def cpu(self):
         return self.column
 
+    # as a tensor's, so that a batch can count its nodes where they are
+    def __len__(self):
+        return len(self.column)
+
+    def __getitem__(self, index):
+        return OnDevice(self.column[index])
+
+    def __sub__(self, other):
+        return OnDevice(self.column - other.column)
+
 
 def test_trees_that_a_drafter_left_on_its_device_come_home():
     batch = batch_of([tree_of([-1, 0], [1, 2], [0.5, 0.5])])
