@@ -43,8 +43,9 @@ class Client:
         self.so_far.clear()
         return [asyncio.create_task(self.ask(i, prompt, params(i))) for i, prompt in enumerate(PROMPTS)]
 
-    async def until_some(self) -> None:
-        while not self.so_far:
+    async def until_all_began(self) -> None:
+        """What comes to a paused engine waits until it is resumed, so none may be on its way to it."""
+        while len(self.so_far) < len(PROMPTS):
             await asyncio.sleep(0.005)
 
 
@@ -57,7 +58,7 @@ async def main(model: str) -> dict[str, Any]:
     engine = client.engine
     # as verl does before new weights; its client then goes on with each answer
     tasks = client.begin()
-    await client.until_some()
+    await client.until_all_began()
     await engine.pause_generation(wait_for_inflight_requests=False, clear_cache=True)  # type: ignore[call-arg]
     cut = await asyncio.gather(*tasks)
     await engine.resume_generation()
@@ -68,13 +69,13 @@ async def main(model: str) -> dict[str, Any]:
     resubmitted = [[*one[0], *rest[0]] for one, rest in zip(cut, await asyncio.gather(*rests), strict=True)]
     # as earlier vLLMs drained an engine
     tasks = client.begin()
-    await client.until_some()
+    await client.until_all_began()
     await engine.pause_generation(wait_for_inflight_requests=True)  # type: ignore[call-arg]
     drained = await asyncio.gather(*tasks)  # nobody has to resume it for that
     await engine.resume_generation()
     # as OpenRLHF does
     tasks = client.begin()
-    await client.until_some()
+    await client.until_all_began()
     await engine.pause_generation(mode="keep")
     await engine.reset_prefix_cache()
     await engine.resume_generation()
