@@ -6,10 +6,11 @@ With the noise of that position they are level within the dtype's rounding, or t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm_specrollout.observe.self_check import tolerance
 
 from .engine_process import EngineProcess
 from .rows import Judged, Pair, Parting, partings
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 JUDGE: dict[str, Any] = {"max_logprobs": -1, "logprobs_mode": "processed_logits"}
 """Arguments of an engine that can tell ties: it is asked for the logits that are sampled from."""
-LEAST = {"float32": 1e-4, "bfloat16": 0.05}
-"""Tolerance where logits are small: they are sums of many roundings, whose own size does not shrink with them."""
-_EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +38,6 @@ class Candidates:
     width: int
     # which model runner draws the noise; None: that of this process's environment
     is_v2: bool | None = None
-
-
-def tolerance(dtype: str, logits: Iterable[float], temperature: float = 0.0) -> float:
-    """Most by which level candidates may be apart: each logit may be off by two units in its last place.
-
-    Args:
-        logits: of both, before temperature; those that are not finite count for nothing.
-        temperature: 0: nothing is divided.
-    """
-    places = (2.0 ** (math.frexp(logit)[1] - 1) for logit in logits if math.isfinite(logit) and logit)
-    return max(LEAST[dtype], sum(2.0 * _EPSILON[dtype] * place for place in places) / (temperature or 1.0))
 
 
 def judged(one: Candidates, seed: int | None, temperature: float, dtype: str) -> tuple[bool, str]:

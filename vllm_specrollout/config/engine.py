@@ -48,7 +48,8 @@ DECOUPLED_SOURCES = ("decoupled", "decoupled_alternatives")
 PLACEMENTS = ("coupled", "decoupled", "auto")
 BUDGETS = tuple(OPTIONS)
 PROFILES = ("auto", "off")
-SHAPES = ("tree", "chain")
+SHAPES = ("auto", "tree", "chain")
+SELF_CHECKS = ("auto", "always", "off")
 QUEUE_ORDERS = ("longest_first", "arrival")
 
 
@@ -72,8 +73,12 @@ class SpecRolloutConfig:
     """Most draft tokens (tree nodes) verified for one request in one step."""
     max_depth: Annotated[int, Range(1, MAX_NODES)] = 16
     """Most draft tokens on one root-to-leaf path."""
-    shape: Annotated[str, Choice(SHAPES)] = "tree"
-    """`tree`, or `chain` for drafts without branches."""
+    shape: Annotated[str, Choice(SHAPES)] = "auto"
+    """`auto` drafts trees, on a CUDA device once the engine's self-check has passed there; `tree` drafts them without
+    one as well; `chain` drafts without branches."""
+    self_check: Annotated[str, Choice(SELF_CHECKS)] = "auto"
+    """Whether the engine compares kernels, graphs and drafted steps with plain decoding at its start: `auto` does on
+    CUDA devices; `always`, wherever the V2 runner is; `off`, nowhere (docs/concepts/self-check.md)."""
     budget: str = "auto"
     """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`

@@ -81,6 +81,7 @@ METRICS = (
     Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
     Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
     Metric("drafters_alive", "gauge", "Drafters that are asked; those that failed and wait to be tried again are not."),
+    Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
     Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
@@ -158,6 +159,9 @@ class Metrics(Listener):
 
     def failed(self, part: str) -> None:
         self._add(f"failures/{part.replace('/', ' per ')}", 1)
+
+    def checked(self, part: str, result: str) -> None:
+        self._add(f"self_checks/{part}/{result}", 1)
 
     def drafters_alive(self, count: int) -> None:
         self._counts["drafters_alive"] = count

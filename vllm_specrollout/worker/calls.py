@@ -220,6 +220,7 @@ class StatsMixin(_Base):
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         rows = getattr(runner, "rows", None)
         stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
+        stats["self_check"] = getattr(runner, "self_check", None)
         stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:

@@ -72,7 +72,7 @@ def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str)
         drafters=config.sources,
         max_draft_tokens=config.max_draft_tokens,
         max_depth=config.max_depth,
-        shape=config.shape,
+        shape="chain" if config.shape == "chain" else "tree",
     )
     logger.info("Spec rollout: recording into %s", path)
     return Recorder(header, ThreadSink(path), time.perf_counter)

@@ -78,6 +78,31 @@ class TreeAttention:
         keys, values = kv_cache[..., :head_size], kv_cache[..., head_size:]
         warm_up(row, keys, values, torch.empty_like(row), block_table, tile=self.tile, **self._options)
 
+    def plainly(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, output: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """The layer's own attention, causal, whatever the step holds."""
+        return self.inner.forward(layer, query, key, value, kv_cache, attn_metadata, output)
+
+    def shadowed(self, found: list[tuple[float, float]]) -> ShadowedAttention:
+        """A stand-in that attends both ways; each time it adds how far apart they were, and how far they may be."""
+        return ShadowedAttention(self, found)
+
+    def attend_to(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor,
+        block_table: torch.Tensor, num_nodes: torch.Tensor, ancestors: torch.Tensor, most_rows: int, longest: int,
+        num_programs: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """[T, Hq, D] what our kernel computes of these rows, outside of any step; arguments as of `tree_attention`."""
+        out, head_size = torch.empty_like(query), query.shape[-1]
+        tree_attention(
+            query, kv_cache[..., :head_size], kv_cache[..., head_size:], out, starts, lengths, block_table, num_nodes,
+            ancestors, max_query_len=most_rows, max_seq_len=longest, num_programs=num_programs, tile=self.tile,
+            **self._options,
+        )  # fmt: skip
+        return out
+
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor) -> torch.Tensor:
         rows, num_reqs = metadata.num_actual_tokens, metadata.seq_lens.shape[0]
         head_size = query.shape[-1]
@@ -97,6 +122,37 @@ class TreeAttention:
             **self._options,
         )
         return output
+
+
+def off_by(dtype: torch.dtype) -> float:
+    """How far apart two ways to attend may be, as a share of the largest value attended to."""
+    return 2e-3 if dtype == torch.float32 else 2e-2
+
+
+class ShadowedAttention:
+    """A layer that attends its own way and ours, for the self-check: chains come out alike."""
+
+    def __init__(self, tree: TreeAttention, found: list[tuple[float, float]]) -> None:
+        self.tree = tree
+        self.found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tree, name)
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, output: torch.Tensor, **scales: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        arguments = (layer, query, key, value, kv_cache, attn_metadata)
+        if attn_metadata is None or not self.tree.inputs.by_ancestors:
+            return self.tree.forward(*arguments, output, **scales)
+        real = slice(attn_metadata.num_actual_tokens)
+        ours = self.tree.forward(*arguments, torch.empty_like(output))[real].float()
+        theirs = self.tree.plainly(*arguments, output)
+        largest = max(float(value[real].abs().max()), float(theirs[real].abs().max()))
+        off = float((ours - theirs[real].float()).abs().nan_to_num(nan=torch.inf).max())
+        self.found.append((off, off_by(output.dtype) * largest))
+        return theirs
 
 
 class HostTreeAttention(TreeAttention):
@@ -153,6 +209,14 @@ class HostTreeAttention(TreeAttention):
         for r, rows in enumerate(starts.diff().tolist()):
             if not self.inputs.by_ancestors or (rows > 1 and not int(nodes[r])):
                 self._attend_causally(query, kv_cache, attn_metadata, output, r)
+        return output
+
+    def plainly(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, output: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        for r in range(len(attn_metadata.query_start_loc) - 1):
+            self._attend_causally(query, kv_cache, attn_metadata, output, r)
         return output
 
     def _attend_causally(

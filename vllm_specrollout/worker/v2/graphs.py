@@ -24,6 +24,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
+from vllm_specrollout.observe.guard import CONTAINED
+from vllm_specrollout.observe.self_check import CHAIN_GRAPHS, TREE_GRAPHS
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
@@ -121,6 +123,8 @@ class DraftGraphs:
         self.stock: Any = None
         self.chains: Buckets | None = None
         self.trees: Buckets | None = None
+        # set of graphs -> why it could not be captured
+        self.failed: dict[str, str] = {}
 
     def capture(self, runner: Any) -> None:
         """Capture every bucket."""
@@ -130,8 +134,17 @@ class DraftGraphs:
         from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 
         with freeze_gc_for_cudagraph_capture(), runner.maybe_setup_dummy_loras(runner.lora_config):
-            self.trees = _captured(runner, trees, "trees")
-            self.chains = _captured(runner, chains, "chains")
+            self.trees = self._guarded(runner, trees, TREE_GRAPHS)
+            self.chains = self._guarded(runner, chains, CHAIN_GRAPHS)
+
+    def _guarded(self, runner: Any, plan: GraphPlan | None, what: str) -> Buckets | None:
+        """One set of buckets; a capture that fails costs graphs, never the server."""
+        try:
+            return _captured(runner, plan, what.partition(" ")[0] + "s")
+        except CONTAINED as error:
+            logger.warning("Spec rollout: no CUDA graphs for %s: %s: %s", what, type(error).__name__, error)
+            self.failed[what] = f"{type(error).__name__}: {error}"[:500]
+            return None
 
     @contextmanager
     def chosen_from(self, runner: Any) -> Iterator[None]:

@@ -55,6 +55,8 @@ class SpecRolloutV2(_Base):
     # a model that drafts, where there is one (modelled.py); the `DecoupledDrafter`, where there is one (worker.py)
     model_drafter: ModelDrafter | None = None
     remote: Any = None
+    # what its self-check found, as plain values; None: it was not checked yet
+    self_check: dict[str, Any] | None = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)

@@ -7,6 +7,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, expand_idx_mapping, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -27,6 +28,8 @@ class TreeVerifier:
         self.sampler = sampler
         self.width = max_draft_tokens + 1
         self.is_philox = features.installed().v2_noise == "philox"
+        # False: until our kernel has proved itself, chains are judged by vLLM's sampler and plain torch
+        self.has_kernel = True
 
     def __call__(
         self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs
@@ -105,12 +108,12 @@ class TreeVerifier:
             batch.expanded_local_pos,
             *more,
         )
+        rows = (processed, batch.expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos)
+        if not self.has_kernel:
+            sampled = sampled_rows(self, *rows)
+            return chain_verdict(sampled, draft_ids, batch.cu_num_logits, self.width), processed
         verdict = tree_verify(
-            processed,
-            batch.expanded_idx_mapping,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            pos,
+            *rows,
             draft_ids,
             inputs.parents,
             batch.cu_num_logits,
@@ -165,3 +168,41 @@ class TreeVerifier:
         )
         rows = starts[request] + verdict.path[request, own].clamp_(min=0)
         return rows, verdict.token_ids[request, own].clamp_(min=0)
+
+
+def sampled_rows(
+    verifier: TreeVerifier,
+    logits: torch.Tensor,
+    request_index: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    pos: torch.Tensor,
+) -> torch.Tensor:
+    """[L] int64 the target's own token at every row, by vLLM's sampler; arguments as of `tree_verify`."""
+    fp64 = verifier.sampler.use_fp64_gumbel
+    return gumbel_sample(
+        logits, request_index, temperature, seeds, pos, apply_temperature=False, is_drafting=False, use_fp64=fp64
+    )
+
+
+def chain_verdict(sampled: torch.Tensor, draft_ids: torch.Tensor, cu_rows: torch.Tensor, width: int) -> TreeVerdict:
+    """What `tree_verify` finds where every tree is a chain, in plain torch and without waiting for the host.
+
+    Args:
+        sampled: [L] int64 the target's own token at every row.
+        draft_ids: [L] the token that each row was computed for.
+        cu_rows: [R + 1] int32 the first row of each request, then L.
+        width: most tokens of a request.
+    """
+    depth = torch.arange(width, device=sampled.device)
+    sizes = (cu_rows[1:] - cu_rows[:-1])[:, None]
+    rows = (cu_rows[:-1, None].long() + depth).clamp_(max=max(len(sampled) - 1, 0))
+    tokens = sampled[rows].long()
+    # a row is walked to where the one before it sampled the token that it was computed for
+    is_right = draft_ids[rows[:, 1:]].long() == tokens[:, :-1]
+    is_walked = torch.cat([sizes > 0, is_right & (depth[1:] < sizes)], dim=1).cumprod(dim=1).bool()
+    return TreeVerdict(
+        torch.where(is_walked, tokens, -1),
+        is_walked.sum(dim=1, dtype=torch.int32),
+        torch.where(is_walked, depth, 0).to(torch.int32),
+    )

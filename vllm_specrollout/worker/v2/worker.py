@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.observe.guard import CONTAINED
+from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY
 from vllm_specrollout.patches.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
@@ -18,6 +20,7 @@ from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import V2Noise
 from vllm_specrollout.worker.v2.attention import attention_layers
+from vllm_specrollout.worker.v2.self_check import SelfCheck, set_aside
 
 if TYPE_CHECKING:
     from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -28,19 +31,34 @@ else:
 
 
 @torch.inference_mode()
-def warm_up(runner: SpecRolloutV2) -> None:
-    """After the KV cache is set up, and before graphs are captured."""
+def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
+    """After the KV cache is set up, and before graphs are captured.
+
+    Returns:
+        Part of the self-check -> why its kernels do not run here.
+    """
+    failed: dict[str, str] = {}
     if runner.shape[0] is DraftMode.OFF:
-        return
-    runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device)
-    if runner.mover is None:
-        return
-    runner.mover.warm_up(1 + runner.max_draft_tokens)
+        return failed
+
+    def run(part: str, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except CONTAINED as error:
+            failed[part] = f"{type(error).__name__}: {error}"[:500]
+
+    if runner.verifier.has_kernel:
+        run(VERIFY, lambda: runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device))
+    if runner.mover is None or runner.shape[0] is not DraftMode.TREE:
+        return failed
+    width = 1 + runner.max_draft_tokens
+    run(COMMIT, lambda: runner.mover.warm_up(width))
     if runner.experts is not None:
-        runner.experts.warm_up(1 + runner.max_draft_tokens)
+        run(COMMIT, lambda: runner.experts.warm_up(width))
     block_table = runner.block_tables.input_block_tables[0][:1]
     for layer in attention_layers(runner):
-        layer.impl.warm_up(layer, runner.dtype, block_table)
+        run(ATTENTION, lambda layer=layer: layer.impl.warm_up(layer, runner.dtype, block_table))
+    return failed
 
 
 @contextmanager
@@ -87,11 +105,17 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
 
+        runner = self.model_runner
+        check = SelfCheck.of(runner)
         # before vLLM's own, after which it looks out for kernels that are compiled late; with or without graphs
-        warm_up(self.model_runner)
-        times = super().compile_or_warm_up_model()
+        check.add(warm_up(runner))
+        with set_aside(runner):  # vLLM warms up with requests of its own
+            times = super().compile_or_warm_up_model()
+        check.add(runner.draft_graphs.failed)
+        check.run()
+        runner.self_check = check.as_dict()
         # last of all, since it may wait: other ranks have nothing left to do with this one
-        decoupled.join(self.model_runner)
+        decoupled.join(runner)
         return times
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:

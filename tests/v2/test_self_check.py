@@ -1,0 +1,288 @@
+"""An engine's check of itself: it passes as it is, and a fault in any part takes away what rests on that part."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm_specrollout.kernels.kv_commit import kernel as kv_commit
+from vllm_specrollout.kernels.tree_attention import kernel as tree_attention
+from vllm_specrollout.kernels.tree_verify import kernel as tree_verify
+
+from tests.e2e.identity.engines import Engine, engine
+from tests.v2.models import small_model
+from vllm_specrollout.observe import self_check as record
+from vllm_specrollout.observe.self_check import Record
+from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.v2 import self_check as module
+from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.self_check import SelfCheck
+
+OPTIONS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 768, "max_num_batched_tokens": 256}
+DRAFTS = {"max_draft_tokens": 8, "self_check": "always"}
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    patch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("cache")
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory, own_cache: Path) -> Iterator[Engine]:
+    path = small_model(tmp_path_factory.mktemp("model"), "qwen3", "float32")
+    with engine(path, "float32", is_ours=True, spec_rollout=DRAFTS, **OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture
+def runner(ours: Engine) -> Iterator[Any]:
+    """As it was when it had passed."""
+    runner = ours.runner
+    yield runner
+    runner.shape, runner.desk, runner.verifier.has_kernel = (DraftMode.TREE, ""), Desk(DraftMode.TREE), True
+    runner.inputs.always_by_ancestors = True
+    runner.draft_graphs.chains = runner.draft_graphs.trees = None
+
+
+def checked(runner: Any, folder: Path) -> SelfCheck:
+    check = SelfCheck(runner, Record("key", folder), is_wanted=True)
+    check.run()
+    return check
+
+
+class Mutant:
+    """A kernel that does something else once it is done, or before."""
+
+    def __init__(self, kernel: Any, change: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self.kernel, self.change = kernel, change
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self.change(self.kernel[grid], args, kwargs)
+
+
+def test_an_engine_starts_checked_and_passes_every_part(ours: Engine, own_cache: Path) -> None:
+    found = ours.llm.collective_rpc("spec_rollout_stats")[0]["self_check"]
+    assert found["state"] == "passed" and not found["failed"]
+    # there are no graphs here
+    graphs = {record.CHAIN_GRAPHS, record.TREE_GRAPHS}
+    assert set(found["passed"]) == set(record.PARTS) - graphs
+    assert ours.runner.shape == (DraftMode.TREE, "") and ours.runner.verifier.has_kernel
+    assert [path.suffix for path in (own_cache / "vllm-specrollout/self-check").iterdir()] == [".passed"]
+
+
+def test_nothing_of_the_check_is_left_in_the_engine(ours: Engine) -> None:
+    runner = ours.runner
+    assert not runner.req_states.req_id_to_index and not runner.host.num_in_flight
+    assert not runner.desk.reasons() and not runner.stats.steps
+    assert all(not cache.any() for cache in runner.kv_caches)
+    assert "drafters_alive" in runner.metrics._counts
+
+
+def test_what_was_passed_once_is_not_compared_again_but_steps_are(runner: Any, tmp_path: Path) -> None:
+    assert set(checked(runner, tmp_path).passed) >= {record.VERIFY, record.COMMIT}
+    assert checked(runner, tmp_path).passed == [record.CHAINS, record.ATTENTION, record.TREES]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def _shifted_noise(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names = ("logits", "stride", "index", "temperature", "seeds", "pos")
+    run(*args[:5], args[names.index("pos")] + 1, *args[6:], **kwargs)
+
+
+def _short_walk(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    run(*args, **kwargs)
+    args[7].clamp_(max=2)
+
+
+def _scaled(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    run(*args, **kwargs)
+    kwargs.get("out", args[3] if len(args) > 3 else None).mul_(1.1)
+
+
+def _nothing(run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """It is not launched."""
+
+
+def _never_ends(*args: Any) -> str:
+    while True:
+        time.sleep(0.01)
+
+
+def _raises(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of resource: shared memory, Required: 106496, Hardware limit: 101376")
+
+
+Plant = Callable[[pytest.MonkeyPatch, Any], None]
+
+
+def _kernel(owner: Any, name: str, change: Any) -> Plant:
+    return lambda patch, runner: patch.setattr(owner, name, Mutant(getattr(owner, name), change))
+
+
+def _uncommitted(patch: pytest.MonkeyPatch, runner: Any) -> None:
+    stock = SpecRolloutV2.sample
+
+    def sample(self: Any, *args: Any) -> Any:
+        found = stock(self, *args)
+        self.step.accepted = None
+        return found
+
+    patch.setattr(SpecRolloutV2, "sample", sample)
+
+
+def _other_tokens(patch: pytest.MonkeyPatch, runner: Any) -> None:
+    stock = TreeInputs.write_tokens
+
+    def write(self: Any, trees: Any, index_of: Any, draft_tokens: torch.Tensor) -> None:
+        stock(self, trees, index_of, draft_tokens)
+        draft_tokens[:] = (draft_tokens + 1) % runner.vocab_size
+
+    patch.setattr(TreeInputs, "write_tokens", write)
+
+
+def _part(owner: Any, name: str, value: Any) -> Plant:
+    return lambda patch, runner: patch.setattr(owner, name, value)
+
+
+TREE, CHAIN, OFF = DraftMode.TREE, DraftMode.CHAIN, DraftMode.OFF
+FAULTS: dict[str, tuple[Plant, str, DraftMode, bool]] = {
+    "noise of the next position": (_kernel(tree_verify, "_sample_blocks", _shifted_noise), record.VERIFY, CHAIN, False),
+    "a walk that stops early": (_kernel(tree_verify, "_walk_trees", _short_walk), record.VERIFY, CHAIN, False),
+    "attention scaled": (_kernel(tree_attention, "_attend", _scaled), record.ATTENTION, CHAIN, True),
+    "splits that are not merged": (_kernel(tree_attention, "_merge", _nothing), record.ATTENTION, CHAIN, True),
+    "slots that are not moved": (_kernel(kv_commit, "_move", _nothing), record.COMMIT, CHAIN, True),
+    "a step that is not committed": (_uncommitted, record.TREES, CHAIN, True),
+    "positions by row": (_part(TreeInputs, "shift_positions", lambda *args: None), record.TREES, CHAIN, True),
+    "tokens that were not drafted": (_other_tokens, record.CHAINS, OFF, False),
+    "an exception": (_part(module, "check_attention", _raises), record.ATTENTION, CHAIN, True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_takes_away_what_rests_on_it(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    plant, part, shape, has_kernel = FAULTS[fault]
+    plant(monkeypatch, runner)
+    found = checked(runner, tmp_path)
+    assert part in found.failed, found.failed
+    assert (runner.shape[0], runner.verifier.has_kernel) == (shape, has_kernel)
+    assert part in runner.shape[1] and runner.desk.model_shape is shape
+    assert not list(tmp_path.glob("*.pending")) and not list(tmp_path.glob("*.passed"))
+
+
+def test_a_part_that_hangs_is_left_and_counts_as_failed(runner: Any, tmp_path: Path) -> None:
+    check = SelfCheck(runner, Record("key", tmp_path), is_wanted=True, seconds_a_part=0.5)
+    assert not check.part(record.COMMIT, _never_ends)
+    check.apply()
+    assert "HungError" in check.failed[record.COMMIT] and runner.shape[0] is CHAIN
+
+
+class Replayed:
+    """Stands in for captured graphs: runs the model on the step's buffers, as a graph would."""
+
+    def __init__(self, runner: Any, is_wrong: bool) -> None:
+        self.runner, self.is_wrong, self.step, self.count = runner, is_wrong, None, 0
+        self.prepare = runner.model_state.prepare_attn
+
+    def keep(self, batch: Any, mode: Any, tables: Any, slots: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.prepare(batch, mode, tables, slots, *args, **kwargs)
+        self.step = (batch, found, build_slot_mappings_by_layer(slots, self.runner.kv_cache_config))
+        return found
+
+    def dispatch(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
+        most = kwargs.get("max_query_len")
+        return BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens, num_reqs, max_query_len=most)
+
+    @property
+    def graphs(self) -> Any:
+        return self
+
+    def __contains__(self, desc: Any) -> bool:
+        return True
+
+    def run_fullgraph(self, desc: Any) -> Any:
+        batch, metadata, slots = self.step
+        self.count += 1
+        config, model = self.runner.vllm_config, self.runner.model
+        with set_forward_context(metadata, config, num_tokens=desc.num_tokens, slot_mapping=slots):
+            found = model(input_ids=batch.input_ids, positions=batch.positions, intermediate_tensors=None)
+        return found + 1.0 if self.is_wrong else found
+
+
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("kind", ["chains", "trees"])
+def test_graphs_are_replayed_and_one_that_is_wrong_is_not_used(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_wrong: bool
+) -> None:
+    made = Replayed(runner, is_wrong)
+    monkeypatch.setattr(runner.model_state, "prepare_attn", made.keep)
+    setattr(runner.draft_graphs, kind, made)
+    found = checked(runner, tmp_path)
+    part = record.CHAIN_GRAPHS if kind == "chains" else record.TREE_GRAPHS
+    assert made.count >= 1 and (part in found.failed) is is_wrong and (part in found.passed) is not is_wrong
+    assert getattr(runner.draft_graphs, kind) is (None if is_wrong else made)
+    assert runner.shape[0] is (CHAIN if is_wrong and kind == "trees" else TREE)
+
+
+def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and_without_our_kernels(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = module.key_of(runner)
+    dead = {"part": record.TREES, "pid": 2**22 + 1, "began": 1.0, "host": os.uname().nodename}
+    (tmp_path / f"{key}.host.1.pending").write_text(json.dumps(dead))
+    runner.draft_graphs.chains = runner.draft_graphs.trees = object()
+    for name in ("check_verify", "check_attention", "check_commit"):
+        monkeypatch.setattr(module, name, _raises)
+    found = SelfCheck.of(runner, tmp_path)
+    assert runner.shape[0] is CHAIN and not runner.verifier.has_kernel
+    found.run()
+    assert list(found.failed) == [record.CRASH] and "died in the part `trees`" in found.failed[record.CRASH]
+    assert runner.draft_graphs.chains is runner.draft_graphs.trees is None and runner.shape[0] is CHAIN
+    # until somebody asks for another check
+    Record(key, tmp_path).clear()
+    assert not Record(key, tmp_path).crash()
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["our verifier", "stock's"])
+def test_chains_after_a_failed_check_are_drafted_and_yield_plain_decodings_tokens(
+    ours: Engine, runner: Any, has_kernel: bool
+) -> None:
+    from vllm import SamplingParams
+
+    runner.verifier.has_kernel = has_kernel
+    module.limit(runner, CHAIN, "a test says so")
+    prompts = [{"prompt_token_ids": [5, 6, 7, 8] * 5}, {"prompt_token_ids": [9, 3] * 8}]
+    params = [SamplingParams(max_tokens=40, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 1.0)]
+    plain = [
+        SamplingParams(
+            max_tokens=40, temperature=t, seed=3, ignore_eos=True, extra_args={"spec_rollout": {"enabled": False}}
+        )
+        for t in (0.0, 1.0)
+    ]
+    wanted = [out.outputs[0].token_ids for out in ours.llm.generate(prompts, plain, use_tqdm=False)]
+    ours.llm.collective_rpc("spec_rollout_stats", args=(True,))
+    got = [out.outputs[0].token_ids for out in ours.llm.generate(prompts, params, use_tqdm=False)]
+    stats = ours.llm.collective_rpc("spec_rollout_stats", args=(True,))[0]
+    assert got == wanted and stats["accepted"] > 0 and stats["branches_committed"] == 0

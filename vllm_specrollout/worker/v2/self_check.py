@@ -1,0 +1,402 @@
+"""Self-check of an engine on its device: kernels against their twins, then requests with drafts against plain decoding.
+
+What belongs here: what each part asks of the runner. Requests go through the runner's own steps, as vLLM's warm-up
+sends them; the blocks they use are cleared, and whatever counts or remembers is set aside meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_specrollout.kernels import kv_commit, tree_attention, tree_verify
+from vllm_specrollout.kernels.kv_commit.naive import kv_commit as naive_commit
+from vllm_specrollout.kernels.tree_attention.naive import naive_tree_attention
+from vllm_specrollout.kernels.tree_verify.kernel import tree_verify as judge
+from vllm_specrollout.kernels.tree_verify.naive import judge as naive_judge
+from vllm_specrollout.observe import self_check as record
+from vllm_specrollout.observe.guard import CONTAINED
+from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.observe.self_check import Record, allowed, deadline
+from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.trees.mask import ancestor_masks
+from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.common import Stats
+from vllm_specrollout.worker.request import Desk
+from vllm_specrollout.worker.v2.attention import attention_layers, off_by
+from vllm_specrollout.worker.v2.check_steps import CheckRequests, chain_of, fork_of
+from vllm_specrollout.worker.v2.verify import sampled_rows
+
+logger = logging.getLogger("vllm.specrollout")
+
+_CONTEXTS = (37, 700)
+"""Tokens before the drafts, where attention is compared: within one split of the keys, and over several."""
+_FORK = [-1, -1, 0, 1, 1, 3, 4]
+"""Parents of the nodes, where attention is compared."""
+_ROWS = 64
+UNCHECKED = "`self_check` is off, and trees wait for it"
+
+
+@dataclass(slots=True)
+class SelfCheck:
+    """One engine's check, from before its kernels are compiled until its verdict."""
+
+    runner: Any
+    record: Record
+    is_wanted: bool
+    # part -> what was wrong
+    failed: dict[str, str] = field(default_factory=dict)
+    # parts that ran
+    passed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    seconds_a_part: float = record.DEADLINE_S
+
+    @classmethod
+    def of(cls, runner: Any, folder: Path | None = None) -> SelfCheck:
+        """That of this engine, which does from now on what is allowed before the check.
+
+        An engine of its kind that died in its own check is a failure. Unasked, only CUDA devices are checked.
+        """
+        asked, is_cuda = runner.spec_config.self_check, runner.device.type == "cuda"
+        is_wanted = asked == "always" or (asked == "auto" and is_cuda)
+        made = cls(runner, Record(key_of(runner), folder), is_wanted=is_wanted and runner.shape[0] is not DraftMode.OFF)
+        if not is_wanted and is_cuda and runner.spec_config.shape == "auto":
+            limit(runner, DraftMode.CHAIN, UNCHECKED)
+            runner.verifier.has_kernel = False
+        elif made.is_wanted and (crash := made._agreed(made.record.crash() if _is_first() else "")):
+            made.failed[record.CRASH] = crash
+            made.apply()
+        return made
+
+    def add(self, failed: Mapping[str, str]) -> None:
+        """What did not even compile, or could not be captured, here or on another rank."""
+        for part in record.PARTS:
+            if found := self._agreed(failed.get(part, "")):
+                self.failed[part] = found
+        if self.failed and not self.is_wanted and self.runner.spec_rollout.guard.is_strict:
+            raise RuntimeError(f"kernels do not run here: {self.failed}")
+        self.apply()
+
+    def part(self, name: str, run: Callable[[], str]) -> bool:
+        """Run a part, unless something of it has failed before; returns whether nothing has.
+
+        Args:
+            run: returns what is wrong; nothing: "".
+        """
+        if name in self.failed:
+            return False
+        if _is_first():
+            self.record.begin(name)
+        begin = time.perf_counter()
+        try:
+            with deadline(name, self.seconds_a_part):
+                found = run()
+                if self.runner.device.type == "cuda":
+                    torch.cuda.synchronize()
+        except CONTAINED as error:
+            logger.debug("Spec rollout: the self-check's part `%s`", name, exc_info=error)
+            found = f"{type(error).__name__}: {error}"[:500]
+        except BaseException:
+            self.record.forget()
+            raise
+        self.seconds += time.perf_counter() - begin
+        if found := self._agreed(found):
+            self.failed[name] = found
+            self.passed = [part for part in self.passed if part != name]
+            return False
+        if name not in self.passed:
+            self.passed.append(name)
+        return True
+
+    def _agreed(self, found: str) -> str:
+        """What is wrong on any rank, for all of them: they go on alike."""
+        group = get_tp_group()
+        if group.world_size == 1:
+            return found
+        told: list[str] = [""] * group.world_size
+        torch.distributed.all_gather_object(told, found, group=group.cpu_group)
+        return next(filter(None, told), "")
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """All parts that this engine needs, and what follows from them."""
+        runner, graphs = self.runner, self.runner.draft_graphs
+        if self.is_wanted and record.CRASH not in self.failed:
+            if not self.record.has_passed:
+                self.part(record.VERIFY, lambda: check_verify(runner))
+                if runner.shape[0] is DraftMode.TREE:
+                    self.part(record.ATTENTION, lambda: check_attention(runner))
+                    self.part(record.COMMIT, lambda: check_commit(runner))
+            self.apply()
+            with set_aside(runner) as requests:
+                self._check_steps(requests, graphs)
+            if _is_first():
+                self.record.end(self.failed)
+        self.apply()
+        self._say()
+
+    def _check_steps(self, requests: CheckRequests, graphs: Any) -> None:
+        """Requests with drafts, from the safest kind of step to the boldest."""
+        runner = self.runner
+        if not self.part(record.CHAINS, lambda: requests.decode() or requests.compare(chain_of)):
+            if runner.verifier.has_kernel and requests.lines:
+                # once more without our kernel, which is what would be used then
+                self.failed.setdefault(record.VERIFY, self.failed.pop(record.CHAINS))
+                self.apply()
+                self.part(record.CHAINS, lambda: requests.compare(chain_of))
+            if record.CHAINS in self.failed:
+                return
+        if graphs.chains is not None:
+            self.part(record.CHAIN_GRAPHS, lambda: requests.compare(chain_of, graphs.chains))
+        self.apply()
+        if runner.shape[0] is DraftMode.TREE and requests.can_fork:
+            self.part(record.ATTENTION, requests.shadow)
+            self.part(record.TREES, lambda: requests.compare(fork_of))
+            if graphs.trees is not None:
+                self.part(record.TREE_GRAPHS, lambda: requests.compare(fork_of, graphs.trees))
+
+    def apply(self) -> None:
+        """Let the runner do what is still allowed, and no more."""
+        runner, rule = self.runner, allowed(self.failed)
+        runner.verifier.has_kernel = rule.has_kernel
+        if not rule.has_graphs or rule.shape is DraftMode.OFF:
+            runner.draft_graphs.chains = None
+        part = record.CHAINS if rule.shape is DraftMode.OFF else next(iter(self.failed), "")
+        why = f"self-check: {part}: {self.failed[part]}" if self.failed else ""
+        limit(runner, rule.shape, why)
+
+    def _say(self) -> None:
+        for part in self.passed:
+            self.runner.metrics.checked(part, "passed")
+        for part, what in self.failed.items():
+            self.runner.metrics.checked(part, "failed")
+            logger.warning("Spec rollout: the self-check failed on this device in `%s`: %s", part, what)
+        if not self.failed:
+            if self.is_wanted:
+                logger.info("Spec rollout: the self-check passed in %.1f s", self.seconds)
+            return
+        rule = allowed(self.failed)
+        graphs = "" if rule.has_graphs or rule.shape is DraftMode.OFF else ", without CUDA graphs"
+        logger.warning(
+            "Spec rollout: drafts are %s%s here. hint: `specrollout doctor --gpu` checks anew, and says what to report",
+            {DraftMode.OFF: "off", DraftMode.CHAIN: "chains only"}.get(rule.shape, "as configured"),
+            graphs,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for whoever asks the worker."""
+        state = "failed" if self.failed else "passed" if self.is_wanted else "off"
+        return {"state": state, "passed": self.passed, "failed": self.failed, "seconds": round(self.seconds, 2)}
+
+
+def limit(runner: Any, shape: DraftMode, reason: str) -> None:
+    """The runner drafts no more than this from now on."""
+    if runner.shape[0] is shape or runner.shape[0] is DraftMode.OFF or shape is DraftMode.TREE:
+        return
+    runner.shape = (shape, reason)
+    runner.desk = Desk(shape)
+    runner.draft_graphs.trees = None
+    # where our layers attend to chains as well (attention.py), they go the plain way now
+    runner.inputs.always_by_ancestors = False
+
+
+def key_of(runner: Any) -> str:
+    """What a verdict holds for, in 16 hexadecimal digits."""
+    config, device = runner.vllm_config, runner.device
+    digest = hashlib.sha256()
+    for module in (kv_commit, tree_attention, tree_verify, None):
+        folder = Path(str(module.__file__)).parent if module is not None else Path(__file__).parent
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    triton = __import__("triton")
+    facts = [
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        _driver(),
+        torch.__version__,
+        triton.__version__,
+        vllm.__version__,
+        config.model_config.compute_hash(),
+        str(config.model_config.dtype),
+        config.parallel_config.tensor_parallel_size,
+        str(config.compilation_config.cudagraph_mode),
+        runner.max_draft_tokens,
+        runner.spec_config.max_depth,
+        runner.spec_config.shape,
+        digest.hexdigest(),
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _driver() -> str:
+    """NVIDIA's, in its own words; empty where there is none."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def _is_first() -> bool:
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+@contextmanager
+def set_aside(runner: Any) -> Iterator[CheckRequests]:
+    """Requests of the check in place of the engine's: what counts and remembers is back as it was afterwards."""
+    requests = CheckRequests(runner)
+    stand_ins = {
+        "host": requests.host,
+        "metrics": Metrics(()),
+        "stats": Stats(),
+        "desk": Desk(runner.shape[0]),
+        "model_drafter": None,
+    }
+    kept = {name: getattr(runner, name) for name in stand_ins}
+    vars(runner).update(stand_ins)
+    runner.kv_connector.set_disabled(True)
+    try:
+        yield requests
+    finally:
+        try:
+            requests.end()
+        finally:
+            runner.kv_connector.set_disabled(False)
+            # a verdict may have changed what it admits
+            kept["desk"] = Desk(runner.shape[0])
+            vars(runner).update(kept)
+            requests.clear()
+
+
+# --- kernels against their twins --------------------------------------------------------------------------------------
+
+
+def check_verify(runner: Any) -> str:
+    """Our kernel against vLLM's sampler on random rows, bit for bit, and its walk against its specification."""
+    device, vocab, verifier = runner.device, runner.vocab_size, runner.verifier
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.arange(_ROWS)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.0]).repeat(_ROWS // 4).to(device)
+    seeds = torch.randint(0, 1 << 62, (_ROWS,), generator=draw).to(device)
+    pos = torch.randint(0, 1 << 16, (_ROWS,), generator=draw).to(device)
+    random = (4.0 * torch.randn(_ROWS, vocab, generator=draw)).to(device)
+    parents = torch.tensor([-1, 0, 0, 1, 1, 3, 4, 6], dtype=torch.int32).repeat(_ROWS // 8).to(device)
+    cu_rows = torch.arange(0, _ROWS + 1, 8, dtype=torch.int32, device=device)
+    index = rows.to(device)
+    for dtype in {runner.dtype, torch.float32}:
+        logits = random.to(dtype)
+        sampled = sampled_rows(verifier, logits, index, temperature, seeds, pos)
+        # half of the nodes are what was sampled at their parents
+        first = rows // 8 * 8
+        wanted = sampled.cpu()[first + parents.cpu().clamp(min=0)]
+        drafts = torch.where(rows % 2 == 1, wanted, (wanted + 1) % vocab).to(device)
+        verdict = judge(
+            logits, index, temperature, seeds, pos, drafts, parents, cu_rows,
+            width=8, use_fp64=verifier.sampler.use_fp64_gumbel, is_philox=verifier.is_philox,
+        )  # fmt: skip
+        lists = [each.tolist() for each in (sampled, drafts, parents, cu_rows)]
+        tokens, counts, paths = naive_judge(*lists, 8)
+        for what, ours, theirs in (
+            ("tokens", verdict.token_ids, tokens),
+            ("counts", verdict.num_sampled, counts),
+            ("paths", verdict.path, paths),
+        ):
+            if ours.tolist() != theirs:
+                return f"{what} of {dtype} logits are not those of vLLM's sampler"
+    return ""
+
+
+def check_attention(runner: Any) -> str:
+    """Our kernel over what each kind of layer wrote into its cache, against its specification over what it was told."""
+    kinds: dict[Any, Any] = {}
+    for layer in attention_layers(runner):
+        impl, cache = layer.impl, layer.kv_cache
+        kind = (impl.num_heads, cache.shape[1:], cache.stride(), impl.window, impl.softcap)
+        kinds.setdefault(kind, layer)
+    for layer in kinds.values():
+        if wrong := _check_layer(runner, layer):
+            return wrong
+    return ""
+
+
+def _check_layer(runner: Any, layer: Any) -> str:
+    impl, cache, device = layer.impl, layer.kv_cache, runner.device
+    size, heads, head_size = cache.shape[2], cache.shape[1], impl.head_size
+    draw = torch.Generator().manual_seed(1)
+    nodes, contexts = len(_FORK), [context for context in _CONTEXTS if context + len(_FORK) + 1 <= runner.max_model_len]
+    lengths = [context + 1 + nodes for context in contexts]
+    needed = [-(-length // size) for length in lengths]
+    if 1 + sum(needed) > cache.shape[0]:
+        lengths, needed, contexts = lengths[:1], needed[:1], contexts[:1]
+    # blocks in an order of their own: 0 is nobody's
+    blocks = 1 + torch.randperm(sum(needed), generator=draw)
+    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    plain = torch.zeros(1 + sum(needed), heads, size, 2 * head_size)
+    for r, (length, own) in enumerate(zip(lengths, blocks.split(needed), strict=True)):
+        table[r, : len(own)] = own
+        written = torch.randn(2, length, heads, head_size, generator=draw).to(runner.dtype)
+        slots = own[torch.arange(length) // size] * size + torch.arange(length) % size
+        impl.do_kv_cache_update(layer, *written.to(device), cache, slots.to(device))
+        plain[slots // size, :, slots % size] = torch.cat([*written], dim=-1).float()
+    trees = proposed(
+        [str(r) for r in range(len(lengths))],
+        (np.arange(len(lengths) + 1) * nodes).astype(np.int32),
+        np.zeros(len(lengths) * nodes, np.int32),
+        np.tile(np.array(_FORK, np.int32), len(lengths)),
+        np.zeros(len(lengths) * nodes, np.float32),
+        0,
+    )
+    rows = 1 + nodes
+    masks = torch.zeros(len(lengths), rows, dtype=torch.int64)
+    masks[:, 1:] = torch.from_numpy(ancestor_masks(trees).view(np.int64)).view(-1, nodes)
+    query = torch.randn(len(lengths) * rows, impl.num_heads, head_size, generator=draw).to(runner.dtype)
+    starts = torch.arange(0, len(query) + 1, rows, dtype=torch.int32)
+    told = (
+        starts, torch.tensor(lengths, dtype=torch.int32), table,
+        torch.full((len(lengths),), nodes, dtype=torch.int32), masks.flatten(),
+    )  # fmt: skip
+    options = {"scale": impl.scale, "sliding_window": impl.window, "softcap": impl.softcap}
+    wanted = naive_tree_attention(query, plain[..., :head_size], plain[..., head_size:], *told, **options)
+    most = off_by(runner.dtype) * float(plain[..., head_size:].abs().max())
+    for programs in (1, 2):
+        arguments = [each.to(device) for each in told]
+        found = impl.attend_to(query.to(device), cache, *arguments, rows, max(lengths), programs)
+        off = float((found.cpu().double() - wanted).abs().max())
+        if not off <= most:  # a NaN is no number below
+            return f"attention is off by {off:.2g} (at most {most:.2g}), contexts of {contexts}, {programs} programs"
+    return ""
+
+
+def check_commit(runner: Any) -> str:
+    """Our kernel against its specification, on random bytes in the first blocks of every layer."""
+    caches, device = runner.kv_caches, runner.device
+    count = min(4, caches[0].shape[0])
+    size = caches[0].shape[2]
+    draw = torch.Generator().manual_seed(2)
+    for cache in caches:
+        cache[1:count] = torch.randn(cache[1:count].shape, generator=draw).to(device, cache.dtype)
+    copies = [cache[:count].clone() for cache in caches]
+    # two requests, one over the edge of a block, and a path of jumps; the other one's stays as it is
+    width = min(5, 1 + runner.max_draft_tokens)
+    last = count * size - 16
+    slots = torch.cat([size + torch.arange(8) + size - 4, last + torch.arange(8)])
+    starts = torch.tensor([0, 8, 16], dtype=torch.int32)
+    path = torch.tensor([[0, 2, 3, 5, 7], [0, 1, 2, 3, 4]], dtype=torch.int32)[:, :width].contiguous()
+    counts = torch.tensor([width, 1], dtype=torch.int32)
+    arguments = [each.to(device) for each in (slots, starts, path, counts)]
+    runner.mover.move(*arguments)
+    naive_commit(copies, *arguments)
+    for number, (cache, copy) in enumerate(zip(caches, copies, strict=True)):
+        if not torch.equal(cache[:count].contiguous().view(torch.uint8), copy.contiguous().view(torch.uint8)):
+            return f"accepted keys and values of layer {number} are not where they belong"
+    return ""
