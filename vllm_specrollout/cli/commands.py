@@ -56,12 +56,16 @@ def doctor(
     server: Annotated[
         str, typer.Option(help="A running server's address: say which of its drafters work.", show_default=False)
     ] = "",
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Check the device: an engine over --model, or a random one.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether spec rollout works on this host, and if not, what is the way out (exit status 1)."""
+    from vllm_specrollout.cli.device_check import check_device
     from vllm_specrollout.cli.doctor import examine
 
-    report = examine(model, server)
+    report = check_device(str(model or "")) if gpu else examine(model, server)
     typer.echo(report.as_json() if as_json else report.as_text())
     if not report.is_healthy:
         raise typer.Exit(1)

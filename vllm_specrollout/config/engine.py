@@ -78,7 +78,8 @@ class SpecRolloutConfig:
     one as well; `chain` drafts without branches."""
     self_check: Annotated[str, Choice(SELF_CHECKS)] = "auto"
     """Whether the engine compares kernels, graphs and drafted steps with plain decoding at its start: `auto` does on
-    CUDA devices; `always`, wherever the V2 runner is; `off`, nowhere (docs/concepts/self-check.md)."""
+    CUDA devices, kernels once and steps always; `always`, all at every start; `off`, nothing
+    (docs/concepts/self-check.md)."""
     budget: str = "auto"
     """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`

@@ -75,6 +75,8 @@ class SelfCheck:
         if not is_wanted and is_cuda and runner.spec_config.shape == "auto":
             limit(runner, DraftMode.CHAIN, UNCHECKED)
             runner.verifier.has_kernel = False
+        elif asked == "always" and _is_first():
+            made.record.clear()
         elif made.is_wanted and (crash := made._agreed(made.record.crash() if _is_first() else "")):
             made.failed[record.CRASH] = crash
             made.apply()
