@@ -207,11 +207,12 @@ class Hour:
         one.state, one.error, one.attempts = "begun", "", one.attempts + 1
         one.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._write()
-        self._say(f"{command.title}: {one.command}")
+        self._say(f"{command.title}: {shlex.join([one.command, *(command.retry if one.attempts > 1 else ())])}")
         begin, limit_s = time.monotonic(), min(command.limit_s, until - time.monotonic())
         place, printed = self._work / "report.json", self._work / "printed.txt"
         place.unlink(missing_ok=True)
-        arguments = [*command.arguments, *(["--json", str(place)] if command.arguments[0] == "bench" else [])]
+        more = command.retry if one.attempts > 1 else ()
+        arguments = [*command.arguments, *more, *(["--json", str(place)] if command.arguments[0] == "bench" else [])]
         environment = {**os.environ, **caches.environment(self._work)}
         with printed.open("w") as tables:
             code = self._finished([*_CLI, *arguments], environment, tables, limit_s)

@@ -32,7 +32,7 @@ def load() -> Any:
 
 def specified(inputs: AttentionInputs) -> torch.Tensor:
     """[rows, heads, head size] float64: what the kernel should compute."""
-    return naive_tree_attention(inputs.query, inputs.keys, inputs.values, *inputs.step, scale=inputs.scale)
+    return naive_tree_attention(inputs.query, inputs.keys, inputs.values, *inputs.step, **inputs.options)
 
 
 def excess(found: torch.Tensor, wanted: torch.Tensor) -> float:

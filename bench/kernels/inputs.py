@@ -39,13 +39,18 @@ class AttentionInputs:
         return self.case.model.head_size**-0.5
 
     @property
+    def options(self) -> dict[str, float]:
+        model = self.case.model
+        return {"scale": self.scale, "sliding_window": model.window, "softcap": model.softcap}
+
+    @property
     def step(self) -> tuple[torch.Tensor, ...]:
         """What says which row sees what."""
         return self.query_start_loc, self.seq_lens, self.block_table, self.num_nodes, self.ancestors
 
     def call(self, kernel: Any) -> torch.Tensor:
         most = {"max_query_len": self.case.rows, "max_seq_len": self.case.seq_len}
-        kernel(self.query, self.keys, self.values, self.out, *self.step, scale=self.scale, **most)
+        kernel(self.query, self.keys, self.values, self.out, *self.step, **self.options, **most)
         return self.out
 
 

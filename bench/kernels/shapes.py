@@ -28,6 +28,10 @@ class Model:
     vocab: int
     # width of the MLP
     intermediate: int
+    # keys that a row sees; 0: all
+    window: int = 0
+    # bound of the scores; 0: none
+    softcap: float = 0.0
 
     @property
     def token_bytes(self) -> int:
@@ -37,6 +41,14 @@ class Model:
 
 MODELS = {"7B": Model(28, 4, 128, 28, 152064, 18944), "0.5B": Model(14, 2, 64, 24, 151936, 4864)}
 """Qwen2.5's."""
+CHECKED = {
+    **MODELS,
+    "Qwen3 8B": Model(32, 8, 128, 36, 151936, 12288),
+    "Qwen3 8B, a rank of 8": Model(4, 1, 128, 36, 151936, 12288),
+    "Llama 2 7B": Model(32, 32, 128, 32, 32000, 11008),
+    "Gemma 2 9B": Model(16, 8, 256, 42, 256000, 14336, window=64, softcap=50.0),
+}
+"""Shapes at which attention is compared; the window is shorter than the model's, so that short contexts cross it."""
 ATTENTION_CHECKS = (
     (53, 2, 0, "chain"),
     (53, 2, 7, "tree"),

@@ -97,6 +97,7 @@ class Device(EngineScenario):
     is_profiled: bool = flag(False, "Also tell what the device does in a step.", "--profile")
     is_strict: bool = flag(False, "Batch-invariant kernels in both engines, and no tie is allowed.", "--strict")
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")
+    is_uncompiled: bool = flag(False, "Without torch's compiler: decoding in CUDA graphs alone.", "--uncompiled")
     budget: str = flag("fixed", "`fixed` drafts as told; `auto` drafts what pays.", choices=BUDGETS)
     is_dry: bool = flag(False, "On a CPU, each engine in one process; no figure means anything.", "--dry")
     is_interpreted: bool = flag(False, "Dry, on the V2 runner with its kernels interpreted.", "--interpreted")
@@ -135,6 +136,8 @@ class Device(EngineScenario):
         if self.is_dry:
             # nothing is compiled on a CPU: it would take most of a dry walk's time
             compilation["mode"] = 0
+        elif self.is_uncompiled:
+            compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return {
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": 8192,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from ..kernels.shapes import ATTENTION_CHECKS, COMMIT_CHECKS, MODELS, VERIFY_CHECKS, Attention, Cell, Verdict
+from ..kernels.shapes import ATTENTION_CHECKS, CHECKED, COMMIT_CHECKS, MODELS, VERIFY_CHECKS, Attention, Cell, Verdict
 from ..runner.interpreter import ENVIRONMENT as INTERPRETED
 from ..runner.report import Columns, Found, Table
 from ..runner.scenario import Scenario, Session, command, flag
@@ -78,10 +78,10 @@ class Kernels(Scenario):
         is_small = self.device == "cpu"
         most = _MOST_INTERPRETED if is_small else 63
         if "attention" in self.kernels:
-            for model in ("0.5B",) if is_small else tuple(MODELS):
+            for model in ("0.5B",) if is_small else tuple(CHECKED):
                 for context, batch, nodes, kind in ATTENTION_CHECKS:
                     if nodes <= most:
-                        case = Attention(MODELS[model], context, batch, nodes, kind)
+                        case = Attention(CHECKED[model], context, batch, nodes, kind)
                         name = f"tree_attention {model}, {kind} of {nodes}, context {context}"
                         yield name, partial(attention.checked, case, self.device)
         for kernel, check, cases in (
