@@ -28,9 +28,9 @@ from vllm_specrollout.worker.v2.attention import attention_layers
 from vllm_specrollout.worker.v2.host import Host, HostRequest
 from vllm_specrollout.worker.weights_version import WeightsVersion
 
-_SHORT, _LONG = 40, 600
-"""Tokens of prompts: within one split of the keys, and over several."""
-_DEPTH, _STEPS_AFTER = 4, 2
+_SHORT, _LONG = 12, 600
+"""Tokens of prompts: so few that each key weighs, and more than one split of the keys."""
+_DEPTH, _STEPS_AFTER = 4, 3
 _PLAIN_STEPS = _DEPTH + 1 + _STEPS_AFTER
 """Tokens behind the first that are decoded plainly: a draft's, its bonus token, and those of the steps after it."""
 
@@ -140,9 +140,9 @@ class CheckRequests:
         return list(range(self._num_blocks - count, self._num_blocks))
 
     def clear(self) -> None:
-        """Nothing of it is left in the caches."""
+        """Nothing is left in the caches."""
         for cache in self.runner.kv_caches if self._pass else ():
-            cache[: self._num_blocks].zero_()
+            cache.zero_()
 
     # --- what is compared --------------------------------------------------------------------------------------------
 
