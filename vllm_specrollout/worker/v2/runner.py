@@ -34,9 +34,9 @@ from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, en
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
-from vllm_specrollout.worker.v2.graphs import DraftGraphs
+from vllm_specrollout.worker.v2.graphs import DraftGraphs, profiled_graphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
-from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
+from vllm_specrollout.worker.v2.inputs import TreeInputs, filled, holds_prompt
 from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -55,6 +55,8 @@ class SpecRolloutV2(_Base):
     # a model that drafts, where there is one (modelled.py); the `DecoupledDrafter`, where there is one (worker.py)
     model_drafter: ModelDrafter | None = None
     remote: Any = None
+    # vLLM's own warm-up runs some that nobody sent (worker.py)
+    requests_are_real = True
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -112,13 +114,17 @@ class SpecRolloutV2(_Base):
 
     def capture_model(self, **kwargs: Any) -> int:
         # vLLM 0.29 knows no `profile_only`
-        if not kwargs.get("profile_only") and self.shape[0] is not DraftMode.OFF:
+        if kwargs.get("profile_only"):
+            return super().capture_model(**kwargs) + profiled_graphs(self)
+        if self.shape[0] is not DraftMode.OFF:
             # before vLLM's own, which locks the workspaces when it is done
             self.draft_graphs.capture(self)
         return super().capture_model(**kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
+        if not self.requests_are_real:
+            return
         unseeded = [new.req_id for new in scheduler_output.scheduled_new_reqs if is_unseeded(new.sampling_params)]
         if unseeded:
             # vLLM may sample them as it samples whoever has no seed, where nothing is drafted
@@ -170,7 +176,9 @@ class SpecRolloutV2(_Base):
             self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         step = self.step
-        step.trees = self.host.plan(room, self.shape[0] is DraftMode.TREE, step.number, is_paused)
+        # a prompt stays with vLLM's attention, and so does all that is computed beside it
+        may_branch = self.shape[0] is DraftMode.TREE and not holds_prompt(scheduler_output)
+        step.trees = self.host.plan(room, may_branch, step.number, is_paused)
         step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
         self.stats.draft_ms += step.ask_ms
         return filled(scheduler_output, step.trees)
@@ -237,7 +245,7 @@ class SpecRolloutV2(_Base):
             self.mover.move(self.inputs.slots, *self.step.accepted)
             self.stats.branches_committed += 1
             self.step.accepted = None
-        if batch is None or output is None or self.shape[0] is DraftMode.OFF:
+        if batch is None or output is None or self.shape[0] is DraftMode.OFF or not self.requests_are_real:
             return output
         self.tokens_ready.record(self.output_copy_stream)
         self._remember(output, batch)

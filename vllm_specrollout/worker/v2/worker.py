@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ def warm_up(runner: SpecRolloutV2) -> None:
     if runner.shape[0] is DraftMode.OFF:
         return
     runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device)
+    _warm_up_update(runner)
     if runner.mover is None:
         return
     runner.mover.warm_up(1 + runner.max_draft_tokens)
@@ -41,6 +43,24 @@ def warm_up(runner: SpecRolloutV2) -> None:
     block_table = runner.block_tables.input_block_tables[0][:1]
     for layer in attention_layers(runner):
         layer.impl.warm_up(layer, runner.dtype, block_table)
+
+
+def _warm_up_update(runner: SpecRolloutV2) -> None:
+    """Compile vLLM's kernel that takes in what was sampled, for as many tokens of a request as drafts bring.
+
+    It is compiled anew for them: plain steps bring one. A request of number -1 is passed over.
+    """
+    none = torch.zeros(2, dtype=torch.int32, device=runner.device)
+    given = {
+        "idx_mapping": none[:1] - 1,
+        "sampled_tokens": torch.zeros(1, 1 + runner.max_draft_tokens, dtype=torch.int64, device=runner.device),
+        "num_sampled": none[:1],
+        "num_rejected": none[:1],
+        "query_start_loc": none,
+    }
+    # a version that asks for more compiles it in the first step with drafts
+    if set(inspect.signature(runner.postprocess_sampled).parameters) <= set(given):
+        runner.postprocess_sampled(**given)
 
 
 @contextmanager
@@ -86,10 +106,13 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
         self.model_runner.remote = decoupled.begin(self.model_runner, V2Noise(self.model_runner))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-
         # before vLLM's own, after which it looks out for kernels that are compiled late; with or without graphs
         warm_up(self.model_runner)
-        times = super().compile_or_warm_up_model()
+        self.model_runner.requests_are_real = False
+        try:
+            times = super().compile_or_warm_up_model()
+        finally:
+            self.model_runner.requests_are_real = True
         # last of all, since it may wait: other ranks have nothing left to do with this one
         decoupled.join(self.model_runner)
         return times
