@@ -92,7 +92,7 @@ def part_bounds(starts: IntArray, most: int, least: int = 1) -> list[int]:
     while bounds[-1] < len(starts) - 1:
         end = int(np.searchsorted(starts, starts[bounds[-1]] + share, side="right")) - 1
         bounds.append(max(end, bounds[-1] + 1))
-    if len(bounds) > 2 and total - starts[bounds[-2]] < least:
+    while len(bounds) > 2 and total - starts[bounds[-2]] < least:
         del bounds[-2]
     return bounds
 

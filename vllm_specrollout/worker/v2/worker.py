@@ -52,7 +52,7 @@ def _warm_up_update(runner: SpecRolloutV2) -> None:
     """
     none = torch.zeros(2, dtype=torch.int32, device=runner.device)
     given = {
-        "idx_mapping": none[:1] - 1,
+        "idx_mapping": none[:1].long() - 1,
         "sampled_tokens": torch.zeros(1, 1 + runner.max_draft_tokens, dtype=torch.int64, device=runner.device),
         "num_sampled": none[:1],
         "num_rejected": none[:1],
