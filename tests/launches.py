@@ -27,6 +27,9 @@ class Watched:
 
         return launch
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.kernel(*args, **kwargs)
+
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         options = {name: value for name, value in kwargs.items() if name not in self.parameters}
         given = dict(zip(self.parameters, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in options}

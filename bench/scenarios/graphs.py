@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm_specrollout.cli.plan import CAPTURE_SIZES, estimate_mib, plan_graphs, read_shape
+from vllm_specrollout.cli.plan import read_shape
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.scheduling.cudagraphs import CAPTURE_SIZES, GraphPlan, estimate_mib, plan_graphs
 
 from ..gpu.machine import describe
 from ..runner.models import BARE, bare_model
@@ -22,8 +23,8 @@ ARMS: dict[str, tuple[int, ...] | None] = {
     "four draft sizes": (3, 6, 12, 24),
 }
 """Engine -> draft sizes that it captures graphs for, the configured most and its halves down to 3."""
-_MAX_NUM_SEQS, _MAX_TOKENS = 256, 512
-"""Most requests, and most tokens of a captured step: vLLM's own defaults."""
+_MAX_NUM_SEQS, _MAX_GRAPHS = 256, 64
+"""Most requests at once, and most graphs for drafts: the defaults."""
 _LOGGED = re.compile(r"Graph capturing finished in \S+ secs, took (-?[\d.]+) GiB")
 
 
@@ -63,9 +64,9 @@ class Graphs(EngineScenario):
                 logged = [float(gib) * 1024 for gib in _LOGGED.findall(engine.log())]
                 used, estimated = describe()["gpu_memory_used_mib"] - before, None
                 if sizes:
-                    captured = (*CAPTURE_SIZES, *range(272, 513, 16))
-                    graphs = plan_graphs(sizes, captured, _MAX_NUM_SEQS, _MAX_TOKENS, limit=64)
-                    estimated = estimate_mib(graphs, read_shape(folder))
+                    # chains may be as long as trees are large, so both sets are alike
+                    one_set = plan_graphs(sizes, CAPTURE_SIZES, _MAX_NUM_SEQS, limit=_MAX_GRAPHS // 2)
+                    estimated = estimate_mib(GraphPlan(2 * one_set.target), read_shape(folder))
                 last = logged[-1] if logged else None
                 rows.append(GraphRow(name=name, device_mib=used, logged_mib=last, estimated_mib=estimated))
                 engines.stop(name)

@@ -167,6 +167,25 @@ def test_the_first_rank_tells_the_others_whatever_happens(monkeypatch):
     assert first.plan(lambda: requests_of(1), 2) is NO_DRAFTS and told == [NO_DRAFTS]
 
 
+@pytest.mark.parametrize("what", ["trees", "order", "name"])
+def test_what_the_first_rank_cannot_tell_leaves_none_of_the_others_waiting(monkeypatch, what):
+    """Pickling fails before anything is sent."""
+    told: list[Any] = []
+
+    def broadcast_object(said: Any, src: int) -> None:
+        if said is not NO_DRAFTS:
+            raise MemoryError("it cannot be pickled")
+        told.append(said)
+
+    group = SimpleNamespace(rank_in_group=0, broadcast_object=broadcast_object)
+    monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group)
+    first = Drafting(Ready([FORKED], is_strict=False), 2, is_apart=what == "name")  # type: ignore[arg-type]
+    if what == "order":
+        first.last_order = lambda: "follow me"
+    assert first.plan(lambda: requests_of(1), 1) is NO_DRAFTS and told == [NO_DRAFTS]
+    assert first.speculator.guard.failures == {"drafting": 1}
+
+
 def test_a_tree_without_scratch_blocks_left_drafts_its_best_path():
     runner = SimpleNamespace(scratch=np.arange(2), block_size=16, noise=SimpleNamespace(most_nodes=None))
     batch = RequestBatch.of(views_of(2, num_tokens=20))

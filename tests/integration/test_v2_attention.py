@@ -11,14 +11,19 @@ pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.trees import batch_of as flat
 from tests.trees import chain
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.types import EMPTY_TREE, DraftTree
+from vllm_specrollout.types import EMPTY_TREE, DraftMode, DraftTree
+from vllm_specrollout.worker.common import Stats
+from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.v2 import attention as module
 from vllm_specrollout.worker.v2.attention import TreeAttention
+from vllm_specrollout.worker.v2.host import StepState
 from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 FORK = DraftTree(np.int32([5, 6]), np.int32([-1, -1]), np.zeros(2, np.float32), np.zeros(2, np.int32))
 
@@ -74,6 +79,27 @@ def step(layer, trees, **scales):
     cache = torch.zeros(2, 1, 16, 8)
     output = torch.zeros(sum(rows), 2, 4)
     return layer.forward(None, query, query, query, cache, metadata, output, **scales)
+
+
+@pytest.mark.parametrize(
+    "rows, may_branch",
+    [({"a": 9, "b": 1}, True), ({"a": 9, "b": 2}, False), ({"a": 9, "new": 300}, False), ({"a": 10}, False)],
+    ids=["decodes alone", "two rows of a prompt", "a new one", "a prompt's last piece, with room behind it"],
+)
+def test_nothing_branches_beside_a_piece_of_a_prompt(rows, may_branch):
+    asked = []
+    runner = object.__new__(SpecRolloutV2)
+    runner.host = SimpleNamespace(
+        plan=lambda room, may_branch, *more: asked.append((room, may_branch)) or NO_DRAFTS,
+        drafting=SimpleNamespace(planned=None, ms=0.0),
+    )
+    runner.settle = lambda: None
+    runner.step, runner.stats, runner.shape = StepState(), Stats(), (DraftMode.TREE, "")
+    schedule = SchedulerOutput.make_empty()
+    schedule.num_scheduled_tokens = rows
+    schedule.scheduled_spec_decode_tokens = {"a": [-1] * 8}
+    runner._with_drafts(schedule, is_paused=False)
+    assert asked == [({"a": 8}, may_branch)]
 
 
 def test_chains_go_through_vllms_own_attention_and_branches_through_the_tree_kernel(layer):

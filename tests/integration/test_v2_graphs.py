@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import weakref
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm_specrollout.kernels.tree_attention.launch import default_tile, plan_launch
 
 from tests.trees import batch_of, chain
-from vllm_specrollout.scheduling.cudagraphs import plan_graphs
+from vllm_specrollout.scheduling.cudagraphs import GraphBucket, plan_graphs
 from vllm_specrollout.types import DraftMode, DraftTree
 from vllm_specrollout.worker.v2 import graphs as module
-from vllm_specrollout.worker.v2.graphs import Buckets, DraftGraphs, draft_sizes, plans_for
+from vllm_specrollout.worker.v2.graphs import Buckets, DraftGraphs, draft_sizes, plans_for, profiled_graphs
 from vllm_specrollout.worker.v2.host import StepState
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -72,12 +75,46 @@ def dispatch(graphs, reqs, tokens, longest, *, branches=False):
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
-def test_a_step_gets_the_smallest_bucket_that_holds_it(graphs, branches):
-    found = dispatch(graphs, 4, 4 * 13, 13, branches=branches)
-    assert found.cg_mode == CUDAGraphMode.FULL
+def test_a_step_gets_the_cheapest_bucket_that_holds_it(graphs, branches):
     plan = (graphs.trees if branches else graphs.chains).plan
-    fitting = [b for b in plan.target if b.holds(4, 52, 13)]
-    assert found.num_tokens == min(b.num_tokens for b in fitting) and found.num_reqs >= 4 and found.max_query_len >= 13
+    for reqs, tokens, longest in ((1, 4, 4), (2, 26, 13), (4, 52, 13), (16, 64, 4), (40, 200, 13)):
+        found = dispatch(graphs, reqs, tokens, longest, branches=branches)
+        assert found.cg_mode == CUDAGraphMode.FULL
+        bucket = GraphBucket(found.num_tokens, found.num_reqs, found.max_query_len)
+        fitting = [b for b in plan.target if b.holds(reqs, tokens, longest)]
+        assert bucket in fitting and bucket.cost == min(b.cost for b in fitting)
+
+
+def test_vllm_makes_a_batch_to_capture_of_every_bucket(graphs):
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    buffers = InputBuffers(max_num_reqs=256, max_num_tokens=256, device=torch.device("cpu"))
+    for bucket in (*graphs.chains.plan.target, *graphs.trees.plan.target):
+        rows, reqs, longest = astuple(bucket)
+        InputBatch.make_dummy(reqs, rows, buffers, max_query_len=longest)
+
+
+def _programs(bucket: GraphBucket, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Programs that a layer's attention launches at a context of 40,960: of the kernel, and of its reduction."""
+    rows, reqs, longest = astuple(bucket)
+    group, tile = heads // kv_heads, default_tile(torch.bfloat16, 128)
+    launch = plan_launch(tile, rows, reqs, kv_heads, group, 128, longest, 40_960)
+    tiles = launch.tiles if launch.search else launch.tiles * reqs
+    return tiles * kv_heads * launch.num_programs, longest * reqs * kv_heads if launch.is_split else 0
+
+
+@pytest.mark.parametrize(
+    "reqs, nodes, longest, programs",
+    # where buckets had R = T and Q = 25: 6912 + 6400, 8064 + 11,200, 8192 + 51,200
+    [(1, 24, 25, (432, 400)), (4, 12, 25, (864, 800)), (32, 7, 8, (8192, 4096)), (32, 7, 25, (6912, 6400))],
+)
+def test_a_step_launches_few_programs_that_find_nothing_to_do(reqs, nodes, longest, programs):
+    """With the most requests that vLLM runs on an H100 by default; 32 query heads and 8 KV heads."""
+    runner = _runner(sizes=[*SIZES, *range(272, 513, 16)])
+    runner.max_num_reqs = 1024
+    _, trees = plans_for(runner)
+    fitting = [bucket for bucket in trees.target if bucket.holds(reqs, reqs * (1 + nodes), longest)]
+    assert _programs(min(fitting, key=lambda bucket: bucket.cost), 32, 8) == programs
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["chains", "trees"])
@@ -199,8 +236,8 @@ def test_a_chains_bucket_promises_no_more_than_a_chain_can_be_long():
     chains, trees = plans_for(_runner(max_graphs=4096))
     assert max(bucket.max_query_len for bucket in chains.target) == 17
     assert max(bucket.max_query_len for bucket in trees.target) == 25
-    # a step with drafts has two rows at least
-    assert min(bucket.num_tokens for bucket in (*chains.target, *trees.target)) == 2
+    # as the least drafts have, of 2 and of 3 nodes
+    assert min(bucket.num_tokens for bucket in chains.target) == min(bucket.num_tokens for bucket in trees.target) == 4
 
 
 def test_our_choice_lasts_for_one_step():
@@ -233,6 +270,12 @@ def test_attentions_metadata_is_made_for_what_the_bucket_was_captured_for(desc):
     assert batch.max_query_len == desc.max_query_len and runner.decode_query_len == 1
 
 
+# what is handed on to vLLM's capture
+BARE = dict.fromkeys(
+    ("lora_config", "model", "model_state", "input_buffers", "intermediate_tensors", "block_tables", "kv_cache_config")
+) | {"use_aux_hidden_state_outputs": False}
+
+
 class Noted:
     """Stands in for a set of buckets: notes what attention would have been captured."""
 
@@ -253,14 +296,7 @@ def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch)
     runner = _runner(
         inputs=SimpleNamespace(by_ancestors=False, has_branches=False),
         maybe_setup_dummy_loras=lambda config: nullcontext(),
-        lora_config=None,
-        model=None,
-        model_state=None,
-        use_aux_hidden_state_outputs=False,
-        input_buffers=None,
-        intermediate_tensors=None,
-        block_tables=None,
-        kv_cache_config=None,
+        **BARE,
     )
     for shape, expected in (
         (DraftMode.TREE, [("trees", True), ("chains", False)]),
@@ -272,6 +308,50 @@ def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch)
         made.capture(runner)
         assert Noted.captured == expected and not runner.inputs.by_ancestors
         assert (made.trees is None) == (shape is DraftMode.CHAIN)
+
+
+@pytest.mark.parametrize("shape, sets", [(DraftMode.TREE, 2), (DraftMode.CHAIN, 1), (DraftMode.OFF, 0)])
+def test_the_memory_of_all_graphs_is_reckoned_from_two_of_each_kind(monkeypatch, shape, sets):
+    from contextlib import contextmanager, nullcontext
+
+    free, held, wrapped = [10_000 << 20], [], []
+
+    class Sampled:
+        def __init__(self, runner, plan):
+            (self.bucket,) = plan.target
+            held.append(weakref.ref(self))
+
+        def capture(self, *args, progress_bar_desc, **kwargs):
+            # the first makes a pool of 100 MiB, and each takes 3 MiB
+            free[0] -= (103 if len(held) % 2 else 3) << 20
+            wrapped.append((progress_bar_desc.split()[-1], runner.inputs.by_ancestors, bool(installed)))
+
+    @contextmanager
+    def installing(runner):
+        installed.append(runner)
+        yield
+        installed.clear()
+
+    installed = []
+    monkeypatch.setattr(module, "Buckets", Sampled)
+    monkeypatch.setattr(module, "attending_by_trees", installing)
+    monkeypatch.setattr(module, "model_shape", lambda runner: (shape, ""))
+    monkeypatch.setattr(module, "create_lora_capture_hook", lambda *args: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free[0], 0))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    runner = _runner(
+        inputs=SimpleNamespace(by_ancestors=False), maybe_setup_dummy_loras=lambda config: nullcontext(), **BARE
+    )
+    runner.shape = before = (DraftMode.OFF, "not set up")
+    found = profiled_graphs(runner)
+    graphs = 64 if sets else 0
+    assert found == (sets * 100 + graphs * 3) << 20
+    assert runner.shape == before and not installed and all(made() is None for made in held)
+    trees, chains = [("trees", True, True)] * 2, [("chains", False, shape is DraftMode.TREE)] * 2
+    assert wrapped == {2: trees + chains, 1: chains, 0: []}[sets]
+    # whatever fails there, the engine starts
+    monkeypatch.setattr(module, "_captured", None)
+    assert profiled_graphs(runner) == 0 and runner.shape == before
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.30.0"])

@@ -1,14 +1,18 @@
 import argparse
 import json
 import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from vllm_specrollout import patches
-from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config import CollectConfig, SpecRolloutConfig
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.engines import CPU_V1
+from vllm_specrollout.server.settings import Hashed
 
 
 def engine_of(vllm_config):
@@ -136,6 +140,45 @@ def test_the_users_other_additional_config_stays(make):
     given = {"other": 1, "spec_rollout": True}
     config = make(additional_config=given).create_engine_config()
     assert config.additional_config["other"] == 1 and given == {"other": 1, "spec_rollout": True}
+
+
+KNOBS = ({"max_draft_tokens": 8}, {"budget": "fixed", "drafters": ["ngram"], "shape": "chain"})
+
+
+def test_no_knob_of_ours_has_the_model_compiled_anew(make):
+    """On CPU's V1 runner, the KV cache's blocks are of another size and scheduling is in lockstep: so is it in both."""
+    alike = {"block_size": 64, "async_scheduling": False}
+    stock, *ours = (make(**alike, spec_rollout=given).create_engine_config().compute_hash() for given in (None, *KNOBS))
+    assert ours == [stock, stock]
+
+
+def test_models_whose_layers_hand_out_hidden_states_are_not_taken_for_others():
+    def hashed(**given):
+        return Hashed({"spec_rollout": SpecRolloutConfig(**given).as_dict()}).compute_hash()
+
+    head = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+    collects = [{"collect": CollectConfig(dir="/tmp/states", layers=layers)} for layers in ((), (1, 2, 3))]
+    found = [hashed(**given) for given in ({}, {"speculative_config": head}, *collects)]
+    assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("others, variable", [({"gdn_prefill_backend": "triton"}, "0"), ({}, "1")])
+def test_what_others_read_of_it_or_measure_by_it_stays_a_dict(make, monkeypatch, others, variable):
+    """vLLM's own models look for a dict; a measured size of the KV cache is found again by the hash."""
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", variable)
+    configs = [
+        make(block_size=64, additional_config={**others, "spec_rollout": given}).create_engine_config()
+        for given in KNOBS
+    ]
+    assert all(type(config.additional_config) is dict for config in configs)
+    assert configs[0].compute_hash() != configs[1].compute_hash()
+
+
+def test_the_configuration_reaches_other_processes_and_copies_whole(make):
+    config = make(spec_rollout={"max_draft_tokens": 8}).create_engine_config()
+    for copied in (pickle.loads(pickle.dumps(config)), cloudpickle.loads(cloudpickle.dumps(config)), replace(config)):
+        assert type(copied.additional_config) is Hashed and copied.additional_config == config.additional_config
+        assert copied.compute_hash() == config.compute_hash()
 
 
 def test_vllm_does_not_call_our_variable_unknown(make, monkeypatch):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
+
+import torch
 
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB, check_identity
@@ -63,6 +67,38 @@ def test_chains_under_a_grammar_scheduled_ahead_yield_stocks_tokens(
     drafted_under_grammar: list[tuple[int, int]],
 ) -> None:
     _check(small_model(tmp_path, "qwen3", "float32"), drafted_under_grammar, seed=12, only=GRAMMARS)
+
+
+def test_masks_take_no_memory_before_a_grammar_does_and_then_as_much_as_steps_need() -> None:
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
+
+    made: list[int] = []
+    applied: list[tuple[int, int]] = []
+
+    class Worker(StructuredOutputsWorker):
+        def __init__(self, max_num_logits: int, **options: Any) -> None:
+            super().__init__(max_num_logits, **options)
+            made.append(max_num_logits)
+
+        def apply_grammar_bitmask(self, logits: Any, batch: Any, request_ids: Any, bitmask: Any) -> None:
+            assert len(bitmask) <= len(self.grammar_bitmask)
+            applied.append((len(bitmask), len(self.grammar_bitmask)))
+
+    stock = StructuredOutputsWorker(4, 100, torch.device("cpu"), 1, 1)
+    runner: Any = SimpleNamespace(
+        structured_outputs_worker=stock, max_draft_tokens=9, max_num_reqs=4, vocab_size=100, device=torch.device("cpu")
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_specrollout.worker.v2.scheduler.StructuredOutputsWorker", Worker)
+        masks = with_masks_for_drafts(runner)
+        assert masks is not None and not made
+        for rows in (0, 3, 2, 5, 40):
+            masks.apply_grammar_bitmask(torch.zeros(1), None, [], np.zeros((rows, 4), np.int32))  # type: ignore[arg-type]
+    assert made == [3, 6, 40] and applied == [(3, 3), (2, 3), (5, 6), (40, 40)]
+    runner.structured_outputs_worker = None
+    assert with_masks_for_drafts(runner) is None
 
 
 class _DigitsOnly:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from triton.runtime.interpreter import InterpretedFunction
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.kernels.kv_commit import kernel as kv_commit
 from vllm_specrollout.kernels.tree_attention import kernel as tree_attention
 from vllm_specrollout.kernels.tree_verify import kernel as tree_verify
@@ -22,6 +25,7 @@ from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.launches import Key, watch
 from tests.v2.models import small_model
+from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.v2.worker import warm_up
 
 KERNELS = (
@@ -62,6 +66,54 @@ def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
         _rollout(ours)
     assert {name for name, *_ in keys} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move"}
     assert not (set(keys) - compiled)
+
+
+def _vllms_kernels() -> list[tuple[Any, str]]:
+    """(module, name) of all that its runner may launch, and of whatever they call."""
+    import vllm.v1.worker.gpu.model_runner
+    import vllm.v1.worker.gpu.warmup  # noqa: F401
+
+    modules = [
+        module for name, module in sys.modules.items() if name.startswith(("vllm.v1.worker.", "vllm.v1.sample."))
+    ]
+    return [
+        (module, name)
+        for module in modules
+        for name, value in list(vars(module).items())
+        if isinstance(value, InterpretedFunction)
+    ]
+
+
+def test_vllms_own_warm_up_leaves_nothing_behind_and_no_step_with_drafts_compiles_a_kernel_of_its_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU vLLM runs requests of its own at start; those of plain steps are then compiled."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+    from vllm.v1.worker.worker_base import CompilationTimes
+
+    def as_on_a_gpu(self: Any) -> CompilationTimes:
+        runner = self.model_runner
+        warmup_kernels(runner, runner.execute_model, runner.sample_tokens)
+        return CompilationTimes(0.0, 0.0)
+
+    keys: list[Key] = watch(monkeypatch, *_vllms_kernels())
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", as_on_a_gpu)
+    requests = cases(6, VOCAB, seed=3, max_tokens=6, only=("greedy", "temperature 1", "top_p", "frequency penalty"))
+    path = small_model(tmp_path, "qwen3", "float32")
+    with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 8}, **ENGINE) as ours:
+        runner = ours.runner
+        assert keys and runner.host.num_in_flight == 0 and not runner.desk.reasons()
+        assert dataclasses.asdict(runner.stats) == dataclasses.asdict(Stats()) and not runner.host.limits()
+        assert "Drafts for some requests" not in caplog.text
+        truth = run(ours.llm, requests, enabled=False)
+        answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}
+        runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+        compiled = set(keys)
+        keys.clear()
+        run(ours.llm, requests)
+        assert runner.stats.branches_committed > 0
+    late = sorted({key[0] for key in set(keys) - compiled})
+    assert "_post_update_kernel" in {key[0] for key in keys} and not late
 
 
 def _state(runner: Any) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.cudagraphs import (
     CAPTURE_SIZES,
+    MOST_DRAFTED,
     GraphMemory,
     GraphPlan,
     estimate_mib,
@@ -89,11 +90,13 @@ def _plan() -> None:
 def plan_graphs_command(
     draft: Annotated[str, typer.Option(help="Draft sizes that share the graphs, in nodes per request.")] = "8,16,32,64",
     max_num_seqs: Annotated[int, typer.Option(help="Most requests at once.")] = 256,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a captured step; larger ones run piecewise.")] = 2048,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens of a captured step; larger ones run piecewise.")
+    ] = MOST_DRAFTED,
     model: Annotated[Path | None, typer.Option(help="A model's folder, for its shape.")] = None,
     shape: Annotated[str | None, typer.Option(help="7B or 0.5B, instead of a folder; default: 7B.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Also plan for a drafting model: 7B, 0.5B or its folder.")] = None,
-    limit: Annotated[str | None, typer.Option(help="Most graphs (`40`), or most memory (`600MiB`).")] = None,
+    limit: Annotated[str, typer.Option(help="Most graphs (`40`), or most memory (`600MiB`).")] = "64",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the plan to this file.")] = None,
 ) -> None:
     """Plan CUDA graphs that several draft sizes share; estimate their memory beside that of one per size and batch."""
@@ -149,10 +152,8 @@ def read_shape(folder: Path, flag: str = "--model") -> GraphMemory:
         ) from None
 
 
-def _limit(text: str | None) -> tuple[int | None, float | None]:
-    """(most graphs, most MiB); at most one of them is set."""
-    if text is None:
-        return None, None
+def _limit(text: str) -> tuple[int | None, float | None]:
+    """(most graphs, most MiB); one of them is set."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MiB|GiB)?", text.strip())
     if match is None or (match[2] is None and "." in match[1]) or float(match[1]) == 0:
         raise ConfigError(f"`--limit` is {text!r}, neither a number of graphs nor a size", "write `40` or `600MiB`")
@@ -162,13 +163,12 @@ def _limit(text: str | None) -> tuple[int | None, float | None]:
 def _rows(
     plan: GraphPlan, sizes: tuple[int, ...], max_num_seqs: int, max_tokens: int, drafter: bool
 ) -> dict[str, GraphPlan]:
-    """The plan after what it replaces, and beside the same scheme for the one draft size that needs least."""
-    ones = [plan_graphs([size], CAPTURE_SIZES, max_num_seqs, max_tokens, drafter=drafter) for size in sizes]
-    least = min(range(len(ones)), key=lambda i: (ones[i].num_graphs, ones[i].target[-1].num_tokens))
+    """The plan after what it replaces, and after all that would save anything."""
+    every = plan_graphs(sizes, CAPTURE_SIZES, max_num_seqs, max_tokens, drafter=drafter)
     return {
         "naive, every pair": naive_plan(sizes, CAPTURE_SIZES, max_num_seqs, drafter=drafter),
         f"naive, to {max_tokens} tokens": naive_plan(sizes, CAPTURE_SIZES, max_num_seqs, max_tokens, drafter=drafter),
-        f"shared, draft {sizes[least]} alone": ones[least],
+        "shared, no limit": every,
         "shared (the plan)": plan,
     }
 
@@ -177,7 +177,7 @@ def _figures(plan: GraphPlan, memory: GraphMemory, drafter: GraphMemory | None) 
     return {
         "target_graphs": len(plan.target),
         "drafter_graphs": len(plan.drafter),
-        "largest_tokens": plan.target[-1].num_tokens,
+        "largest_tokens": max(bucket.num_tokens for bucket in plan.target),
         "estimated_mib": round(estimate_mib(plan, memory, drafter), 1),
     }
 
@@ -192,8 +192,8 @@ def _print_graphs(figures: dict[str, dict[str, Any]], plan: GraphPlan) -> None:
     console = flags.print_table(titles, rows)
     for title, buckets in (("target", plan.target), ("drafter", plan.drafter)):
         if buckets:
-            counts = " ".join(str(bucket.num_tokens) for bucket in buckets)
-            console.print(f"{title}, tokens of each graph: {counts}", markup=False, highlight=False)
+            shapes = " ".join(f"{b.num_tokens}/{b.num_reqs}/{b.max_query_len}" for b in sorted(buckets))
+            console.print(f"{title}, tokens/requests/longest of each: {shapes}", markup=False, highlight=False)
     console.print(
         "MiB are estimated from the model's shape, not measured; a capture on the GPU decides.", highlight=False
     )

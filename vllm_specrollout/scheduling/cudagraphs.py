@@ -2,21 +2,22 @@
 
 A graph replays one shape. The naive scheme captures one per (draft size, batch size), for the target and for the
 drafter (TLT section 5.1, figure 10 b), and its memory grows with every draft size. Here a graph is a bucket: it serves
-any step that needs no more tokens, requests and tokens per request than it has. B requests with n nodes each need
-B * (1 + n) tokens, whatever n is, so one ladder of token counts serves all draft sizes; `max_tokens` ends it, which
-leaves the large sizes to small batches, where they pay. The drafter is captured apart: its steps compute one token per
-request at any draft size, so all sizes share them too.
+any step that needs no more rows, requests and rows per request than it has, and a step takes the cheapest that holds
+it. What a bucket pads costs time: rows are computed, and the attention kernel launches programs for every request and
+row of a request that could be there. So buckets differ in all three, and those are captured that save most. The drafter
+is captured apart: its steps compute one token per request at any draft size, so all sizes share them too.
 
-Symbols: B requests, n nodes per request, T tokens of a bucket. Plain steps (n = 0) are part of every plan.
-`docs/concepts/graphs.md` has a worked example.
+Symbols: B requests, n nodes per request; T, R and Q: rows, requests and rows per request of a bucket. Steps without
+drafts are stock vLLM's, graphs included. `docs/concepts/graphs.md` has a worked example.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
+
+import numpy as np
 
 from vllm_specrollout.errors import ConfigError
 
@@ -26,10 +27,14 @@ MOST_CAPTURED = 512
 """Rows of the largest step that is captured unasked, vLLM's own bound on Hopper: beyond, arithmetic hides launches."""
 _LARGE_SIZES = range(272, MOST_CAPTURED + 1, 16)  # as stock vLLM goes on
 _STEPS_PER_OCTAVE = 8  # rungs between T and 2 T above the largest capture size: at most 1/8 of padding
-_RIDGE = (
-    256  # rows whose arithmetic takes as long as reading the weights, on Hopper in bf16: what padding is weighed by
-)
-_PIECEWISE = 64  # rows that would take as long as the launches of a step without a full graph
+MOST_DRAFTED = 256
+"""Rows of the largest step whose drafts get graphs of their own: their arithmetic takes as long as reading the weights,
+on Hopper in bf16. Beyond, drafting pays little, and arithmetic hides launches."""
+_SLOT = 0.1
+"""Rows that cost as much as one more of R * Q: ten programs of a layer's attention that find nothing to do. Estimated
+for Hopper (4 ns a program, 0.45 us a row of a 7B layer), not measured."""
+_SHORT = 8
+"""Rows of a request that one tile of the tree kernel holds, with up to 8 query heads per KV head."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,13 +47,21 @@ class GraphBucket:
     # tokens of one request: its nodes and 1
     max_query_len: int
 
+    @property
+    def cost(self) -> float:
+        """Time of a step in it, in rows: the weights are read as well, as long as `MOST_DRAFTED` rows take."""
+        return MOST_DRAFTED + self.num_tokens + _SLOT * self.num_reqs * self.max_query_len
+
     def holds(self, num_reqs: int, num_tokens: int, max_query_len: int) -> bool:
         return self.num_tokens >= num_tokens and self.num_reqs >= num_reqs and self.max_query_len >= max_query_len
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The graphs to capture, each list in ascending order. Capture in descending order: they share one memory pool."""
+    """The graphs to capture, each list in the order of their worth: the first holds every step that has a bucket.
+
+    Capture those with most rows first: all share one memory pool.
+    """
 
     target: tuple[GraphBucket, ...]
     drafter: tuple[GraphBucket, ...] = ()
@@ -56,6 +69,18 @@ class GraphPlan:
     @property
     def num_graphs(self) -> int:
         return len(self.target) + len(self.drafter)
+
+    def first(self, limit: int) -> GraphPlan:
+        """The most useful graphs, of the drafter at most half of them.
+
+        Raises:
+            ConfigError: a limit that leaves a model without a graph.
+        """
+        if limit < (least := 1 + bool(self.drafter)):
+            hint = f"allow {least} or more, or capture none at all"
+            raise ConfigError(f"a limit of {limit} graphs, where each model needs one", hint)
+        drafter = self.drafter[: limit // 2]
+        return GraphPlan(self.target[: limit - len(drafter)], drafter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,47 +142,50 @@ def plan_graphs(
     draft_sizes: Sequence[int],
     batch_sizes: Sequence[int],
     max_num_reqs: int,
-    max_tokens: int,
+    max_tokens: int = MOST_DRAFTED,
     *,
     limit: int | None = None,
     drafter: bool = False,
 ) -> GraphPlan:
     """The shared buckets.
 
-    A bucket exists for every rung that some step of B <= max_num_reqs requests with n nodes each rounds up to, where n
-    is 0 or one of `draft_sizes` and B * (1 + n) <= max_tokens. It also serves steps whose requests have different
-    numbers of nodes: T tokens may be any mix of up to T requests.
+    They are chosen for the steps of B <= max_num_reqs requests with n nodes each, where n is one of `draft_sizes` and
+    B * (1 + n) <= max_tokens; and for such steps in which some request has most. Every such step has a bucket, at
+    whatever limit. They serve any mix within their bounds.
 
     Args:
         draft_sizes: nodes per request, each at least 1.
         batch_sizes: the lower rungs of the ladder; above the largest, 8 rungs follow per doubling.
-        max_tokens: most tokens of a captured step; larger ones run piecewise.
-        limit: most graphs, the drafter's included. What saves least is dropped first (see `_thin`); every step keeps a
-            bucket, only a larger one.
+        max_tokens: most rows of a captured step; larger ones run piecewise.
+        limit: most graphs, the drafter's included; None: as many as save anything.
         drafter: also plan the drafter's graphs.
 
     Raises:
         ConfigError: a number that makes no sense, or a limit that leaves a model without a graph.
     """
     sizes = _check(draft_sizes, batch_sizes, max_num_reqs, max_tokens)
-    steps = [b * (1 + n) for n in sizes for b in range(1, min(max_num_reqs, max_tokens // (1 + n)) + 1)]
-    most = 1 + max(sizes)
-    largest = min(max_tokens, max_num_reqs * most)
-    rungs = ladder(batch_sizes, largest)
-    used = sorted({_up(rungs, tokens) for tokens in (*steps, largest)})
-    target = tuple(GraphBucket(rung, min(rung, max_num_reqs), min(rung, most)) for rung in used)
-    # only batches at which the smallest draft fits are drafted for
-    drafted = min(max_num_reqs, max_tokens // (1 + sizes[1])) if drafter and len(sizes) > 1 else 0
-    rungs = ladder(batch_sizes, drafted) if drafted else []
-    plan = GraphPlan(target, tuple(GraphBucket(rung, rung, 1) for rung in rungs))
-    if limit is None:
-        return plan
-    least = 1 + bool(plan.drafter)
-    if limit < least:
-        raise ConfigError(
-            f"a limit of {limit} graphs, where each model needs one", f"allow {least} or more, or capture none at all"
-        )
-    return _thin(plan, limit, steps)
+    most, most_reqs = 1 + sizes[-1], min(max_num_reqs, max_tokens // (1 + sizes[0]))
+    steps = {
+        GraphBucket(b * (1 + n), b, longest)
+        for n in sizes
+        for b in range(1, min(most_reqs, max_tokens // (1 + n)) + 1)
+        for longest in (1 + n, most if b > 1 else 1 + n)
+    }
+    rungs = ladder(batch_sizes, min(max_tokens, most_reqs * most))
+    largest = GraphBucket(rungs[-1], most_reqs, min(rungs[-1], most))
+    buckets = {
+        GraphBucket(rung, reqs, min(rung, longest))
+        for rung in rungs
+        for longest in (min(_SHORT, most), most)
+        for reqs in {min(most_reqs, -(-rung >> k)) for k in range(most.bit_length() + 1)}
+        if rung <= reqs * longest  # a step can be as large, and so can the one that is captured
+    }
+    target = _by_worth(largest, buckets, steps)
+    # its steps have a row for each request that is drafted for
+    rows = [GraphBucket(b, b, 1) for b in range(1, most_reqs + 1)]
+    alone = {GraphBucket(rung, rung, 1) for rung in ladder(batch_sizes, most_reqs)}
+    plan = GraphPlan(target, _by_worth(rows[-1], alone, rows) if drafter else ())
+    return plan if limit is None else plan.first(limit)
 
 
 def naive_plan(
@@ -175,7 +203,7 @@ def naive_plan(
     """
     sizes = _check(draft_sizes, batch_sizes, max_num_reqs, max_tokens or max_num_reqs * (1 + max(draft_sizes)))
     rungs = ladder(batch_sizes, max_num_reqs)
-    pairs = [(n, b) for n in sizes for b in rungs if max_tokens is None or b * (1 + n) <= max_tokens]
+    pairs = [(n, b) for n in (0, *sizes) for b in rungs if max_tokens is None or b * (1 + n) <= max_tokens]
     return GraphPlan(
         tuple(sorted(GraphBucket(b * (1 + n), b, 1 + n) for n, b in pairs)),
         tuple(sorted(GraphBucket(b, b, 1) for n, b in pairs if n)) if drafter else (),
@@ -193,33 +221,25 @@ def estimate_mib(plan: GraphPlan, memory: GraphMemory, drafter: GraphMemory | No
         if shape is None or not buckets:
             continue
         total += len(buckets) * shape.graph_bytes
-        pool = max(pool, buckets[-1].num_tokens * shape.token_bytes)
+        pool = max(pool, max(bucket.num_tokens for bucket in buckets) * shape.token_bytes)
     return (total + pool) / 2**20
 
 
 def within_mib(plan: GraphPlan, limit_mib: float, memory: GraphMemory, drafter: GraphMemory | None = None) -> GraphPlan:
-    """The plan's largest part that `estimate_mib` puts at or below `limit_mib`.
-
-    Thinning frees graphs but not the pool, which the largest bucket pays; so at each step either the bucket that saves
-    least is dropped, or the target's largest one, whichever costs less time per MiB freed. After the latter, the
-    largest steps run piecewise.
+    """The plan's most useful graphs, as many as `estimate_mib` puts at or below `limit_mib`.
 
     Raises:
         ConfigError: not even one graph fits.
     """
-    while (mib := estimate_mib(plan, memory, drafter)) > limit_mib:
-        if len(plan.target) == 1:
-            raise ConfigError(
-                f"the smallest set of graphs takes about {mib:.0f} MiB, and the limit is {limit_mib:g} MiB",
-                "raise `--limit`, lower `--max-tokens`, or capture none at all",
-            )
-        shorter = replace(plan, target=plan.target[:-1])
-        options = [shorter]
-        thinner = _thin(plan, plan.num_graphs - 1, [bucket.num_tokens for bucket in plan.target])
-        if thinner.num_graphs < plan.num_graphs:
-            options.append(thinner)
-        plan = min(options, key=lambda part: _loss(plan, part) / (mib - estimate_mib(part, memory, drafter)))
-    return plan
+    least = 1 + bool(plan.drafter)
+    for limit in range(plan.num_graphs, least - 1, -1):
+        part = plan.first(limit)
+        if (mib := estimate_mib(part, memory, drafter)) <= limit_mib:
+            return part
+    raise ConfigError(
+        f"the smallest set of graphs takes about {mib:.0f} MiB, and the limit is {limit_mib:g} MiB",
+        "raise `--limit`, lower `--max-tokens`, or capture none at all",
+    )
 
 
 def ladder(batch_sizes: Sequence[int], largest: int) -> list[int]:
@@ -233,57 +253,36 @@ def ladder(batch_sizes: Sequence[int], largest: int) -> list[int]:
 
 
 def _check(draft_sizes: Sequence[int], batch_sizes: Sequence[int], max_num_reqs: int, max_tokens: int) -> list[int]:
-    """Draft sizes in ascending order, 0 first."""
+    """Draft sizes in ascending order."""
     for what, values in (("draft sizes", draft_sizes), ("batch sizes", batch_sizes)):
         if not values or min(values) < 1:
             raise ConfigError(f"{what} are {list(values)}, and each must be at least 1", f"give {what} of 1 or more")
     if max_num_reqs < 1:
         raise ConfigError(f"at most {max_num_reqs} requests at once, and at least 1 is needed", "allow more requests")
-    least = 1 + min(draft_sizes)
-    if max_tokens < max(least, max_num_reqs):
-        raise ConfigError(
-            f"at most {max_tokens} tokens a step, where {max_num_reqs} plain requests need {max_num_reqs} and the"
-            f" smallest draft {least}",
-            f"allow {max(least, max_num_reqs)} tokens or more",
-        )
-    return sorted({0, *draft_sizes})
+    if max_tokens < (least := 1 + min(draft_sizes)):
+        cause = f"at most {max_tokens} tokens a step, where the smallest draft needs {least}"
+        raise ConfigError(cause, f"allow {least} tokens or more")
+    return sorted(set(draft_sizes))
 
 
-def _up(rungs: Sequence[int], tokens: int) -> int:
-    return rungs[bisect_left(rungs, tokens)]
+def _by_worth(
+    largest: GraphBucket, buckets: Iterable[GraphBucket], steps: Iterable[GraphBucket]
+) -> tuple[GraphBucket, ...]:
+    """The buckets that save anything, one after the other the one that then saves most; `largest` is the first.
 
-
-def _thin(plan: GraphPlan, limit: int, steps: Iterable[int]) -> GraphPlan:
-    """Drop buckets until `limit` are left, those first whose loss costs least.
-
-    Without it, its steps are padded to the next larger bucket. A step's time grows like _RIDGE + T, so the loss is
-    (steps held) * (T of the next - T) / (_RIDGE + T), every (B, n) counted alike. The largest bucket of a model stays:
-    whatever had a bucket keeps one.
+    What counts is time relative to that of a bucket as large as the step, and every doubling of the batch alike.
     """
-    lists = [list(plan.target), list(plan.drafter)]
-    held = [Counter(_up([b.num_tokens for b in plan.target], t) for t in steps)]
-    held.append(Counter({bucket.num_tokens: 1 for bucket in plan.drafter}))
-    while len(lists[0]) + len(lists[1]) > limit:
-        losses = [
-            (held[k][a.num_tokens] * (b.num_tokens - a.num_tokens) / (_RIDGE + a.num_tokens), k, i)
-            for k in (0, 1)
-            for i, (a, b) in enumerate(zip(lists[k], lists[k][1:], strict=False))
-        ]
-        if not losses:
-            break
-        _, k, i = min(losses)
-        dropped = lists[k].pop(i)
-        held[k][lists[k][i].num_tokens] += held[k].pop(dropped.num_tokens, 0)
-    return GraphPlan(tuple(lists[0]), tuple(lists[1]))
-
-
-def _loss(plan: GraphPlan, part: GraphPlan) -> float:
-    """Relative time that the steps of the dropped buckets lose, one step per bucket."""
-    total = 0.0
-    for before, after in ((plan.target, part.target), (plan.drafter, part.drafter)):
-        sizes = [bucket.num_tokens for bucket in after]
-        for bucket in set(before) - set(after):
-            i = bisect_left(sizes, bucket.num_tokens)
-            more = sizes[i] - bucket.num_tokens if i < len(sizes) else _PIECEWISE
-            total += more / (_RIDGE + bucket.num_tokens)
-    return total
+    ordered, needs = [largest, *sorted(set(buckets) - {largest})], sorted(steps)
+    # [buckets, 3], [steps, 3]
+    offered, needed = (np.array([astuple(bucket) for bucket in some]) for some in (ordered, needs))
+    cost = np.array([b.cost for b in ordered]) / np.array([s.cost for s in needs])[:, None]
+    # [steps, buckets] relative time; infinite: it does not hold the step
+    time = np.where((offered[None] >= needed[:, None]).all(-1), cost, np.inf)
+    chosen, best = [0], time[:, 0]
+    while True:
+        saved = (1.0 / needed[:, 1]) @ np.maximum(best[:, None] - time, 0.0)
+        found = int(saved.argmax())
+        if saved[found] <= 0.0:
+            return tuple(ordered[i] for i in chosen)
+        chosen.append(found)
+        best = np.minimum(best, time[:, found])

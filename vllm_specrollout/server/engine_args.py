@@ -95,6 +95,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
                 _check_model(vllm_config, config.coupled_model, engine)
         if engine.uses_v2 and not _names_capture_sizes(self):
             _capture_drafts(vllm_config, config)
+        _share_compiled_models(vllm_config)
         scheduler_config = vllm_config.scheduler_config
         scheduler_config.scheduler_cls = engine.scheduler_for(bool(scheduler_config.async_scheduling))
         return vllm_config
@@ -173,6 +174,18 @@ def _capture_drafts(vllm_config: Any, config: SpecRolloutConfig) -> None:
     if sizes:
         compilation.cudagraph_capture_sizes = sizes
         compilation.max_cudagraph_capture_size = sizes[-1]
+
+
+def _share_compiled_models(vllm_config: Any) -> None:
+    """Have vLLM find the model that it compiled before, with other settings of ours or with none.
+
+    Not where there are entries of others: some models of vLLM's read theirs of a dict only. And not where vLLM reuses
+    the measured size of the KV cache by the same hash (`VLLM_ENABLE_STARTUP_PLAN`): how many graphs we capture counts.
+    """
+    given = vllm_config.additional_config
+    is_alone = set(given) <= {settings.KEY, settings.REQUEST_METRICS_KEY}
+    if is_alone and os.environ.get("VLLM_ENABLE_STARTUP_PLAN", "0") == "0":
+        vllm_config.additional_config = settings.Hashed(given)
 
 
 def _make_variable_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,39 @@ COMMANDS = ("vllm",)
 KEY = "spec_rollout"
 REQUEST_METRICS_KEY = "spec_rollout_request_metrics"
 """`--per-request-spec-decode-metrics` on its way to the scheduler: vLLM refuses it without a `speculative_config`."""
+
+
+class Hashed(Mapping[str, Any]):
+    """An engine's `additional_config` with our entries alone, hashed by what of them can alter a compiled model.
+
+    vLLM keeps compiled models by a hash of the configuration; of a dict it hashes every entry, so each knob would
+    compile the model anew. Drafts are inputs of the model, and its attention is an opaque call, looked up by a layer's
+    name. What remains is whether hidden states of layers are outputs.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def compute_hash(self) -> str:
+        """Without such outputs, what vLLM puts there for an empty dict: the model is compiled as stock's is."""
+        config = parse(self._entries[KEY])
+        assert config is not None, "it is made where spec rollout is on"
+        collected = list(config.collect.layers) if config.collect.dir else None
+        if config.coupled_model is None and collected is None:
+            return "None"
+        return json.dumps([config.coupled_model, collected], sort_keys=True)
 
 
 def fold(engine_args: Any, value: Any, origin: str) -> None:

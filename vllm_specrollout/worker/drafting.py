@@ -139,11 +139,19 @@ class Drafting:
             self.group.broadcast_object(order, src=0)
 
     def _agreed(self, trees: TreeBatch) -> TreeBatch:
-        """The first rank's trees; until they come, the others follow its orders."""
+        """The first rank's trees; until they come, the others follow its orders.
+
+        What cannot be told fails before anything of it is sent, so the others are told that there are none.
+        """
         if self.is_drafting:
-            if (order := self.last_order()) is not None:
-                self.order(order)
-            self.group.broadcast_object(self._called(trees, self.numbered), src=0)
+            try:
+                if (order := self.last_order()) is not None:
+                    self.order(order)
+                self.group.broadcast_object(self._called(trees, self.numbered), src=0)
+            except CONTAINED as error:
+                self.group.broadcast_object(NO_DRAFTS, src=0)
+                self.speculator.guard.failed("drafting", error, "requests go on without drafts in such a step")
+                return NO_DRAFTS
             return trees
         while not isinstance(told := self.group.broadcast_object(None, src=0), TreeBatch):
             self.follow(told)

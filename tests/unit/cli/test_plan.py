@@ -61,10 +61,7 @@ def test_a_drafting_model_has_graphs_of_its_own(tmp_path):
         (["--model", "x"], "`--model` is `x`, which holds no config.json that can be read"),
         (["--drafter", "x"], "`--drafter` is `x`, which holds no config.json that can be read"),
         (["--limit", "1.5"], "`--limit` is '1.5', neither a number of graphs nor a size"),
-        (
-            ["--max-tokens", "100"],
-            "at most 100 tokens a step, where 256 plain requests need 256 and the smallest draft 9",
-        ),
+        (["--max-tokens", "8"], "at most 8 tokens a step, where the smallest draft needs 9"),
     ],
 )
 def test_bad_flags_are_one_clear_error(arguments, cause):

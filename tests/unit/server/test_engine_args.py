@@ -46,6 +46,7 @@ def created(monkeypatch, args, *, engine=engines.GPU_V2, sizes=STOCK_SIZES):
     def vllms_own(self):
         return SimpleNamespace(
             use_v2_model_runner=engine.uses_v2,
+            additional_config=self.additional_config,
             scheduler_config=SimpleNamespace(
                 async_scheduling=False, scheduler_cls=None, max_num_seqs=16, max_num_batched_tokens=8192
             ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ def install_tree_attention(runner: Any) -> None:
     kind = HostTreeAttention if runner.device.type == "cpu" else TreeAttention
     for layer in attention_layers(runner):
         layer.impl = kind(layer.impl, runner.inputs)
+
+
+@contextmanager
+def attending_by_trees(runner: Any) -> Iterator[None]:
+    """Meanwhile they are wrapped."""
+    layers = list(attention_layers(runner))
+    stock = [layer.impl for layer in layers]
+    install_tree_attention(runner)
+    try:
+        yield
+    finally:
+        for layer, impl in zip(layers, stock, strict=True):
+            layer.impl = impl
 
 
 def attention_layers(runner: Any) -> Iterator[Any]:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
@@ -27,11 +28,16 @@ from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import CHAIN_GRAPHS, TREE_GRAPHS
 from vllm_specrollout.patches import features
-from vllm_specrollout.scheduling.cudagraphs import GraphPlan, plan_graphs
+from vllm_specrollout.scheduling.cudagraphs import MOST_DRAFTED, GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.v2.attention import attending_by_trees
 from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.shape import model_shape
 
 logger = logging.getLogger("vllm.specrollout")
+
+_LEAST_BYTES = 1 << 20
+"""Of a graph, whatever the device says: vLLM's own `_MIN_PER_GRAPH_BYTES`."""
 
 
 def draft_sizes(max_draft_tokens: int) -> list[int]:
@@ -76,10 +82,10 @@ def _plan(runner: Any, most_drafted: int, limit: int) -> GraphPlan | None:
         or runner.parallel_config.data_parallel_size > 1
     ):
         return None
-    most = max(sizes)
+    most = min(max(sizes), MOST_DRAFTED)
     if most < 1 + draft_sizes(most_drafted)[-1]:
         return None
-    return plan_graphs(draft_sizes(most_drafted), sizes, min(runner.max_num_reqs, most), most, limit=limit)
+    return plan_graphs(draft_sizes(most_drafted), sizes, runner.max_num_reqs, most, limit=limit)
 
 
 class Buckets(ModelCudaGraphManager):
@@ -105,10 +111,11 @@ class Buckets(ModelCudaGraphManager):
                     max_query_len=bucket.max_query_len,
                     num_active_loras=loras,
                 )
-                for bucket in self.plan.target
+                # vLLM takes the first that holds the step
+                for bucket in sorted(self.plan.target, key=lambda bucket: bucket.cost)
             ]
             self._capture_descs.setdefault(CUDAGraphMode.FULL, []).extend(descs)
-            for num_tokens in range(1, descs[-1].num_tokens + 1):
+            for num_tokens in range(1, max(desc.num_tokens for desc in descs) + 1):
                 self._candidates[num_tokens, loras] = [desc for desc in descs if desc.num_tokens >= num_tokens]
         # the largest first: the others find their memory in the pool that it made
         self._capture_descs[CUDAGraphMode.FULL].sort(key=lambda desc: desc.num_tokens, reverse=True)
@@ -178,6 +185,43 @@ class DraftGraphs:
 
     def _buckets(self) -> Buckets | None:
         return self.trees if self.inputs.has_branches else self.chains
+
+
+def profiled_graphs(runner: Any) -> int:
+    """Bytes that the buckets will take, while vLLM measures what its own will: it sizes the KV cache by that.
+
+    Nothing of the engine is set up yet, and what is now is thrown away. No estimate is better than no engine.
+    """
+    shape = runner.shape
+    try:
+        runner.shape = model_shape(runner)
+        mode = runner.shape[0]
+        if mode is DraftMode.OFF:
+            return 0
+        with (
+            attending_by_trees(runner) if mode is DraftMode.TREE else nullcontext(),
+            runner.maybe_setup_dummy_loras(runner.lora_config),
+        ):
+            chains, trees = plans_for(runner)
+            return _profiled(runner, trees, "trees") + _profiled(runner, chains, "chains")
+    except Exception as error:
+        logger.warning("Spec rollout: graphs of steps with drafts are not in the memory profile: %r", error)
+        return 0
+    finally:
+        runner.shape = shape
+
+
+def _profiled(runner: Any, plan: GraphPlan | None, what: str) -> int:
+    """Bytes of one set, reckoned as vLLM does: the largest makes the pool, and the next costs what each other will."""
+    if plan is None:
+        return 0
+    held, taken = [], [0, 0]
+    for i, bucket in enumerate(sorted(plan.target, reverse=True)[:2]):
+        before = torch.accelerator.get_memory_info()[0]
+        held.append(_captured(runner, GraphPlan((bucket,)), what))
+        torch.accelerator.synchronize()
+        taken[i] = before - torch.accelerator.get_memory_info()[0]
+    return int(taken[0] + (plan.num_graphs - 1) * max(taken[1], _LEAST_BYTES))
 
 
 def _uncaptured(

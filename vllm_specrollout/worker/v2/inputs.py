@@ -111,6 +111,14 @@ class TreeInputs:
             positions[: len(self._shift)] += self._shift
 
 
+def holds_prompt(scheduler_output: SchedulerOutput) -> bool:
+    """Whether some request computes more than its last token and its room: a piece of a prompt."""
+    room = scheduler_output.scheduled_spec_decode_tokens
+    return any(
+        rows > 1 + len(room.get(request_id, ())) for request_id, rows in scheduler_output.num_scheduled_tokens.items()
+    )
+
+
 def filled(scheduler_output: SchedulerOutput, trees: TreeBatch) -> SchedulerOutput:
     """A copy of a step's schedule in which placeholders have become drafts, and those left over are gone."""
     step = copy.copy(scheduler_output)

@@ -34,9 +34,9 @@ from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, en
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
-from vllm_specrollout.worker.v2.graphs import DraftGraphs
+from vllm_specrollout.worker.v2.graphs import DraftGraphs, profiled_graphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
-from vllm_specrollout.worker.v2.inputs import TreeInputs, filled
+from vllm_specrollout.worker.v2.inputs import TreeInputs, filled, holds_prompt
 from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -114,7 +114,9 @@ class SpecRolloutV2(_Base):
 
     def capture_model(self, **kwargs: Any) -> int:
         # vLLM 0.29 knows no `profile_only`
-        if not kwargs.get("profile_only") and self.shape[0] is not DraftMode.OFF:
+        if kwargs.get("profile_only"):
+            return super().capture_model(**kwargs) + profiled_graphs(self)
+        if self.shape[0] is not DraftMode.OFF:
             # before vLLM's own, which locks the workspaces when it is done
             self.draft_graphs.capture(self)
         return super().capture_model(**kwargs)
@@ -172,7 +174,9 @@ class SpecRolloutV2(_Base):
             self.settle()
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         step = self.step
-        step.trees = self.host.plan(room, self.shape[0] is DraftMode.TREE, step.number, is_paused)
+        # a prompt stays with vLLM's attention, and so does all that is computed beside it
+        may_branch = self.shape[0] is DraftMode.TREE and not holds_prompt(scheduler_output)
+        step.trees = self.host.plan(room, may_branch, step.number, is_paused)
         step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
         self.stats.draft_ms += step.ask_ms
         return filled(scheduler_output, step.trees)

@@ -8,9 +8,11 @@ code takes what was not accepted, filled or not, back from the request's counter
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -21,6 +23,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from vllm_specrollout.patches import features
@@ -32,25 +35,45 @@ from vllm_specrollout.worker.scheduler import DraftReport, SchedulerMixin, SpecR
 _FORBIDDEN = -1
 
 
-def with_masks_for_drafts(runner: Any) -> StructuredOutputsWorker | None:
-    """vLLM's applier of masks, with room for a mask per row; its own has room for one per request."""
+class MasksForDrafts:
+    """vLLM's applier of masks, with room for as many as any step has had so far.
+
+    Its own has room for one per request. One per row would take hundreds of MiB, grammar or not.
+    """
+
+    def __init__(self, make: Callable[[int], StructuredOutputsWorker], most: int) -> None:
+        self._make = make
+        self._most = most
+        self._size = 0
+        self._worker: StructuredOutputsWorker | None = None
+
+    def apply_grammar_bitmask(
+        self, logits: torch.Tensor, input_batch: InputBatch, request_ids: list[str], bitmask: np.ndarray
+    ) -> None:
+        if len(bitmask) > self._size:
+            self._size = min(self._most, max(len(bitmask), 2 * self._size))
+            self._worker = self._make(self._size)
+        if self._worker is not None:
+            self._worker.apply_grammar_bitmask(logits, input_batch, request_ids, bitmask)
+
+
+def with_masks_for_drafts(runner: Any) -> MasksForDrafts | None:
+    """What takes the place of vLLM's applier of masks, if it has one."""
     stock = runner.structured_outputs_worker
     if stock is None:
         return None
-    width = 1 + runner.max_draft_tokens
-    most = runner.max_num_reqs * width
-    if features.installed().mask_stride == "fixed":
+    more = {} if features.installed().mask_stride == "fixed" else {"num_bonus_tokens": stock.num_bonus_tokens}
+
+    def make(size: int) -> StructuredOutputsWorker:
         return StructuredOutputsWorker(
-            max_num_logits=most, vocab_size=runner.vocab_size, device=runner.device, mask_stride=width
+            max_num_logits=size,
+            vocab_size=runner.vocab_size,
+            device=runner.device,
+            mask_stride=1 + runner.max_draft_tokens,
+            **more,
         )
-    return StructuredOutputsWorker(
-        # no step has more rows than its budget of tokens
-        max_num_logits=min(most, max(runner.max_num_tokens, runner.max_num_reqs)),
-        vocab_size=runner.vocab_size,
-        device=runner.device,
-        mask_stride=width,
-        num_bonus_tokens=stock.num_bonus_tokens,
-    )
+
+    return MasksForDrafts(make, runner.max_num_reqs * (1 + runner.max_draft_tokens))
 
 
 def drafted_schedule(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
@@ -15,10 +19,93 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from vllm_specrollout.kernels.tree_verify.kernel import TreeVerdict, tree_verify
 from vllm_specrollout.patches import features
+from vllm_specrollout.types import IntArray
 from vllm_specrollout.worker.v2.inputs import TreeInputs
 
 # of the output layer's rows: vLLM's DEFAULT_VOCAB_PADDING_SIZE
 _VOCAB_PADDING = 64
+MOST_COPIED_MIB = 256
+"""Of logits in float32, which processors make of the model's own. A step with more is judged in parts."""
+MOST_SPLIT_ROWS = 64
+"""On CUDA vLLM finds the top-p mask of so many rows by other sums than that of more (its `_SPLIT_MAX_BATCH`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What rows of logits are judged by: a step's, or those of some of its requests."""
+
+    # [L, vocabulary]
+    logits: torch.Tensor
+    # [L] places of their requests in the tables of requests; positions; tokens; places in their requests; parents
+    requests: torch.Tensor
+    pos: torch.Tensor
+    draft_ids: torch.Tensor
+    place: torch.Tensor
+    parents: torch.Tensor
+    # [R + 1] first row of each request
+    starts: torch.Tensor
+    # [R] places of the requests; most tokens that they may have, where vLLM's processors are told
+    index: torch.Tensor
+    index_np: IntArray
+    most_tokens: IntArray | None
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs) -> _Rows:
+        assert inputs.parents is not None
+        return cls(
+            logits,
+            batch.expanded_idx_mapping,
+            batch.positions[batch.logits_indices],
+            batch.input_ids[batch.logits_indices],
+            batch.expanded_local_pos,
+            inputs.parents,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.seq_lens_cpu_upper_bound.numpy() if features.installed().processors_know_lengths else None,
+        )
+
+    def of_requests(self, first: int, end: int, starts: IntArray) -> _Rows:
+        """Those of the requests from one on until another; copied, since kernels are compiled for aligned arrays."""
+        begin, stop = int(starts[first]), int(starts[end])
+        per_row = (self.requests, self.pos, self.draft_ids, self.place, self.parents)
+        return _Rows(
+            self.logits[begin:stop],
+            *(values[begin:stop].clone() for values in per_row),
+            self.starts[first : end + 1] - begin,
+            self.index[first:end].clone(),
+            self.index_np[first:end],
+            self.most_tokens[first:end] if self.most_tokens is not None else None,
+        )
+
+
+def part_bounds(starts: IntArray, most: int, least: int = 1) -> list[int]:
+    """The requests at which parts of a step begin, and the number of requests.
+
+    Processors look back at a request's earlier rows, so parts hold whole requests. They are about equally large, of at
+    most `most` rows unless one request alone has more; the last one of at least `least`, if need be with more.
+
+    Args:
+        starts: [R + 1] first row of each request, then their number.
+    """
+    bounds, total = [0], int(starts[-1])
+    share = -(-total // max(1, -(-total // most)))
+    while bounds[-1] < len(starts) - 1:
+        end = int(np.searchsorted(starts, starts[bounds[-1]] + share, side="right")) - 1
+        bounds.append(max(end, bounds[-1] + 1))
+    while len(bounds) > 2 and total - starts[bounds[-2]] < least:
+        del bounds[-2]
+    return bounds
+
+
+def _joined(verdicts: list[TreeVerdict]) -> TreeVerdict:
+    if len(verdicts) == 1:
+        return verdicts[0]
+    return TreeVerdict(
+        torch.cat([verdict.token_ids for verdict in verdicts]),
+        torch.cat([verdict.num_sampled for verdict in verdicts]),
+        torch.cat([verdict.path for verdict in verdicts]),
+    )
 
 
 class TreeVerifier:
@@ -49,7 +136,8 @@ class TreeVerifier:
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         verdict, processed = self._judge(logits, batch, inputs)
         is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        logprobs = self._logprobs(processed if is_processed else logits, verdict, batch)
+        sampled_from = processed if is_processed and processed is not None else logits
+        logprobs = self._logprobs(sampled_from, verdict, batch)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verdict.num_sampled,
             batch.seq_lens,
@@ -91,37 +179,67 @@ class TreeVerifier:
                     is_philox=self.is_philox,
                 )
 
-    def _judge(self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs) -> tuple[TreeVerdict, torch.Tensor]:
-        """The verdict, and the logits after the requests' processors."""
-        assert inputs.parents is not None
-        sampler, states = self.sampler, self.sampler.sampling_states
-        pos = batch.positions[batch.logits_indices]
-        draft_ids = batch.input_ids[batch.logits_indices]
-        more = (batch.seq_lens_cpu_upper_bound.numpy(),) if features.installed().processors_know_lengths else ()
-        processed = sampler.apply_sampling_params(
-            logits,
-            batch.expanded_idx_mapping,
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            pos,
-            draft_ids,
-            batch.expanded_local_pos,
-            *more,
+    def _judge(
+        self, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs
+    ) -> tuple[TreeVerdict, torch.Tensor | None]:
+        """The verdict, and the logits after the requests' processors, if anything is made of them."""
+        states = self.sampler.sampling_states
+        # every row reads them, and they lie in the host's memory
+        temperature, seeds = states.temperature.gpu.clone(), states.seeds.gpu.clone()
+        verdicts, processed = [], []
+        for rows in self._parts(_Rows.of(logits, batch, inputs), batch):
+            done = self._processed(rows)
+            if self._keeps_processed:
+                processed.append(done)
+            verdicts.append(self._verdict(done, rows, temperature, seeds))
+        return _joined(verdicts), torch.cat(processed) if len(processed) > 1 else next(iter(processed), None)
+
+    def _parts(self, rows: _Rows, batch: InputBatch) -> list[_Rows]:
+        """The step's rows, in parts that are judged one after the other.
+
+        Where top-p is asked for, a draft's row takes the way that it would take without drafts: that of few rows, or of
+        many, by the number of requests. How many sums a row is split into goes by rows, as in vLLM by requests.
+        """
+        most = max(1, (MOST_COPIED_MIB << 20) // (4 * rows.logits.shape[1]))
+        least = 1
+        if (self.sampler.sampling_states.top_p.np[batch.idx_mapping_np] != 1.0).any():
+            if batch.num_reqs <= MOST_SPLIT_ROWS:
+                most = min(most, MOST_SPLIT_ROWS)
+            else:
+                least = MOST_SPLIT_ROWS + 1
+        starts = batch.cu_num_logits_np
+        if (bounds := part_bounds(starts, max(most, 2 * least - 1), least)) == [0, len(starts) - 1]:
+            return [rows]
+        return [rows.of_requests(first, end, starts) for first, end in itertools.pairwise(bounds)]
+
+    def _processed(self, rows: _Rows) -> torch.Tensor:
+        """The logits after the requests' processors."""
+        more = () if rows.most_tokens is None else (rows.most_tokens,)
+        return self.sampler.apply_sampling_params(
+            rows.logits, rows.requests, rows.index, rows.index_np, rows.pos, rows.draft_ids, rows.place, *more
         )
-        rows = (processed, batch.expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos)
+
+    def _verdict(
+        self, logits: torch.Tensor, rows: _Rows, temperature: torch.Tensor, seeds: torch.Tensor
+    ) -> TreeVerdict:
+        """What these processed logits make of the rows' drafts."""
+        read = (logits, rows.requests, temperature, seeds, rows.pos)
         if not self.has_kernel:
-            sampled = sampled_rows(self, *rows)
-            return chain_verdict(sampled, draft_ids, batch.cu_num_logits, self.width), processed
-        verdict = tree_verify(
-            *rows,
-            draft_ids,
-            inputs.parents,
-            batch.cu_num_logits,
+            return chain_verdict(sampled_rows(self, *read), rows.draft_ids, rows.starts, self.width)
+        return tree_verify(
+            *read,
+            rows.draft_ids,
+            rows.parents,
+            rows.starts,
             width=self.width,
-            use_fp64=sampler.use_fp64_gumbel,
+            use_fp64=self.sampler.use_fp64_gumbel,
             is_philox=self.is_philox,
         )
-        return verdict, processed
+
+    @property
+    def _keeps_processed(self) -> bool:
+        """Whether anything but the verdict is made of processed logits."""
+        return self.sampler.return_sampling_mask or self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
 
     def _logprobs(self, logits: torch.Tensor, verdict: TreeVerdict, batch: InputBatch) -> LogprobsTensors | None:
         """Those of the accepted paths: each request's path rows are brought to the front of its rows."""
@@ -142,10 +260,10 @@ class TreeVerifier:
         )
 
     def _masks(
-        self, processed: torch.Tensor, verdict: TreeVerdict, num_sampled: torch.Tensor, batch: InputBatch
+        self, processed: torch.Tensor | None, verdict: TreeVerdict, num_sampled: torch.Tensor, batch: InputBatch
     ) -> SamplingMaskTensors | None:
         """What each token of the accepted paths was sampled from, where `--return-sampling-mask` asks for it."""
-        if not self.sampler.return_sampling_mask:
+        if not self.sampler.return_sampling_mask or processed is None:
             return None
         rows, _ = self._paths_first(verdict, batch)
         most_kept = int(self.sampler.sampling_states.top_k.np[batch.idx_mapping_np].max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
         except CONTAINED as error:
             failed[part] = f"{type(error).__name__}: {error}"[:500]
 
+    run(VERIFY, lambda: _warm_up_update(runner))
     if runner.verifier.has_kernel:
         run(VERIFY, lambda: runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device))
     if runner.mover is None or runner.shape[0] is not DraftMode.TREE:
@@ -59,6 +61,24 @@ def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
     for layer in attention_layers(runner):
         run(ATTENTION, lambda layer=layer: layer.impl.warm_up(layer, runner.dtype, block_table))
     return failed
+
+
+def _warm_up_update(runner: SpecRolloutV2) -> None:
+    """Compile vLLM's kernel that takes in what was sampled, for as many tokens of a request as drafts bring.
+
+    It is compiled anew for them: plain steps bring one. A request of number -1 is passed over.
+    """
+    none = torch.zeros(2, dtype=torch.int32, device=runner.device)
+    given = {
+        "idx_mapping": none[:1].long() - 1,
+        "sampled_tokens": torch.zeros(1, 1 + runner.max_draft_tokens, dtype=torch.int64, device=runner.device),
+        "num_sampled": none[:1],
+        "num_rejected": none[:1],
+        "query_start_loc": none,
+    }
+    # a version that asks for more compiles it in the first step with drafts
+    if set(inspect.signature(runner.postprocess_sampled).parameters) <= set(given):
+        runner.postprocess_sampled(**given)
 
 
 @contextmanager
