@@ -110,7 +110,7 @@ class Arrival:
         pass
 
     def synchronize(self) -> None:
-        Arrival.last = time.perf_counter()
+        Arrival.last = time.thread_time()
         CALLS.clear()
 
 
@@ -165,11 +165,15 @@ class Timed(SpecRolloutV2, Device):
         self.spec_config, self.max_draft_tokens = spec, spec.max_draft_tokens
         self.req_states.draft_tokens = torch.zeros(self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64)
         self.metrics = Metrics(spec.sources)
-        self.spec_rollout = Speculator(
-            drafters.build(spec), make_budget(spec), guard=Guard(is_strict=True), listeners=[self.metrics]
-        )
-        # a step of a 7B model on an H200, so that the budget decides as it would there
+        # of a 7B model on an H200, so that the budget decides as it would there, however busy this host is
         self.now = 0.0
+        self.spec_rollout = Speculator(
+            drafters.build(spec),
+            make_budget(spec),
+            guard=Guard(is_strict=True),
+            listeners=[self.metrics],
+            clock=lambda: self.now,
+        )
         self.host = Host(Drafting(self.spec_rollout), self.max_model_len, clock=lambda: self.now)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready, self.stats, self.desk = torch.cuda.Event(), Stats(), Desk(DraftMode.TREE)
@@ -181,28 +185,33 @@ class Timed(SpecRolloutV2, Device):
 
         def planned(*args: Any) -> Any:
             trees = plan(*args)
-            self.marks["plan"] = time.perf_counter()
+            self.marks["plan"] = time.thread_time()
             return trees
 
         self.host.plan = planned  # type: ignore[method-assign]
 
     def settle(self, keep: int = 0) -> None:
         super().settle(keep)
-        self.marks["settle"] = time.perf_counter()
+        self.marks["settle"] = time.thread_time()
 
     def gather_batch_req_state(self, *args: Any) -> Any:
-        self.marks["fill"] = time.perf_counter()
+        self.marks["fill"] = time.thread_time()
         return super().gather_batch_req_state(*args)
 
     def timed_step(self, scheduler_output: SchedulerOutput) -> dict[str, float]:
-        """Milliseconds of each stage of a step's host part."""
-        self.marks, begin = {}, time.perf_counter()
+        """Milliseconds of this thread in each stage of a step's host part; nothing of a step that drafts nothing.
+
+        It waits for nothing here, so these are what a clock on the wall would show on a host that is not busy.
+        """
+        self.marks, begin = {}, time.thread_time()
         try:
             self.execute_model(scheduler_output)
             raise AssertionError("a step went on where its host part is over")
         except Over:
-            end = time.perf_counter()
-        self.step.num_rows = self.batch.num_tokens
+            end = time.thread_time()
+        self.step.num_rows, self.step.ask_ms = self.batch.num_tokens, 0.0
+        if "settle" not in self.marks:
+            return {}  # drafting is paused
         home, settled, planned_at, filled = (Arrival.last, *(self.marks[k] for k in ("settle", "plan", "fill")))
         times = (home - begin, settled - home, planned_at - settled, filled - planned_at, end - filled)
         return {name: 1e3 * seconds for name, seconds in zip(STAGES, times, strict=True)}
@@ -320,7 +329,7 @@ def measured(batch: int, spec: SpecRolloutConfig, steps: int) -> str:
     runner = Timed(SimpleNamespace(batch=batch), spec)
     rollout = Rollout(runner, batch)
     rollout.admit()
-    found = [one for i, one in enumerate(rollout.steps(WARM_UP + steps)) if i >= WARM_UP and one[2]]
+    found = [one for i, one in enumerate(rollout.steps(WARM_UP + steps)) if i >= WARM_UP and one[0] and one[2]]
     runner.spec_rollout.close()
     for drafter in runner.spec_rollout.drafters:
         drafter.close()
