@@ -1,7 +1,8 @@
 """Host time between the arrival of a step's tokens and the launch of the next forward pass, on the V2 runner.
 
-All of it is time in which a GPU idles. It is told by the thread's own clock, which a busy host does not move. Kernels launched and arrays copied after the wait are counted, not timed: no
-device is there (without_a_device.py). Run: `python -m bench.host.after_the_wait`.
+All of it is time in which a GPU idles. It is told by the thread's own clock, which a busy host does not stop. Kernels
+launched and arrays copied after the wait are counted, not timed: no device is there (without_a_device.py). Run:
+`python -m bench.host.after_the_wait`.
 """
 
 from __future__ import annotations
