@@ -77,6 +77,27 @@ std::vector<int32_t> PerRequest(const py::object& numbers, size_t batch) {
   return out;
 }
 
+void SyncHistory(const std::vector<HistoryIndex*>& indices, const py::object& docs, const py::list& texts,
+                 const py::object& begins) {
+  const size_t batch = indices.size();
+  const std::vector<int32_t> of_doc = PerRequest(docs, batch);
+  const std::vector<int32_t> begin = PerRequest(begins, batch);
+  if (texts.size() != batch) throw std::invalid_argument("one text per index is needed");
+  std::vector<Tokens> tokens;
+  tokens.reserve(batch);
+  for (size_t i = 0; i < batch; ++i) {
+    if (indices[i] == nullptr) throw std::invalid_argument("an index is None");
+    tokens.emplace_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(texts.ptr(), i)));
+    if (begin[i] < 0 || static_cast<size_t>(begin[i]) > tokens[i].count) {
+      throw std::invalid_argument("a text begins behind its end");
+    }
+  }
+  py::gil_scoped_release release;
+  for (size_t i = 0; i < batch; ++i) {
+    indices[i]->Sync(of_doc[i], tokens[i].data + begin[i], tokens[i].count - begin[i]);
+  }
+}
+
 py::tuple ProposeHistory(const std::vector<const HistoryIndex*>& indices, const py::object& docs,
                          const py::object& max_nodes, const py::object& max_depth, const py::object& is_chain,
                          bool siblings) {
@@ -157,6 +178,8 @@ void bind_drafters(py::module_& m) {
       .def_property_readonly("num_documents", &HistoryIndex::num_documents)
       .def_property_readonly("nbytes", &HistoryIndex::nbytes)
       .def("check_integrity", &HistoryIndex::CheckIntegrity);
+  m.def("sync_history", &SyncHistory, py::arg("indices"), py::arg("docs"), py::arg("texts"), py::arg("begins"),
+        "`sync` of one document of each index, which is to hold its text from `begins` on.");
   m.def("propose_history", &ProposeHistory, py::arg("indices"), py::arg("docs"), py::arg("max_nodes"),
         py::arg("max_depth"), py::arg("is_chain"), py::arg("siblings") = true,
         "One draft per index, best first, concatenated: (node_start [B + 1], token_ids, parents, log_q).");

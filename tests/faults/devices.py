@@ -262,10 +262,14 @@ class StockV2:
             self._remove_request(new.req_id)
         self.device_.take_in(output)
 
+    def update_requests(self, output: Any) -> None:
+        """Nothing is kept of how far requests are scheduled."""
+
     def execute_model(self, output: Any) -> Any:
         for name in sorted(output.finished_req_ids | (output.preempted_req_ids or set())):
             self._remove_request(name)
         self.add_requests(output)
+        self.update_requests(output)
         if not output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         names = list(output.num_scheduled_tokens)
@@ -308,6 +312,8 @@ class RunnerV2(SpecRolloutV2, StockV2):
         self.host = Host(Drafting(speculator), MOST_TOKENS, clock=clock)
         nothing = lambda *args: None  # noqa: E731 - what is told to a device
         self.inputs = SimpleNamespace(clear=nothing, expect=nothing)
+        self.block_tables = SimpleNamespace(apply_staged_writes=nothing)
+        self.times = SimpleNamespace(begin_step=nothing, take=list)
         self.draft_graphs = SimpleNamespace(chosen_from=lambda runner: contextlib.nullcontext())
         self.tokens_ready, self.step, self.execute_model_state = event(), StepStateV2(), None
         self.shape, self.mover = (DraftMode.TREE, ""), None

@@ -51,13 +51,14 @@ def layer(monkeypatch):
 
 def batch_of(rows: list[int]):
     """What vLLM's runner makes of a step: one request per entry, each with so many rows, all of them drafts but one."""
-    starts = np.cumsum([0, *rows])
+    starts = np.cumsum([0, *rows]).astype(np.int32)
     return SimpleNamespace(
         num_tokens=int(starts[-1]),
         num_reqs_after_padding=len(rows),
         req_ids=[str(i) for i in range(len(rows))],
         query_start_loc_np=starts,
         cu_num_logits_np=starts,
+        input_ids=torch.zeros(int(starts[-1]), dtype=torch.int32),
     )
 
 

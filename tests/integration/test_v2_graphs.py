@@ -263,7 +263,7 @@ class StockRunner:
 def test_attentions_metadata_is_made_for_what_the_bucket_was_captured_for(desc):
     """Not for the step at hand, whose longest request may be shorter: a schedule of FlashAttention 3 depends on it."""
     runner = object.__new__(type("Runner", (SpecRolloutV2, StockRunner), {}))
-    runner.inputs = SimpleNamespace(write_tokens=lambda *args: None, set_trees=lambda *args: None)
+    runner.inputs = SimpleNamespace(set_trees=lambda *args: None)
     runner.req_states = SimpleNamespace(req_id_to_index={}, draft_tokens=None)
     runner.step, runner.max_draft_tokens = StepState(trees=batch_of([chain([1, 2])])), 24
     batch = runner.prepare_inputs(None, None, desc, 0)

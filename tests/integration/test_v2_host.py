@@ -17,7 +17,7 @@ from vllm_specrollout.types import EMPTY_TREE, DraftMode, FinishReason, StepPlan
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.request import Admission
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight
-from vllm_specrollout.worker.v2.inputs import filled
+from vllm_specrollout.worker.v2.inputs import emptied, fill
 
 
 class Recorder:
@@ -175,7 +175,9 @@ def test_room_that_stays_empty_is_not_run_and_the_schedule_itself_is_left_alone(
         scheduled_spec_decode_tokens={"a": [-1] * 4, "b": [-1] * 4},
         total_num_scheduled_tokens=19,
     )
-    ran = filled(schedule, batch_of([chain([5, 6])], ["a"]))
+    ran = emptied(schedule)
+    assert ran.num_scheduled_tokens == {"a": 1, "b": 1, "c": 9} and ran.total_num_scheduled_tokens == 11
+    fill(ran, batch_of([chain([5, 6])], ["a"]))
     assert ran.num_scheduled_tokens == {"a": 3, "b": 1, "c": 9} and ran.total_num_scheduled_tokens == 13
     assert ran.scheduled_spec_decode_tokens == {"a": [5, 6]}
     assert schedule.num_scheduled_tokens["a"] == 5 and schedule.total_num_scheduled_tokens == 19

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specrollout._core import HistoryIndex, propose_history
+from vllm_specrollout._core import HistoryIndex, propose_history, sync_history
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome
@@ -98,14 +98,21 @@ class HistoryDrafter(BaseDrafter):
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         if self._version != self.cache.version:
             self._version, self._steps_left = self.cache.version, 0
-        # written down even if it drafts nothing itself: its siblings may
-        lives = [self._written(view) for view in batch.views]
+        lives = [self._live_of(view) for view in batch.views]
         self._steps_left = self._steps_left - 1 if self._steps_left else _CHECKED_EVERY - 1
-        has_index = np.fromiter((live is not None for live in lives), np.bool_, len(lives))
+        # written down even if it drafts nothing itself: its siblings may
+        written = [(view, live) for view, live in zip(batch.views, lives, strict=True) if live.index is not None]
+        sync_history(
+            [live.index for _, live in written],
+            [live.document for _, live in written],
+            [view.token_ids for view, _ in written],
+            [view.num_prompt_tokens for view, _ in written],
+        )
+        has_index = np.fromiter((live.index is not None for live in lives), np.bool_, len(lives))
         wanted = np.where(has_index, np.minimum(limits.wanted(self._source), self._max_nodes), 0).astype(np.int32)
         columns = propose_history(
-            [None if live is None else live.index for live in lives],
-            [0 if live is None else live.document for live in lives],
+            [live.index for live in lives],
+            [live.document for live in lives],
             wanted,
             limits.max_depth,
             limits.is_chain,
@@ -115,24 +122,24 @@ class HistoryDrafter(BaseDrafter):
         self.hits += int(np.count_nonzero(np.diff(columns[0])))
         return proposed(batch.request_ids, *columns, self._source)
 
-    def _written(self, view: RequestView) -> _Live | None:
-        """The request with its answer so far in its problem's index; None while that is being built."""
+    def _live_of(self, view: RequestView) -> _Live:
+        """The request, with its problem's index if there is one: it is being built at first."""
         live = self._live.get(view.request_id)
         if live is None:
             # preempted since, and back
             self.admit(view)
             live = self._live[view.request_id]
-        # between two checks, an index that is there is the right one, and one that is not is not built yet
-        index = live.index if self._steps_left else self.cache.get(live.problem_id)
+        if self._steps_left:
+            # between two checks, an index that is there is the right one, and one that is not is not built yet
+            return live
+        index = self.cache.get(live.problem_id)
         if index is None:
             # not held either: what was dropped for memory is to be gone
             live.index = None
-            return None
-        if live.index is not index:
+        elif live.index is not index:
             # first sight, a new epoch, or an index that was dropped for memory and built anew
             index.set_prompt(view.token_ids[: view.num_prompt_tokens])
             live.index, live.document = index, index.open(live.epoch)
-        index.sync(live.document, view.token_ids[view.num_prompt_tokens :])
         return live
 
     # --- learning ----------------------------------------------------------------------------------------------------

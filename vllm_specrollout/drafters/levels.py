@@ -56,9 +56,14 @@ class Levels:
         # the next level is expected to hold as often as this one did
         self._next = float(self._reach.sum() ** 2 / max(before, 1e-9))
 
+    @property
+    def may_end(self) -> bool:
+        """Whether levels may end before the limit: what a token is worth is known."""
+        return self._token_ms > 0.0
+
     def is_enough(self, pass_ms: float) -> bool:
         """Whether one more level is expected to cost more than its tokens are worth."""
-        return self._token_ms > 0.0 and self._next * self._token_ms < pass_ms
+        return self.may_end and self._next * self._token_ms < pass_ms
 
     def trees(self, batch: RequestBatch, limits: DraftLimits, index: npt.NDArray[np.int64], source: int) -> TreeBatch:
         """The trees, over the whole batch.

@@ -77,6 +77,8 @@ METRICS = (
     ),
     Metric("expected_tokens", "counter", "Tokens that drafts were expected to add.", (), (), THOUSANDTHS),
     Metric("gained_tokens", "counter", "Tokens that drafts added in the steps of which some were expected."),
+    Metric("part_steps", "counter", "Steps of which a part was timed, on the V2 runner, by part.", ("part",)),
+    Metric("part_ms", "counter", "Milliseconds that the part took in those steps.", ("part",), (), THOUSANDTHS),
     Metric("decoupled_drafters", "gauge", "Drafters in processes of their own that are ready to draft."),
     Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
     Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
@@ -165,6 +167,12 @@ class Metrics(Listener):
 
     def drafters_alive(self, count: int) -> None:
         self._counts["drafters_alive"] = count
+
+    def part(self, name: str, ms: float) -> None:
+        """A part of a step took so long: `wait` for the tokens before it, `draft`, `idle` from those tokens to the
+        launch of the step, by the host's clock; `verify` and `commit` by the device's."""
+        self._add(f"part_steps/{name}", 1)
+        self._add(f"part_ms/{name}", round(ms * THOUSANDTHS))
 
     def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
         """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""

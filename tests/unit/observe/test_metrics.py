@@ -210,3 +210,11 @@ def test_windows_count_only_requests_that_drafters_are_asked_for():
     assert (counts["windows"], counts["window_tokens"]) == (2, 4 + 3)
     plan(metrics, plan_of(), limits_of(1, 0))
     assert "windows" not in metrics.take()
+
+
+def test_parts_of_a_step_are_timed_in_thousandths():
+    metrics = Metrics(())
+    metrics.part("idle", 0.25)
+    metrics.part("idle", 1.5)
+    metrics.part("verify", 0.0)
+    assert metrics.take() == {"part_steps/idle": 2, "part_ms/idle": 1750, "part_steps/verify": 1}

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.trees import path_to
-from tests.trees import batch_of, drafted, tree_of
-from vllm_specrollout.trees.mask import ancestor_mask, ancestor_masks
+from vllm_specrollout.trees.mask import ancestor_mask
 from vllm_specrollout.types import ROOT
 
 
@@ -36,16 +35,3 @@ def test_the_last_bit_of_a_full_word_is_usable() -> None:
 def test_more_nodes_than_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="65 nodes"):
         ancestor_mask(np.full(65, ROOT, dtype=np.int32))
-
-
-@given(st.lists(drafted(), max_size=5))
-def test_the_masks_of_a_batch_are_those_of_its_trees(trees) -> None:
-    wanted = [word for tree in trees for word in ancestor_mask(tree.parents).tolist()]
-    masks = ancestor_masks(batch_of(trees))
-    assert masks.dtype == np.uint64 and masks.tolist() == wanted
-
-
-def test_a_batch_with_a_tree_beyond_a_word_is_refused() -> None:
-    wide = tree_of([ROOT] * 65, range(65), [0.01] * 65)
-    with pytest.raises(ValueError, match="65 nodes do not fit the 64 bits"):
-        ancestor_masks(batch_of([tree_of([ROOT], [1], [0.5]), wide]))

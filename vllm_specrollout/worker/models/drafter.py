@@ -5,6 +5,7 @@ On several tensor-parallel ranks its passes need all of them, and the first one 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -152,6 +153,8 @@ class ModelDrafter(BaseDrafter):
         self.entries: list[Entry] = []
         self._temperatures = torch.ones(0)
         self._levels = Levels(0, np.ones(1), 0.0)
+        # of its levels, those that the host has not read yet: tokens, and the logarithms of their probabilities
+        self._drawn: list[torch.Tensor] = []
         # requests with rows of their prompts that wait
         self._prompts: set[str] = set()
         # request -> [1 + 2 * CHOICES] tokens: the one drafted, what each candidate would have drafted, and beside it
@@ -239,11 +242,14 @@ class ModelDrafter(BaseDrafter):
         self.entries = [self.seats[name].entry for name in names]
         temperatures = [1.0 if entry.is_greedy else entry.temperature for entry in self.entries]
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
-        self._levels = Levels(len(names), self._survival(), limits.token_ms)
+        self._levels, self._drawn = Levels(len(names), self._survival(), limits.token_ms), []
         self._times += 1
         self._has_alternatives = self.is_comb and not limits.is_chain[index].all()
         self._ranks.order(names, depth)
-        spent = self._run(names, depth) / max(self._levels.depth, 1)
+        begin = time.perf_counter()
+        self._run(names, depth)
+        self._read()
+        spent = (time.perf_counter() - begin) * 1e3 / max(self._levels.depth, 1)
         self._pass_price.spent(len(names), spent)
         return self._levels.trees(batch, limits, np.asarray(index), self.source)
 
@@ -272,20 +278,31 @@ class ModelDrafter(BaseDrafter):
         Raises:
             Enough: another level is not worth its pass.
         """
-        levels, scaled = self._levels, self.scaled(logits)
-        first = self.noise.choose(scaled * self.sharpness.value, self.entries, levels.depth)
+        scaled, depth = self.scaled(logits), self._levels.depth + len(self._drawn)
+        first = self.noise.choose(scaled * self.sharpness.value, self.entries, depth)
         tokens = [first]
         if self._has_alternatives:
             others = scaled.scatter(1, first[:, None], float("-inf"))
-            tokens.append(self.noise.choose(others * self.second_sharpness.value, self.entries, levels.depth))
-        if levels.depth == 0 and self._times % _LEARN_EVERY == 1:
+            tokens.append(self.noise.choose(others * self.second_sharpness.value, self.entries, depth))
+        if depth == 0 and self._times % _LEARN_EVERY == 1:
             self._try_all(scaled, first)
         drawn = torch.stack(tokens, dim=1)
         log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
-        levels.add(drawn.cpu().numpy(), log_q.cpu().numpy())
-        if not self.proposer.is_one_pass and levels.is_enough(self._pass_price.of(len(self.entries))):
-            raise Enough
+        # one copy: 64 bits of floating point hold both as they are
+        self._drawn.append(torch.stack([drawn.double(), log_q.double()]))
+        if not self.proposer.is_one_pass and self._levels.may_end:
+            # only the host can tell whether the next pass is worth it
+            self._read()
+            if self._levels.is_enough(self._pass_price.of(len(self.entries))):
+                raise Enough
         return tokens[0]
+
+    def _read(self) -> None:
+        """The levels that were drawn since the last time come to the host, in one copy."""
+        if self._drawn:
+            for tokens, log_q in torch.stack(self._drawn).cpu().numpy():
+                self._levels.add(tokens.astype(np.int64), log_q.astype(np.float32))
+            self._drawn = []
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, vocab] float32 the model's logits at the requests' temperatures, the highest 0."""

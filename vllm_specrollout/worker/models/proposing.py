@@ -73,6 +73,8 @@ class Seat:
     num_blocks: int
     # the token behind its last row: sampled last, or next in its prompt
     next_token: int
+    # V2 runner: where that token stands
+    next_position: int = 0
 
 
 class Proposer:

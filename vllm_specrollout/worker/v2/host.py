@@ -62,6 +62,8 @@ class Settled:
     tokens: int = 0
     accepted: int = 0
     wait_ms: float = 0.0
+    # when the last tokens came, by the host's clock; None: no step did
+    home_s: float | None = None
     timings: list[StepTiming] = field(default_factory=list)
 
 
@@ -153,6 +155,11 @@ class StepState:
     # requests without a place in the batch, and those that have just lost theirs
     waiting: int = 0
     preempted: AbstractSet[str] = frozenset()
+    is_paused: bool = False
+    # when the tokens came that it was drafted from; None: it was not waited for any
+    home_s: float | None = None
+    # most drafts of the requests that some room was left for
+    room: Mapping[str, int] = field(default_factory=dict)
     # drafts over the requests that have some, what they were chosen from, and the milliseconds that took
     trees: TreeBatch = NO_DRAFTS
     planned: PlannedStep | None = None
@@ -183,7 +190,7 @@ class Host:
         self.drafting = drafting
         self.speculator = drafting.speculator
         self.max_model_len = max_model_len
-        self._clock = clock
+        self.clock = clock
         self._requests: dict[str, HostRequest] = {}
         # preempted: they come back as new ones, or end
         self._away: dict[str, HostRequest] = {}
@@ -271,13 +278,14 @@ class Host:
         steps, self._in_flight = self._in_flight[:end], self._in_flight[end:]
         homes = []
         for step in steps:
-            begin = self._clock()
+            begin = self.clock()
             homes.append(step.wait())
-            total.wait_ms += (self._clock() - begin) * 1e3
+            total.wait_ms += (self.clock() - begin) * 1e3
         # from the tokens of one wait to those of the next: the device's own pace, the engine's work included
-        now = self._clock()
+        now = self.clock()
         period_ms = None if self._last_home is None or not steps else (now - self._last_home) * 1e3 / len(steps)
-        self._last_home = now if steps else self._last_home
+        if steps:
+            total.home_s = self._last_home = now
         is_uniform = len({(step.rows, step.is_decode_only) for step in steps}) == 1
         for step, (sampled, counts) in zip(steps, homes, strict=True):
             num_accepted, accepted = self._take_in(step, sampled, counts)

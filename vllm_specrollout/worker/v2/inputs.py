@@ -7,7 +7,6 @@ its nodes. Buffers that the attention kernel reads live as long as the engine, s
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -15,21 +14,30 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specrollout.trees.batch import token_lists, with_branches
-from vllm_specrollout.trees.mask import ancestor_masks
+from vllm_specrollout import _core
+from vllm_specrollout.trees.batch import token_lists
 from vllm_specrollout.types import TreeBatch
 
 
 class TreeInputs:
-    """The step's trees on the device."""
+    """The step's trees on the device.
+
+    All of it lies in one buffer. In its middle stands what the attention kernel reads: the requests' nodes, then the
+    rows' ancestors. What this step alone reads stands before that and ends there, so that one copy brings both.
+    """
 
     def __init__(self, max_reqs: int, max_rows: int, max_draft_tokens: int, device: torch.device) -> None:
         self.device = device
         self.max_draft_tokens = max_draft_tokens
+        # words of 8 bytes, an even number of each: kernels are compiled for addresses that 16 divides
+        self._middle = 2 * _even(max_rows + 1) + _even(max_rows)
+        self._ancestors = self._middle + _even(-(-max_reqs // 2))
+        self._words = torch.zeros(self._ancestors + max_rows, dtype=torch.int64, device=device)
+        self._halves = self._words.view(torch.int32)
         # [max_reqs] nodes of each request of the batch, in batch order; 0: rows attend causally
-        self.num_nodes = torch.zeros(max_reqs, dtype=torch.int32, device=device)
+        self.num_nodes = self._halves[2 * self._middle :][:max_reqs]
         # [max_rows] bit j: node j of the row's request is the row's node or above it
-        self.ancestors = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.ancestors = self._words[self._ancestors :]
         # [logits rows] each row's parent, counted from its request's root row; -1 for the root
         self.parents: torch.Tensor | None = None
         # [num_groups' first, rows] KV slots, set when they are known
@@ -48,20 +56,9 @@ class TreeInputs:
 
     def expect(self, trees: TreeBatch) -> None:
         """These are the step's drafts."""
-        self.has_branches = bool(with_branches(trees).any())
-
-    def write_tokens(self, trees: TreeBatch, index_of: Mapping[str, int], draft_tokens: torch.Tensor) -> None:
-        """Put the drafts where vLLM fetches draft tokens from, `draft_tokens [max_reqs, max_draft_tokens]`."""
-        sizes = trees.sizes
-        with_draft = np.flatnonzero(sizes)
-        width = int(sizes.max())
-        packed = np.zeros((len(with_draft), width + 1), dtype=np.int64)
-        packed[:, 0] = [index_of[trees.request_ids[i]] for i in with_draft.tolist()]
-        kept = sizes[with_draft]
-        row = np.repeat(np.arange(len(with_draft)), kept)
-        packed[row, 1 + np.arange(trees.num_nodes) - np.repeat(trees.node_start[with_draft], kept)] = trees.token_ids
-        on_device = async_tensor_h2d(packed, device=self.device)
-        draft_tokens[:, :width].index_copy_(0, on_device[:, 0], on_device[:, 1:])
+        # of all trees of its size, a chain is the one whose nodes lie deepest
+        sizes = trees.sizes.astype(np.int64)
+        self.has_branches = 2 * int(trees.depth.sum()) < int((sizes * (sizes + 1)).sum())
 
     def set_plain(self) -> None:
         """No drafts in this step, or none that the attention kernel must know."""
@@ -70,37 +67,45 @@ class TreeInputs:
             self._is_dirty = False
 
     def set_trees(self, batch: InputBatch, trees: TreeBatch) -> None:
-        """Lay the trees of the step out over its rows.
+        """Lay the trees of the step out over its rows, and put their tokens there.
 
         Args:
-            trees: over the batch's requests, in its order.
+            trees: over requests of the batch, in any order; all their nodes have rows in it.
         """
-        num_logits, num_rows = int(batch.cu_num_logits_np[-1]), batch.num_tokens
-        num_reqs = batch.num_reqs_after_padding
-        # what kernels want in 32 bits stands first, where it is aligned for them
-        num_small = -(-(num_logits + num_reqs) // 2)
-        packed = np.zeros(num_small + 2 * num_rows, dtype=np.int64)
-        small = packed[:num_small].view(np.int32)
-        parents, num_nodes = small[:num_logits], small[num_logits : num_logits + num_reqs]
-        ancestors, shift = packed[num_small : num_small + num_rows], packed[num_small + num_rows :]
-        parents[:] = -1
-        sizes, ends, nodes = trees.sizes, trees.node_start[1:], np.arange(trees.num_nodes)
-        num_nodes[: len(sizes)] = sizes
-        # a request's nodes are the last of its logits rows, and of its rows
-        logits_rows = nodes + np.repeat(batch.cu_num_logits_np[1 : len(sizes) + 1] - ends, sizes)
-        rows = nodes + np.repeat(batch.query_start_loc_np[1 : len(sizes) + 1] - ends, sizes)
-        parents[logits_rows] = trees.parents + 1
-        ancestors[rows] = ancestor_masks(trees).view(np.int64)
-        shift[rows] = trees.depth - 1 - (nodes - np.repeat(trees.node_start[:-1], sizes))
-        on_device = async_tensor_h2d(packed, device=self.device)
-        small_on_device = on_device[:num_small].view(torch.int32)
-        self.parents = small_on_device[:num_logits]
+        num_logits, num_rows, num_nodes = int(batch.cu_num_logits_np[-1]), batch.num_tokens, trees.num_nodes
         self.by_ancestors = self.has_branches or self.always_by_ancestors
+        # rows of the nodes, behind the parents (at an address that 16 divides), tokens and shifts
+        num_small = -(-(num_logits + num_nodes + num_rows) // 2)
+        begin = self._middle - _even(num_small + num_nodes)
+        packed = np.zeros(self._ancestors + num_rows - begin, dtype=np.int64)
+        small, middle = packed.view(np.int32), self._middle - begin
+        tokens_at, shift_at = num_logits, num_logits + num_nodes
+        place = {name: i for i, name in enumerate(trees.request_ids)}
+        _core.tree_rows(
+            trees.node_start,
+            trees.parents,
+            trees.depth,
+            trees.token_ids,
+            np.fromiter((place.get(name, -1) for name in batch.req_ids), np.int32, len(batch.req_ids)),
+            batch.cu_num_logits_np,
+            batch.query_start_loc_np[: len(batch.req_ids) + 1],
+            small[:tokens_at],
+            small[tokens_at:shift_at],
+            small[shift_at : shift_at + num_rows],
+            packed[num_small : num_small + num_nodes],
+            small[2 * middle : 2 * middle + len(batch.req_ids)],
+            packed[self._ancestors - begin :].view(np.uint64),
+        )
+        end = self._ancestors + num_rows if self.by_ancestors else self._middle
+        async_tensor_h2d(packed[: end - begin], out=self._words[begin:end])
+        halves = self._halves[2 * begin :]
+        self.parents = halves[:num_logits]
+        batch.input_ids.index_copy_(
+            0, self._words[begin + num_small : begin + num_small + num_nodes], halves[tokens_at:shift_at]
+        )
         if self.has_branches:
-            self._shift = on_device[num_small + num_rows :]
+            self._shift = halves[shift_at : shift_at + num_rows]
         if self.by_ancestors:
-            self.ancestors[:num_rows].copy_(on_device[num_small : num_small + num_rows])
-            self.num_nodes[:num_reqs].copy_(small_on_device[num_logits : num_logits + num_reqs])
             self._is_dirty = True
         else:
             self.set_plain()  # chains attend causally, which any kernel can do
@@ -119,16 +124,25 @@ def holds_prompt(scheduler_output: SchedulerOutput) -> bool:
     )
 
 
-def filled(scheduler_output: SchedulerOutput, trees: TreeBatch) -> SchedulerOutput:
-    """A copy of a step's schedule in which placeholders have become drafts, and those left over are gone."""
+def emptied(scheduler_output: SchedulerOutput) -> SchedulerOutput:
+    """A copy of a step's schedule without the room that was left for drafts."""
     step = copy.copy(scheduler_output)
     step.num_scheduled_tokens = dict(scheduler_output.num_scheduled_tokens)
-    step.scheduled_spec_decode_tokens = {}
-    drafted = dict(zip(trees.request_ids, token_lists(trees), strict=True))
     for request_id, placeholders in scheduler_output.scheduled_spec_decode_tokens.items():
-        own = drafted.get(request_id, [])
-        step.num_scheduled_tokens[request_id] -= len(placeholders) - len(own)
-        if own:
-            step.scheduled_spec_decode_tokens[request_id] = own
-    step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
+        step.num_scheduled_tokens[request_id] -= len(placeholders)
+        step.total_num_scheduled_tokens -= len(placeholders)
+    step.scheduled_spec_decode_tokens = {}
     return step
+
+
+def fill(emptied: SchedulerOutput, trees: TreeBatch) -> None:
+    """Put a step's drafts into its schedule, in place."""
+    for request_id, own in zip(trees.request_ids, token_lists(trees), strict=True):
+        if own:
+            emptied.num_scheduled_tokens[request_id] += len(own)
+            emptied.scheduled_spec_decode_tokens[request_id] = own
+    emptied.total_num_scheduled_tokens += trees.num_nodes
+
+
+def _even(words: int) -> int:
+    return words + (words & 1)

@@ -108,8 +108,11 @@ class ProposerV2(Proposer):
         taken = torch.from_numpy(np.concatenate(index)).to(device)
         counts = np.asarray([len(own) for own in index]) + int(self.is_model)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        # what attention sees from each request's last row, at most: the device is not asked for it
+        most = [min(seat.next_position + int(self.is_model), speculator.max_model_len) for seat in seats]
+        lengths = torch.tensor(most, dtype=torch.int32)
         with torch.inference_mode():
-            lengths = self._lay_out(rows, taken, torch.from_numpy(next_tokens).to(device), starts)
+            self._lay_out(rows, taken, torch.from_numpy(next_tokens).to(device), starts)
             requests = torch.tensor([seat.row for seat in seats], dtype=torch.int64, device=device)
             speculator.idx_mapping.fill_(-1)
             speculator.idx_mapping[: len(seats)] = requests
@@ -118,14 +121,11 @@ class ProposerV2(Proposer):
             with suppress(Enough):
                 self._run(starts, lengths, depth)
 
-    def _lay_out(self, rows: Rows, taken: torch.Tensor, next_tokens: torch.Tensor, starts: np.ndarray) -> torch.Tensor:
+    def _lay_out(self, rows: Rows, taken: torch.Tensor, next_tokens: torch.Tensor, starts: np.ndarray) -> None:
         """Write the rows into the speculator's buffers.
 
         Args:
             taken: [rows] which of them; next_tokens: [R] the tokens behind each request's; starts: [R + 1] its first.
-
-        Returns:
-            [R] int32 on the host: tokens of each request that attention sees from its last row.
         """
         speculator = self.of_vllm
         num_rows, num_requests, device = int(starts[-1]), len(starts) - 1, taken.device
@@ -147,12 +147,11 @@ class ProposerV2(Proposer):
         ids[last] = next_tokens
         speculator.last_token_indices.zero_()
         speculator.last_token_indices[:num_requests] = last
-        buffers, lengths = speculator.input_buffers, places[last].int() + 1
+        buffers = speculator.input_buffers
         buffers.query_start_loc.fill_(num_rows)
         buffers.query_start_loc[: num_requests + 1] = torch.from_numpy(starts).to(device)
         buffers.seq_lens.zero_()
-        buffers.seq_lens[:num_requests] = lengths
-        return lengths.cpu()
+        buffers.seq_lens[:num_requests] = places[last].int() + 1
 
     def _run(self, starts: np.ndarray, lengths: torch.Tensor, depth: int) -> None:
         """The passes over what is laid out; may raise `Enough`."""
@@ -320,11 +319,10 @@ class ModelledV2(SpecRolloutV2):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def _with_drafts(self, scheduler_output: SchedulerOutput, is_paused: bool) -> SchedulerOutput:
-        filled = super()._with_drafts(scheduler_output, is_paused)
-        if self.model_drafter is not None and not is_paused:
+    def _draft_into(self, scheduler_output: SchedulerOutput) -> None:
+        super()._draft_into(scheduler_output)
+        if self.model_drafter is not None and not self.step.is_paused:
             tell(self, lambda drafter: drafter.flush_if_due())
-        return filled
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         self._state = self.execute_model_state
@@ -392,7 +390,7 @@ class ModelledV2(SpecRolloutV2):
                 return None
             # a prompt that is not over yet goes on with its own next token
             after = request.length - 1 if counts[i] else int(computed.lengths[i])
-            return Seat(request, index_of[name], 0, int(request.buffer[after]))
+            return Seat(request, index_of[name], 0, int(request.buffer[after]), after)
 
         def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             rows = torch.from_numpy(index).to(self.device)

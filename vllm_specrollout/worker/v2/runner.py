@@ -9,7 +9,7 @@ runs and nothing is captured or sized for it.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,9 +34,10 @@ from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, en
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
+from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.graphs import DraftGraphs, profiled_graphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
-from vllm_specrollout.worker.v2.inputs import TreeInputs, filled, holds_prompt
+from vllm_specrollout.worker.v2.inputs import TreeInputs, emptied, fill, holds_prompt
 from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -62,7 +63,8 @@ class SpecRolloutV2(_Base):
         super().__init__(vllm_config, device)
         self.spec_config = config_of(vllm_config)
         self.max_draft_tokens = self.spec_config.max_draft_tokens
-        # as wide as drafts get; vLLM makes it as wide as its own drafts, which are none
+        # As wide as drafts get, by which vLLM's kernels are compiled; it makes it as wide as its own drafts, which are
+        # none. Ours do not stand there: they go where vLLM would copy them to (inputs.py).
         self.req_states.draft_tokens = torch.zeros(
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
@@ -70,6 +72,7 @@ class SpecRolloutV2(_Base):
         self.host = Host(Drafting.of(self.spec_rollout, self.parallel_config), self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
+        self.times = DeviceTimes(device)
         self.stats = Stats()
         self.desk = Desk(DraftMode.OFF)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
@@ -153,33 +156,57 @@ class SpecRolloutV2(_Base):
         self.inputs.clear()
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
             self.host.end(req_id, num_tokens, status)
-        if not dummy_run and scheduler_output.total_num_scheduled_tokens:
-            begin_step(self.weights_version, scheduler_output)
-            is_paused = self.host.drafting.is_paused(step.number, num_running)
-            if scheduler_output.scheduled_spec_decode_tokens:
-                scheduler_output = self._with_drafts(scheduler_output, is_paused)
-                self.inputs.expect(step.trees)
-        with self.draft_graphs.chosen_from(self) if step.trees.num_nodes else nullcontext():
-            return super().execute_model(scheduler_output, *args, **kwargs)
+        with ExitStack() as self._during:
+            if not dummy_run and scheduler_output.total_num_scheduled_tokens:
+                begin_step(self.weights_version, scheduler_output)
+                step.is_paused = self.host.drafting.is_paused(step.number, num_running)
+                if scheduler_output.scheduled_spec_decode_tokens:
+                    step.room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
+                    scheduler_output = emptied(scheduler_output)
+            output = super().execute_model(scheduler_output, *args, **kwargs)
+        if step.home_s is not None and step.trees.num_nodes:
+            self._took("idle", (self.host.clock() - step.home_s) * 1e3)
+        return output
+
+    def _took(self, part: str, ms: float) -> None:
+        """A part of a step took so long."""
+        entry = self.stats.by_part.setdefault(part, [0, 0.0])
+        entry[0] += 1
+        entry[1] += ms
+        self.metrics.part(part, ms)
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().update_requests(scheduler_output)
+        if self.step.room:
+            # all that vLLM does for a step without its tokens is done, so that the device waits for less
+            self._draft_into(scheduler_output)
 
     def take_draft_token_ids(self) -> DraftTokenIds:
         """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
         return DraftTokenIds(*drafted_tokens(self.step.trees))
 
-    def _with_drafts(self, scheduler_output: SchedulerOutput, is_paused: bool) -> SchedulerOutput:
-        """The scheduled step with drafts in the room that was left, and without the room that stays empty."""
-        for request_id in scheduler_output.finished_req_ids | self.step.preempted:
-            self.host.leave(request_id, request_id in self.step.preempted)
-        if not is_paused:  # the only wait there is
-            self.settle()
-        room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
+    def _draft_into(self, scheduler_output: SchedulerOutput) -> None:
+        """Put drafts into the room that was left in the schedule; what stays empty is gone."""
         step = self.step
+        if not step.is_paused:
+            if self.host.num_in_flight and self.model_drafter is None:
+                # What vLLM does next, and then finds done. It turns its host buffers once more by that, which is safe:
+                # the wait for all earlier steps lies between. A model that drafts does so by the last step's tables,
+                # on all ranks.
+                self.block_tables.apply_staged_writes()
+            self.settle()  # the only wait there is
         # a prompt stays with vLLM's attention, and so does all that is computed beside it
         may_branch = self.shape[0] is DraftMode.TREE and not holds_prompt(scheduler_output)
-        step.trees = self.host.plan(room, may_branch, step.number, is_paused)
+        step.trees = self.host.plan(step.room, may_branch, step.number, step.is_paused)
         step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
         self.stats.draft_ms += step.ask_ms
-        return filled(scheduler_output, step.trees)
+        if step.planned is not None:
+            self._took("draft", step.ask_ms)
+        fill(scheduler_output, step.trees)
+        if step.trees.num_nodes:
+            self.inputs.expect(step.trees)
+            self.times.begin_step()
+            self._during.enter_context(self.draft_graphs.chosen_from(self))
 
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, *more: Any
@@ -188,14 +215,13 @@ class SpecRolloutV2(_Base):
         if not self.step.trees.num_nodes:
             self.inputs.set_plain()
             return super().prepare_inputs(*arguments)
-        self.inputs.write_tokens(self.step.trees, self.req_states.req_id_to_index, self.req_states.draft_tokens)
         stock, self.decode_query_len = self.decode_query_len, self.max_draft_tokens + 1
         try:  # vLLM sizes a request's logits rows by it
             batch = super().prepare_inputs(*arguments)
         finally:
             self.decode_query_len = stock
         self.step.num_logits = np.diff(batch.cu_num_logits_np)
-        self.inputs.set_trees(batch, over(self.step.trees, batch.req_ids))
+        self.inputs.set_trees(batch, self.step.trees)
         # attention's metadata must fit what the step's graph was captured for, if it has one
         batch.max_query_len = batch_desc.max_query_len
         return batch
@@ -226,7 +252,8 @@ class SpecRolloutV2(_Base):
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits, input_batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        output, path = self.verifier(logits, input_batch, self.inputs)
+        with self.times.of("verify"):
+            output, path = self.verifier(logits, input_batch, self.inputs)
         if self.inputs.has_branches:
             self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
             if self.experts is not None:  # before vLLM takes them
@@ -240,7 +267,8 @@ class SpecRolloutV2(_Base):
         if self.step.accepted is not None:
             # before anything reads the KV cache, but behind the tokens that the host waits for
             assert self.mover is not None and self.inputs.slots is not None
-            self.mover.move(self.inputs.slots, *self.step.accepted)
+            with self.times.of("commit"):
+                self.mover.move(self.inputs.slots, *self.step.accepted)
             self.stats.branches_committed += 1
             self.step.accepted = None
         if batch is None or output is None or self.shape[0] is DraftMode.OFF:
@@ -284,6 +312,11 @@ class SpecRolloutV2(_Base):
         """Take in the steps in flight, but for the last `keep`."""
         settled = self.host.settle(keep)
         self.stats.wait_ms += settled.wait_ms
+        if settled.home_s is not None:
+            self.step.home_s = settled.home_s
+            self._took("wait", settled.wait_ms)
+            for part, ms in self.times.take():
+                self._took(part, ms)
         self.stats.output_tokens += settled.tokens
         self.stats.accepted += settled.accepted
         for timing in settled.timings:
