@@ -98,6 +98,9 @@ class SpecRolloutConfig:
     row_invariant: bool = False
     """V1 runner on CPU: where this host rounds the attention of a row otherwise among others of its request (bfloat16
     with AMX), drafted rows attend one by one. It costs time, and takes most ties away (docs/concepts/exactness.md)."""
+    self_check: bool = True
+    """Whether what comes of drafts is checked: verdicts that cannot be are noticed, and now and then plain decoding has
+    to find an accepted path's tokens again, which costs 0.4 % of steps at most (docs/concepts/exactness.md)."""
     record: Annotated[str | None, FILE] = None
     """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)

@@ -220,8 +220,11 @@ class StatsMixin(_Base):
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
         rows = getattr(runner, "rows", None)
         stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
+        withheld = runner.drafting.withheld
+        stats["withheld_checked"], stats["withheld_differing"] = withheld.checked, withheld.differing
         stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:
             runner.stats = Stats()
+            withheld.checked = withheld.differing = 0
         return stats

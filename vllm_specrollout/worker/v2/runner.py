@@ -65,7 +65,8 @@ class SpecRolloutV2(_Base):
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v2")
-        self.host = Host(Drafting.of(self.spec_rollout, self.parallel_config), self.max_model_len)
+        drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=self.spec_config.self_check)
+        self.host = Host(drafting, self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.stats = Stats()
@@ -75,6 +76,10 @@ class SpecRolloutV2(_Base):
         self.experts: RoutedExperts | None = None
         self.step = StepState()
         self.draft_graphs = DraftGraphs(self.inputs)
+
+    @property
+    def drafting(self) -> Drafting:
+        return self.host.drafting
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -151,7 +156,7 @@ class SpecRolloutV2(_Base):
             self.host.end(req_id, num_tokens, status)
         if not dummy_run and scheduler_output.total_num_scheduled_tokens:
             begin_step(self.weights_version, scheduler_output)
-            is_paused = self.host.drafting.is_paused(step.number, num_running)
+            is_paused = self.drafting.is_paused(step.number, num_running)
             if scheduler_output.scheduled_spec_decode_tokens:
                 scheduler_output = self._with_drafts(scheduler_output, is_paused)
                 self.inputs.expect(step.trees)
@@ -171,7 +176,8 @@ class SpecRolloutV2(_Base):
         room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         step = self.step
         step.trees = self.host.plan(room, self.shape[0] is DraftMode.TREE, step.number, is_paused)
-        step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
+        step.planned, step.ask_ms = self.drafting.planned, self.drafting.ms
+        step.withheld = self.drafting.withholding
         self.stats.draft_ms += step.ask_ms
         return filled(scheduler_output, step.trees)
 
@@ -220,7 +226,7 @@ class SpecRolloutV2(_Base):
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits, input_batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
-        output, path = self.verifier(logits, input_batch, self.inputs)
+        output, path = self.verifier(logits, input_batch, self.inputs, self.step.withheld)
         if self.inputs.has_branches:
             self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
             if self.experts is not None:  # before vLLM takes them
@@ -263,6 +269,8 @@ class SpecRolloutV2(_Base):
                 self.step.waiting,
                 self.step.ask_ms,
                 self._computed(batch),
+                self.step.withheld,
+                self.weights_version.number,
             )
         )
         self.tokens_ready = torch.cuda.Event()
@@ -290,5 +298,5 @@ class SpecRolloutV2(_Base):
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
         trees, after = self.step.trees, self.step.number + 1
-        asks_at = after + self.host.drafting.steps_off(after, self.step.num_running)
+        asks_at = after + self.drafting.steps_off(after, self.step.num_running)
         return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
