@@ -17,6 +17,7 @@ from vllm_specrollout.worker.withheld import (
     MOST_DIFFERING,
     SELF_CHECK,
     STEPS_PER_TOKEN,
+    TOKENS_PER_TIE,
     WINDOW,
     SelfCheckError,
     Withheld,
@@ -183,20 +184,32 @@ def test_a_strict_guard_raises_the_difference() -> None:
 def test_where_ties_are_to_be_expected_it_is_their_rate_that_counts() -> None:
     engine = Engine(1, 4, seed=0)
 
-    def compare(*, differs: bool) -> None:
-        engine.checks.hold("r0", [4], 10, 0, has_branches=False)
-        engine.checks.compare("r0", [8 if differs else 4], 10, 0)
+    def compare(tokens: int, *, differs: bool) -> None:
+        path = [4] * tokens
+        engine.checks.hold("r0", path, 10, 0, has_branches=False)
+        engine.checks.compare("r0", [*path[1:], 8] if differs else path, 10, 0)
 
     for _ in range(3):  # a few in each window, for ever
         for i in range(WINDOW):
-            compare(differs=i < MOST_DIFFERING)
+            compare(1, differs=i < MOST_DIFFERING)
     assert not engine.stopped and engine.checks.differing == 3 * MOST_DIFFERING
-    compare(differs=True)
-    assert not engine.stopped, "the oldest has left the window"
-    compare(differs=True)
-    compare(differs=True)
-    compare(differs=True)
+    for _ in range(MOST_DIFFERING):
+        compare(1, differs=True)
+        assert not engine.stopped, "the oldest have left the window"
+    compare(1, differs=True)
     assert engine.stopped
+
+
+@pytest.mark.parametrize(("every", "is_fault"), [(2 * TOKENS_PER_TIE, False), (TOKENS_PER_TIE, False), (10, True)])
+def test_longer_paths_may_hold_more_ties(every: int, is_fault: bool) -> None:
+    engine, tokens = Engine(1, 4, seed=0), 0
+    for _ in range(WINDOW):
+        path, tokens = [4] * 10, tokens + 10
+        differs = tokens % every < 10
+        engine.checks.hold("r0", path, 10, 0, has_branches=False)
+        if engine.checks.held:
+            engine.checks.compare("r0", [*path[1:], 8] if differs else path, 10, 0)
+    assert engine.stopped is is_fault
 
 
 @given(st.integers(0, 1 << 30))
