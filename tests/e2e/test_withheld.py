@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.fuzz import FuzzDrafter
 from vllm_specrollout.worker import withheld
 from vllm_specrollout.worker.v1 import sampler
+from vllm_specrollout.worker.withheld import Withheld
 
 POLICY = Path(__file__).parents[2] / "bench" / "policy" / "checkpoint"
 MOST_STEPS = 2000
@@ -34,55 +34,73 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return model(tmp_path_factory.mktemp("models"), "qwen3", "float32")
 
 
-def totals(ours: Engine) -> dict[str, Any]:
-    return ours.llm.collective_rpc("spec_rollout_stats")[0]
+def totals(ours: Engine, *, reset: bool = False) -> dict[str, Any]:
+    return ours.llm.collective_rpc("spec_rollout_stats", args=(reset,))[0]
 
 
 def test_answers_are_stocks_though_many_verdicts_are_withheld(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(withheld, "STEPS_PER_TOKEN", 3)
+    monkeypatch.setattr(withheld, "STEPS_PER_TOKEN", 1)
 
     def inspect(ours: Engine) -> None:
         stats = totals(ours)
         assert stats["withheld_checked"] > 50 and stats["withheld_differing"] == 0
         assert ours.runner.drafting.withheld.is_exact and not ours.runner.drafting.withheld.held
 
-    check_identity(path, "float32", cases(40, VOCAB, seed=11, max_tokens=30), inspect=inspect)
+    requests = cases(40, VOCAB, seed=11, max_tokens=30)
+    # a small batch, since a step withholds one verdict at most
+    check_identity(path, "float32", requests, inspect=inspect, max_num_seqs=8)
 
 
-@contextlib.contextmanager
-def drafting_stocks_answers(path: str, **spec_rollout: Any) -> Iterator[tuple[Engine, list[list[int]]]]:
-    """An engine that a failure of ours does not end, and what stock answers to SAMPLED."""
+@pytest.fixture(scope="module")
+def truth(path: str) -> list[list[int]]:
+    """What stock answers to SAMPLED."""
     with engine(path, "float32", is_ours=False) as stock:
-        truth = [list(one.outputs[0].token_ids) for one in run(stock.llm, SAMPLED)]
-    settings = {"max_draft_tokens": 6, "max_depth": 4, **spec_rollout}
-    with engine(path, "float32", is_ours=True, spec_rollout=settings) as ours:
-        answers = {case.problem_id: own for case, own in zip(SAMPLED, truth, strict=True)}
-        ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.95)])
-        ours.runner.spec_rollout.guard.is_strict = False
-        yield ours, truth
+        return tokens_of(stock)
+
+
+@pytest.fixture(scope="module")
+def started(path: str, truth: list[list[int]]) -> Iterator[Engine]:
+    with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 6, "max_depth": 4}) as ours:
+        yield ours
+
+
+@pytest.fixture
+def ours(started: Engine, truth: list[list[int]]) -> Engine:
+    """An engine that drafts stock's answers, and that a failure of ours does not end."""
+    speculator, drafting = started.runner.spec_rollout, started.runner.drafting
+    answers = {case.problem_id: own for case, own in zip(SAMPLED, truth, strict=True)}
+    speculator.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.95)])
+    speculator.guard.is_strict, speculator.stopped = False, ""
+    speculator.guard.failures.clear()
+    drafting.withheld = Withheld(speculator.guard, drafting._stop, drafting._compared)
+    drafting.withheld.is_exact = True
+    totals(started, reset=True)
+    return started
+
+
+def tokens_of(one: Engine) -> list[list[int]]:
+    return [list(answer.outputs[0].token_ids) for answer in run(one.llm, SAMPLED)]
 
 
 def test_noise_of_the_wrong_position_is_noticed_and_then_nothing_is_drafted(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ours: Engine, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = sampler.node_seeds
+    right, speculator = sampler.node_seeds, ours.runner.spec_rollout
     monkeypatch.setattr(sampler, "node_seeds", lambda entries, start, depth: right(entries, start, depth + (depth > 0)))
-    with drafting_stocks_answers(path) as (ours, truth):
-        while not ours.runner.spec_rollout.stopped and ours.runner.stats.steps < MOST_STEPS:
-            run(ours.llm, SAMPLED)
-        assert ours.runner.spec_rollout.stopped and ours.runner.stats.steps <= MOST_STEPS
-        stats = totals(ours)
-        assert stats["failures"] == {"self-check": 2} and stats["withheld_differing"] >= 2
-        # and from then on its answers are stock's
-        assert [list(one.outputs[0].token_ids) for one in run(ours.llm, SAMPLED)] == truth
-        assert totals(ours)["drafted"] == stats["drafted"]
+    while not speculator.stopped and ours.runner.stats.steps < MOST_STEPS:
+        tokens_of(ours)
+    assert speculator.stopped and ours.runner.stats.steps <= MOST_STEPS
+    stats = totals(ours)
+    assert stats["failures"] == {"self-check": 2} and stats["withheld_differing"] >= 2
+    # and from then on its answers are stock's
+    assert tokens_of(ours) == truth and totals(ours)["drafted"] == stats["drafted"]
     assert "drafts are chains from now on" in caplog.text and "nothing is drafted from now on" in caplog.text
 
 
 def test_a_verdict_that_cannot_be_ends_drafts(
-    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ours: Engine, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    walk = sampler._core.walk
+    right = sampler._core
 
     class Core:
         """Whatever was accepted begins with another token than was drafted."""
@@ -91,24 +109,15 @@ def test_a_verdict_that_cannot_be_ends_drafts(
             return getattr(right, name)
 
         def walk(self, *args: np.ndarray) -> Any:
-            output, rows, num_accepted, accepted = walk(*args)
+            output, rows, num_accepted, accepted = right.walk(*args)
             output[:, 0] = np.where(num_accepted > 0, (output[:, 0] + 1) % VOCAB, output[:, 0])
             return output, rows, num_accepted, accepted
 
-    right = sampler._core
     monkeypatch.setattr(sampler, "_core", Core())
-    with drafting_stocks_answers(path) as (ours, truth):
-        run(ours.llm, SAMPLED)
-        assert totals(ours)["failures"] == {"self-check": 1} and ours.runner.spec_rollout.stopped
-        assert [list(one.outputs[0].token_ids) for one in run(ours.llm, SAMPLED)] == truth
+    tokens_of(ours)
+    assert totals(ours)["failures"] == {"self-check": 1} and ours.runner.spec_rollout.stopped
+    assert tokens_of(ours) == truth
     assert "are no path through the draft" in caplog.text
-
-
-def test_without_the_check_nothing_is_withheld(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(withheld, "STEPS_PER_TOKEN", 1)
-    with drafting_stocks_answers(path, self_check=False) as (ours, truth):
-        assert [list(one.outputs[0].token_ids) for one in run(ours.llm, SAMPLED)] == truth
-        assert totals(ours)["withheld_checked"] == 0 < totals(ours)["accepted"]
 
 
 @pytest.mark.nightly

@@ -27,6 +27,7 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.cuda_runner import ChainMixin
+from vllm_specrollout.worker.withheld import SelfCheckError
 
 FORKED = DraftTree(
     np.asarray([5, 6, 7], np.int32),
@@ -191,6 +192,25 @@ def test_a_verdict_is_withheld_in_one_step_and_the_request_then_goes_without_dra
     drafting.forget(name)
     assert not drafting.withheld.held
     assert drafting.plan(lambda: None, 4) is NO_DRAFTS and drafting.withholding == ""
+
+
+@pytest.mark.parametrize("is_checking", [True, False])
+def test_an_engine_checks_itself_unless_it_is_told_not_to(is_checking: bool) -> None:
+    speculator: Any = Ready([FORKED])
+    speculator.vocab_size = 8
+    alone = SimpleNamespace(distributed_executor_backend=None, tensor_parallel_size=1)
+    drafting = ready_to_withhold(Drafting.of(speculator, alone, is_checking=is_checking))
+    drafting.plan(lambda: requests_of(1), 1)
+    assert (drafting.withholding == "0") is is_checking
+    drafting.withheld.hold("0", [4], 20, 0, has_branches=False)
+    assert bool(drafting.withheld.held) is is_checking
+    # a token beyond the vocabulary
+    last = batch_of([EMPTY_TREE]), np.asarray([[9]]), np.asarray([1], np.int32)
+    if is_checking:
+        with pytest.raises(SelfCheckError, match="a vocabulary of 8"):
+            drafting.followed(*last)
+    else:
+        drafting.followed(*last)
 
 
 def test_all_ranks_withhold_the_same_verdict(monkeypatch) -> None:

@@ -21,8 +21,8 @@ STEPS_PER_TOKEN = 250
 WINDOW, MOST_DIFFERING = 100, 3
 """Where ties are to be expected: of the last so many requests compared, so many may differ whatever they are."""
 TOKENS_PER_TIE, TIMES = 130, 3
-"""One tie in so many tokens is the most that was measured (random weights, docs/concepts/exactness.md); chance may bring
-so many times as many."""
+"""One tie in so many tokens is the most that was measured (random weights, docs/concepts/exactness.md). Chance may
+bring so many times as many."""
 SELF_CHECK = "self-check"
 """What failed, where tokens were not those of plain decoding, and why nothing is drafted since."""
 _NEVER = 1 << 60
