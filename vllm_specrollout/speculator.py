@@ -24,6 +24,7 @@ from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.observe.contained import RESTS, Contained
 from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
+from vllm_specrollout.observe.probation import NEVER
 from vllm_specrollout.trees.batch import on_host
 from vllm_specrollout.types import (
     DraftLimits,
@@ -77,6 +78,8 @@ class Speculator(Contained):
         super().__init__(drafters, budget, guard, listeners, time_share, clock)
         self.guard.listener = lambda part: self._tell(lambda listener: listener.failed(part))
         self.vocab_size = vocab_size
+        self.stopped = ""
+        """Why nothing is drafted any more, fit to be a metric's label; empty: it is."""
         self.backoff = Backoff()
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
@@ -102,7 +105,9 @@ class Speculator(Contained):
         self._step = step
         if self.probation.next_due <= step:
             self._try_again(step)
-        if self.backoff.is_paused(step):
+        if self.stopped:
+            reason = self.stopped
+        elif self.backoff.is_paused(step):
             reason = "drafts do not pay"
         elif self._budget_does(lambda budget: int(budget.steps_off(num_requests))):
             reason = "off"
@@ -115,6 +120,8 @@ class Speculator(Contained):
 
     def steps_off(self, step: int, num_requests: int) -> int:
         """How many steps from this one on are known to go without drafts."""
+        if self.stopped:
+            return NEVER
         off = self._budget_does(lambda budget: int(budget.steps_off(num_requests)))
         off = self.probation.steps_left(self.budget, step) if off is None else off
         return max(self.backoff.steps_left(step), off)
@@ -248,6 +255,10 @@ class Speculator(Contained):
         except CONTAINED as error:
             self._budget_failed(error)
         self._tell(lambda listener: listener.stepped(record))
+
+    def compared(self, checked: int, differing: int) -> None:
+        """So many tokens of withheld verdicts were compared with plain decoding, and so many of them differed."""
+        self._tell(lambda listener: listener.compared(checked, differing))
 
     def finish(self, ending: FinishedRequest) -> None:
         """A request is over; `forget` follows. Drafters hear of each; listeners of one that began or has a token."""

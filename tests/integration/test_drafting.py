@@ -27,6 +27,7 @@ from vllm_specrollout.types import (
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.v1.cpu_runner import SpecRolloutCPURunner
 from vllm_specrollout.worker.v1.cuda_runner import ChainMixin
+from vllm_specrollout.worker.withheld import SelfCheckError
 
 FORKED = DraftTree(
     np.asarray([5, 6, 7], np.int32),
@@ -57,6 +58,9 @@ class Ready:
 
     def timed(self, timing: StepTiming | None) -> None:
         self.times.append(timing)
+
+    def compared(self, checked: int, differing: int) -> None:
+        self.compared_with = (checked, differing)
 
 
 def drafting_of(trees: Sequence[DraftTree], is_strict: bool = True) -> Drafting:
@@ -184,6 +188,95 @@ def test_what_the_first_rank_cannot_tell_leaves_none_of_the_others_waiting(monke
         first.last_order = lambda: "follow me"
     assert first.plan(lambda: requests_of(1), 1) is NO_DRAFTS and told == [NO_DRAFTS]
     assert first.speculator.guard.failures == {"drafting": 1}
+
+
+def ready_to_withhold(drafting: Drafting) -> Drafting:
+    drafting.withheld.drafted = 1 << 20
+    return drafting
+
+
+def test_a_verdict_is_withheld_in_one_step_and_the_request_then_goes_without_drafts(monkeypatch) -> None:
+    drafting = ready_to_withhold(drafting_of([FORKED, FORKED]))
+    drafting.plan(lambda: requests_of(2), 1)
+    name = drafting.withholding
+    assert name in ("0", "1")
+    drafting.withheld.hold(name, [9], 20, 0, has_branches=True)
+    trees = drafting.plan(lambda: requests_of(2), 2)
+    assert [own for own, size in zip(trees.request_ids, trees.sizes, strict=True) if not size] == [name]
+    drafting.withheld.compare(name, [9], 20, 0)
+    assert drafting.speculator.compared_with == (1, 0)
+    assert drafting.plan(lambda: requests_of(2), 3).sizes.tolist() == [3, 3]
+    drafting.withheld.hold(name, [9], 30, 0, has_branches=True)
+    drafting.speculator.forget = lambda request_id: None
+    drafting.forget(name)
+    assert not drafting.withheld.held
+    assert drafting.plan(lambda: None, 4) is NO_DRAFTS and drafting.withholding == ""
+
+
+@pytest.mark.parametrize("is_checking", [True, False])
+def test_an_engine_checks_itself_unless_it_is_told_not_to(is_checking: bool) -> None:
+    speculator: Any = Ready([FORKED])
+    speculator.vocab_size = 8
+    alone = SimpleNamespace(distributed_executor_backend=None, tensor_parallel_size=1)
+    drafting = ready_to_withhold(Drafting.of(speculator, alone, is_checking=is_checking))
+    drafting.plan(lambda: requests_of(1), 1)
+    assert (drafting.withholding == "0") is is_checking
+    drafting.withheld.hold("0", [4], 20, 0, has_branches=False)
+    assert bool(drafting.withheld.held) is is_checking
+    # a token beyond the vocabulary
+    last = batch_of([EMPTY_TREE]), np.asarray([[9]]), np.asarray([1], np.int32)
+    if is_checking:
+        with pytest.raises(SelfCheckError, match="a vocabulary of 8"):
+            drafting.followed(*last)
+    else:
+        drafting.followed(*last)
+
+
+def test_all_ranks_withhold_the_same_verdict(monkeypatch) -> None:
+    told: list[Any] = []
+
+    def of_rank(rank: int, call: Any) -> Drafting:
+        group = SimpleNamespace(rank_in_group=rank, broadcast_object=call)
+        monkeypatch.setattr("vllm_specrollout.worker.drafting.get_tp_group", lambda: group)
+        return Drafting(Ready([FORKED, FORKED]), 2)  # type: ignore[arg-type]
+
+    first = ready_to_withhold(of_rank(0, lambda what, src: told.append(what)))
+    other = of_rank(1, lambda what, src: told.pop(0))
+    trees = first.plan(lambda: requests_of(2), 1)
+    assert other.plan(lambda: None, 1) is trees and not told
+    assert first.withholding == other.withholding != ""
+    first.withheld.end()
+    first.plan(lambda: requests_of(2), 2)
+    other.plan(lambda: None, 2)
+    assert first.withholding == other.withholding == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts", "culprit"),
+    [
+        ([[5, 7, 9], [4, -1, -1]], [3, 1], ""),
+        ([[5, 8, -1], [4, -1, -1]], [2, 1], ""),
+        ([[3, 7, 9], [4, -1, -1]], [3, 1], "0"),  # its first token is none that was drafted
+        ([[5, 9, 9], [4, -1, -1]], [3, 1], "0"),
+        ([[5, 7, 9], [4, 4, -1]], [3, 2], "1"),  # two tokens without a draft
+        ([[5, 7, 50], [4, -1, -1]], [3, 1], "0"),  # beyond the vocabulary
+        ([[5, -1, -1], [-1, -1, -1]], [1, 1], "1"),
+        ([[5, 7, 9], [4, -1, -1]], [0, 1], "0"),  # nothing, though it drafted
+        ([[5, 7, 9], [-1, -1, -1]], [3, 0], ""),  # a prompt that is not over
+    ],
+)
+def test_a_verdict_that_cannot_be_ends_drafts_and_says_what_was_seen(tokens, counts, culprit, caplog) -> None:
+    drafting = drafting_of([FORKED, EMPTY_TREE], is_strict=False)
+    drafting.vocab_size = 50
+    trees = batch_of([FORKED, EMPTY_TREE])
+    for _ in range(2):
+        drafting.followed(trees, np.asarray(tokens), np.asarray(counts, np.int32))
+    assert getattr(drafting.speculator, "stopped", "") == ("self-check" if culprit else "")
+    assert len(caplog.records) == bool(culprit)
+    if culprit:
+        index = int(culprit)
+        assert f"request {culprit}: {counts[index]} tokens of {tokens[index]} are no path" in caplog.text
+        assert drafting.speculator.guard.failures == {"self-check": 1} and not drafting.withheld.is_on
 
 
 def test_a_tree_without_scratch_blocks_left_drafts_its_best_path():

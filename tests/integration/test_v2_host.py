@@ -231,3 +231,55 @@ def test_nor_does_one_that_came_back_from_preemption_and_left(ticking):
     host.leave("a")
     host.settle()
     assert told == ["a"] and recorder.begun == []
+
+
+def compared_by(recorder):
+    recorder.told = []
+    recorder.compared = lambda checked, differing: recorder.told.append((checked, differing))
+    return recorder.told
+
+
+def withheld_step(requests, sampled, counts, trees, version=0):
+    made = step(requests, sampled, counts, trees)
+    made.withheld, made.weights_version = requests[0].request_id, version
+    return made
+
+
+def test_a_withheld_path_meets_what_the_next_steps_decode_though_they_come_home_together(ticking):
+    recorder = Recorder()
+    told, (host, a) = compared_by(recorder), (host_of(recorder, ticking), request())
+    host.add(a)
+    host.sent(withheld_step([a], [[7, 8, 9, -1]], [1], [chain([7, 8, 5])]))
+    host.sent(step([a], [[8]], [1]))
+    host.settle()
+    assert a.buffer[: a.length].tolist() == [1, 2, 3, 7, 8] and told == [(1, 0)]
+    assert host.plan({"a": 4}, may_branch=True, step=3, is_paused=False).num_nodes == 0
+    host.sent(step([a], [[9]], [1]))
+    host.settle()
+    assert told == [(1, 0), (1, 0)] and not host.drafting.withheld.held
+
+
+def test_a_withheld_path_that_plain_decoding_does_not_find_is_counted(ticking):
+    recorder = Recorder()
+    told, (host, a) = compared_by(recorder), (host_of(recorder, ticking), request())
+    host.add(a)
+    host.sent(withheld_step([a], [[7, 8, 9, -1]], [1], [chain([7, 8, 5])]))
+    host.sent(step([a], [[4]], [1]))
+    host.settle()
+    assert told == [(1, 1)] and not host.drafting.withheld.held
+
+
+@pytest.mark.parametrize("what", ["nothing met", "gone", "preempted", "other weights"])
+def test_a_withheld_path_is_forgotten_where_it_says_nothing(ticking, what):
+    recorder = Recorder()
+    told, (host, a) = compared_by(recorder), (host_of(recorder, ticking), request())
+    host.add(a)
+    row = [7, -1, -1, -1] if what == "nothing met" else [7, 8, 9, -1]
+    host.sent(withheld_step([a], [row], [1], [chain([7, 8, 5])]))
+    if what in ("gone", "preempted"):
+        host.leave("a", is_preempted=what == "preempted")
+    if what == "other weights":
+        host.weights_version.touch()
+    host.sent(step([a], [[4]], [1]))
+    host.settle()
+    assert told == [] and not host.drafting.withheld.held

@@ -20,6 +20,7 @@ HISTORY = (
     "tests/e2e/test_hostile_history.py::test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own"
 )
 V2 = "tests/v2/test_identity.py"
+WITHHELD = "tests/e2e/test_withheld.py"
 REFUSAL, NO_DRAFTS = "a call is refused", "what it is about goes without drafts"
 
 
@@ -74,4 +75,11 @@ MUTANTS = (
     Mutant("scratch blocks are not copied", (ABORTED, UNITED)),
     Mutant("drafted rows are at the next position", (ABORTED, UNITED)),
     Mutant("drafted rows have their parents' grammar masks", (f"{EVERY_FEATURE}[llama-float32]",)),
+    Mutant(
+        "withheld verdicts are never compared",
+        (
+            f"{WITHHELD}::test_answers_are_stocks_though_many_verdicts_are_withheld",
+            f"{WITHHELD}::test_noise_of_the_wrong_position_is_noticed_and_then_nothing_is_drafted",
+        ),
+    ),
 )

@@ -210,6 +210,17 @@ def test_what_never_pays_is_asked_about_ever_more_seldom_and_listeners_change_no
     assert asked_steps([Listener()]) == steps
 
 
+def test_what_was_stopped_is_paused_for_good_and_says_why():
+    heard = []
+    listener = Listener()
+    listener.paused = lambda num_requests, reason: heard.append(reason)
+    speculator = Speculator([Says("a", [1])], FixedBudget(8, 8), listeners=[listener])
+    assert not speculator.is_paused(1, 2) and speculator.steps_off(1, 2) == 0
+    speculator.stopped = "self-check"
+    assert speculator.is_paused(2, 2) and speculator.steps_off(2, 2) > 1_000_000
+    assert heard == ["self-check"]
+
+
 def test_a_budget_that_is_off_is_never_asked_for_limits():
     class Off(OffBudget):
         def limits(self, batch):

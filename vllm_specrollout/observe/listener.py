@@ -70,6 +70,9 @@ class Listener:
             record: `plan` is None for a step that nothing was planned for.
         """
 
+    def compared(self, checked: int, differing: int) -> None:
+        """Tokens of withheld verdicts were compared with those of plain decoding."""
+
     def finished(self, ending: FinishedRequest) -> None:
         """A request is over; without a token, if it ended before its client got the first one."""
 

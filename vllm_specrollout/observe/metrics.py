@@ -84,6 +84,8 @@ METRICS = (
     Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
     Metric("drafters_alive", "gauge", "Drafters that are asked; those that failed and wait to be tried again are not."),
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
+    Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
+    Metric("withheld_differing", "counter", "Tokens of withheld verdicts that plain decoding did not find again."),
     Metric("failures", "counter", "Failures that cost drafts and nothing else, by what failed.", ("part",)),
 )
 
@@ -158,6 +160,10 @@ class Metrics(Listener):
         if timing.is_decode_only and timing.nodes == plan.trees.num_nodes:
             error = abs(plan.expected_ms - timing.step_ms) / timing.step_ms
             self._add(f"cost_error/{round(error * THOUSANDTHS)}", 1)
+
+    def compared(self, checked: int, differing: int) -> None:
+        self._add("withheld_checked", checked)
+        self._add("withheld_differing", differing)
 
     def failed(self, part: str) -> None:
         self._add(f"failures/{part.replace('/', ' per ')}", 1)

@@ -221,8 +221,11 @@ class StatsMixin(_Base):
         rows = getattr(runner, "rows", None)
         stats["rows"] = None if rows is None else {**dataclasses.asdict(rows), "are_alike": rows.are_alike}
         stats["self_check"] = getattr(runner, "self_check", None)
+        withheld = runner.drafting.withheld
+        stats["withheld_checked"], stats["withheld_differing"] = withheld.checked, withheld.differing
         stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         if reset:
             runner.stats = Stats()
+            withheld.checked = withheld.differing = 0
         return stats

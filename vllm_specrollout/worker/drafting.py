@@ -1,7 +1,7 @@
 """The drafts of one engine, between the step that plans them and the step that verifies them. Both runners use it.
 
-What belongs here: who drafts where there are several ranks, what a request is called between them, and that nothing of
-it stops a step.
+What belongs here: who drafts where there are several ranks, what a request is called between them, whether a verdict
+is one that can be, and that nothing of it stops a step.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_specrollout import _core
+from vllm_specrollout.history.vocabulary import ANY_TOKEN
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep, Speculator
 from vllm_specrollout.trees.batch import chains, cut, joined, take, token_lists
 from vllm_specrollout.types import IntArray, RequestBatch, RequestView, StepTiming, TreeBatch, VerifyResult, empty_trees
 from vllm_specrollout.worker.scheduler import is_signalled
 from vllm_specrollout.worker.weights_version import WeightsVersion
+from vllm_specrollout.worker.withheld import SELF_CHECK, SelfCheckError, Withheld
 
 NO_DRAFTS = empty_trees([])
 
@@ -32,6 +35,13 @@ def begin_step(version: WeightsVersion, scheduler_output: Any) -> None:
     """
     if scheduler_output.total_num_scheduled_tokens and (version.may_differ or is_signalled(scheduler_output)):
         version.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Withholding:
+    """Told to the other ranks before the trees: whose verdict is withheld in their step."""
+
+    request_id: str
 
 
 class Drafting:
@@ -57,6 +67,10 @@ class Drafting:
         self.is_drafting = self.group is None or self.group.rank_in_group == 0
         # what was planned last; None: nothing, or another rank plans
         self.planned: PlannedStep | None = None
+        self.vocab_size = ANY_TOKEN
+        self.withheld = Withheld(speculator.guard, self._stop, self._compared)
+        self.withholding = ""
+        """The request whose verdict is withheld in the step that was planned last; empty: nobody's."""
         self.ms = 0.0
         """Milliseconds that the last step's drafts took to be made."""
         self.follow: Callable[[Any], None] = lambda order: None
@@ -65,10 +79,18 @@ class Drafting:
         """On the first rank: what else is told before the trees; None: nothing."""
 
     @classmethod
-    def of(cls, speculator: Speculator, parallel_config: Any) -> Drafting:
-        """That of an engine with this vLLM configuration."""
+    def of(cls, speculator: Speculator, parallel_config: Any, *, is_checking: bool) -> Drafting:
+        """That of an engine with this vLLM configuration.
+
+        Args:
+            is_checking: whether what comes of drafts is checked.
+        """
         backend = parallel_config.distributed_executor_backend
-        return cls(speculator, parallel_config.tensor_parallel_size, is_apart=backend == "external_launcher")
+        made = cls(speculator, parallel_config.tensor_parallel_size, is_apart=backend == "external_launcher")
+        made.vocab_size = speculator.vocab_size
+        if not (is_checking and made.is_drafting):
+            made.withheld.end()
+        return made
 
     def admit(self, view: RequestView) -> None:
         """A request that may be drafted for has come."""
@@ -86,6 +108,7 @@ class Drafting:
         """It is over, or it was preempted."""
         if (number := self._numbers.pop(request_id, None)) is not None:
             del self._names[number]
+        self.withheld.drop(request_id)
         self.speculator.forget(request_id)
 
     def begin(self, view: RequestView) -> None:
@@ -117,15 +140,20 @@ class Drafting:
             fit: cuts the trees to what the runner has room for.
         """
         begin = time.perf_counter()
-        trees, self.planned = NO_DRAFTS, None
+        trees, self.planned, self.withholding = NO_DRAFTS, None, ""
+        withheld = self.withheld
         if self.is_drafting:
             try:
                 batch = see()
                 if batch is not None and batch.size:
+                    if withheld.held or not withheld.may_branch:
+                        withheld.narrow(batch)
                     self.planned = self.speculator.propose(batch, step)
                     # whatever a budget says, no request gets more than there is room for
                     chosen = cut(self.planned.plan.trees, batch.max_nodes)
                     trees = fit(chosen, batch) if fit is not None and chosen.num_nodes else chosen
+                    if withheld.drafted >= withheld.due and trees.num_nodes:
+                        self.withholding = withheld.choose(trees)
             except CONTAINED as error:
                 self.speculator.guard.failed("drafting", error, "requests go on without drafts in such a step")
         if self.group is not None:
@@ -147,14 +175,20 @@ class Drafting:
             try:
                 if (order := self.last_order()) is not None:
                     self.order(order)
+                if self.withholding:
+                    self.order(Withholding(*self.numbered([self.withholding])))
                 self.group.broadcast_object(self._called(trees, self.numbered), src=0)
             except CONTAINED as error:
                 self.group.broadcast_object(NO_DRAFTS, src=0)
                 self.speculator.guard.failed("drafting", error, "requests go on without drafts in such a step")
+                self.withholding = ""
                 return NO_DRAFTS
             return trees
         while not isinstance(told := self.group.broadcast_object(None, src=0), TreeBatch):
-            self.follow(told)
+            if isinstance(told, Withholding):
+                (self.withholding,) = self.named([told.request_id])
+            else:
+                self.follow(told)
         return self._called(told, self.named)
 
     def _called(self, trees: TreeBatch, by: Callable[[Sequence[str]], list[str]]) -> TreeBatch:
@@ -179,11 +213,51 @@ class Drafting:
             num_accepted, accepted: as in `VerifyResult`.
         """
         if self.is_drafting:
+            if trees.num_nodes:
+                self.withheld.drafted += int(np.count_nonzero(trees.sizes))
             try:
                 self.speculator.observe(planned, trees, VerifyResult(num_accepted, accepted))
             except CONTAINED as error:
                 effect = "what became of such a step's drafts is not learned from"
                 self.speculator.guard.failed("learning", error, effect)
+
+    def followed(self, trees: TreeBatch, sampled: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """The accepted nodes behind sampled tokens, as in `VerifyResult`; nothing is drafted any more where there are
+        none that could be.
+
+        Args:
+            trees: over the step's requests.
+            sampled: [R, width] tokens of each request, as many as `counts` [R] says.
+        """
+        # the last token of each request is the target's own
+        drafted = np.maximum(counts - 1, 0).astype(np.int32)
+        num_accepted, accepted = _core.follow(
+            trees.node_start, trees.parents, trees.token_ids, np.ascontiguousarray(sampled, dtype=np.int32), drafted
+        )
+        if self.withheld.is_on:
+            # those before the last are drafted tokens, which were looked at when they were proposed
+            is_wrong = (num_accepted != drafted) | (counts < (trees.sizes > 0))
+            if not is_wrong.any():
+                last = sampled[np.arange(len(drafted)), drafted]
+                is_wrong = (counts > 0) & ((last < 0) | (last >= self.vocab_size))
+            if is_wrong.any():
+                self._impossible(trees, sampled, counts, int(is_wrong.argmax()))
+        return num_accepted, accepted
+
+    def _impossible(self, trees: TreeBatch, sampled: IntArray, counts: IntArray, request: int) -> None:
+        tree = trees.tree(request)
+        cause = (
+            f"request {trees.request_ids[request]}: {int(counts[request])} tokens of {sampled[request].tolist()} are no"
+            f" path through the draft {tree.token_ids.tolist()} with parents {tree.parents.tolist()} and one more token"
+            f" of a vocabulary of {self.vocab_size}"
+        )
+        self.speculator.guard.failed(SELF_CHECK, SelfCheckError(cause), self.withheld.give_up(), is_last=True)
+
+    def _stop(self) -> None:
+        self.speculator.stopped = SELF_CHECK
+
+    def _compared(self, checked: int, differing: int) -> None:
+        self.speculator.compared(checked, differing)
 
     def timed(self, timing: StepTiming | None) -> None:
         """What the oldest step without a time cost."""

@@ -236,6 +236,18 @@ def _(module):
     instead(module.StructuredOutputManager, "grammar_bitmask", make)
 
 
+# --- the engine's own check -------------------------------------------------------------------------------------------
+
+
+@fault("withheld verdicts are never compared", "vllm_specrollout.worker.withheld")
+def _(module):
+    def forgets(self, request_id, *args):
+        reached()
+        self.drop(request_id)
+
+    instead(module.Withheld, "compare", lambda right: forgets)
+
+
 # --- put in place -----------------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,13 @@ def test_drafters_elsewhere_are_counted_as_they_are_now_and_what_came_of_them_is
     assert metrics.take() == {"decoupled_drafters": 0}
 
 
+def test_tokens_of_withheld_verdicts_are_summed():
+    metrics = Metrics(("ngram",))
+    for checked, differing in ((3, 0), (2, 1)):
+        metrics.compared(checked, differing)
+    assert metrics.take() == {"withheld_checked": 5, "withheld_differing": 1}
+
+
 def test_a_node_of_a_drafter_without_a_name_is_counted_too():
     metrics = Metrics(("ngram",))
     metrics.stepped(record_of(batch_of([from_sources(3)]), [[]]))

@@ -40,7 +40,7 @@ from vllm_specrollout.worker.request import RequestBook, RequestEntry
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
 from vllm_specrollout.worker.speculate import make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
-from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, held_at_one, row_layout, sample_drafts
 
 logger = logging.getLogger("vllm.specrollout")
 _Base = GPUModelRunner if TYPE_CHECKING else object
@@ -61,6 +61,8 @@ class StepState:
     trees: TreeBatch | None = None
     has_branches: bool = False
     sampled: Sampled | None = None
+    # the request whose verdict was withheld, and what it did not get; None: nobody's was
+    withheld: tuple[str, list[int]] | None = None
     verify_ms: float = 0.0
 
 
@@ -79,7 +81,8 @@ class SpecRolloutV1(_Base):
         self.stats = Stats()
         self.book = self.desk = RequestBook(DraftMode.OFF, self.noise.tape)
         self.shape: tuple[DraftMode, str] = (DraftMode.OFF, "the KV cache is not set up yet")
-        self.drafting = Drafting.of(self.spec_rollout, self.parallel_config)
+        is_checking = config_of(vllm_config).self_check != "off"
+        self.drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=is_checking)
         self.weights_version = self.drafting.weights_version
         self.step = StepState(0, 0.0, 0)
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
@@ -211,7 +214,11 @@ class SpecRolloutV1(_Base):
             row_request, row_depth = row_layout(trees)
             if not metadata.all_greedy:
                 self.noise.set_nodes(entries, trees.node_start, row_depth)
-            sampled = self.step.sampled = sample_drafts(self.sampler, logits, metadata, trees, row_request, row_depth)
+            sampled = sample_drafts(self.sampler, logits, metadata, trees, row_request, row_depth)
+            self.drafting.followed(trees, sampled.output.sampled_token_ids.numpy(), sampled.num_accepted + 1)
+            if self.drafting.withholding:
+                sampled = self._withhold(sampled)
+            self.step.sampled = sampled
             self._commit(sampled, trees)
             output, kept = sampled.output, sampled.num_accepted + 1
         self.noise.clear()
@@ -220,6 +227,14 @@ class SpecRolloutV1(_Base):
                 entry.tape.advance(count)
         self.step.verify_ms = (time.perf_counter() - self.step.begin) * 1e3
         return output
+
+    def _withhold(self, sampled: Sampled) -> Sampled:
+        """The step, with one request held at the first token of its path."""
+        name, self.drafting.withholding = self.drafting.withholding, ""
+        if name in self.input_batch.req_ids:
+            sampled, rest = held_at_one(sampled, self.input_batch.req_ids.index(name))
+            self.step.withheld = (name, rest) if rest else None
+        return sampled
 
     def _commit(self, sampled: Sampled, trees: TreeBatch) -> None:
         """Bring the accepted keys and values to where plain decoding would have put them: a chain's are there."""
@@ -253,10 +268,24 @@ class SpecRolloutV1(_Base):
             self.drafting.observe(self.drafting.planned, empty_trees(output.req_ids), none, none[:0])
         else:
             self.drafting.observe(self.drafting.planned, trees, sampled.num_accepted, sampled.accepted)
+        if self.step.withheld is not None or self.drafting.withheld.held:
+            self._compare(output)
         batch, version = self.input_batch, self.weights_version.number
         for i, entry in self.book.begun(output.req_ids, output.sampled_token_ids):
             tokens = batch.token_ids_cpu[i, : int(batch.num_tokens_no_spec[i])]
             self.drafting.begin(entry.seen(tokens, self.max_model_len, version))
+
+    def _compare(self, output: ModelRunnerOutput) -> None:
+        """Tokens decoded plainly meet those that were withheld before; and what this step withheld is remembered."""
+        withheld, version = self.drafting.withheld, self.weights_version.number
+        lengths = self.input_batch.num_tokens_no_spec
+        for i, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
+            if tokens and name in withheld.held:
+                withheld.compare(name, tokens, int(lengths[i]) - len(tokens), version)
+        if self.step.withheld is not None:
+            name, rest = self.step.withheld
+            length = int(lengths[output.req_ids.index(name)])
+            withheld.hold(name, rest, length, version, has_branches=self.step.has_branches)
 
     def _requests(self, output: ModelRunnerOutput) -> RequestBatch | None:
         """The requests that may be drafted for, as they stand after this step; None where drafting is paused."""

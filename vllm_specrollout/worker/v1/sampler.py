@@ -218,6 +218,23 @@ def sample_drafts(
     return Sampled(SamplerOutput(torch.from_numpy(output), logprobs), num_accepted, accepted)
 
 
+def held_at_one(sampled: Sampled, request: int) -> tuple[Sampled, list[int]]:
+    """A step in which one request got the first token of its path alone, and the tokens that it did not get.
+
+    Logprobs stay: vLLM filters them by the tokens.
+    """
+    count = int(sampled.num_accepted[request])
+    if not count:
+        return sampled, []
+    row = sampled.output.sampled_token_ids[request]
+    rest = row[1 : 1 + count].tolist()
+    row[1:] = -1
+    first = int(sampled.num_accepted[:request].sum())
+    num_accepted = sampled.num_accepted.copy()
+    num_accepted[request] = 0
+    return Sampled(sampled.output, num_accepted, np.delete(sampled.accepted, slice(first, first + count))), rest
+
+
 def _gather_logprobs(
     sampler: Sampler, metadata: SamplingMetadata, scores: torch.Tensor, tokens: torch.Tensor, width: int
 ) -> LogprobsTensors:

@@ -9,9 +9,10 @@ from typing import Any
 
 import psutil
 import torch
+import vllm.envs
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -119,6 +120,7 @@ class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin
         scheduler, runner = self.vllm_config.scheduler_config, self.model_runner
         if runner.shape[0] is not DraftMode.OFF:
             self.model_runner.rows = ask_rows(runner)
+            runner.drafting.withheld.is_exact = is_exact(runner)
             most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
             warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
         return super().compile_or_warm_up_model()
@@ -145,6 +147,19 @@ def ask_rows(runner: SpecRolloutCPURunner) -> RowsAlike | None:
     if not rows.are_alike:
         logger.info("Spec rollout: rows round here as follows: %s (docs/concepts/exactness.md)", rows)
     return rows
+
+
+def is_exact(runner: SpecRolloutCPURunner) -> bool:
+    """Whether it is known that a drafted row has the bits of plain decoding, or in float32 all but."""
+    rows = runner.rows
+    if rows is None or vllm.envs.VLLM_CPU_ATTN_SPLIT_KV:  # at 1, keys are split by how many requests there are
+        return False
+    asked = (LinearBase, VocabParallelEmbedding)
+    others = (module for module in runner.get_model().modules() if not isinstance(module, asked))
+    # a mixture of experts, for one, has products that were not asked
+    if any(parameter.dim() > 1 for module in others for parameter in module.parameters(recurse=False)):
+        return False
+    return rows.are_alike or (rows.attention and runner.model_config.dtype is torch.float32)
 
 
 def _least_of_all_ranks(count: int) -> int:

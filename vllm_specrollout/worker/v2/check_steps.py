@@ -1,8 +1,8 @@
 """Requests of the self-check: decoded plainly first, then once more with drafts of what came out.
 
 They go through the runner's own steps, with a schedule made by hand, as those of vLLM's warm-up do. Drafts are the
-tokens that plain decoding sampled, with wrong siblings before them, so that what is accepted has to be moved; two plain
-steps follow, which read what was moved.
+tokens that plain decoding sampled, with wrong siblings before them, so that what is accepted has to be moved; plain steps
+follow, which read what was moved.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.request import Request
 
 from vllm_specrollout.kernels.tree_verify.naive import noise32, noise64, philox_noise32
+from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.self_check import tolerance
-from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.types import TreeBatch
-from vllm_specrollout.worker.drafting import NO_DRAFTS
+from vllm_specrollout.types import FinishedRequest, TreeBatch
+from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.v2.attention import attention_layers
 from vllm_specrollout.worker.v2.host import Host, HostRequest
-from vllm_specrollout.worker.weights_version import WeightsVersion
 
 _SHORT, _LONG = 12, 600
 """Tokens of prompts: so few that each key weighs, and more than one split of the keys."""
@@ -59,15 +58,22 @@ def fork_of(tokens: Sequence[int], vocab: int) -> Draft:
     return drafted, parents
 
 
-class Scripted:
-    """Stands in for `Drafting`: it drafts what it was told, on every rank."""
-
-    planned: PlannedStep | None = None
-    ms = 0.0
+class _Deaf:
+    """Stands in for the speculator: nobody learns from these requests."""
 
     def __init__(self) -> None:
-        self.weights_version = WeightsVersion()
-        self.speculator = self
+        self.guard = Guard(is_strict=False)
+
+    def finish(self, ending: FinishedRequest) -> None:
+        """It was never begun."""
+
+
+class Scripted(Drafting):
+    """Drafts what it was told, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(_Deaf())  # type: ignore[arg-type]
+        self.withheld.end()
         self.trees: TreeBatch = NO_DRAFTS
 
     def plan(self, *args: Any) -> TreeBatch:
@@ -80,9 +86,9 @@ class Scripted:
         return 0
 
     def _unheard(self, *args: Any) -> None:
-        """Nobody learns from these requests."""
+        """There is nobody to tell."""
 
-    admit = forget = begin = observe = timed = finish = _unheard
+    admit = forget = begin = observe = timed = _unheard
 
 
 @dataclass(slots=True)
@@ -104,7 +110,7 @@ class CheckRequests:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.drafting = Scripted()
-        self.host = Host(self.drafting, runner.max_model_len)  # type: ignore[arg-type]
+        self.host = Host(self.drafting, runner.max_model_len)
         self.depth = min(_DEPTH, runner.max_draft_tokens, runner.spec_config.max_depth)
         self.lines: list[Line] = []
         self._num_blocks = 1

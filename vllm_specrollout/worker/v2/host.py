@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specrollout import _core
 from vllm_specrollout.speculator import PlannedStep
+from vllm_specrollout.trees.batch import with_branches
 from vllm_specrollout.types import (
     DraftMode,
     FinishedRequest,
@@ -52,6 +52,10 @@ class InFlight:
     ask_ms: float = 0.0
     # what the target computed, for a model that drafts
     computed: Any = None
+    # the request whose verdict was withheld, if its draft was met; empty: nobody's
+    withheld: str = ""
+    # that it computed with
+    weights_version: int = 0
 
 
 @dataclass(slots=True)
@@ -164,6 +168,8 @@ class StepState:
     trees: TreeBatch = NO_DRAFTS
     planned: PlannedStep | None = None
     ask_ms: float = 0.0
+    # the request that is held at the first token of its path; empty: none is
+    withheld: str = ""
     num_rows: int = 0
     # [R] logits rows of each request
     num_logits: IntArray | None = None
@@ -325,17 +331,24 @@ class Host:
 
     def _take_in(self, step: InFlight, sampled: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Append what was sampled; returns the accepted nodes, as in `VerifyResult`."""
+        if step.withheld or self.drafting.withheld.held:
+            self._compare(step, sampled, counts)
         for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
             if request is not None and count:
                 if request.length == request.begins_at and request.admission.shape is not DraftMode.OFF:
                     self._begun.append(request)
                 request.append(tokens[:count])
-        # the last token of each request is the target's own
-        drafted = np.maximum(counts.astype(np.int32) - 1, 0)
-        return _core.follow(
-            step.trees.node_start,
-            step.trees.parents,
-            step.trees.token_ids,
-            np.ascontiguousarray(sampled, dtype=np.int32),
-            drafted,
-        )
+        return self.drafting.followed(step.trees, sampled, counts)
+
+    def _compare(self, step: InFlight, sampled: IntArray, counts: IntArray) -> None:
+        """Tokens decoded plainly meet those that were withheld before; and what this step withheld is remembered."""
+        withheld, version = self.drafting.withheld, self.weights_version.number
+        for request, tokens, count in zip(step.requests, sampled, counts.tolist(), strict=True):
+            name = "" if request is None else request.request_id
+            if request is None or not count or self._requests.get(name) is not request:
+                continue
+            if name in withheld.held:
+                withheld.compare(name, tokens[:count].tolist(), request.length, version)
+            elif name == step.withheld and count == 1 and (rest := tokens[1:][tokens[1:] >= 0].tolist()):
+                has_branches = bool(with_branches(step.trees).any())
+                withheld.hold(name, rest, request.length + 1, step.weights_version, has_branches=has_branches)

@@ -69,7 +69,9 @@ class SpecRolloutV2(_Base):
             self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
         )
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v2")
-        self.host = Host(Drafting.of(self.spec_rollout, self.parallel_config), self.max_model_len)
+        is_checking = self.spec_config.self_check != "off"
+        drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=is_checking)
+        self.host = Host(drafting, self.max_model_len)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.times = DeviceTimes(device)
@@ -80,6 +82,10 @@ class SpecRolloutV2(_Base):
         self.experts: RoutedExperts | None = None
         self.step = StepState()
         self.draft_graphs = DraftGraphs(self.inputs)
+
+    @property
+    def drafting(self) -> Drafting:
+        return self.host.drafting
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -159,7 +165,7 @@ class SpecRolloutV2(_Base):
         with ExitStack() as self._during:
             if not dummy_run and scheduler_output.total_num_scheduled_tokens:
                 begin_step(self.weights_version, scheduler_output)
-                step.is_paused = self.host.drafting.is_paused(step.number, num_running)
+                step.is_paused = self.drafting.is_paused(step.number, num_running)
                 if scheduler_output.scheduled_spec_decode_tokens:
                     step.room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
                     scheduler_output = emptied(scheduler_output)
@@ -198,7 +204,8 @@ class SpecRolloutV2(_Base):
         # a prompt stays with vLLM's attention, and so does all that is computed beside it
         may_branch = self.shape[0] is DraftMode.TREE and not holds_prompt(scheduler_output)
         step.trees = self.host.plan(step.room, may_branch, step.number, step.is_paused)
-        step.planned, step.ask_ms = self.host.drafting.planned, self.host.drafting.ms
+        step.planned, step.ask_ms = self.drafting.planned, self.drafting.ms
+        step.withheld = self.drafting.withholding
         self.stats.draft_ms += step.ask_ms
         if step.planned is not None:
             self._took("draft", step.ask_ms)
@@ -253,7 +260,7 @@ class SpecRolloutV2(_Base):
                 logits, input_batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
         with self.times.of("verify"):
-            output, path = self.verifier(logits, input_batch, self.inputs)
+            output, path = self.verifier(logits, input_batch, self.inputs, self.step.withheld)
         if self.inputs.has_branches:
             self.step.accepted = (input_batch.query_start_loc, path, output.num_sampled)
             if self.experts is not None:  # before vLLM takes them
@@ -297,6 +304,8 @@ class SpecRolloutV2(_Base):
                 self.step.waiting,
                 self.step.ask_ms,
                 self._computed(batch),
+                self.step.withheld,
+                self.weights_version.number,
             )
         )
         self.tokens_ready = torch.cuda.Event()
@@ -329,5 +338,5 @@ class SpecRolloutV2(_Base):
     def _report(self) -> DraftReport:
         limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
         trees, after = self.step.trees, self.step.number + 1
-        asks_at = after + self.host.drafting.steps_off(after, self.step.num_running)
+        asks_at = after + self.drafting.steps_off(after, self.step.num_running)
         return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
