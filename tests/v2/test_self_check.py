@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +153,12 @@ def _uncommitted(patch: pytest.MonkeyPatch, runner: Any) -> None:
 
 
 def _other_tokens(patch: pytest.MonkeyPatch, runner: Any) -> None:
-    stock = TreeInputs.write_tokens
+    stock = TreeInputs.set_trees
 
-    def write(self: Any, trees: Any, index_of: Any, draft_tokens: torch.Tensor) -> None:
-        stock(self, trees, index_of, draft_tokens)
-        draft_tokens[:] = (draft_tokens + 1) % runner.vocab_size
+    def write(self: Any, batch: Any, trees: Any) -> None:
+        stock(self, batch, replace(trees, token_ids=(trees.token_ids + 1) % runner.vocab_size))
 
-    patch.setattr(TreeInputs, "write_tokens", write)
+    patch.setattr(TreeInputs, "set_trees", write)
 
 
 def _part(owner: Any, name: str, value: Any) -> Plant:

@@ -77,9 +77,9 @@ class SpecRolloutConfig:
     """`auto` drafts trees, on a CUDA device once the engine's self-check has passed there; `tree` drafts them without
     one as well; `chain` drafts without branches."""
     self_check: Annotated[str, Choice(SELF_CHECKS)] = "auto"
-    """Whether the engine compares itself with plain decoding (docs/concepts/self-check.md). At its start, `auto` does on
-    CUDA devices; `always`, wherever the V2 runner is, and anew each time. While it serves, both do: now and then plain
-    decoding has to find an accepted path's tokens again, which costs 0.4 % of steps at most. `off`: neither."""
+    """Whether the engine compares itself with plain decoding (docs/concepts/self-check.md). At its start, `auto` does
+    on CUDA devices; `always`, wherever the V2 runner is, and anew each time. While it serves, both do: now and then
+    plain decoding has to find an accepted path's tokens again, in 0.4 % of steps at most. `off`: neither."""
     budget: str = "auto"
     """`auto` drafts for most tokens per millisecond; `fixed` always drafts up to `max_draft_tokens`; `off` never;
     `histospec` grows a window per answer (RhymeRL); `das` drafts for the answers expected to be long (DAS); `fastgrpo`

@@ -1,8 +1,8 @@
 """Requests of the self-check: decoded plainly first, then once more with drafts of what came out.
 
 They go through the runner's own steps, with a schedule made by hand, as those of vLLM's warm-up do. Drafts are the
-tokens that plain decoding sampled, with wrong siblings before them, so that what is accepted has to be moved; plain steps
-follow, which read what was moved.
+tokens that plain decoding sampled, with wrong siblings before them, so that what is accepted has to be moved. Plain
+steps follow, which read what was moved.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ from vllm_specrollout.observe import self_check as record
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.observe.self_check import Record, allowed, deadline
-from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.trees.mask import ancestor_masks
+from vllm_specrollout.trees.mask import ancestor_mask
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.request import Desk
@@ -350,17 +349,9 @@ def _check_layer(runner: Any, layer: Any) -> str:
         slots = own[torch.arange(length) // size] * size + torch.arange(length) % size
         impl.do_kv_cache_update(layer, *written.to(device), cache, slots.to(device))
         plain[slots // size, :, slots % size] = torch.cat([*written], dim=-1).float()
-    trees = proposed(
-        [str(r) for r in range(len(lengths))],
-        (np.arange(len(lengths) + 1) * nodes).astype(np.int32),
-        np.zeros(len(lengths) * nodes, np.int32),
-        np.tile(np.array(_FORK, np.int32), len(lengths)),
-        np.zeros(len(lengths) * nodes, np.float32),
-        0,
-    )
     rows = 1 + nodes
     masks = torch.zeros(len(lengths), rows, dtype=torch.int64)
-    masks[:, 1:] = torch.from_numpy(ancestor_masks(trees).view(np.int64)).view(-1, nodes)
+    masks[:, 1:] = torch.from_numpy(ancestor_mask(np.array(_FORK, np.int32)).view(np.int64))
     query = torch.randn(len(lengths) * rows, impl.num_heads, head_size, generator=draw).to(runner.dtype)
     starts = torch.arange(0, len(query) + 1, rows, dtype=torch.int32)
     told = (
