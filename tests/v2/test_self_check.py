@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
@@ -255,7 +254,8 @@ def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and
     runner.draft_graphs.chains = runner.draft_graphs.trees = object()
     for name in ("check_verify", "check_attention", "check_commit"):
         monkeypatch.setattr(module, name, _raises)
-    found = SelfCheck.of(runner, tmp_path)
+    found = SelfCheck(runner, Record(key, tmp_path), is_wanted=True)
+    found.look_back()
     assert runner.shape[0] is CHAIN and not runner.verifier.has_kernel
     found.run()
     assert list(found.failed) == [record.CRASH] and "died in the part `trees`" in found.failed[record.CRASH]

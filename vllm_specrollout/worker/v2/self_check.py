@@ -66,7 +66,7 @@ class SelfCheck:
     def of(cls, runner: Any, folder: Path | None = None) -> SelfCheck:
         """That of this engine, which does from now on what is allowed before the check.
 
-        An engine of its kind that died in its own check is a failure. Unasked, only CUDA devices are checked.
+        Unasked, only CUDA devices are checked.
         """
         asked, is_cuda = runner.spec_config.self_check, runner.device.type == "cuda"
         is_wanted = asked == "always" or (asked == "auto" and is_cuda)
@@ -74,12 +74,17 @@ class SelfCheck:
         if not is_wanted and is_cuda and runner.spec_config.shape == "auto":
             limit(runner, DraftMode.CHAIN, UNCHECKED)
             runner.verifier.has_kernel = False
-        elif asked == "always" and _is_first():
+        elif made.is_wanted and asked == "auto":
+            made.look_back()
+        elif made.is_wanted and _is_first():
             made.record.clear()
-        elif made.is_wanted and (crash := made._agreed(made.record.crash() if _is_first() else "")):
-            made.failed[record.CRASH] = crash
-            made.apply()
         return made
+
+    def look_back(self) -> None:
+        """An engine of this kind that died in its own check is a failure."""
+        if crash := self._agreed(self.record.crash() if _is_first() else ""):
+            self.failed[record.CRASH] = crash
+            self.apply()
 
     def add(self, failed: Mapping[str, str]) -> None:
         """What did not even compile, or could not be captured, here or on another rank."""
