@@ -43,7 +43,7 @@ def test_answers_are_stocks_though_many_verdicts_are_withheld(path: str, monkeyp
 
     def inspect(ours: Engine) -> None:
         stats = totals(ours)
-        assert stats["withheld_checked"] > 50 and stats["withheld_differing"] == 0
+        assert stats["withheld_checked"] > 30 and stats["withheld_differing"] == 0
         assert ours.runner.drafting.withheld.is_exact and not ours.runner.drafting.withheld.held
 
     requests = cases(40, VOCAB, seed=11, max_tokens=30)
