@@ -15,6 +15,8 @@
 # make sanitize  the C++ core under ASan and UBSan, with random operations for SECONDS (60)
 # make faults  random schedules of faults, ten times as many as in `make test`
 # make mutants  faults put into the engine, one at a time: the tests that must notice do
+# make compiled  what the kernels become on each GPU, by the installed Triton and an older one: tests/kernels/compiled.json
+# make cuda-wheel  the Python of vLLM as it is released for CUDA, which tests compare with the one that is installed
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 # make trainers-fresh  the built wheel beside each trainer's own requirements, each in an environment made for it
 
@@ -45,7 +47,7 @@ timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begi
 PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
 	history drafters replay patches server/asking.py server/reports.py worker/withheld.py)
 
-.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants unit lint serve bench identity mutants trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
+.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -74,7 +76,7 @@ test: setup
 
 # each part by itself too, so `make -k nightly` runs all whatever one finds
 # unlike rows: as on a host whose attention and products round by the number of rows
-nightly: nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants
+nightly: nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda
 
 nightly-sanitizers: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 60)
@@ -88,6 +90,8 @@ nightly-unlike: setup
 	$(call timed,unlike rows,$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --unlike-rows tests/e2e tests/integration)
 nightly-mutants: setup
 	$(call timed,mutants,$(MAKE) --no-print-directory mutants)
+nightly-cuda: cuda-wheel
+	$(call timed,vLLM for CUDA,$(PYTEST) tests/versions/test_cuda_wheel.py)
 
 unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench
@@ -119,6 +123,20 @@ faults: setup
 
 mutants: setup
 	$(BIN)/python -m tests.mutants.run
+
+.triton/.installed: requirements/triton.txt $(VENV)/.requirements
+	@rm -rf .triton
+	$(FETCH) --target .triton -r requirements/triton.txt
+	@touch $@
+
+# the older Triton stands first, for Hopper alone; the rest of the environment is the same
+compiled: setup .triton/.installed
+	$(BIN)/python -m tests.kernels.compiled --update
+	PYTHONPATH=.triton $(BIN)/python -m tests.kernels.compiled --gpus 90 --update
+	$(BIN)/python docs/reference/generate.py
+
+cuda-wheel: setup
+	$(BIN)/python -m tests.versions.cuda_wheel
 
 versions: setup
 	$(BIN)/python -m tests.versions.trees

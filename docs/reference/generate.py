@@ -36,6 +36,7 @@ def pages() -> dict[str, str]:
         "config.md": NOTICE + config_page(),
         "cli.md": NOTICE + cli_page(),
         "drafted.md": NOTICE + drafted_page(),
+        "kernels.md": NOTICE + kernels_page(),
         "licences.md": NOTICE + licences_page(),
         "patches.md": NOTICE + patches_page(),
         "versions.md": NOTICE + versions_page(),
@@ -227,6 +228,51 @@ def versions_page() -> str:
             _table(("Field", "Meaning", *features.TABLE), differences),
         ]
     )
+
+
+def kernels_page() -> str:
+    """What the kernels become on each GPU, by each Triton."""
+    source = HERE.parents[1] / "tests" / "kernels" / "compiled.py"
+    table = json.loads(source.with_suffix(".json").read_text(encoding="utf-8"))
+    gpus = runpy.run_path(str(source))["GPUS"]
+    parts = [
+        "# Compiled kernels\n",
+        "What a step may launch, compiled in advance by `make compiled`, without a GPU. A test holds bounds on it"
+        " (`tests/kernels/test_compiled.py`). **None of it has run on a GPU.**\n",
+        "A cell: registers of a thread / bytes that it keeps in memory for want of them / shared memory of a program in"
+        " KiB / programs that a multiprocessor holds at once.\n",
+        _table(
+            ("Compute capability", "GPUs", "Shared memory that a program may have"),
+            ((_capability(key), gpu.name, f"{gpu.shared_memory >> 10} KiB") for key, gpu in gpus.items()),
+        ),
+        "GPUs of 8.6 have the limit of 8.9. Heads of 256 have a lower tile where a program gets less shared memory than"
+        " 164 KiB. A GPU that gives less than 99 KiB gets chains.\n",
+        "Models with figures for all GPUs stand for every form of their attention. Of the others there is only the form"
+        " that decodes few requests, on Hopper. An older Triton is tried for Hopper alone.\n",
+    ]
+    for version, rows in table.items():
+        head = ("Of", "Kernel", *(_capability(key) for key in gpus))
+        lines = (
+            (
+                row["case"],
+                f"`{row['kernel']}` {row['form']}".strip(),
+                *(_needs(row["gpus"].get(str(key))) for key in gpus),
+            )
+            for row in rows
+        )
+        parts += [f"## Triton {version}\n", _table(head, lines)]
+    return "\n".join(parts)
+
+
+def _capability(key: int) -> str:
+    return f"{key // 10}.{key % 10}"
+
+
+def _needs(cell: list[int] | None) -> str:
+    if cell is None:
+        return ""
+    registers, spilled, shared, programs = cell
+    return f"{registers} / {spilled} / {shared / 1024:.3g} / {programs}"
 
 
 def _tested(run: dict[str, Any] | None) -> str:

@@ -18,6 +18,7 @@ from vllm_specrollout.kernels.tree_attention.launch import (
     Tile,
     default_tile,
     plan_launch,
+    shared_memory_of,
 )
 
 _LOG2E = 1.4426950408889634
@@ -77,7 +78,7 @@ def tree_attention(
         return
     group = num_heads // kv_heads
     padded = max(16, triton.next_power_of_2(head_size))
-    tile = tile or default_tile(query.dtype, head_size)
+    tile = tile or default_tile(query.dtype, head_size, shared_memory_of(query.device))
     _check(query, key_cache, value_cache, out, scale, split_size, tile)
     launch = plan_launch(
         tile, num_rows, num_requests, kv_heads, group, padded, max_query_len, max_seq_len, split_size, num_programs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -30,19 +31,25 @@ class Tile:
     """Query rows times heads a program may hold, ascending."""
     rows_per_warp: int
     num_stages: int
+    shared_memory: int = 0
+    """Bytes that a device must give one program: as much as any GPU that it is for needs, or the least of these has."""
 
 
 # Hopper, by padded head size. 64 is the least its warpgroup instructions compute: decoding reads memory while the idle
 # lanes compute nothing of use, and since every height is made of the same instructions, a row's bits do not tell which
 # it was in. Stages fit K, V and Q of two programs (one at 256) into 227 KiB of shared memory; at 256 a taller tile
-# would spill the two accumulators.
+# would spill the two accumulators. Devices with less than that tile needs have no warpgroup instructions: they get one
+# of half the height, whose accumulators they hold.
 _TILES = {
-    64: Tile(block_n=64, block_m=(64, 128), rows_per_warp=16, num_stages=4),
-    128: Tile(block_n=64, block_m=(64, 128), rows_per_warp=16, num_stages=3),
-    256: Tile(block_n=64, block_m=(64,), rows_per_warp=8, num_stages=2),
+    64: (Tile(block_n=64, block_m=(64, 128), rows_per_warp=16, num_stages=4, shared_memory=99 << 10),),
+    128: (Tile(block_n=64, block_m=(64, 128), rows_per_warp=16, num_stages=3, shared_memory=99 << 10),),
+    256: (
+        Tile(block_n=64, block_m=(64,), rows_per_warp=8, num_stages=2, shared_memory=164 << 10),
+        Tile(block_n=64, block_m=(32,), rows_per_warp=4, num_stages=2, shared_memory=99 << 10),
+    ),
 }
 # float32 has no tensor cores: small tiles keep the unrolled products short
-_FLOAT32_TILE = Tile(block_n=32, block_m=(16,), rows_per_warp=4, num_stages=1)
+_FLOAT32_TILE = Tile(block_n=32, block_m=(16,), rows_per_warp=4, num_stages=1, shared_memory=99 << 10)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of queries."""
@@ -93,17 +100,33 @@ def plan_launch(
     return Launch(block_m, search, tiles_of_all if search else tiles, splits, min(num_programs, splits))
 
 
-def default_tile(dtype: torch.dtype, head_size: int) -> Tile:
-    """The table's launch parameters for queries of this type.
+def default_tile(dtype: torch.dtype, head_size: int, shared_memory: int = 227 << 10) -> Tile:
+    """The table's launch parameters for queries of this type, on a device that gives a program so many bytes.
 
     Raises:
-        ValueError: the kernel takes no such queries.
+        ValueError: the kernel takes no such queries, there or anywhere.
     """
     if head_size > MAX_HEAD_SIZE:
-        raise ValueError(f"a head size of {head_size} is above {MAX_HEAD_SIZE}")
+        raise ValueError(f"heads of {head_size} elements, where the tree kernel takes {MAX_HEAD_SIZE}")
     if dtype not in DTYPES:
         raise ValueError(f"queries of {dtype}: the kernel takes bfloat16, float16 and float32")
-    return _FLOAT32_TILE if dtype == torch.float32 else _TILES[max(64, triton.next_power_of_2(head_size))]
+    tiles = (_FLOAT32_TILE,) if dtype == torch.float32 else _TILES[max(64, triton.next_power_of_2(head_size))]
+    fitting = next((tile for tile in tiles if tile.shared_memory <= shared_memory), None)
+    if fitting is None:
+        raise ValueError(
+            f"heads of {head_size} elements, for which the tree kernel needs {tiles[-1].shared_memory >> 10} KiB of"
+            f" shared memory, where the device has {shared_memory >> 10}"
+        )
+    return fitting
+
+
+@functools.cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that a device gives one program; as much as any has where kernels are interpreted."""
+    if device.type == "cpu":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def _block_m(tile: Tile, rows: int, group: int) -> int:

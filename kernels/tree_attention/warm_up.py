@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from vllm_specrollout.kernels.tree_attention.kernel import tree_attention
-from vllm_specrollout.kernels.tree_attention.launch import SPLIT_SIZE, Tile, default_tile
+from vllm_specrollout.kernels.tree_attention.launch import SPLIT_SIZE, Tile, default_tile, shared_memory_of
 
 
 def warm_up(
@@ -33,7 +33,8 @@ def warm_up(
     no_rows = torch.zeros(2, dtype=torch.int32, device=query.device)
     no_ancestors = torch.zeros(1, dtype=torch.int64, device=query.device)
     group = query.shape[1] // key_cache.shape[1]
-    for rows, num_programs in variants(tile or default_tile(query.dtype, query.shape[2]), group):
+    own = tile or default_tile(query.dtype, query.shape[2], shared_memory_of(query.device))
+    for rows, num_programs in variants(own, group):
         tree_attention(
             query, key_cache, value_cache, out, no_rows, no_rows[:1], block_table, no_rows[:1], no_ancestors,
             max_query_len=rows, max_seq_len=2 * SPLIT_SIZE, num_programs=num_programs, tile=tile, **options,

@@ -67,6 +67,7 @@ def impl_of(**changes):
 def config_of(rswa_window=None, fuse_attn_quant=False, dtype=torch.bfloat16):
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=dtype, rswa_window=rswa_window),
+        device_config=SimpleNamespace(device_type="cpu"),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_attn_quant=fuse_attn_quant)),
     )
 

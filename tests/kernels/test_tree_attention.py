@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,7 +331,7 @@ def test_what_the_kernel_cannot_take_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="scale must be above 0"):
         batch.attend()
     batch = build([Request(5)], Shape(head_size=320), device)
-    with pytest.raises(ValueError, match="head size of 320"):
+    with pytest.raises(ValueError, match="heads of 320"):
         batch.attend()
     batch = build([Request(5)], Shape(), device)
     query, keys, values, *rest = batch.tensors
@@ -347,17 +343,3 @@ def test_what_the_kernel_cannot_take_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             tree_attention(*tensors, query, *rest, scale=1.0, max_query_len=1, max_seq_len=6)
-
-
-def test_on_hopper_every_height_is_made_of_the_same_instructions() -> None:
-    """Compiled without a GPU. Only so are a row's bits the same in a tall tile and in a low one."""
-    script = Path(__file__).with_name("compile_for_hopper.py")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
-    assert len(lines) == 4
-    for low, tall in (lines[:2], lines[2:]):
-        assert low == tall
-        assert "wgmma" in low
-        assert [word for word in low.split() if word.startswith("#")] == ["#mma"]

@@ -58,12 +58,12 @@ def test_what_builds_is_what_is_pinned(path):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_nothing_comes_from_an_index_without_a_known_hash_and_no_two_indices_are_mixed():
-    targets = [".venv/.installed", ".tools/.installed", ".trainers/.installed"]
+    targets = [".venv/.installed", ".tools/.installed", ".trainers/.installed", ".triton/.installed"]
     command = ["make", "--dry-run", "--always-make", *targets]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     installs = re.findall(r"\S*pip install (.*?)(?=\|\||\n)", said.replace("\\\n", " "))
     fetches = [options for options in installs if re.search(r"(^|\s)-r\s", options)]
-    assert len(fetches) == 5 and "--extra-index-url" not in said
+    assert len(fetches) == 6 and "--extra-index-url" not in said
     assert all("--require-hashes" in options and "--no-deps" in options for options in fetches)
     # what is left is here: no index is asked
     local = [options.split()[-1] for options in installs if options not in fetches]

@@ -31,9 +31,9 @@ def pins() -> dict[str, str]:
     return {version: name for name, version, _ in _pinned()}
 
 
-def _pinned() -> list[tuple[str, str, str]]:
+def _pinned(path: Path = PINS) -> list[tuple[str, str, str]]:
     """(distribution, version, the pin itself with its hashes) of every version."""
-    pinned = re.findall(r"^((\S+)==(\S+)(?:.*\\\n)*.*\n)", PINS.read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.findall(r"^((\S+)==(\S+)(?:.*\\\n)*.*\n)", path.read_text(encoding="utf-8"), re.MULTILINE)
     return [(name, version, pin) for pin, name, version in pinned]
 
 
@@ -67,8 +67,7 @@ def build(version: str) -> Path:
     name = pins()[version]
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         work = Path(scratch, "tree")
-        with zipfile.ZipFile(_wheel(name, version)) as wheel:
-            wheel.extractall(work, (one for one in wheel.namelist() if _is_wanted(one, is_mixed(version))))
+        unpack(wheel_of(name, version), work, python_only=is_mixed(version))
         if is_mixed(version):
             _borrow(work / "vllm")
         # vLLM looks for "cpu" in the version of a distribution called `vllm`, and so do we
@@ -83,14 +82,20 @@ def build(version: str) -> Path:
     return target
 
 
-def _wheel(name: str, version: str) -> Path:
+def unpack(path: Path, target: Path, python_only: bool) -> None:
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(target, (one for one in wheel.namelist() if _is_wanted(one, python_only)))
+
+
+def wheel_of(name: str, version: str, pins: Path = PINS) -> Path:
+    """A pinned wheel, kept here; the package index is asked once."""
     kept = FOLDER / ".wheels"
     kept.mkdir(parents=True, exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}-*.whl"
     if not any(kept.glob(pattern)):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as pinned:
-            pinned.write(next(pin for _, one, pin in _pinned() if one == version))
+            pinned.write(next(pin for _, one, pin in _pinned(pins) if one == version))
             pinned.flush()
             options = ["--only-binary", ":all:", "--require-hashes", "--dest", str(kept)]
             subprocess.run([*pip, *options, "-r", pinned.name], check=True)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 from vllm.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specrollout.kernels.tree_attention.launch import MAX_HEAD_SIZE
+from vllm_specrollout.kernels.tree_attention.launch import default_tile, shared_memory_of
 from vllm_specrollout.types import DraftMode
 
 _BACKENDS = frozenset(
@@ -88,8 +89,10 @@ def _of_cache(impl: Any, spec: Any, backend: type, config: VllmConfig) -> Iterat
         yield f"a KV cache of {impl.kv_cache_dtype}: the tree kernel reads none but of the model's own type"
     if not spec.head_size == spec.head_size_v == impl.head_size:
         yield f"keys of {spec.head_size} elements and values of {spec.head_size_v}"
-    if spec.head_size > MAX_HEAD_SIZE:
-        yield f"heads of {spec.head_size} elements, where the tree kernel takes {MAX_HEAD_SIZE}"
+    try:
+        default_tile(dtype, spec.head_size, shared_memory_of(torch.device(config.device_config.device_type)))
+    except ValueError as error:
+        yield str(error)
     if spec.state_content_bytes is not None or spec.num_heads != spec.num_kv_heads:
         yield "a packed KV cache has no tree kernel"
 
