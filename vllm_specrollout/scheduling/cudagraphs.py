@@ -17,8 +17,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-import numpy as np
-
 from vllm_specrollout.errors import ConfigError
 
 CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8))
@@ -272,6 +270,9 @@ def _by_worth(
 
     What counts is time relative to that of a bucket as large as the step, and every doubling of the batch alike.
     """
+    # the plugin reads this file's constants, and is imported into every process
+    import numpy as np
+
     ordered, needs = [largest, *sorted(set(buckets) - {largest})], sorted(steps)
     # [buckets, 3], [steps, 3]
     offered, needed = (np.array([astuple(bucket) for bucket in some]) for some in (ordered, needs))

@@ -79,8 +79,6 @@ def examine(model: str | None, folder: Path) -> dict[str, Any]:
     Raises:
         UnsupportedError: there is no device to check.
     """
-    import torch
-    import triton
     import vllm
 
     from vllm_specrollout.server.engines import host_facts
@@ -107,25 +105,32 @@ def examine(model: str | None, folder: Path) -> dict[str, Any]:
     )
     stats = llm.collective_rpc("spec_rollout_stats")[0]
     llm.llm_engine.engine_core.shutdown()
-    cuda = torch.cuda.get_device_properties(0) if facts.is_cuda else None
     return {
-        "versions": {
-            "vllm-specrollout": __version__,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "CUDA": torch.version.cuda or "none",
-        },
-        "device": facts.platform
-        if cuda is None
-        else f"{cuda.name} (sm_{cuda.major}{cuda.minor}, {cuda.total_memory / 2**30:.0f} GiB)",
+        "versions": _versions(),
+        "device": _device() if facts.is_cuda else facts.platform,
         "model": model or f"random, {shape}",
         "dtype": dtype if model is None else "its own",
         "shape": stats["shape"],
         "shape_reason": stats["shape_reason"],
         **stats["self_check"],
     }
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import triton
+    import vllm
+
+    modules = {module.__name__: str(module.__version__) for module in (vllm, torch, triton)}
+    cuda = torch.version.cuda or "none"
+    return {"vllm-specrollout": __version__, **modules, "python": platform.python_version(), "CUDA": cuda}
+
+
+def _device() -> str:
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    return f"{found.name} (sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB)"
 
 
 def main() -> None:
