@@ -60,6 +60,7 @@ COPIES = {
 OURS_HERE = {
     ("worker/calls.py", "withheld"),
     ("worker/drafting.py", "made"),
+    ("worker/drafting.py", "self.withheld"),
     ("worker/drafting.py", "self.speculator"),
     ("worker/withheld.py", "held"),
     ("worker/v2/check_steps.py", "self.drafting"),
