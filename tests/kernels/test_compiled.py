@@ -56,7 +56,7 @@ def check(found: list[dict[str, Any]]) -> None:
 def test_on_hopper_the_kernels_are_those_of_the_table() -> None:
     """One model's attention in all its forms; only if these are made of the same instructions, a row's bits are the
     same in a tall tile and in a low one."""
-    found = compile_all([90], r"\(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads")
+    found = compile_all([90], r"4 per key \(Qwen3-8B\)$|^24 drafts of 151,936 tokens$|^8 key heads")
     check(found)
     assert {row["kernel"] for row in found} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move"}
     words = [row["arithmetic"] for row in found if row["kernel"] == "_attend"]

@@ -22,6 +22,7 @@ from vllm_specrollout.worker.v2 import verify
 FEATURES = ("greedy", "temperature 1", "top_p", "top_k", "min_p", "frequency penalty", "bad words", "logit bias")
 
 
+@pytest.mark.nightly
 def test_a_step_judged_in_parts_yields_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds, judge, rows = verify.part_bounds, verify.TreeVerifier._judge, []
 

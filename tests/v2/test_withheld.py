@@ -17,6 +17,7 @@ from vllm_specrollout.worker import withheld
 KINDS = ("greedy", "temperature 1", "frequency penalty", "logprobs")
 
 
+@pytest.mark.nightly
 def test_answers_are_stocks_though_many_verdicts_are_withheld(
     tmp_path: Path, ahead: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
