@@ -218,7 +218,8 @@ def test_on_v2_no_ranks_clock_decides_how_much_room_is_left(monkeypatch: pytest.
             for step in range(8):
                 drafting.speculator.backoff.asked(step, False)  # drafts have not paid here
         runner = SimpleNamespace(
-            host=SimpleNamespace(drafting=drafting, limits=lambda: [("a", 8), ("b", 2)]),
+            drafting=drafting,
+            host=SimpleNamespace(limits=lambda: [("a", 8), ("b", 2)]),
             step=SimpleNamespace(
                 number=8, num_running=2, trees=drafting.plan(lambda: None, 8) if not rank else _none()
             ),

@@ -22,7 +22,7 @@ from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.v2 import attention as module
 from vllm_specrollout.worker.v2.attention import TreeAttention
 from vllm_specrollout.worker.v2.host import StepState
-from vllm_specrollout.worker.v2.inputs import TreeInputs
+from vllm_specrollout.worker.v2.inputs import TreeInputs, emptied
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 FORK = DraftTree(np.int32([5, 6]), np.int32([-1, -1]), np.zeros(2, np.float32), np.zeros(2, np.int32))
@@ -92,14 +92,16 @@ def test_nothing_branches_beside_a_piece_of_a_prompt(rows, may_branch):
     runner = object.__new__(SpecRolloutV2)
     runner.host = SimpleNamespace(
         plan=lambda room, may_branch, *more: asked.append((room, may_branch)) or NO_DRAFTS,
-        drafting=SimpleNamespace(planned=None, ms=0.0),
+        drafting=SimpleNamespace(planned=None, ms=0.0, withholding=""),
+        num_in_flight=0,
     )
     runner.settle = lambda: None
     runner.step, runner.stats, runner.shape = StepState(), Stats(), (DraftMode.TREE, "")
     schedule = SchedulerOutput.make_empty()
     schedule.num_scheduled_tokens = rows
     schedule.scheduled_spec_decode_tokens = {"a": [-1] * 8}
-    runner._with_drafts(schedule, is_paused=False)
+    runner.step.room = {"a": 8}
+    runner._draft_into(emptied(schedule))
     assert asked == [({"a": 8}, may_branch)]
 
 

@@ -79,7 +79,7 @@ class Drafting:
         """On the first rank: what else is told before the trees; None: nothing."""
 
     @classmethod
-    def of(cls, speculator: Speculator, parallel_config: Any, *, is_checking: bool) -> Drafting:
+    def of(cls, speculator: Speculator, parallel_config: Any, *, is_checking: bool = True) -> Drafting:
         """That of an engine with this vLLM configuration.
 
         Args:
