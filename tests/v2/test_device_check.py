@@ -43,6 +43,7 @@ def test_doctor_checks_the_interpreted_device_and_prints_one_screen(tmp_path: Pa
     assert list((tmp_path / "cache/vllm-specrollout/self-check").glob("*.passed"))
 
 
+@pytest.mark.nightly
 def test_a_host_without_a_device_is_one_clear_error() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in interpreter.ENVIRONMENT}
     command = [sys.executable, "-c", "from vllm_specrollout.cli import main; main()", "doctor", "--gpu"]
