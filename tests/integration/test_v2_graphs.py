@@ -91,7 +91,9 @@ def test_vllm_makes_a_batch_to_capture_of_every_bucket(graphs):
     buffers = InputBuffers(max_num_reqs=256, max_num_tokens=256, device=torch.device("cpu"))
     for bucket in (*graphs.chains.plan.target, *graphs.trees.plan.target):
         rows, reqs, longest = astuple(bucket)
-        InputBatch.make_dummy(reqs, rows, buffers, max_query_len=longest)
+        batch = InputBatch.make_dummy(reqs, rows, buffers, max_query_len=longest)
+        assert (batch.num_reqs, batch.num_tokens) == (reqs, rows)
+        assert int(np.diff(batch.query_start_loc_np[: reqs + 1]).max()) <= longest
 
 
 def _programs(bucket: GraphBucket, heads: int, kv_heads: int) -> tuple[int, int]:

@@ -6,16 +6,24 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
 import torch
+from vllm_specrollout.kernels.tree_verify.naive import judge as naive_judge
 
 from vllm_specrollout.worker.v2 import verify as module
-from vllm_specrollout.worker.v2.verify import MOST_COPIED_MIB, MOST_SPLIT_ROWS, TreeVerdict, TreeVerifier, part_bounds
+from vllm_specrollout.worker.v2.verify import (
+    MOST_COPIED_MIB,
+    MOST_SPLIT_ROWS,
+    TreeVerdict,
+    TreeVerifier,
+    chain_verdict,
+    part_bounds,
+)
 
 
 @given(st.lists(st.integers(1, 25), min_size=1, max_size=80), st.integers(1, 200), st.integers(1, 40))
@@ -29,6 +37,24 @@ def test_parts_hold_whole_requests_in_order_and_few_rows(rows, most, least) -> N
     # the last one may have taken in what was too little, and is never that itself
     assert sizes[-1] < max(most, *rows, 1) + least
     assert len(sizes) == 1 or sizes[-1] >= least
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=6), min_size=1, max_size=6), st.data()
+)
+def test_without_our_kernel_chains_are_walked_as_its_specification_walks_them(requests, data) -> None:
+    """Rows as (sampled, drafted); a request of no rows is padding."""
+    width = data.draw(st.integers(1, 7))
+    sampled, drafted = ([row[i] for own in requests for row in own] for i in (0, 1))
+    parents = [i - 1 for own in requests for i in range(len(own))]
+    starts = np.cumsum([0, *map(len, requests)]).tolist()
+    assume(sampled)
+    found = chain_verdict(
+        torch.tensor(sampled), torch.tensor(drafted, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32), width
+    )
+    tokens, counts, paths = naive_judge(sampled, drafted, parents, starts, width)
+    assert found.token_ids.tolist() == tokens and found.num_sampled.tolist() == counts
+    assert found.path.tolist() == paths
 
 
 class Sampler:

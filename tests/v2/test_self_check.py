@@ -245,6 +245,18 @@ def test_graphs_are_replayed_and_one_that_is_wrong_is_not_used(
     assert runner.shape[0] is (CHAIN if is_wrong and kind == "trees" else TREE)
 
 
+def test_graphs_that_no_step_of_the_check_fits_into_are_not_used_and_cost_no_trees(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Replayed(runner, is_wrong=False)
+    none = BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens=1, num_reqs=1)
+    monkeypatch.setattr(made, "dispatch", lambda *args, **kwargs: none)
+    runner.draft_graphs.trees = made
+    found = checked(runner, tmp_path)
+    assert not found.failed and record.TREE_GRAPHS not in found.passed and not made.count
+    assert runner.draft_graphs.trees is None and runner.shape[0] is TREE
+
+
 def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and_without_our_kernels(
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

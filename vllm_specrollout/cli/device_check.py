@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.server.device_check import MARK
 
-MARK = "spec-rollout-device-check "
 TIMEOUT_S = 600
 _CHILD = ("-m", "vllm_specrollout.server.device_check")
 _TAIL = 12

@@ -88,7 +88,7 @@ class SpecRolloutConfig:
     last five go into an object: `{"name": "tlt", "threshold": 48}`."""
     time_share: Annotated[float, Range(0.01, 1000.0)] = 1.0
     """Most time of each drafter, as a share of what the rest of a step takes. One that takes more is asked in fewer
-    steps; one that may block is waited for no longer. It does not hold for the model of `speculative_config`."""
+    steps. It does not hold for the model of `speculative_config`."""
     queue_order: Annotated[str, Choice(QUEUE_ORDERS)] = "longest_first"
     """Which waiting request gets the next place in the batch: `longest_first`, by the lengths of earlier answers to the
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""

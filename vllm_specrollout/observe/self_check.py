@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +37,9 @@ DEADLINE_S = 120.0
 _GRACE_S = 10.0
 """Between an exception thrown into a part that hangs, and the end of the process that does not heed it."""
 
+_MOST_TOLD = 500
+"""Characters of an exception: compilers tell all they know."""
+
 LEAST = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}
 """Tolerance where logits are small: they are sums of many roundings, whose own size does not shrink with them."""
 _EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -50,6 +54,11 @@ def tolerance(dtype: str, logits: Iterable[float], temperature: float = 0.0) -> 
     """
     places = (2.0 ** (math.frexp(logit)[1] - 1) for logit in logits if math.isfinite(logit) and logit)
     return max(LEAST[dtype], sum(2.0 * _EPSILON[dtype] * place for place in places) / (temperature or 1.0))
+
+
+def in_words(error: BaseException) -> str:
+    """What was wrong, in one line's words."""
+    return f"{type(error).__name__}: {error}"[:_MOST_TOLD]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class Record:
     """
 
     def __init__(self, key: str, folder: Path | None = None) -> None:
-        self.folder = folder or envs.cache_dir() / "self-check"
+        self.folder = folder or _cache_dir() / "self-check"
         self.key = key
         self._pending = self.folder / f"{key}.{socket.gethostname()}.{os.getpid()}.pending"
 
@@ -135,6 +144,13 @@ class Record:
         """What earlier processes left is forgotten: all is checked anew."""
         for path in self.folder.glob(f"{self.key}.*"):
             path.unlink(missing_ok=True)
+
+
+def _cache_dir() -> Path:
+    try:
+        return envs.cache_dir()
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "vllm-specrollout"
 
 
 def _runs(told: Mapping[str, object], age_s: float) -> bool:
@@ -193,3 +209,5 @@ def deadline(
     finally:
         over.set()
         watcher.join()
+        # thrown just now, it would arrive where nobody expects it
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)

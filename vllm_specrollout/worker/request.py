@@ -83,8 +83,7 @@ class Desk:
         if follows_one_line and shape is DraftMode.TREE:
             shape, reason = DraftMode.CHAIN, follows_one_line
         if reason:
-            self._reasons[reason] = self._reasons.get(reason, 0) + 1
-            logger.info_once("Drafts for some requests are %s: %s", _EFFECT[shape], reason)
+            self._note(shape, reason)
         if self.model_shape is not DraftMode.TREE and shape is DraftMode.TREE:
             shape = self.model_shape
         found = attribution_of(params) or Attribution(options.problem_id or prompt_hash(prompt_token_ids))
@@ -95,6 +94,10 @@ class Desk:
             params.max_tokens if params.max_tokens is not None else 1 << 30,
             found.continues,
         )
+
+    def _note(self, shape: DraftMode, reason: str) -> None:
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        logger.info_once("Drafts for some requests are %s: %s", _EFFECT[shape], reason)
 
 
 # what vLLM appends to the name that a client knows, so that no two requests share one

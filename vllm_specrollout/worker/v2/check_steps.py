@@ -113,9 +113,10 @@ class CheckRequests:
         self.host = Host(self.drafting, runner.max_model_len)
         self.depth = min(_DEPTH, runner.max_draft_tokens, runner.spec_config.max_depth)
         self.lines: list[Line] = []
+        # graphs replayed by the last comparison that asked for them
+        self.num_replayed = 0
         self._num_blocks = 1
         self._pass = 0
-        self._lay_out()
 
     @property
     def can_fork(self) -> bool:
@@ -154,6 +155,7 @@ class CheckRequests:
 
     def decode(self) -> str:
         """Remember what plain decoding samples."""
+        self._lay_out()
         if not self.lines:
             return "there is no room for a request in the KV cache"
         stock, kept = self.runner.model.compute_logits, []
@@ -184,28 +186,38 @@ class CheckRequests:
             draft: what is drafted of the tokens to come.
             buckets: the graphs that are to be replayed; None: none are.
         """
-        for each in (1, 2):
-            with self._graphs(buckets) as replayed:
-                self._begin()
-                self._prefill()
-                drafts = {
-                    number: self._drafted(draft, line) for number, line in enumerate(self.lines) if number % each == 0
-                }
-                self._step(drafts)
-                counts = {number: len(self._sampled(number)) - 1 for number in drafts}
-                for _ in range(_STEPS_AFTER):
-                    self._step({})
-            answers = [self._sampled(number) for number in range(len(self.lines))]
+        self.num_replayed = 0
+        wrong = self._differing(draft, 1, buckets) or self._differing(draft, 2, buckets)
+        if buckets is None or wrong or self.num_replayed:
+            return wrong
+        # fewer rows may fit
+        lines, self.lines = self.lines, self.lines[:1]
+        try:
+            return self._differing(draft, 1, buckets)
+        finally:
             self.end()
-            if buckets is not None and not replayed:
-                return "" if each == 2 else "no graph was replayed"
-            for number, answer in enumerate(answers):
-                is_tie, wrong = self._differs(number, answer)
-                if wrong:
-                    return wrong
-                right = self._right(drafts[number], number) if number in drafts else 0
-                if number in drafts and not is_tie and counts[number] != right + 1:
-                    return f"request {number}: {counts[number] - 1} of {right} right draft tokens were accepted"
+            self.lines = lines
+
+    def _differing(self, draft: Callable[[Sequence[int], int], Draft], each: int, buckets: Any) -> str:
+        """`compare` with drafts for one request of so many."""
+        drafts = {number: self._drafted(draft, line) for number, line in enumerate(self.lines) if number % each == 0}
+        with self._graphs(buckets) as replayed:
+            self._begin()
+            self._prefill()
+            self._step(drafts)
+            counts = {number: len(self._sampled(number)) - 1 for number in drafts}
+            for _ in range(_STEPS_AFTER):
+                self._step({})
+        self.num_replayed += len(replayed)
+        answers = [self._sampled(number) for number in range(len(self.lines))]
+        self.end()
+        for number, answer in enumerate(answers):
+            is_tie, wrong = self._differs(number, answer)
+            if wrong:
+                return wrong
+            right = self._right(drafts[number], number) if number in drafts else 0
+            if number in drafts and not is_tie and counts[number] != right + 1:
+                return f"request {number}: {counts[number] - 1} of {right} right draft tokens were accepted"
         return ""
 
     def shadow(self) -> str:

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
 from vllm_specrollout.observe.guard import CONTAINED
-from vllm_specrollout.observe.self_check import CHAIN_GRAPHS, TREE_GRAPHS
+from vllm_specrollout.observe.self_check import CHAIN_GRAPHS, TREE_GRAPHS, in_words
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.cudagraphs import MOST_DRAFTED, GraphPlan, plan_graphs
 from vllm_specrollout.types import DraftMode
@@ -150,7 +150,7 @@ class DraftGraphs:
             return _captured(runner, plan, what.partition(" ")[0] + "s")
         except CONTAINED as error:
             logger.warning("Spec rollout: no CUDA graphs for %s: %s: %s", what, type(error).__name__, error)
-            self.failed[what] = f"{type(error).__name__}: {error}"[:500]
+            self.failed[what] = in_words(error)
             return None
 
     @contextmanager

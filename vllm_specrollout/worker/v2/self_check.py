@@ -35,7 +35,8 @@ from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.v2.attention import attention_layers, off_by
-from vllm_specrollout.worker.v2.check_steps import CheckRequests, chain_of, fork_of
+from vllm_specrollout.worker.v2.check_steps import CheckRequests, Scripted, chain_of, fork_of
+from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.verify import sampled_rows
 
 logger = logging.getLogger("vllm.specrollout")
@@ -63,14 +64,15 @@ class SelfCheck:
     seconds_a_part: float = record.DEADLINE_S
 
     @classmethod
-    def of(cls, runner: Any, folder: Path | None = None) -> SelfCheck:
+    def of(cls, runner: Any) -> SelfCheck:
         """That of this engine, which does from now on what is allowed before the check.
 
         Unasked, only CUDA devices are checked.
         """
         asked, is_cuda = runner.spec_config.self_check, runner.device.type == "cuda"
         is_wanted = asked == "always" or (asked == "auto" and is_cuda)
-        made = cls(runner, Record(key_of(runner), folder), is_wanted=is_wanted and runner.shape[0] is not DraftMode.OFF)
+        is_wanted = is_wanted and runner.shape[0] is not DraftMode.OFF
+        made = cls(runner, Record(key_of(runner) if is_wanted else ""), is_wanted=is_wanted)
         if not is_wanted and is_cuda and runner.spec_config.shape == "auto":
             limit(runner, DraftMode.CHAIN, UNCHECKED)
             runner.verifier.has_kernel = False
@@ -113,7 +115,7 @@ class SelfCheck:
                     torch.cuda.synchronize()
         except CONTAINED as error:
             logger.debug("Spec rollout: the self-check's part `%s`", name, exc_info=error)
-            found = f"{type(error).__name__}: {error}"[:500]
+            found = record.in_words(error)
         except BaseException:
             self.record.forget()
             raise
@@ -146,8 +148,15 @@ class SelfCheck:
                     self.part(record.ATTENTION, lambda: check_attention(runner))
                     self.part(record.COMMIT, lambda: check_commit(runner))
             self.apply()
-            with set_aside(runner) as requests:
-                self._check_steps(requests, graphs)
+            requests = CheckRequests(runner)
+            runner.kv_connector.set_disabled(True)
+            try:
+                with set_aside(runner, requests.host):
+                    self._check_steps(requests, graphs)
+                    requests.end()
+            finally:
+                runner.kv_connector.set_disabled(False)
+            requests.clear()
             if _is_first():
                 self.record.end(self.failed)
         self.apply()
@@ -164,14 +173,21 @@ class SelfCheck:
                 self.part(record.CHAINS, lambda: requests.compare(chain_of))
             if record.CHAINS in self.failed:
                 return
-        if graphs.chains is not None:
-            self.part(record.CHAIN_GRAPHS, lambda: requests.compare(chain_of, graphs.chains))
+        self._check_graphs(record.CHAIN_GRAPHS, "chains", lambda: requests.compare(chain_of, graphs.chains), requests)
         self.apply()
         if runner.shape[0] is DraftMode.TREE and requests.can_fork:
             self.part(record.ATTENTION, requests.shadow)
             self.part(record.TREES, lambda: requests.compare(fork_of))
-            if graphs.trees is not None:
-                self.part(record.TREE_GRAPHS, lambda: requests.compare(fork_of, graphs.trees))
+            self._check_graphs(record.TREE_GRAPHS, "trees", lambda: requests.compare(fork_of, graphs.trees), requests)
+
+    def _check_graphs(self, part: str, kind: str, run: Callable[[], str], requests: CheckRequests) -> None:
+        """Graphs that none of these requests' steps fits into prove nothing, and are not used."""
+        graphs = self.runner.draft_graphs
+        if getattr(graphs, kind) is None or not self.part(part, run) or requests.num_replayed:
+            return
+        self.passed.remove(part)
+        setattr(graphs, kind, None)
+        logger.info("Spec rollout: no step of the self-check fits the CUDA graphs for %s: they are not used", kind)
 
     def apply(self) -> None:
         """Let the runner do what is still allowed, and no more."""
@@ -257,31 +273,35 @@ def _is_first() -> bool:
     return bool(get_tp_group().rank_in_group == 0)
 
 
+class _Quiet(Desk):
+    """Admits requests that nobody sent, so nobody is told why they get less."""
+
+    def _note(self, shape: DraftMode, reason: str) -> None:
+        """It is no request of a user's."""
+
+
 @contextmanager
-def set_aside(runner: Any) -> Iterator[CheckRequests]:
-    """Requests of the check in place of the engine's: what counts and remembers is back as it was afterwards."""
-    requests = CheckRequests(runner)
+def set_aside(runner: Any, host: Host | None = None) -> Iterator[None]:
+    """Meanwhile steps are nobody's: what counts, remembers and admits is back as it was afterwards.
+
+    Args:
+        host: that of the steps; None: one that drafts nothing.
+    """
     stand_ins = {
-        "host": requests.host,
+        "host": host or Host(Scripted(), runner.max_model_len),
         "metrics": Metrics(()),
         "stats": Stats(),
-        "desk": Desk(runner.shape[0]),
+        "desk": _Quiet(runner.shape[0]),
         "model_drafter": None,
     }
     kept = {name: getattr(runner, name) for name in stand_ins}
     vars(runner).update(stand_ins)
-    runner.kv_connector.set_disabled(True)
     try:
-        yield requests
+        yield
     finally:
-        try:
-            requests.end()
-        finally:
-            runner.kv_connector.set_disabled(False)
-            # a verdict may have changed what it admits
-            kept["desk"] = Desk(runner.shape[0])
-            vars(runner).update(kept)
-            requests.clear()
+        # a verdict may have changed what it admits
+        kept["desk"] = Desk(runner.shape[0])
+        vars(runner).update(kept)
 
 
 # --- kernels against their twins --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.guard import CONTAINED
-from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY
+from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY, in_words
 from vllm_specrollout.patches.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
@@ -46,7 +46,7 @@ def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
         try:
             what()
         except CONTAINED as error:
-            failed[part] = f"{type(error).__name__}: {error}"[:500]
+            failed[part] = in_words(error)
 
     run(VERIFY, lambda: _warm_up_update(runner))
     if runner.verifier.has_kernel:
