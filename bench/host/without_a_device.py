@@ -190,8 +190,8 @@ class Timed(SpecRolloutV2, Device):
 
         self.host.plan = planned  # type: ignore[method-assign]
 
-    def settle(self, keep: int = 0) -> None:
-        super().settle(keep)
+    def take_in(self, keep: int = 0) -> None:
+        super().take_in(keep)
         self.marks["settle"] = time.thread_time()
 
     def gather_batch_req_state(self, *args: Any) -> Any:
@@ -313,6 +313,7 @@ class Rollout:
             self.length[name] += count
         output = SimpleNamespace(sampled_token_ids=truth.astype(np.int64), num_sampled_tokens_np=counts)
         runner.now += (4.0 + 0.012 * runner.step.num_rows) / 1e3
+        runner._learn()
         runner._remember(output, runner.batch)
         return trees.num_nodes, int(counts.sum())
 

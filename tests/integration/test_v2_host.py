@@ -99,10 +99,24 @@ def test_steps_of_different_sizes_in_one_wait_say_nothing_of_time(ticking):
         for r in rows:
             host.sent(step([a], [[7]], [1], rows=r))
         host.settle()
+        host.learn()
     timings = recorder.times
     assert timings[0] is None, "nothing to measure from"
     assert timings[1] is not None and timings[1].step_ms == timings[2].step_ms > 0
     assert timings[3] is None and timings[4] is None
+
+
+def test_what_steps_cost_is_told_once_and_after_all_that_a_device_waits_for(ticking):
+    recorder = Recorder()
+    host, a = host_of(recorder, ticking), request()
+    told = []
+    for _ in range(3):
+        host.sent(step([a], [[7]], [1]))
+        host.settle()
+        assert len(recorder.times) == len(told) < len(recorder.observed)
+        told += [timing for timing in host.learn() if timing is not None] or [None]
+    assert recorder.times == told and told[0] is None and told[1].context == a.length - 1
+    assert host.learn() == []
 
 
 def test_the_last_steps_can_be_left_in_flight(ticking):

@@ -67,6 +67,8 @@ def test_only_what_needs_the_tokens_comes_after_the_wait_for_them():
     assert runner.log == ["requests go on", "tables are told", "waited", ("launched", {"a": 3}, {"a": [5, 6]})]
     assert schedule.num_scheduled_tokens == {"a": 5}, "the scheduler's own is left alone"
     assert runner.stats.by_part.keys() == {"wait", "draft", "idle"} and runner.stats.by_part["idle"][0] == 1
+    speculator = runner.host.drafting.speculator
+    assert len(speculator.observed) == 1 and not speculator.times, "what it cost is learned from after the launch"
 
 
 def test_tables_are_told_twice_in_no_step_that_waits_for_nothing():

@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -134,3 +136,24 @@ def test_a_part_that_ends_in_time_is_left_alone() -> None:
         with deadline("commit", 60.0, 60.0, pytest.fail):
             pass
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_process_that_was_checked_can_be_profiled(is_late: bool) -> None:
+    """Profilers and debuggers meet whatever the exception that is thrown at a part leaves behind in the interpreter."""
+    code = f"""
+import sys, time
+from vllm_specrollout.observe.self_check import HungError, deadline
+try:
+    with deadline("commit", 0.01 if {is_late} else 60.0):
+        end = time.monotonic() + ({is_late} and 30.0)
+        while time.monotonic() < end:
+            pass
+    assert not {is_late}
+except HungError:
+    assert {is_late}
+sys.setprofile(lambda *event: None)
+print(sum(range(3)), sorted([2, 1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "3 [1, 2]\n"

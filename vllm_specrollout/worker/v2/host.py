@@ -68,7 +68,6 @@ class Settled:
     wait_ms: float = 0.0
     # when the last tokens came, by the host's clock; None: no step did
     home_s: float | None = None
-    timings: list[StepTiming] = field(default_factory=list)
 
 
 def tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:
@@ -204,6 +203,8 @@ class Host:
         self._over: dict[str, _Over] = {}
         self.weights_version = drafting.weights_version
         self._last_home: float | None = None
+        # steps that came home, the milliseconds that each took (None: not known), and its tokens
+        self._untimed: list[tuple[InFlight, float | None, int]] = []
         self.came_home: Callable[[InFlight, IntArray, VerifyResult], None] = lambda step, counts, result: None
         """Told of each step that was taken in: [R] tokens sampled for each request, and what became of its drafts."""
         # got their first token in the step that is taken in
@@ -278,7 +279,7 @@ class Host:
         ]
 
     def settle(self, keep: int = 0) -> Settled:
-        """Wait for the steps in flight but the last `keep`, take their tokens in, and tell policies and drafters."""
+        """Wait for the steps in flight but the last `keep` and take their tokens in; `learn` follows."""
         total = Settled()
         end = len(self._in_flight) - keep
         steps, self._in_flight = self._in_flight[:end], self._in_flight[end:]
@@ -296,11 +297,8 @@ class Host:
         for step, (sampled, counts) in zip(steps, homes, strict=True):
             num_accepted, accepted = self._take_in(step, sampled, counts)
             tokens = int(counts.sum())
-            timing = timing_of(step, period_ms, tokens) if period_ms is not None and is_uniform else None
-            if timing is not None:
-                total.timings.append(timing)
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
-            self.drafting.timed(timing)
+            self._untimed.append((step, period_ms if is_uniform else None, tokens))
             self.came_home(step, counts, VerifyResult(num_accepted, accepted))
             version = self.weights_version.number
             for request in filter(self._may_begin, self._begun):
@@ -311,6 +309,20 @@ class Host:
             total.accepted += len(accepted)
         self._tell_endings()
         return total
+
+    def learn(self) -> list[StepTiming]:
+        """Tell policies what the steps cost that came home, where that is known, and return it.
+
+        A device may wait for what comes between `settle` and the next launch, so this comes behind it.
+        """
+        steps, self._untimed = self._untimed, []
+        found = []
+        for step, period_ms, tokens in steps:
+            timing = None if period_ms is None else timing_of(step, period_ms, tokens)
+            self.drafting.timed(timing)
+            if timing is not None:
+                found.append(timing)
+        return found
 
     def plan(self, room: Mapping[str, int], may_branch: bool, step: int, is_paused: bool) -> TreeBatch:
         """Trees for the engine step `step`, at most `room` nodes each, over the requests that were drafted for.

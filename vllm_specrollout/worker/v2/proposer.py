@@ -360,8 +360,8 @@ class ModelledV2(SpecRolloutV2):
             # copies of prompts would fill the device while nobody drafts
             self.settle(keep=1)
 
-    def settle(self, keep: int = 0) -> None:
-        super().settle(keep)
+    def take_in(self, keep: int = 0) -> None:
+        super().take_in(keep)
         drafter = self.model_drafter
         if drafter is None:
             return

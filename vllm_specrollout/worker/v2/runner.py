@@ -200,7 +200,7 @@ class SpecRolloutV2(_Base):
                 # the wait for all earlier steps lies between. A model that drafts does so by the last step's tables,
                 # on all ranks.
                 self.block_tables.apply_staged_writes()
-            self.settle()  # the only wait there is
+            self.take_in()  # the only wait there is
         # a prompt stays with vLLM's attention, and so does all that is computed beside it
         may_branch = self.shape[0] is DraftMode.TREE and not holds_prompt(scheduler_output)
         step.trees = self.host.plan(step.room, may_branch, step.number, step.is_paused)
@@ -281,6 +281,7 @@ class SpecRolloutV2(_Base):
         if batch is None or output is None or self.shape[0] is DraftMode.OFF:
             return output
         self.tokens_ready.record(self.output_copy_stream)
+        self._learn()
         self._remember(output, batch)
         news = (None, self._report(), self.metrics.take())
         output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, *news)
@@ -318,7 +319,12 @@ class SpecRolloutV2(_Base):
         return None
 
     def settle(self, keep: int = 0) -> None:
-        """Take in the steps in flight, but for the last `keep`."""
+        """Take in the steps in flight, but for the last `keep`, and learn from them."""
+        self.take_in(keep)
+        self._learn()
+
+    def take_in(self, keep: int = 0) -> None:
+        """`settle` without what can wait until the next step is launched."""
         settled = self.host.settle(keep)
         self.stats.wait_ms += settled.wait_ms
         if settled.home_s is not None:
@@ -328,7 +334,9 @@ class SpecRolloutV2(_Base):
                 self._took(part, ms)
         self.stats.output_tokens += settled.tokens
         self.stats.accepted += settled.accepted
-        for timing in settled.timings:
+
+    def _learn(self) -> None:
+        for timing in self.host.learn():
             self.stats.step_ms += timing.step_ms
             if timing.is_decode_only:
                 entry = self.stats.by_rows.setdefault(timing.rows, [0, 0.0])
