@@ -182,11 +182,11 @@ class SelfCheck:
 
     def _check_graphs(self, part: str, kind: str, run: Callable[[], str], requests: CheckRequests) -> None:
         """Graphs that none of these requests' steps fits into prove nothing, and are not used."""
-        graphs = self.runner.draft_graphs
-        if getattr(graphs, kind) is None or not self.part(part, run) or requests.num_replayed:
+        runner = self.runner
+        if getattr(runner.draft_graphs, kind) is None or not self.part(part, run) or requests.num_replayed:
             return
         self.passed.remove(part)
-        setattr(graphs, kind, None)
+        setattr(runner.draft_graphs, kind, None)
         logger.info("Spec rollout: no step of the self-check fits the CUDA graphs for %s: they are not used", kind)
 
     def apply(self) -> None:
