@@ -95,7 +95,7 @@ def test_nothing_branches_beside_a_piece_of_a_prompt(rows, may_branch):
         drafting=SimpleNamespace(planned=None, ms=0.0, withholding=""),
         num_in_flight=0,
     )
-    runner.settle = lambda: None
+    runner.take_in = lambda: None
     runner.step, runner.stats, runner.shape = StepState(), Stats(), (DraftMode.TREE, "")
     schedule = SchedulerOutput.make_empty()
     schedule.num_scheduled_tokens = rows
