@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import envs
+
 from bench.runner import interpreter
 from vllm_specrollout.cli import device_check
 
@@ -31,6 +33,7 @@ def test_doctor_checks_the_interpreted_device_and_prints_one_screen(tmp_path: Pa
         **interpreter.ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,  # vLLM's own is not empty, as on a host that has served
     }
     command = [sys.executable, "-c", "from vllm_specrollout.cli import main; main()", "doctor", "--gpu", "--json"]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)

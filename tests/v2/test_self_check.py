@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm import envs
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
@@ -41,6 +42,7 @@ DRAFTS = {"max_draft_tokens": 8, "self_check": "always"}
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
     folder = tmp_path_factory.mktemp("cache")
+    patch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
     patch.setenv("XDG_CACHE_HOME", str(folder))
     yield folder
     patch.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,7 @@ TABLE = (
         "the folder below which `POST /spec_rollout/drafter` takes weights, absolute; unset: it takes none",
         True,
     ),
-    Variable(CACHE_HOME, "where `vllm-specrollout/profiles` is kept; unset: `~/.cache`", False),
+    Variable(CACHE_HOME, "where `vllm-specrollout` keeps profiles and self-checks; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
 )
@@ -96,6 +97,9 @@ def drafters_dir() -> str | None:
 
 
 def cache_dir() -> Path:
-    """The user's cache folder of this project; it need not exist."""
+    """The user's cache folder of this project, which need not exist; without a home, it lies among temporary files."""
     home = os.environ.get(CACHE_HOME, "").strip()
-    return (Path(home) if home else Path.home() / ".cache") / "vllm-specrollout"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "vllm-specrollout"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "vllm-specrollout"

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -100,7 +99,7 @@ class Record:
     """
 
     def __init__(self, key: str, folder: Path | None = None) -> None:
-        self.folder = folder or _cache_dir() / "self-check"
+        self.folder = folder or envs.cache_dir() / "self-check"
         self.key = key
         self._pending = self.folder / f"{key}.{socket.gethostname()}.{os.getpid()}.pending"
 
@@ -144,13 +143,6 @@ class Record:
         """What earlier processes left is forgotten: all is checked anew."""
         for path in self.folder.glob(f"{self.key}.*"):
             path.unlink(missing_ok=True)
-
-
-def _cache_dir() -> Path:
-    try:
-        return envs.cache_dir()
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "vllm-specrollout"
 
 
 def _runs(told: Mapping[str, object], age_s: float) -> bool:

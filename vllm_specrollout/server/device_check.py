@@ -93,8 +93,11 @@ def examine(model: str | None, folder: Path) -> dict[str, Any]:
     if model is None:
         shape = _SHAPE if facts.is_cuda else _TINY
         write_random_model(folder, shape, dtype)
-    options: dict[str, Any] = {"max_model_len": 2048} if facts.is_cuda else {"max_model_len": 256, "max_num_seqs": 4}
-    if model is None and facts.is_cuda:
+    options: dict[str, Any] = {"max_model_len": 2048}
+    if not facts.is_cuda:
+        # interpreted kernels are seen in few steps, and no device replays a graph
+        options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
+    elif model is None:
         options["gpu_memory_utilization"] = 0.3  # beside whatever else is there
     llm = vllm.LLM(
         model or str(folder),
