@@ -40,7 +40,7 @@ def _asked_the_model(ours: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("draft_model", "tree"), ("draft_model", "chain")]
+    [("draft_model", "tree"), pytest.param("draft_model", "chain", marks=pytest.mark.nightly)]
     + [pytest.param(kind, "tree", marks=pytest.mark.nightly) for kind in ("eagle", "eagle3")],
 )
 def test_a_model_drafts_and_the_tokens_are_stocks(models: Path, tmp_path: Path, kind: str, shape: str) -> None:

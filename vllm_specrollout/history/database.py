@@ -11,10 +11,11 @@ import errno
 import os
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_specrollout.config.places import FILE_MODE
 from vllm_specrollout.errors import SpecRolloutError
@@ -156,6 +157,8 @@ class Database:
         self.failure: Exception | None = None
         """Set by whoever could not read it: it is asked no more."""
         target = ":memory:" if path is None else _openable(path, writes)
+        # SQLite refuses to write its log back while the same connection reads
+        self._reading = threading.Lock()
         # each statement is a transaction of its own, but where `write` begins one
         self._connection = sqlite3.connect(target, uri=True, isolation_level=None, check_same_thread=False)
         try:
@@ -233,7 +236,7 @@ class Database:
     def places(self, problem: bytes | None, oldest: int, most: int) -> list[Located]:
         """The latest answers of a problem (None: of all) since an epoch, older epochs first."""
         which, about = ("by_problem WHERE problem=?", [problem]) if problem is not None else ("by_epoch WHERE true", [])
-        found = self._connection.execute(
+        found = self._all(
             f"SELECT id, epoch, count FROM answers INDEXED BY {which} AND epoch BETWEEN ? AND {MAX_EPOCH}"
             " AND typeof(count)='integer' ORDER BY epoch DESC, id DESC LIMIT ?",
             (*about, oldest, most),
@@ -242,9 +245,8 @@ class Database:
 
     def row(self, number: int) -> Row | None:
         size = "length(problem) + length(request) + length(tail) + length(tokens)"
-        query = f"SELECT {_COLUMNS} FROM answers WHERE id=? AND {size} <= {_MOST_BYTES}"
-        found = self._connection.execute(query, (number,)).fetchone()
-        return None if found is None else Row(*found)
+        found = self._all(f"SELECT {_COLUMNS} FROM answers WHERE id=? AND {size} <= {_MOST_BYTES}", (number,))
+        return Row(*found[0]) if found else None
 
     def rows(self) -> Iterator[Row]:
         """All of them, in the order they were written."""
@@ -259,12 +261,12 @@ class Database:
 
     def counts(self, oldest: int) -> Counts:
         """Of the answers since an epoch."""
-        found = self._connection.execute(
+        found = self._all(
             "SELECT count(*), total(count), count(DISTINCT problem) FROM answers INDEXED BY by_problem"
             f" WHERE epoch BETWEEN ? AND {MAX_EPOCH}",
             (oldest,),
-        ).fetchone()
-        return Counts(*map(int, found))
+        )
+        return Counts(*map(int, found[0]))
 
     def integrity(self) -> str:
         """`ok`, or what is damaged. Reads all of it."""
@@ -286,8 +288,12 @@ class Database:
 
     def _one(self, query: str) -> int:
         """The first value of the first row; which type it has, the query says."""
-        found = self._connection.execute(query).fetchone()
-        return None if found is None else found[0]  # type: ignore[return-value]
+        found = self._all(query)
+        return found[0][0] if found else None  # type: ignore[return-value]
+
+    def _all(self, query: str, values: Sequence[object] = ()) -> list[Any]:
+        with self._reading:
+            return self._connection.execute(query, values).fetchall()
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -313,7 +319,7 @@ class Database:
 
     def sync(self) -> None:
         """Wait until all that was written is on disk."""
-        self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._all("PRAGMA wal_checkpoint(PASSIVE)")
 
     def drop_before(self, epoch: int) -> set[int]:
         """Drop the answers of earlier epochs; returns their numbers."""
@@ -327,7 +333,7 @@ class Database:
         dropped = set[int]()
         while len(dropped) < count:
             few = min(_AT_ONCE, count - len(dropped))
-            found = self._connection.execute(f"SELECT id FROM answers {which} LIMIT {few}", (epoch,)).fetchall()
+            found = self._all(f"SELECT id FROM answers {which} LIMIT {few}", (epoch,))
             if not found:
                 break
             with self._transaction():
@@ -339,11 +345,11 @@ class Database:
     def give_back(self) -> None:
         """Give the disk what is free, if that is more than half."""
         while 2 * self._one("PRAGMA freelist_count") > self._one("PRAGMA page_count"):
-            self._connection.execute("PRAGMA incremental_vacuum(256)").fetchall()
+            self._all("PRAGMA incremental_vacuum(256)")
 
     def compact(self) -> None:
         """Give the disk all that is free; takes as long as writing it anew."""
-        self._connection.execute("VACUUM")
+        self._all("VACUUM")
         self.sync()
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.database import Database
+from vllm_specrollout.history.database import Database, row_of
 from vllm_specrollout.history.store import PER_MIB, HistoryStore
 
 MakeAnswer = Callable[..., Answer]
@@ -224,3 +224,29 @@ def test_looking_up_answers_does_not_wait_for_who_writes_and_sees_no_half_of_it(
         store._folder.own._connection.execute("DELETE FROM answers")
         assert [name for name, _ in found(store)] == ["a"]
     assert found(store) == []
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False], ids=["a file", "in memory"])
+def test_answers_go_to_disk_while_others_read_all_the_time(
+    tmp_path: Path, make_answer: MakeAnswer, is_on_disk: bool
+) -> None:
+    database = Database(tmp_path / "own.history" if is_on_disk else None, writes=True)
+    database.write([row_of(make_answer("a"))] * 2000, [], None)
+    begun, over = threading.Event(), threading.Event()
+
+    def read() -> int:
+        while not over.is_set():
+            assert len(database.places(b"p", 0, 2000)) == 2000
+            begun.set()
+        return database.counts(0).answers
+
+    with ThreadPoolExecutor(1) as threads:
+        reader = threads.submit(read)
+        try:
+            assert begun.wait(PATIENCE_S)
+            for _ in range(50):
+                database.sync()
+            database.compact()
+        finally:
+            over.set()
+        assert reader.result(PATIENCE_S) == 2000
