@@ -138,9 +138,10 @@ def test_100000_tokens_of_the_policy_agree_with_their_withheld_verdicts(dtype: s
         ) as ours:
             tokenizer = ours.llm.get_tokenizer()
             texts = [prompt_text(problem.prompt) for problem in problems(160, seed=0)]
-            prompts = [{"prompt_token_ids": tokenizer.encode(one, add_special_tokens=False)} for one in texts]
-            params = [SamplingParams(seed=i, max_tokens=800) for i in range(4 * len(prompts))]
-            found = ours.llm.generate(prompts * 4, params, use_tqdm=False)
+            # an answer has some 100 tokens
+            prompts = [{"prompt_token_ids": tokenizer.encode(one, add_special_tokens=False)} for one in texts] * 7
+            params = [SamplingParams(seed=i, max_tokens=800) for i in range(len(prompts))]
+            found = ours.llm.generate(prompts, params, use_tqdm=False)
             answers[is_checking] = [list(one.outputs[0].token_ids) for one in found]
             stats[is_checking] = {**totals(ours), "verified": ours.runner.drafting.withheld.drafted}
     tokens, own = sum(map(len, answers[True])), stats[True]
