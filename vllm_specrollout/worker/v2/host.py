@@ -1,8 +1,8 @@
 """The host's side of a step on the V2 runner: what was sampled, what to draft next.
 
 On this runner the tokens of a step live on the device, and the next step is scheduled before they are known. So the
-scheduler leaves room (placeholders), and drafts are made at the last moment: when the next forward pass is prepared,
-the host waits for the tokens of the passes before, the only wait there is, and drafts into the room that was left.
+scheduler leaves room for drafts. When the next forward pass is prepared, the host waits for the tokens of the passes
+before, which is its only wait, and drafts into that room.
 """
 
 from __future__ import annotations
