@@ -22,6 +22,10 @@ class SpecRolloutError(ValueError):
         self.hint = hint
         super().__init__(f"{cause}\n\nhint: {hint}")
 
+    def __reduce__(self) -> tuple[type[SpecRolloutError], tuple[str, str]]:
+        """As it crosses between processes."""
+        return type(self), (self.cause, self.hint)
+
 
 class ConfigError(SpecRolloutError):
     """The configuration, or a request's options, cannot be used."""

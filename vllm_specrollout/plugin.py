@@ -7,10 +7,12 @@ Light imports only: vLLM itself is not imported here, and nothing fails where vL
 from __future__ import annotations
 
 import logging
+import multiprocessing
 
 from vllm_specrollout import patches
 from vllm_specrollout.config import envs
 from vllm_specrollout.patches import supported
+from vllm_specrollout.worker.ending import end_with
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -23,6 +25,8 @@ def register() -> None:
     Raises:
         UnsupportedError: the environment asks for speculation, and this vLLM's version is not supported.
     """
+    if envs.ends_with_parent() and (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        end_with(parent.pid)
     version = supported.installed_vllm()
     if version is None:
         return

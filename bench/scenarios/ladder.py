@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm_specrollout.cluster.group import RolloutGroup
-from vllm_specrollout.cluster.group.dealing import Answer, Dealer
-from vllm_specrollout.cluster.group.driver import LADDERS
-from vllm_specrollout.cluster.group.messages import Progress
+from vllm_specrollout.cluster import Answer, SpecGroup
+from vllm_specrollout.cluster.ladder import LADDERS
+from vllm_specrollout.cluster.reports import Report
 from vllm_specrollout.config import DRAFTERS
-from vllm_specrollout.errors import ConfigError
 
 from ..policy import DRAFT
 from ..policy.reward import Problem, problems
@@ -56,9 +54,10 @@ class Row:
     ladder: str
     identical: bool
     difference: str | None
-    # of the last round: requests that ran at more than one worker, and those that a helper ended first
-    copied: int
-    won: int
+    # of all rounds: requests that an idle engine took over or ran as well, and drafters that were lent
+    moved: int
+    raced: int
+    lent: int
     # seconds, median over rounds; None where an output is not stock's, as below
     makespan_s: float | None = None
     # of the first ladder's in the same round
@@ -66,41 +65,35 @@ class Row:
     quartiles: tuple[float, float] | None = None
 
 
-class TimedGroup(RolloutGroup):
+class TimedGroup(SpecGroup):
     """Notes who told of what, and when."""
 
     begin_s = 0.0
-    # what workers draft with by themselves
+    # what engines draft with by themselves
     own = ""
     bars: list[Bar]
-    # (worker, request) -> its newest of them
+    # (engine, request) -> its newest of them
     _newest: dict[tuple[str, str], Bar]
 
     def timed(self, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> tuple[list[Answer], float]:
         """The answers, and the makespan in seconds."""
         self.bars, self._newest, self.begin_s = [], {}, time.perf_counter()
+        self._driver.listener = self.note
         answers = self.generate(prompts, params)
         return answers, time.perf_counter() - self.begin_s
 
-    def _listen(self, dealer: Dealer | None) -> None:
-        receive = self._hub.receive
-        told = receive()
+    def note(self, engine: str, report: Report) -> None:
+        """What an engine tells of, before the driver takes it in."""
         now = time.perf_counter() - self.begin_s
-        for worker, message in told:
-            for piece in message.pieces if isinstance(message, Progress) else ():
-                lent = [f"lent by {link.drafter}" for link in message.links if piece.request in link.requests]
-                drafters = [one for one in (message.method or self.own, *lent) if one]
-                drafter = " and ".join(drafters) or "none"
-                self._extend((worker, piece.request), drafter, now, len(piece.tokens))
-        # given on as if it came now
-        self._hub.receive = lambda: told  # type: ignore[method-assign]
-        try:
-            super()._listen(dealer)
-        finally:
-            self._hub.receive = receive  # type: ignore[method-assign]
+        for key, part in report.parts.items():
+            request = key.rpartition(".")[0]
+            lenders = self._driver.engines[engine].lent.items()
+            lent = [f"lent by {lender}" for lender, requests in lenders if request in requests]
+            drafter = " and ".join([one for one in (self.own, *lent) if one]) or "none"
+            self._extend((engine, request), drafter, now, len(part.tokens))
 
     def _extend(self, own: tuple[str, str], drafter: str, now: float, tokens: int) -> None:
-        """The request's newest bar at this worker grows, or one of another colour begins where it ends."""
+        """The request's newest bar at this engine grows, or one of another colour begins where it ends."""
         bar = self._newest.get(own)
         if bar is None or bar.drafter != drafter:
             begin = now if bar is None else bar.end_s
@@ -139,8 +132,6 @@ class Ladder(EngineScenario):
         return tuple(name for name in self.own if name != NONE)
 
     def measure(self, session: Session) -> Found:
-        if "race" in self.ladders and not self._methods:
-            raise ConfigError("copies that race draft with a method of their own, and `--own` is `none`", "name one")
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
         report = session.display.steps(2 + self.rounds + len(self.ladders) * (self.rounds + 2))
         params = [sampling(self.seed + i, self.max_tokens) for i in range(self.requests)]
@@ -153,22 +144,22 @@ class Ladder(EngineScenario):
                     prompts.append(engines.encode(self._problems(number)))
                     truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
         seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
-        last: dict[str, list[Answer]] = {}
         differences: dict[str, str] = {}
         with ExitStack() as stack:
             groups = {ladder: stack.enter_context(self._group(folder, ladder, report)) for ladder in self.ladders}
             for number in range(self.rounds + 1):
                 for ladder, group in list(groups.items())[:: 1 if number % 2 else -1]:
                     report(f"{ladder}, round {number}", 0)
-                    last[ladder], took = group.timed(prompts[number], params)
-                    for i, (answer, tokens) in enumerate(zip(last[ladder], truth[number], strict=True)):
+                    answers, took = group.timed(prompts[number], params)
+                    for i, (answer, tokens) in enumerate(zip(answers, truth[number], strict=True)):
                         if answer.token_ids != tokens:
-                            differences[ladder] = f"round {number}: request {i} differs, of worker {answer.worker}"
+                            differences[ladder] = f"round {number}: request {i} differs, of {answer.engine}"
                     # the first one warms up
                     seconds[ladder] += [took] if number else []
                     report("", 1)
             bars = {ladder: group.bars for ladder, group in groups.items()}
-        rows = [self._row(ladder, seconds, last[ladder], differences.get(ladder)) for ladder in self.ladders]
+            counts = {ladder: group.status() for ladder, group in groups.items()}
+        rows = [self._row(ladder, seconds, counts[ladder], differences.get(ladder)) for ladder in self.ladders]
         return Found(model=title, rows=rows, more=bars)
 
     def _problems(self, round_: int) -> list[Problem]:
@@ -178,14 +169,15 @@ class Ladder(EngineScenario):
         return [longest, *[one for one in many if one is not longest][: self.requests - 1]]
 
     def _group(self, model: Path, ladder: str, report: Any) -> TimedGroup:
-        report(f"starting the workers, ladder {ladder}", 0)
+        report(f"starting the engines, ladder {ladder}", 0)
         own = sorted(os.sched_getaffinity(0))
         length = PROMPT_LEN + self.max_tokens
         engine = {"dtype": self.dtype, "max_model_len": length, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
         small = quarter_drafter(self.size, self.cache) if self.drafter == QUARTER else DRAFT
         group = TimedGroup(
             str(model),
-            cores=[[own[i % len(own)]] for i in range(self.workers)],
+            engines=self.workers,
+            devices=[f"cpu:{own[i % len(own)]}" for i in range(self.workers)],
             engine={**engine, "max_num_seqs": self.seqs, "seed": 0},
             spec_rollout={
                 "drafters": list(self._methods),
@@ -193,25 +185,24 @@ class Ladder(EngineScenario):
                 "decoupled": {"window": self.window, "fan_out": self.fan_out, "most_nodes": self.most_nodes},
             },
             ladder=ladder,
-            methods=self._methods or ("ngram",),
-            drafter=str(small) if ladder == "attach" else "",
+            drafters=[str(small)] if ladder == "attach" else [],
             drafter_engine={**engine, "max_num_seqs": self.seqs},
         )
         group.own = " and ".join(self._methods)
         report("", 1)
         return group
 
-    def _row(self, ladder: str, seconds: dict[str, list[float]], last: list[Answer], difference: str | None) -> Row:
+    def _row(self, ladder: str, seconds: dict[str, list[float]], counts: dict[str, Any], difference: str | None) -> Row:
         ratios = [base / own for base, own in zip(seconds[self.ladders[0]], seconds[ladder], strict=True)]
         times: dict[str, Any] = {"makespan_s": statistics.median(seconds[ladder])}
         times |= {"speedup": statistics.median(ratios), "quartiles": quartiles(ratios)}
-        copies = [(i, answer) for i, answer in enumerate(last) if answer.copies > 1]
         return Row(
             ladder=ladder,
             identical=difference is None,
             difference=difference,
-            copied=len(copies),
-            won=sum(answer.worker != f"worker-{i % self.workers}" for i, answer in copies),
+            moved=counts["moved"],
+            raced=counts["raced"],
+            lent=counts["lent"],
             **(times if difference is None else {}),
         )
 

@@ -16,7 +16,6 @@ import numpy as np
 from vllm_specrollout.bench.studies.formulas import StepLine, best_window
 from vllm_specrollout.bench.studies.group import Floats, Group, Guesses, Ints, Mode, Workload
 
-from vllm_specrollout.cluster.assignment import rarest
 from vllm_specrollout.cluster.rates import decoupled_rate
 from vllm_specrollout.cluster.reconfigure import surely_below
 from vllm_specrollout.errors import ConfigError
@@ -219,7 +218,7 @@ class _Rollout:
         for number in self._free:
             self._racing.pop(number, None)
         for number in self._free:
-            self._racing[number] = rarest(methods, {method: self._groups_with(method) for method in methods})
+            self._racing[number] = min(methods, key=self._groups_with)
         for request, method, number in self._assigned(plan):
             self._joining[number].append(request)
             self._raced.add((request, method))

@@ -1,9 +1,7 @@
-"""`specrollout drafter | keys | coordinator`: what runs beside an engine, begun by hand, and the keys between hosts."""
+"""`specrollout drafter | keys`: what runs beside an engine, begun by hand, and the keys between hosts."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -59,23 +57,3 @@ def write_keys(
 
     for path in keys.write(folder, force=force):
         typer.echo(str(path))
-
-
-def coordinate(
-    listen: Annotated[str, typer.Option(help="Where workers of this host find it: ipc://PATH.")],
-    mode: Annotated[str, typer.Option(help="`race`: run requests twice; `attach`: lend drafters.")] = "race",
-    methods: Annotated[str, typer.Option(help="Drafting methods for racing, best first.")] = "history,ngram",
-    most: Annotated[int, typer.Option(help="Requests of others that one worker helps with.")] = 4,
-    silence_s: Annotated[float, typer.Option(help="Seconds without a report until a worker counts as gone.")] = 10.0,
-    parent: Annotated[int, typer.Option(hidden=True)] = 0,
-) -> None:
-    """Say which idle worker helps which request, until this command is stopped.
-
-    A group with a ladder begins one by itself. It keeps nothing: begun anew, it learns all from the workers' reports.
-    """
-    from vllm_specrollout.cluster.group.coordinator import Rules, serve
-
-    names = tuple(name.strip() for name in methods.split(",") if name.strip())
-    rules = Rules(mode=mode, methods=names, most=most, silence_s=silence_s)
-    with contextlib.suppress(KeyboardInterrupt):
-        serve(listen, rules, lambda: bool(parent) and os.getppid() != parent)

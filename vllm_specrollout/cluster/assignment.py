@@ -1,6 +1,6 @@
-"""Assignment of a freed worker: its drafting method, and the requests it serves beside their first worker.
+"""Assignment of freed workers to the requests that they serve beside their first worker.
 
-A freed worker may run the requests themselves (`assign`), or lend its drafter to the workers that run them (`lend`).
+A freed worker runs the requests itself (`assign`), or lends its drafter to the workers that run them (`lend`).
 
 Source: SpecActor, section 4.2, Algorithm 3 (greedy Best-of-N). As printed it loops over methods, so the worst requests
 of one method come before any of the next. The text says depth first: all methods for the worst request, then for the
@@ -9,11 +9,8 @@ next one. This follows the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-Method = TypeVar("Method")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,49 +25,37 @@ class Worker:
 def assign(
     acceptance: Mapping[str, float],
     methods: Sequence[str],
-    freed: Sequence[str],
     workers: Mapping[str, Worker],
     *,
     most: int,
     running: Collection[tuple[str, str]] = (),
-    may_serve: Callable[[str, str], bool] = lambda worker, request: True,
 ) -> Mapping[tuple[str, str], str]:
     """Algorithm 3.
 
-    Each freed worker gets the method that fewest workers have. Then requests are served, the one with the lowest
-    acceptance first: by each method that it lacks and some worker has, on that method's least loaded worker. A method
-    whose workers are full is skipped for this request.
+    The request with the lowest acceptance is served first: by each method that it lacks and some worker has, on that
+    method's least loaded worker. A method whose workers are full is skipped for this request.
 
     Args:
-        acceptance: active request -> share of its drafted tokens that was accepted.
-        methods: candidates, each once; of equally rare ones the first is taken, so best first.
-        freed: workers without a method, none of which is in `workers`.
-        workers: worker -> what it does, for those that have a method already.
+        acceptance: active request -> share of its drafted tokens that was accepted, or what goes with it.
+        methods: candidates, each once, best first.
+        workers: worker -> what it does.
         most: b_max, requests of a worker, 1 or more.
         running: (request, method) pairs that are served already, on whatever worker.
-        may_serve: whether a worker may serve a request at all.
 
     Returns:
-        (request, method) -> the worker that is to serve it. A freed worker may get no request.
+        (request, method) -> the worker that is to serve it. A worker may get no request.
     """
-    count = {method: sum(worker.method == method for worker in workers.values()) for method in methods}
-    given: dict[str, str] = {}
-    for name in freed:
-        method = rarest(methods, count)
-        given[name] = method
-        count[method] += 1
-    load = {name: worker.load for name, worker in workers.items()} | dict.fromkeys(given, 0)
+    load = {name: worker.load for name, worker in workers.items()}
     having: dict[str, list[str]] = {method: [] for method in methods}
-    for name, method in [*((name, worker.method) for name, worker in workers.items()), *given.items()]:
-        having.setdefault(method, []).append(name)
+    for name, worker in workers.items():
+        having.setdefault(worker.method, []).append(name)
     pairs: dict[tuple[str, str], str] = {}
     for request in sorted(acceptance, key=acceptance.__getitem__):
         for method in (method for method in methods if (request, method) not in running):
-            able = [name for name in having[method] if may_serve(name, request)]
-            worker = min(able, key=load.__getitem__, default=None)
-            if worker is not None and load[worker] < most:
-                pairs[request, method] = worker
-                load[worker] += 1
+            chosen = min(having[method], key=load.__getitem__, default=None)
+            if chosen is not None and load[chosen] < most:
+                pairs[request, method] = chosen
+                load[chosen] += 1
     return pairs
 
 
@@ -128,12 +113,3 @@ def _lender(
     others = sum(bool(requests) and name not in served for name, requests in running.items())
     chosen = own + free if len(free) > others else own or free
     return min(chosen, key=lambda name: len(same[name].requests), default=None)
-
-
-def rarest(methods: Sequence[Method], count: Mapping[Method, int]) -> Method:
-    """What a freed worker gets: the method that fewest workers have, the first of several (lines 1 to 3).
-
-    Args:
-        count: workers of each; none where it is left out.
-    """
-    return min(methods, key=lambda method: count.get(method, 0))

@@ -16,6 +16,7 @@ CACHE_HOME = "XDG_CACHE_HOME"
 STRICT = "SPECROLLOUT_STRICT"
 MAX_BODY_MIB = "SPECROLLOUT_MAX_BODY_MIB"
 DRAFTERS = "SPECROLLOUT_DRAFTERS"
+ENDS_WITH_PARENT = "SPECROLLOUT_ENDS_WITH_PARENT"
 USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 MIB = 1 << 20
 
@@ -48,6 +49,7 @@ TABLE = (
         "the folder below which `POST /spec_rollout/drafter` takes weights, absolute; unset: it takes none",
         True,
     ),
+    Variable(ENDS_WITH_PARENT, "`1`, set by a group: an engine's processes end with the one that began them", True),
     Variable(CACHE_HOME, "where `vllm-specrollout` keeps profiles and self-checks; unset: `~/.cache`", False),
     Variable("VLLM_PLUGINS", "if set, must list `spec_rollout`, or vLLM does not load this plugin", False),
     Variable("LD_PRELOAD", "which allocator and OpenMP the workers load; changes speed only", False),
@@ -68,6 +70,11 @@ def wants_spec_rollout() -> bool:
 def is_strict() -> bool:
     """Whether failures of this plugin's own parts are raised rather than contained."""
     return os.environ.get(STRICT, "").strip().lower() in ("1", "true", "on", "yes")
+
+
+def ends_with_parent() -> bool:
+    """Whether processes that vLLM begins end with the one that began them, even if that is killed."""
+    return os.environ.get(ENDS_WITH_PARENT) == "1"
 
 
 def max_body_bytes() -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from vllm_specrollout.bench.runner.plots import plot_workers
 from vllm_specrollout.bench.scenarios.ladder import Bar, TimedGroup
-
 from vllm_specrollout.cluster.group.messages import Link, Piece, Progress
 
 

@@ -1,0 +1,181 @@
+"""A group on Ray, with engines that need no model: what a trainer calls, and what happens to processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from tests.unit.cluster.standin import answer, token
+from vllm_specrollout.cluster import GroupError, SpecGroup
+from vllm_specrollout.cluster.ray import group as module
+from vllm_specrollout.errors import ConfigError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standin() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "REPLICA", "tests.unit.cluster.standin:Replica")
+        # without a token of its own, Ray 2.60 would write one into the home
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        # a death is told sooner
+        patch.setenv("RAY_timeout_ms_task_wait_for_death_info", "50")
+        yield
+
+
+@pytest.fixture(scope="module")
+def group(_standin: None) -> Iterator[SpecGroup]:
+    with SpecGroup("model", engines=2, ladder="race", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as made:
+        yield made
+
+
+def params(count: int, longest: int = 60) -> list[dict[str, Any]]:
+    return [{"seed": i, "max_tokens": longest if i == 0 else 5 + i, "logprobs": 0} for i in range(count)]
+
+
+def pids(group: SpecGroup) -> list[int]:
+    return [own[0] for own in group.collective_rpc("pid")]
+
+
+def test_answers_come_in_the_prompts_order_with_log_probabilities(group: SpecGroup) -> None:
+    asked = params(9)
+    found = group.generate([[1, 2, i // 4] for i in range(9)], asked)
+    assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
+    assert all(one.logprobs == tuple(-float(t) for t in one.token_ids) for one in found)
+    assert {one.finish_reason for one in found} == {"length"}
+    assert group.report_rewards({one.request: 1.0 for one in found}) == 18, "each engine is told, and knows all"
+
+
+def test_texts_are_prompts_as_well_and_a_seed_is_given_where_there_is_none(group: SpecGroup) -> None:
+    (first,) = group.generate(["ab"], {"max_tokens": 3})
+    (second,) = group.generate([[97, 98]], {"max_tokens": 3})
+    assert first.token_ids != second.token_ids, "seeds differ"
+
+
+def test_answers_are_streamed_as_they_end_and_what_is_given_up_runs_no_more(group: SpecGroup) -> None:
+    stream = group.stream([[1], [2]], [{"seed": 0, "max_tokens": 100000}, {"seed": 1, "max_tokens": 4}])
+    index, found = next(stream)
+    assert index == 1 and list(found.token_ids) == answer({"seed": 1, "max_tokens": 4})
+    stream.close()
+    status = group.status()
+    assert status["open"] == status["waiting"] == 0
+    assert all(one["running"] == 0 for one in status["engines"].values())
+
+
+def test_two_batches_and_new_weights_at_once_from_an_event_loop(group: SpecGroup) -> None:
+    async def main() -> tuple[Any, Any, int]:
+        first = asyncio.ensure_future(group.agenerate([[1]], {"seed": 3, "max_tokens": 150}))
+        second = asyncio.ensure_future(group.agenerate([[2]], {"seed": 4, "max_tokens": 150}))
+        await asyncio.sleep(0.25)
+        version = await asyncio.to_thread(group.update_weights, "load", number=7)
+        return (await first)[0], (await second)[0], version
+
+    *found, version = asyncio.run(main())
+    for one, seed in zip(found, (3, 4), strict=True):
+        (_, before), *switched = one.versions
+        assert before < version and [v for _, v in switched] == [version]
+        start = switched[0][0]
+        assert 0 < start < 150
+        assert list(one.token_ids[start:]) == [token(seed, 7, i) for i in range(start, 150)]
+    group.update_weights("load", number=0)
+
+
+def test_weights_that_cannot_be_brought_are_an_error_and_good_ones_mend_it(group: SpecGroup) -> None:
+    with pytest.raises(GroupError, match="2 of 2 engines could not follow: .*AttributeError: nonsense"):
+        group.update_weights("nonsense")
+    group.update_weights("load", number=0)
+    assert all(one["is_up"] for one in group.status()["engines"].values())
+
+
+def test_a_group_that_sleeps_answers_nothing_and_epochs_count_on(group: SpecGroup) -> None:
+    group.sleep()
+    with pytest.raises(GroupError, match="the group sleeps"):
+        group.generate([[1]], {"max_tokens": 3})
+    group.wake()
+    assert [group.begin_epoch(), group.begin_epoch(), group.begin_epoch(7)] == [1, 2, 7]
+    assert [own[0].epoch for own in group.collective_rpc("at")] == [7, 7]
+
+
+def test_an_engine_killed_amid_a_batch_costs_no_token_and_comes_back_with_the_groups_weights(group: SpecGroup) -> None:
+    version = group.update_weights("load", number=3)
+    lost = group.status()["lost"]
+    asked = [{"seed": i, "max_tokens": 150} for i in range(6)]
+    victim = pids(group)[0]
+    threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+    found = group.generate([[i // 2] for i in range(6)], asked)
+    assert [list(one.token_ids) for one in found] == [answer(one, weights=3) for one in asked]
+    end = time.monotonic() + 120
+    while not all(one["is_up"] for one in group.status()["engines"].values()):
+        assert time.monotonic() < end
+        group.generate([[1]], {"max_tokens": 20})
+    assert group.status()["lost"] == lost + 1 and victim not in pids(group)
+    assert {own[0].version for own in group.collective_rpc("at")} == {version}
+    group.update_weights("load", number=0)
+
+
+def test_an_engine_that_hangs_is_begun_anew_and_its_requests_go_on_elsewhere(group: SpecGroup) -> None:
+    group._patience_s, before = 1.0, set(pids(group))
+    stuck = group._driver.engines["engine-0"]
+    group._calls.send("engine-0", "rpc", "hang", [], {})
+    asked = [{"seed": i, "max_tokens": 30} for i in range(8)]
+    found = group.generate([[i] for i in range(8)], asked)
+    group._patience_s = 120.0
+    assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
+    assert group._driver.engines["engine-0"] is not stuck and before
+
+
+def test_devices_are_what_an_engines_process_sees(group: SpecGroup) -> None:
+    seen = [own[0] for own in group.collective_rpc("env")]
+    assert sorted(one["VLLM_CPU_OMP_THREADS_BIND"] for one in seen) == ["0", "1"][-len(seen) :]
+    assert {one["OMP_NUM_THREADS"] for one in seen} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"engines": 0}, "`engines` is 0"),
+        ({"ladder": "up"}, "`ladder` names 'up'"),
+        ({"ladder": "attach"}, "`drafters` names none"),
+        ({"drafters": ["small"]}, "`ladder` is 'off'"),
+        ({"drafters": "small", "ladder": "race"}, "`drafters` is 'small'"),
+        ({"devices": ["cpu:0"]}, "names 1 places for 2 engines"),
+        ({"devices": ["cuda:0", "cuda:0"]}, "gives cuda:0 to two engines"),
+        ({"devices": ["gpu", "cpu:0"]}, "names 'gpu', and no devices"),
+        ({"spec_rollout": False}, "`spec_rollout` is off"),
+        ({"patience_s": 0.1}, "`patience_s` is 0.1"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_before_anything_is_begun(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        SpecGroup("model", **given)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "given", "what"),
+    [
+        ([[1.5]], {}, "neither a text nor whole numbers"),
+        ([[]], {}, "prompt 0 is empty"),
+        ([[1 << 31]], {}, "outside 0 to"),
+        ([[1]], {"n": 2}, "`n` is 2"),
+        ([[1]], {"logprobs": 5}, "`logprobs` is 5"),
+        ([[1]], [{}, {}], "1 prompts and 2 `params`"),
+        ([[1]], 7, "`params` holds a int"),
+    ],
+)
+def test_a_batch_that_cannot_be_asked_is_refused_whole(group: SpecGroup, prompts: Any, given: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        group.generate(prompts, given)
+    assert group.status()["open"] == 0
+
+
+def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:
+    with pytest.raises(GroupError, match="no such model"):
+        SpecGroup("model", engines=1, engine={"refuses": True}, max_restarts=0, cpus=0.1)

@@ -1,0 +1,81 @@
+"""Devices of a process: CPU cores or GPUs by number, and the environment that binds a process to them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_specrollout.errors import ConfigError, shown
+
+_FORM = re.compile(r"(cpu|cuda):(\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*)")
+_MOST = 4096
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What one process runs on."""
+
+    # `cpu` or `cuda`
+    kind: str
+    # cores, or GPUs as the driver's process counts them; each once, in the order given
+    numbers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{','.join(map(str, self.numbers))}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process gets that is to run on these and no others, whatever its parent's environment says."""
+        own = dict.fromkeys(_RANK, "")  # a rank's place in its group is the parent's alone
+        if self.kind == "cuda":
+            # Ray would set the variable by the GPUs that it counts for the actor
+            gpus = ",".join(map(str, self.numbers))
+            return own | {"CUDA_VISIBLE_DEVICES": gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        cores = ",".join(map(str, self.numbers))
+        return own | {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(self.numbers))}
+
+
+def parse_devices(name: str, text: str) -> Devices:
+    """Devices such as `cpu:2`, `cpu:0-3`, `cuda:1` and `cuda:1,2`, whose GPUs are the ranks of one engine.
+
+    Args:
+        name: of the option, as an error names it.
+
+    Raises:
+        ConfigError: it has another form, or names a device twice.
+    """
+    found = _FORM.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise ConfigError(f"`{name}` names {shown(text)}, and no devices", "name cores or GPUs, as cpu:0-3 or cuda:1,2")
+    numbers: list[int] = []
+    for part in found[2].split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), min(int(last or first), int(first) + _MOST) + 1)
+    if not numbers or len(set(numbers)) < len(numbers) or len(numbers) > _MOST:
+        raise ConfigError(f"`{name}` names {shown(text)}: a device twice, none, or above {_MOST}", "name each once")
+    return Devices(found[1], tuple(numbers))
+
+
+def check_apart(name: str, devices: Sequence[Devices]) -> None:
+    """Refuse two engines on one GPU, where neither finds the memory that it counts on. Cores may be shared.
+
+    Raises:
+        ConfigError: a GPU is named twice.
+    """
+    seen: set[int] = set()
+    for one in devices:
+        twice = seen.intersection(one.numbers) if one.kind == "cuda" else set()
+        if twice:
+            raise ConfigError(f"`{name}` gives cuda:{min(twice)} to two engines", "give each engine GPUs of its own")
+        seen.update(one.numbers if one.kind == "cuda" else ())
+
+
+def shares(cores: Sequence[int], count: int) -> list[Devices]:
+    """The cores of each of `count` engines: equal parts, or one core each in turns where there are fewer cores."""
+    if count > len(cores):
+        return [Devices("cpu", (cores[i % len(cores)],)) for i in range(count)]
+    size, more = divmod(len(cores), count)
+    ends = [i * size + min(i, more) for i in range(count + 1)]
+    return [Devices("cpu", tuple(cores[begin:stop])) for begin, stop in zip(ends, ends[1:], strict=False)]

@@ -1,0 +1,274 @@
+"""Ladder of a group: which engine runs which request, and which idle engine helps. Pure: a function of what was heard.
+
+`decide` asks only for what is not so already, so it may be called at any time, as often as one likes. It reads what it
+is given, and keeps nothing.
+
+An idle engine helps in one of three ways. It takes over a part of the fullest engine's requests, where the smaller
+batches repay the prefill. With `race` it runs a straggler as well, with a model that drafts beside what its owner has.
+With `attach` its warm drafter drafts for the straggler's own engine.
+
+Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign` and `lend`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_specrollout.cluster.assignment import Lender, Worker, assign, lend
+
+LADDERS = ("off", "race", "attach")
+
+
+@dataclass(slots=True)
+class Copy:
+    """A request at one engine."""
+
+    # tokens of its prompt
+    prompt: int
+    # of its answer, from the first one on
+    tokens: int
+    # tokens and steps since this copy began
+    gained: int = 0
+    steps: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per step; 0: none is known yet."""
+        return self.gained / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine, as last heard of."""
+
+    # of its weights; None: it is down, or loads
+    version: int | None = None
+    # requests that it runs at once, at most
+    places: int = 0
+    # request -> its copy here
+    running: dict[str, Copy] = field(default_factory=dict)
+    # where it runs: a drafter is lent within one host
+    host: str = ""
+    # its warm drafter's address, empty where none can draft now, and the model there
+    drafter: str = ""
+    method: str = ""
+    # engine that lends its drafter -> requests that it drafts for here
+    lent: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run this request from the tokens known, as well as the engines that run it already."""
+
+    engine: str
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Run this request from the tokens known, in place of the engine that runs it."""
+
+    engine: str
+    request: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Have another engine's drafter draft for these requests here, and no others; none: let go of it."""
+
+    engine: str
+    lender: str
+    requests: tuple[str, ...] = ()
+
+
+Command = Run | Move | Attach
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What may be decided."""
+
+    ladder: str = "off"
+    # b_max: requests of others that one engine helps with
+    most: int = 4
+
+
+class Prices:
+    """What steps and prefills cost in this group, as it was measured while batches ran."""
+
+    # of the mean of what was seen, the part that the newest has
+    _NEWEST = 0.1
+
+    def __init__(self) -> None:
+        # requests that run at once -> seconds of a step
+        self._steps: dict[int, float] = {}
+        self._prefill_s: float | None = None
+
+    def stepped(self, batch: int, seconds: float) -> None:
+        """A step of `batch` requests took so long."""
+        self._steps[batch] = self._mean(self._steps.get(batch), seconds)
+
+    def filled(self, tokens: int, seconds: float) -> None:
+        """The first token behind a context of `tokens` took so long, with what waited before it."""
+        self._prefill_s = self._mean(self._prefill_s, seconds / max(tokens, 1))
+
+    def step_s(self, batch: int) -> float | None:
+        """Seconds of a step, on the line between the batches measured beside it; None: there are none on one side."""
+        if batch in self._steps:
+            return self._steps[batch]
+        known = sorted(self._steps)
+        at = bisect_left(known, batch)
+        if not 0 < at < len(known):
+            return None
+        low, high = known[at - 1], known[at]
+        part = (batch - low) / (high - low)
+        return self._steps[low] + part * (self._steps[high] - self._steps[low])
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Seconds of a prefill; None: none was seen."""
+        return None if self._prefill_s is None else tokens * self._prefill_s
+
+    def _mean(self, old: float | None, new: float) -> float:
+        return new if old is None else old + self._NEWEST * (new - old)
+
+
+def decide(
+    waiting: Sequence[tuple[str, str]],
+    engines: Mapping[str, Engine],
+    version: int,
+    homes: Mapping[str, str],
+    rules: Rules,
+    prices: Prices,
+) -> list[Command]:
+    """All that is to be done now.
+
+    Args:
+        waiting: (request, problem) that nobody runs, in the order to deal them in.
+        version: of the group's weights; an engine with others gets nothing.
+        homes: problem -> engine that has its siblings, and so their history.
+    """
+    able = {name: one for name, one in engines.items() if one.version == version}
+    dealt = _deal(waiting, able, homes)
+    idle = [name for name, one in able.items() if not one.running and name not in {one.engine for one in dealt}]
+    if rules.ladder == "off" or len(dealt) < len(waiting):
+        return [*dealt, *_changes(able, {})]
+    if rules.ladder == "attach":
+        return [*dealt, *_lending(able, idle, rules.most)]
+    moves = _moves(able, idle, prices)
+    helped = {one.engine for one in moves}
+    races = _races(able, [name for name in idle if name not in helped], rules.most)
+    return [*dealt, *moves, *races, *_own_drafters(able, races)]
+
+
+def _deal(waiting: Sequence[tuple[str, str]], able: Mapping[str, Engine], homes: Mapping[str, str]) -> list[Run]:
+    """Siblings to one engine. Those of a full one wait, or move together to one that has nothing to do."""
+    load = {name: len(one.running) for name, one in able.items()}
+    own, out = dict(homes), []
+    for request, problem in waiting:
+        free = [name for name in able if load[name] < able[name].places]
+        if not free:
+            break
+        home, emptiest = own.get(problem), min(free, key=lambda name: load[name] / able[name].places)
+        if home not in able or (home not in free and not load[emptiest]):
+            home = own[problem] = emptiest
+        if home in free:
+            load[home] += 1
+            out.append(Run(home, request))
+    return out
+
+
+def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> list[Move]:
+    """Idle engines take over the half of the fullest ones' requests with the shortest contexts, where that pays."""
+    out: list[Move] = []
+    sources = sorted((name for name in able if able[name].running), key=lambda name: -len(able[name].running))
+    copies = Counter(request for one in able.values() for request in one.running)
+    for helper, source in zip(idle, sources, strict=False):
+        running = able[source].running
+        alone = sorted((r for r in running if copies[r] == 1), key=lambda r: running[r].prompt + running[r].tokens)
+        chosen = alone[: min(len(running) // 2, able[helper].places)]
+        if chosen and _pays(running, chosen, prices):
+            out += [Move(helper, request, source) for request in chosen]
+    return out
+
+
+def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) -> bool:
+    """Whether two smaller batches gain more than the prefill of what is moved costs.
+
+    How long an answer becomes is not known. Of lengths with a long tail it is expected to be as long again.
+    """
+    whole, left, moved = (prices.step_s(size) for size in (len(running), len(running) - len(chosen), len(chosen)))
+    fill = prices.prefill_s(sum(running[request].prompt + running[request].tokens for request in chosen))
+    if whole is None or left is None or moved is None or fill is None:
+        return False
+    steps = sum(one.tokens / max(one.rate, 1.0) for one in running.values()) / len(running)
+    return steps * (whole - max(left, moved)) > fill
+
+
+def _races(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list[Run]:
+    """Engines that run no request of their own, and whose model drafts, run stragglers as well (Algorithm 3).
+
+    Without a model, a copy would draft what its owner drafts, so it runs nowhere twice.
+    """
+    helpers, racing = {}, set()
+    for name, one in able.items():
+        own = one.lent.get(name, ())
+        racing |= {(request, one.method) for request in own}
+        if one.drafter and (name in idle or (one.running and set(one.running) <= set(own))):
+            # one with fewer places than b_max begins with the difference
+            helpers[name] = Worker(one.method, len(one.running) + max(most - one.places, 0))
+    slow = {request: c.rate for name, one in able.items() if name not in helpers for request, c in one.running.items()}
+    methods = sorted({worker.method for worker in helpers.values()})
+    pairs = assign(slow, methods, helpers, most=most, running=racing)
+    return [Run(helper, request) for (request, _), helper in pairs.items()]
+
+
+def _own_drafters(able: Mapping[str, Engine], races: Sequence[Run]) -> list[Attach]:
+    """A helper drafts with its own model for what it runs for others, and for nothing else."""
+    copies = Counter(request for one in able.values() for request in one.running)
+    wanted: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, one in able.items():
+        kept = tuple(r for r in one.lent.get(name, ()) if copies[r] > 1 and r in one.running)
+        new = tuple(run.request for run in races if run.engine == name)
+        if kept or new:
+            wanted[name] = {name: kept + new}
+    return _changes(able, wanted)
+
+
+def _lending(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list[Attach]:
+    """Idle engines lend their drafters to stragglers of their hosts; one that gets work takes its own back."""
+    out: list[Attach] = []
+    for host in dict.fromkeys(one.host for one in able.values()):
+        here = {name: one for name, one in able.items() if one.host == host}
+        busy = {lender for one in here.values() for lender in one.lent}
+        able_to = [name for name in idle if name in here and here[name].drafter]
+        # one that is let go of now is free once its engine has said so
+        lenders = {name: Lender(here[name].method) for name in able_to if name not in busy}
+        held = {}
+        for name, one in here.items():
+            for lender, requests in one.lent.items():
+                left = tuple(request for request in requests if request in one.running)
+                if lender in able_to and left:
+                    lenders[lender] = held[lender] = Lender(here[lender].method, name, left)
+        running = {name: {r: c.rate for r, c in one.running.items()} for name, one in here.items() if one.running}
+        wanted: dict[str, dict[str, tuple[str, ...]]] = {}
+        for lender, own in {**held, **lend(running, lenders, most=most)}.items():
+            wanted.setdefault(own.to, {})[lender] = own.requests
+        out += _changes(here, wanted)
+    return out
+
+
+def _changes(able: Mapping[str, Engine], wanted: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Attach]:
+    """From what is attached to what is wanted: who lets go comes first, since a drafter drafts for one engine."""
+    over, new = [], []
+    for name, one in able.items():
+        own = wanted.get(name, {})
+        over += [Attach(name, lender) for lender in one.lent if lender not in own]
+        for lender, requests in own.items():
+            # those that have ended need not be taken back
+            if requests != tuple(request for request in one.lent.get(lender, ()) if request in one.running):
+                new.append(Attach(name, lender, requests))
+    return over + new

@@ -1,0 +1,1 @@
+"""Groups of engines on Ray. Nothing else here knows Ray."""

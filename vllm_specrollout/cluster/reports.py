@@ -1,0 +1,63 @@
+"""Reports of a group's engines, and what engines are told: plain values that cross between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What each engine has to be at before it may answer."""
+
+    # of all that follows
+    version: int = 0
+    epoch: int | None = None
+    # (version, method of vLLM's workers that brings the weights, its arguments); None: the weights of the start
+    update: tuple[int, str, Mapping[str, Any]] | None = None
+    # vLLM's sleep level; 0: awake
+    asleep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One run of a request."""
+
+    # its name at the engine, another one for each run
+    key: str
+    # [P] token ids
+    prompt: Sequence[int]
+    # `SamplingParams`, or its arguments
+    params: Any
+    # [n] token ids of the answer so far
+    answer: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What came of one run since the last report."""
+
+    # [n] token ids
+    tokens: Sequence[int]
+    # [n] of these tokens, natural logarithm; empty where `logprobs` was not 0
+    logprobs: Sequence[float]
+    steps: int
+    # vLLM's reason for its end, `error` where it was refused; empty: it goes on
+    finish: str = ""
+    # the stop token or string, or what was wrong
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came at one engine since the last report."""
+
+    # run -> what came; of runs without news nothing
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    # (requests, steps, seconds) where the same requests ran all the while
+    pace: tuple[int, int, float] | None = None
+    # [k] (tokens of the context, seconds until the next token) of the runs that got their first one
+    fills: Sequence[tuple[int, float]] = ()
+    # address of the warm drafter; empty: there is none that can draft now
+    drafter: str = ""
