@@ -303,8 +303,10 @@ LADDER: Columns = {
     "ladder": "ladder",
     "makespan, s": "makespan_s",
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
-    "ran twice": "copied",
-    "won by helpers": "won",
+    "moved": "moved",
+    # files of the group that raced only
+    "ran twice": lambda row: row.get("raced", row.get("copied")),
+    "lent": "lent",
 }
 
 

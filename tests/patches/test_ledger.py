@@ -84,7 +84,6 @@ OURS_HERE = {
     ("worker/models/drafter.py", "self._drafting"),
     ("worker/models/drafter.py", "self._runner"),
     ("worker/v2/runner.py", "step"),
-    ("worker/rollout/engine.py", "self._speculator"),
 }
 RUNNERS = (
     "worker/v1/runner.py",

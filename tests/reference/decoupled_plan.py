@@ -8,15 +8,11 @@ from collections.abc import Mapping, Sequence
 def assign(
     acceptance: Mapping[str, float],
     methods: Sequence[str],
-    freed: Sequence[str],
     workers: list[tuple[str, str, int]],
     most: int,
     running: set[tuple[str, str]],
 ) -> tuple[list[tuple[str, str, int]], dict[tuple[str, str], str]]:
     """Args: workers, (name, method, load) of each. Returns: the same afterwards, and what was assigned."""
-    for name in freed:
-        counts = [sum(1 for worker in workers if worker[1] == method) for method in methods]
-        workers = [*workers, (name, methods[counts.index(min(counts))], 0)]
     pairs = {}
     for request in sorted(acceptance, key=lambda name: acceptance[name]):
         for method in methods:

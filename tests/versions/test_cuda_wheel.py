@@ -15,7 +15,7 @@ from vllm_specrollout.patches import features, supported
 ROW = features.TABLE[supported.USUAL]
 FILES = [
     Ours(file, ROW)
-    for folder in ("worker/v2", "worker", "worker/models", "worker/rollout", "server", "patches")
+    for folder in ("worker/v2", "worker", "worker/models", "server", "patches")
     for file in sorted(trees.ROOT.joinpath("vllm_specrollout", folder).glob("*.py"))
 ]
 

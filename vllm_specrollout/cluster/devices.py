@@ -10,7 +10,6 @@ from vllm_specrollout.errors import ConfigError, shown
 
 _FORM = re.compile(r"(cpu|cuda):(\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*)")
 _MOST = 4096
-_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +27,12 @@ class Devices:
     @property
     def environment(self) -> dict[str, str]:
         """What a process gets that is to run on these and no others, whatever its parent's environment says."""
-        own = dict.fromkeys(_RANK, "")  # a rank's place in its group is the parent's alone
         if self.kind == "cuda":
             # Ray would set the variable by the GPUs that it counts for the actor
             gpus = ",".join(map(str, self.numbers))
-            return own | {"CUDA_VISIBLE_DEVICES": gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            return {"CUDA_VISIBLE_DEVICES": gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         cores = ",".join(map(str, self.numbers))
-        return own | {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(self.numbers))}
+        return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(self.numbers))}
 
 
 def parse_devices(name: str, text: str) -> Devices:

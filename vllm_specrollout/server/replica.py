@@ -67,6 +67,9 @@ class Replica:
     ) -> None:
         # the engine's processes outlive one that is killed, and keep its memory
         os.environ[envs.ENDS_WITH_PARENT] = "1"
+        # a rank's place in its group is the driver's alone
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
         self._at = Wanted()
         self._live: dict[str, _Live] = {}
         self._fills: list[tuple[int, float]] = []

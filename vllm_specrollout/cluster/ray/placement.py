@@ -19,7 +19,8 @@ from vllm_specrollout.errors import ConfigError
 _LOCAL: dict[str, Any] = {
     "include_dashboard": False,
     "object_store_memory": 1 << 27,
-    "_system_config": {"process_group_cleanup_enabled": True},
+    # Ray runs its workers at a low priority, which on a host of ours alone only gives others the cores
+    "_system_config": {"process_group_cleanup_enabled": True, "worker_niceness": 0},
 }
 
 

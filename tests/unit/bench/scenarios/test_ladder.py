@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm_specrollout.bench.runner.plots import plot_workers
 from vllm_specrollout.bench.scenarios.ladder import Bar, TimedGroup
-from vllm_specrollout.cluster.group.messages import Link, Piece, Progress
 
-
-class Told:
-    """A driver's end at which everything has come already."""
-
-    def __init__(self, told: list[tuple[str, Progress]]) -> None:
-        self.told = told
-
-    def receive(self) -> list[tuple[str, Progress]]:
-        return self.told
+from vllm_specrollout.cluster.ladder import Engine
+from vllm_specrollout.cluster.reports import Part, Report
 
 
 @pytest.fixture
 def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
-    """A request's, at a worker that is lent a drafter for a while; a second request has it not."""
+    """A request's, at an engine that is lent a drafter for a while; a second request has it not."""
     group = object.__new__(TimedGroup)
-    group.bars, group._newest, group._warm, group._workers = [], {}, None, {}
-    group.own = "ngram"
-    lent = (Link("worker-1", ("r",)),)
-    for now, links in enumerate(((), (), lent, lent, ())):
-        pieces = (Piece("r", now, (7,)), Piece("s", now, (7, 8)))
+    group.bars, group._newest, group.own = [], {}, "ngram"
+    engine = Engine()
+    group._driver = SimpleNamespace(engines={"engine-0": engine})  # type: ignore[assignment]
+    lent = {"engine-1": ("r",)}
+    for now, links in enumerate(({}, {}, lent, lent, {})):
+        engine.lent = links
         monkeypatch.setattr("time.perf_counter", lambda now=now: float(now))
-        group._hub = Told([("worker-0", Progress(pieces, "", links))])  # type: ignore[assignment]
-        group._listen(None)
+        group.note("engine-0", Report({"r.1": Part((7,), (), 1), "s.1": Part((7, 8), (), 1)}))
     return group.bars
 
 
 def test_a_bar_ends_where_somebody_else_drafts(bars: list[Bar]) -> None:
     own = [(bar.drafter, bar.begin_s, bar.end_s, bar.tokens) for bar in bars if bar.request == "r"]
-    assert own == [("ngram", 0.0, 1.0, 2), ("ngram and lent by worker-1", 1.0, 3.0, 2), ("ngram", 3.0, 4.0, 1)]
+    assert own == [("ngram", 0.0, 1.0, 2), ("ngram and lent by engine-1", 1.0, 3.0, 2), ("ngram", 3.0, 4.0, 1)]
     assert [(bar.end_s, bar.tokens) for bar in bars if bar.request == "s"] == [(4.0, 10)]
 
 
