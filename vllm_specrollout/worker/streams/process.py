@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_specrollout.cluster.address import open_mailbox
 from vllm_specrollout.cluster.loop import Loop
+from vllm_specrollout.config import envs
 from vllm_specrollout.worker.ending import Ending, end_with
 
 MOST_NODES = 16
@@ -31,7 +32,8 @@ def main() -> None:
     parser.add_argument("--stay", action="store_true")
     parser.add_argument("--ready", default="")
     given = parser.parse_args()
-    if given.bound:
+    # in a group it ends with its engine, even while it loads
+    if given.bound or envs.ends_with_parent():
         end_with(given.parent)
     cores = [int(core) for core in given.cores.split(",") if core]
     with contextlib.suppress(KeyboardInterrupt):
