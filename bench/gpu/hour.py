@@ -207,11 +207,11 @@ class Hour:
         one.state, one.error, one.attempts = "begun", "", one.attempts + 1
         one.began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._write()
-        self._say(f"{command.title}: {shlex.join([one.command, *(command.retry if one.attempts > 1 else ())])}")
+        more = command.retry if one.attempts > 1 else ()
+        self._say(f"{command.title}: {' '.join([one.command, *map(shlex.quote, more)])}")
         begin, limit_s = time.monotonic(), min(command.limit_s, until - time.monotonic())
         place, printed = self._work / "report.json", self._work / "printed.txt"
         place.unlink(missing_ok=True)
-        more = command.retry if one.attempts > 1 else ()
         arguments = [*command.arguments, *more, *(["--json", str(place)] if command.arguments[0] == "bench" else [])]
         environment = {**os.environ, **caches.environment(self._work)}
         with printed.open("w") as tables:

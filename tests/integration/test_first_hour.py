@@ -79,7 +79,8 @@ def test_a_walk_that_is_killed_on_its_way_goes_on_where_it_was(tmp_path: Path) -
     hour.wait_until_nobody_is_left()
     runs = hour.runs()
     assert {one["state"] for one in runs.values()} == {"done"}
-    assert {one["step"] for one in runs.values()} == set(FIRST_HOUR)
+    # a dry walk has no device that checks itself
+    assert {one["step"] for one in runs.values()} == set(FIRST_HOUR) - {"selfcheck"}
     assert all(runs[key] == one for key, one in before.items() if one["state"] == "done")
     # what was under way when it was killed was begun once more
     assert sorted(one["attempts"] for one in runs.values()) == [1] * (len(runs) - 1) + [2]
