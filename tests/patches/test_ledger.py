@@ -45,6 +45,7 @@ OURS = {
 }
 # copies of vLLM's objects, made in the same function
 COPIES = {
+    ("server/replica.py", "params"),
     ("worker/common.py", "clone"),
     ("worker/v1/proposer.py", "plain"),
     ("worker/v1/sampler.py", "clone"),
@@ -58,6 +59,8 @@ COPIES = {
 }
 # names that stand for ours in one file, and for vLLM's in others
 OURS_HERE = {
+    ("server/replica.py", "live"),
+    ("server/replica.py", "own"),
     ("worker/calls.py", "withheld"),
     ("worker/drafting.py", "made"),
     ("worker/drafting.py", "self.withheld"),
