@@ -12,6 +12,7 @@
 #include "bind_common.h"
 #include "core/history_index.h"
 #include "core/history_lookup.h"
+#include "core/received.h"
 
 namespace py = pybind11;
 
@@ -127,6 +128,66 @@ py::tuple ProposeHistory(const std::vector<const HistoryIndex*>& indices, const 
   return Columns(std::move(node_start), std::move(all));
 }
 
+// The texts of a batch; the arrays of `held` keep them alive.
+std::vector<Text> Texts(const py::list& texts, size_t batch, std::vector<Tokens>* held) {
+  if (texts.size() != batch) throw std::invalid_argument("one text per handle is needed");
+  std::vector<Text> found;
+  held->reserve(batch);
+  for (size_t i = 0; i < batch; ++i) {
+    held->emplace_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(texts.ptr(), i)));
+    found.push_back({held->back().data, static_cast<int64_t>(held->back().count)});
+  }
+  return found;
+}
+
+py::tuple FitReceived(Received& received, const py::object& handles, const py::list& texts,
+                      const py::object& most_nodes, const py::object& most_depth, const py::object& is_chain) {
+  py::ssize_t batch = -1;
+  const int64_t* own = Read<int64_t>(handles, "handles", &batch);
+  std::vector<Tokens> held;
+  const std::vector<Text> of = Texts(texts, static_cast<size_t>(batch), &held);
+  const int32_t* nodes = Read<int32_t>(most_nodes, "most_nodes", &batch);
+  const int32_t* depth = Read<int32_t>(most_depth, "most_depth", &batch);
+  const bool* chain = Read<bool>(is_chain, "is_chain", &batch);
+  FittingTrees out;
+  received.Fit(of.size(), own, of.data(), nodes, depth, chain, &out);
+  return py::make_tuple(Give(std::move(out.node_start)), Give(std::move(out.token_ids)), Give(std::move(out.parents)),
+                        Give(std::move(out.log_q)), Give(std::move(out.is_first)));
+}
+
+py::tuple TellReceived(Received& received, const py::object& handles, const py::list& texts) {
+  py::ssize_t batch = -1;
+  const int64_t* own = Read<int64_t>(handles, "handles", &batch);
+  std::vector<Tokens> held;
+  const std::vector<Text> of = Texts(texts, static_cast<size_t>(batch), &held);
+  News out;
+  received.Tell(of.size(), own, of.data(), &out);
+  return py::make_tuple(Give(std::move(out.index)), Give(std::move(out.counts)), Give(std::move(out.token_ids)));
+}
+
+size_t PutReceived(Received& received, const py::object& handles, const py::object& positions,
+                   const py::object& node_start, const py::object& token_ids, const py::object& parents,
+                   const py::object& ranks, const py::object& log_q, int64_t vocab_size) {
+  py::ssize_t trees = -1, nodes = -1, starts = -1;
+  ArrivedTrees all{};
+  all.handles = Read<int64_t>(handles, "handles", &trees);
+  all.positions = Read<int32_t>(positions, "positions", &trees);
+  all.node_start = Read<int32_t>(node_start, "node_start", &starts);
+  all.token_ids = Read<int32_t>(token_ids, "token_ids", &nodes);
+  all.parents = Read<int32_t>(parents, "parents", &nodes);
+  all.ranks = Read<uint8_t>(ranks, "ranks", &nodes);
+  all.log_q = Read<float>(log_q, "log_q", &nodes);
+  all.num_trees = static_cast<size_t>(trees);
+  bool is_fine = starts == trees + 1 && all.node_start[0] == 0 && all.node_start[trees] == nodes;
+  for (py::ssize_t t = 0; is_fine && t < trees; ++t) is_fine = all.node_start[t] <= all.node_start[t + 1];
+  if (!is_fine) throw std::invalid_argument("node_start must rise from 0 to the number of nodes");
+  const std::string fault = Received::Misshapen(all, vocab_size);
+  if (!fault.empty()) throw std::invalid_argument(fault);
+  return received.Put(all);
+}
+
+py::tuple Counts(const Score& score) { return py::make_tuple(score.tried, score.matched, score.covered); }
+
 }  // namespace
 }  // namespace specrollout
 
@@ -183,4 +244,19 @@ void bind_drafters(py::module_& m) {
   m.def("propose_history", &ProposeHistory, py::arg("indices"), py::arg("docs"), py::arg("max_nodes"),
         py::arg("max_depth"), py::arg("is_chain"), py::arg("siblings") = true,
         "One draft per index, best first, concatenated: (node_start [B + 1], token_ids, parents, log_q).");
+  py::class_<Received>(m, "Received", "The newest draft trees of requests that a drafter elsewhere follows.")
+      .def(py::init<>())
+      .def("open", &Received::Open, py::arg("handle"), py::arg("num_told"))
+      .def(
+          "close", [](Received& received, int64_t handle) { return Counts(received.Close(handle)); },
+          py::arg("handle"), "(tried, matched, covered) of the request, which is followed no more.")
+      .def(
+          "score", [](const Received& received, int64_t handle) { return Counts(received.Of(handle)); },
+          py::arg("handle"))
+      .def("put", &PutReceived, py::arg("handles"), py::arg("positions"), py::arg("node_start"), py::arg("token_ids"),
+           py::arg("parents"), py::arg("ranks"), py::arg("log_q"), py::arg("vocab_size"))
+      .def("fit", &FitReceived, py::arg("handles"), py::arg("texts"), py::arg("most_nodes"), py::arg("most_depth"),
+           py::arg("is_chain"))
+      .def("tell", &TellReceived, py::arg("handles"), py::arg("texts"))
+      .def("take_ranks", [](Received& received) { return Give(received.TakeRanks()); });
 }

@@ -131,3 +131,54 @@ def without_scratch(node_start: _Ints, parents: _Ints, roots: _Ints, block_size:
 
 def copy_blocks(bases: npt.NDArray[np.uint64], strides: _Longs, copy_from: _Longs, copy_to: _Longs) -> None:
     """Copy whole KV blocks, in each of the caches at `bases`, a block being `strides` bytes."""
+
+class Received:
+    """Draft trees of the requests that one drafter elsewhere follows, the newest of each. One caller at a time.
+
+    What came out of another process is looked at before it is used: `put` raises ValueError, and nothing of it is kept.
+    """
+
+    def open(self, handle: int, num_told: int) -> None:
+        """Follow a request, of which the drafter was told so many tokens."""
+
+    def close(self, handle: int) -> tuple[int, int, int]:
+        """As `score`; the request is followed no more."""
+
+    def score(self, handle: int) -> tuple[int, int, int]:
+        """Positions for which something was drafted; at which the first choice, and any, was the target's token."""
+
+    def put(
+        self,
+        handles: _Longs,
+        positions: _Ints,
+        node_start: _Ints,
+        token_ids: _Ints,
+        parents: _Ints,
+        ranks: npt.NDArray[np.uint8],
+        log_q: _Floats,
+        vocab_size: int,
+    ) -> int:
+        """Trees [n], below so many tokens each; a node's rank is its place among its parent's choices, best first.
+
+        Returns how many of their requests are followed.
+        """
+
+    def fit(
+        self,
+        handles: _Longs,
+        texts: Sequence[_Ints],
+        most_nodes: _Ints,
+        most_depth: _Ints,
+        is_chain: _Bools,
+    ) -> tuple[_Ints, _Ints, _Ints, _Floats, _Ints]:
+        """What may be verified next: (node_start [R + 1], token_ids, parents, log_q, is_first). Handle 0: no request.
+
+        texts [R]: tokens of each request so far.
+        """
+
+    def tell(self, handles: _Longs, texts: Sequence[_Ints]) -> tuple[_Ints, _Ints, _Ints]:
+        """Tokens that the drafter was not told of: (index [n] of the request, counts [n], token_ids). They count as told.
+        """
+
+    def take_ranks(self) -> _Ints:
+        """Which choice each token of requests that are closed was, request by request; 8: none. They are told once."""
