@@ -194,7 +194,7 @@ def _simulate() -> None:
 
 app.add_typer(plan.app, name="plan")
 app.add_typer(history.app, name="history")
-app.command("keys")(processes.write_keys)
+
 app.command("drafter")(processes.serve_drafts)
 app.command("replay")(replay.replay_command)
 app.command("profile")(profile.profile)

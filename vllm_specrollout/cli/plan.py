@@ -220,7 +220,7 @@ def plan_decoupled_command(
     verify_gpus: Annotated[str, typer.Option(help="Numbers of devices that one verifier may run on.")] = "1",
     draft_ms: Annotated[
         str | None,
-        typer.Option(help="One more token for b requests, on one device, with n nodes looked at: `0.8+0.002*b+0.1*n`."),
+        typer.Option(help="One more token for b requests, on one device, with n branches of each: `0.8+0.002*b+0.1*n`."),
     ] = None,
     verify_ms: Annotated[
         str | None,
@@ -235,7 +235,6 @@ def plan_decoupled_command(
     fan_out: Annotated[
         int | None, typer.Option(help="Choices at each place; default: as `--match` has, or 2 with `--ranks`.")
     ] = None,
-    most_nodes: Annotated[int, typer.Option(help="Nodes of a stream that are looked behind, at most.")] = 16,
     show: Annotated[int, typer.Option(help="Runners-up to print.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans to this file.")] = None,
     rehearse: Annotated[bool, typer.Option("--rehearse", hidden=True, help="`--one-host`, as it was called.")] = False,
@@ -251,7 +250,7 @@ def plan_decoupled_command(
     devices = flags.integers(verify_gpus, "--verify-gpus", 1, _MOST_GPUS)
     draft, verify, worst = _times(profile, draft_ms, verify_ms, devices)
     work = Workload(
-        draft=draft, verify=verify, match=found, fan_out=width, most_nodes=most_nodes, max_window=max_window
+        draft=draft, verify=verify, match=found, fan_out=width, max_window=max_window
     )
     plans = plan_devices(work, gpus, batch, one_host=one_host or rehearse)
     _print_plans(plans[: show + 1], worst)

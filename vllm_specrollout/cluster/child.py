@@ -1,6 +1,6 @@
 """A drafter's process, as the engine that it drafts for sees it: started, watched, begun anew, stopped.
 
-What belongs here: the process alone. What is said to it goes through a mailbox. Nothing here waits for it, but for its
+What belongs here: the process alone. What is said to it goes by mail. Nothing here waits for it, but for its
 beginning and its end.
 """
 
@@ -10,15 +10,21 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vllm_specrollout.config import envs
+from vllm_specrollout.config.devices import Devices, together
 from vllm_specrollout.errors import SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -27,12 +33,17 @@ MOST_RESTARTS = 5
 """Times that a process which ends is begun anew, each after twice the patience of the last one."""
 RECOVERED_S = 3600.0
 """Seconds of life after which earlier ends count no more: what ends once a week is not given up."""
+KV_CACHE = 1 << 30
+"""Bytes of a drafter's on cores, where its settings name no other."""
+# an engine's place in its group, and what it does itself
+_TARGETS_ALONE = {envs.SPEC_ROLLOUT, "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LOAD_S = 1800.0
 """Seconds that a process may load for. One that takes longer counts as hanging, and is begun anew."""
 _PATIENCE_S = 1.0
 # Seconds given to a process that was asked to end. vLLM kills an engine 5 s after it told it to end, and until then
-# the engine has to have ended its drafters. One that stays has its address to remove, and a pool, which is in no hurry.
-_GRACE_S, _STAYING_GRACE_S = 2.0, 5.0
+# the engine has to have ended its drafters.
+_GRACE_S = 2.0
+_SOCKET = "specrollout-drafter-"
 
 
 class DrafterProcessError(SpecRolloutError):
@@ -44,51 +55,64 @@ class Command:
     """How a drafter's process is begun."""
 
     model: str
+    # where it serves
     address: str
     # of vLLM's engine there
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    # CPU cores; empty: all of them
-    cores: tuple[int, ...] = ()
-    # of a stream that are looked behind, at most; None: as the process has it
-    most_nodes: int | None = None
-    # whether it serves at the address itself, and stays when a verifier leaves, for the next one
-    stays: bool = False
-    # file in which it leaves its process id once it is ready; empty: none
+    # None: all cores
+    devices: Devices | None = None
+    # it is stock vLLM's V2 runner; else it is the V1 runner on CPU, with this plugin
+    is_v2: bool = False
+    # file in which it leaves its process id once it drafts; empty: none
     ready: str = ""
+
+    @classmethod
+    def of(cls, model: str, devices: Sequence[str], engine_args: Mapping[str, Any]) -> Command:
+        """On devices such as `cpu:2-3` or `cuda:1,2`, at an address that no other process has."""
+        own = together("devices", devices)
+        given = dict(engine_args)
+        if own is not None and own.kind == "cuda":
+            given.setdefault("tensor_parallel_size", len(own.numbers))
+        else:
+            given.setdefault("kv_cache_memory_bytes", KV_CACHE)
+        _sweep()
+        address = f"ipc://{tempfile.gettempdir()}/{_SOCKET}{os.getpid()}-{secrets.token_hex(8)}"
+        return cls(model, address, given, own, own is not None and own.kind == "cuda")
 
     @property
     def argv(self) -> list[str]:
         args = json.dumps(dict(self.engine_args))
-        module = "vllm_specrollout.worker.streams.process"
-        more = ["--cores", ",".join(map(str, self.cores))] if self.cores else []
-        more += [] if self.most_nodes is None else ["--most-nodes", str(self.most_nodes)]
-        more += ["--stay"] if self.stays else []
+        module = "vllm_specrollout.worker.drafter_process"
+        on_cores = self.devices is not None and self.devices.kind == "cpu"
+        more = ["--cores", ",".join(map(str, self.devices.numbers))] if self.devices and on_cores else []
+        more += ["--stock"] if self.is_v2 else []
         more += ["--ready", self.ready] if self.ready else []
         parent = ["--parent", str(os.getpid())]
         return [sys.executable, "-m", module, self.model, self.address, *parent, "--engine-args", args, *more]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The engine's own, without what switches spec rollout on: the drafter is another kind of engine. It runs on
-        CPU, whatever the target runs on, with vLLM's V1 runner, and its kernels are not interpreted."""
-        own = {name: value for name, value in os.environ.items() if name not in (envs.SPEC_ROLLOUT, "TRITON_INTERPRET")}
-        own |= {"VLLM_PLUGINS": "none", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        own |= {"VLLM_TARGET_DEVICE": "cpu", envs.USE_V2_MODEL_RUNNER: "0"}
-        if self.cores:
-            own["OMP_NUM_THREADS"] = str(len(self.cores))
-        # a rank's place in its group is the target's alone
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            own.pop(name, None)
+        """The engine's own, without what switches spec rollout on and what is the target's alone."""
+        own = {name: value for name, value in os.environ.items() if name not in _TARGETS_ALONE}
+        own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if self.is_v2:
+            own |= {"VLLM_PLUGINS": "none", envs.USE_V2_MODEL_RUNNER: "1"}
+        else:
+            own.pop("TRITON_INTERPRET", None)
+            own |= {"VLLM_TARGET_DEVICE": "cpu", envs.USE_V2_MODEL_RUNNER: "0"}
+        if self.devices is not None:
+            threads = {"OMP_NUM_THREADS": str(len(self.devices.numbers))}
+            own |= threads if self.devices.kind == "cpu" else self.devices.environment
         return own
 
 
-def cores_of(devices: Sequence[str]) -> tuple[int, ...]:
-    """The cores of devices such as `cpu:1` and `cpu:2-3`."""
-    cores: list[int] = []
-    for device in devices:
-        first, _, last = device.removeprefix("cpu:").partition("-")
-        cores.extend(range(int(first), int(last or first) + 1))
-    return tuple(dict.fromkeys(cores))
+def _sweep() -> None:
+    """Remove the sockets of drafters whose engines were killed: nobody will ask for their names again."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET}*-*"):
+        pid = path.name.removeprefix(_SOCKET).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class Restarts:
@@ -206,7 +230,7 @@ class DrafterProcess:
         """Ask it to end, without waiting until it has; it is begun no more. `see_off` and `stop` see to its end."""
         self._restarts.leave()
         if self._kill_at is None:
-            self._kill_at = self._clock() + (_STAYING_GRACE_S if self.command.stays else _GRACE_S)
+            self._kill_at = self._clock() + _GRACE_S
             if self.is_alive:
                 assert self._process is not None
                 self._process.terminate()
@@ -254,8 +278,8 @@ class DrafterProcess:
         self._process = None
         self._begun_at, self._lived_s, self.is_ready = self._clock(), 0.0, False
         # The kernel ends it with the thread that begins it, so that one that hangs outlives no engine. Only the first
-        # thread is known to live as long as its process; and one that stays has an address to remove.
-        is_bound = threading.get_native_id() == os.getpid() and not self.command.stays
+        # thread is known to live as long as its process.
+        is_bound = threading.get_native_id() == os.getpid()
         # its own group: an interrupt from the keyboard reaches the engine, which ends it in order
         argv = [*self.command.argv, *(["--bound"] if is_bound else [])]
         environment = self.command.environment

@@ -1,8 +1,8 @@
-"""A link: what an engine has to do with one drafter elsewhere. Pure: its mailbox and its requests are given.
+"""A link: what an engine has to do with one drafter elsewhere. Pure: its mail and the engine's requests are given.
 
-What belongs here: whether that drafter is there, the process behind it, and what others are shown of it. What it is
-told of requests is in following.py; several links, and one tree out of theirs, are in drafters/decoupled.py. Nothing
-here waits, and whatever the drafter does can at worst cost its drafts.
+What belongs here: whether that drafter is there, what it is told of each request, what of its drafts fits, and the
+process behind it. Several links, and one tree out of theirs, are in drafters/decoupled.py. Nothing here waits, and
+whatever the drafter does can at worst cost its drafts.
 """
 
 from __future__ import annotations
@@ -10,54 +10,168 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specrollout._core import Received
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
-from vllm_specrollout.cluster.counter import NoiseKind
-from vllm_specrollout.cluster.following import Requests, TargetNoise
-from vllm_specrollout.cluster.mailbox import Mailbox, drained
-from vllm_specrollout.cluster.messages import Beat, Bye, Drafts, Hello, Message, Noise, Role
+from vllm_specrollout.cluster.messages import (
+    MOST_BYTES,
+    VERSION,
+    Bye,
+    Drafted,
+    Hello,
+    Message,
+    Opened,
+    floats,
+    ints,
+    longs,
+    ranks,
+    told,
+)
+from vllm_specrollout.cluster.rates import Mode
+from vllm_specrollout.types import BoolArray, DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
 
 logger = logging.getLogger("vllm.specrollout")
 
 HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""
 _BEATS = 600  # kept
-_MOST_UNTOLD = 3
-"""Greetings in a row that say another noise than the target's, after which a drafter is taken not to know it. One may
-be on its way when the target greets; the others are for a drafter that is begun anew meanwhile."""
+_BEAT_S = 1.0  # of work that is summed up
 # seconds after which a drafter that has not answered is greeted again: at first, and at most
 _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
+_MOST_OPENED = MOST_BYTES // 8  # tokens of the requests that one message opens
+_check_opened = msgspec.msgpack.Decoder(Opened).decode
+_pack = msgspec.msgpack.Encoder().encode
 
 
-class Line:
-    """A mailbox as a verifier has it: the seconds in which anybody waits at it are counted."""
+class Mail(Protocol):
+    """An engine's end; `mail.Box` is one."""
 
-    def __init__(self, mailbox: Mailbox, clock: Callable[[], float]) -> None:
-        # these answer at once, by the contract of all mailboxes, and are not slowed down by being counted
-        self.send, self.receive, self.close = mailbox.send, mailbox.receive, mailbox.close
-        self.waited_s = 0.0
-        self._mailbox, self._clock = mailbox, clock
+    address: str
 
-    def wait(self, timeout_s: float) -> bool:
-        begin = self._clock()
-        try:
-            return self._mailbox.wait(timeout_s)
-        finally:
-            self.waited_s += self._clock() - begin
+    def receive(self) -> Iterable[Message]: ...
+
+    def send(self, message: Message) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens are chosen, as far as a drafter follows it."""
+
+    # 0.0: the best token is taken
+    temperature: float
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    # of its noise; None: nobody else can draw it
+    seed: int | None = None
+
+
+SamplingOf = Callable[[str], Sampling]
+"""From the engine's name of a request that runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlan:
+    """What one request is given: w_r and m_r."""
+
+    window: int
+    # coupled: its drafter waits for the verdict on each window
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class MatchCounts:
+    """What was drafted for each running request lately, and how much of it the target sampled itself."""
+
+    request_ids: tuple[str, ...]
+    # [R] int32, drafted tokens that the target got to: those that matched, and each first one that did not
+    tried: IntArray
+    # [R] int32
+    matched: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How drafts fared, over the positions that the target came to along them."""
+
+    # positions for which something was drafted
+    tried: int = 0
+    # the first choice was the target's own token
+    matched: int = 0
+    # one of the choices was
+    covered: int = 0
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.tried + other.tried, self.matched + other.matched, self.covered + other.covered)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a drafter did in a second or so."""
+
+    busy_ms: float = 0.0
+    passes: int = 0
+    # summed over passes: requests in them
+    streams: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What of the trees that came may be verified next, over the requests of a batch."""
+
+    # [R + 1]
+    node_start: IntArray
+    # [N] tokens; index of the parent within the tree, -1: depth 1; log probability; 1: first choice behind its parent
+    token_ids: IntArray
+    parents: IntArray
+    log_q: FloatArray
+    is_first: IntArray
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened so far."""
+
+    verdicts: int = 0
+    opened: int = 0
+    trees: int = 0
+    nodes: int = 0  # proposed
+    unfit: int = 0  # requests that no message can say
+    malformed: int = 0  # messages with trees that are none
+    wasted: int = 0  # tokens behind misses, by the drafter's own word
+    drafted: int = 0
+    over: Score = Score()  # of requests that are over
+
+
+@dataclass(slots=True)
+class Following:
+    """A request that is drafted for elsewhere."""
+
+    handle: int
+    # that its client knows it by
+    name: str
 
 
 class Link:
-    """One drafter elsewhere.
+    """One drafter elsewhere, and the requests that it follows.
 
     Args:
         name: what the engine calls it.
-        mailbox: to the drafter's process.
-        noise: of the engine.
-        window, fan_out, only: as in `Requests`.
+        mail: to the drafter.
+        sampling: how the engine's requests are sampled.
+        window: tokens of a window, for requests without a plan of their own: two of them are drafted ahead at most.
+        fan_out: tokens per position: the stream's own and alternatives.
         vocab_size: the target's.
+        only: requests that it may follow, by the engine's names or their clients'; None: all.
         process: the one that the engine has begun; None: somebody else did.
         clock: seconds, from any zero.
     """
@@ -65,8 +179,8 @@ class Link:
     def __init__(
         self,
         name: str,
-        mailbox: Mailbox,
-        noise: TargetNoise,
+        mail: Mail,
+        sampling: SamplingOf,
         *,
         window: int,
         fan_out: int,
@@ -75,51 +189,58 @@ class Link:
         process: DrafterProcess | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.address = name, mailbox.address
-        self.process = process
-        self.line = Line(mailbox, clock)
-        self.requests = Requests(
-            self.line.send, noise, window=window, fan_out=fan_out, vocab_size=vocab_size, only=only, clock=clock
-        )
+        self.name, self.address = name, mail.address
+        self.window, self.fan_out, self.process = window, fan_out, process
+        self.only = None if only is None else frozenset(only)
+        self.plans: Mapping[str, OwnPlan] = {}
+        """Requests, by the engine's names, with a window and a mode of their own; the others go ahead in `window`."""
         self.is_there = False
         """Whether the drafter has said that it is ready."""
         self.error = ""
         """Why it will not draft; empty: it does, or may yet."""
-        self.drafted, self.busy_s = 0, 0.0
-        """Tokens, and seconds spent on them, by the drafter's own word."""
+        self.counts = Counts()
+        self.open: dict[str, Following] = {}
+        """By the engine's names."""
+        self.busy_s = 0.0
         self.beats: deque[Beat] = deque(maxlen=_BEATS)
-        """What the process did, about a second each, newest last."""
-        self._vocab_size, self._noise, self._clock = vocab_size, noise.kind, clock
-        # greetings, one behind another, that did not say the target's noise
-        self._untold = 0
+        """What the drafter did, newest last."""
+        self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
+        self._received = Received()
+        self._closed: list[int] = []
+        # requests that run, and that no message can say
+        self._unfit: set[str] = set()
+        self._next_handle = 1
+        # when the drafter was told something that it has not answered yet
+        self._told_at: float | None = None
+        self._beat, self._beat_at = Beat(), clock()
         # when it is greeted again
         self._greet_at, self._patience_s = 0.0, _FIRST_PATIENCE_S
 
+    # --- the drafter -------------------------------------------------------------------------------------------------
+
     @property
     def waited_s(self) -> float:
-        """Seconds that the verifier has waited for this drafter; 0.0 unless something is broken.
+        """Seconds that the engine has waited for this drafter; 0.0 unless something is broken.
 
-        Two things can block: a mailbox's `wait`, which verifiers never call, and the wait for the end of a process.
-        Both are timed where they happen, and so is how long it takes to begin a process anew, which a step does where
-        one has ended. Else a step does none of it: it takes what has come, and signals processes without waiting for
-        them. The engine's start may wait for drafters, before there are any requests.
+        Mail is never waited for. What can block is the end of a process, or to begin one anew, which a step does where
+        one has ended; that is timed where it happens.
         """
-        return self.line.waited_s + (0.0 if self.process is None else self.process.waited_s)
+        return 0.0 if self.process is None else self.process.waited_s
 
     def greet(self) -> None:
         """Say that the engine is here; the drafter says the same once it is ready."""
-        self.line.send(Hello(Role.VERIFIER, self._vocab_size, self._noise.noise, 0, 0, self._noise.details))
+        self._mail.send(Hello(VERSION, self._vocab_size))
         self._greet_at = self._clock() + self._patience_s
         self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S)
 
     def watch(self) -> None:
         """Look after the drafter: whether it still lives, and whether it is to be greeted again."""
-        if self.error and self._untold < _MOST_UNTOLD:
+        if self.error:
             if self.process is not None:
                 self.process.see_off()
             return
-        told_at, now = self.requests.told_at, self._clock()
-        if self.is_there and told_at is not None and now - told_at > HANG_S:
+        now = self._clock()
+        if self.is_there and self._told_at is not None and now - self._told_at > HANG_S:
             if self.process is None:
                 self._lose()
             else:
@@ -131,91 +252,239 @@ class Link:
                 self._refuse(str(error))
                 return
             if has_ended:
-                self._untold = 0
                 self._lose()
         if not self.is_there and now >= self._greet_at:
             self.greet()
 
     def receive(self) -> None:
         """Take in what has come; of each request's trees the newest is kept."""
-        for message in drained(self.line.receive):
-            self.requests.told_at = None
-            self._take(message)
+        for message in self._mail.receive():
+            self._told_at = None
+            if isinstance(message, Drafted):
+                self._put(message)
+            elif isinstance(message, Hello):
+                self._greeted(message)
+            elif isinstance(message, Bye):
+                self._lose()
 
     def leave(self, why: str) -> None:
-        """Say goodbye. A process of the engine's own ends; any other may stay, and be linked to again."""
-        self.requests.forget_all()
-        self.line.send(Bye(why))
-        self.line.close()
+        """Say goodbye. A process of the engine's own ends; any other stays, and may be linked to again."""
+        self.forget_all()
+        self._mail.send(Bye(why))
+        self._mail.close()
         self.is_there = False
         if self.process is not None:
             self.process.dismiss()
 
+    # --- its requests ------------------------------------------------------------------------------------------------
+
+    def includes(self, view: RequestView) -> bool:
+        """Whether the request is one of those that it may follow."""
+        return self.only is None or view.request_id in self.only or view.name in self.only
+
+    def restrict(self, only: Iterable[str] | None) -> None:
+        """To these from now on; None: all."""
+        self.only = None if only is None else frozenset(only)
+        for request_id, following in list(self.open.items()):
+            if self.only is not None and not {request_id, following.name} & self.only:
+                self.forget(request_id)
+
+    def propose(self, batch: RequestBatch, texts: list[IntArray], limits: DraftLimits, wanted: IntArray) -> Fitting:
+        """Tell the drafter how the requests stand; what of its drafts may be verified next.
+
+        Args:
+            texts: [R] tokens of each request.
+            wanted: [R] int32: most nodes.
+        """
+        handles = self._tell(batch, texts)
+        fitting = Fitting(*self._received.fit(handles, texts, wanted, limits.max_depth, limits.is_chain))
+        self.counts.nodes += len(fitting.token_ids)
+        return fitting
+
+    def forget(self, request_id: str) -> None:
+        """The request is over, or drafted for elsewhere."""
+        self._unfit.discard(request_id)
+        following = self.open.pop(request_id, None)
+        if following is not None:
+            self.counts.over += Score(*self._received.close(following.handle))
+            self._closed.append(following.handle)
+
+    def forget_all(self) -> None:
+        for request_id in list(self.open):
+            self.forget(request_id)
+
+    def take_ranks(self) -> list[int]:
+        """Which choice each token of requests that are over was, as `Received.take_ranks`."""
+        return self._received.take_ranks().tolist()
+
+    def match_counts(self) -> MatchCounts:
+        """How the drafts of those that run fared."""
+        scores = [self._received.score(following.handle) for following in self.open.values()]
+        return MatchCounts(
+            tuple(self.open),
+            np.array([tried for tried, _, _ in scores], dtype=np.int32),
+            np.array([matched for _, matched, _ in scores], dtype=np.int32),
+        )
+
+    @property
+    def score(self) -> Score:
+        """How its drafts fared, in requests that run and in those that are over."""
+        running = (Score(*self._received.score(following.handle)) for following in self.open.values())
+        return sum(running, self.counts.over)
+
     def state(self) -> dict[str, Any]:
         """In plain JSON types."""
-        process, requests = self.process, self.requests
-        counts = requests.counts
+        process, counts = self.process, self.counts
         return {
             "address": self.address,
             "is_there": self.is_there,
             "error": self.error,
-            "window": requests.window,
-            "fan_out": requests.fan_out,
-            "own_plans": requests.num_own,
-            "request_ids": None if requests.only is None else sorted(requests.only),
+            "window": self.window,
+            "fan_out": self.fan_out,
+            "own_plans": len(self.open.keys() & self.plans.keys()),
+            "request_ids": None if self.only is None else sorted(self.only),
             "process": None if process is None else {"pid": process.pid, "restarts": process.restarts},
-            "verdicts": counts.verdicts,
-            "opened": counts.opened,
-            "unfit": counts.unfit,
-            "trees": counts.trees,
-            "nodes": counts.nodes,
-            "drafted": self.drafted,
+            **{name: value for name, value in asdict(counts).items() if name != "over"},
             "busy_s": self.busy_s,
             "waited_s": self.waited_s,
-            **asdict(requests.score),
+            **asdict(self.score),
             "requests": {
-                request_id: {"name": following.name, **asdict(following.received.score)}
-                for request_id, following in requests.open.items()
+                request_id: {"name": following.name, **asdict(Score(*self._received.score(following.handle)))}
+                for request_id, following in self.open.items()
             },
         }
 
-    def _take(self, message: Message) -> None:
-        match message:
-            case Drafts():
-                self.requests.put(message)
-            case Hello():
-                self._greeted(message)
-            case Bye():
-                self.is_there = False
-            case Beat():
-                self.beats.append(message)
-                self.drafted, self.busy_s = message.drafted, self.busy_s + message.busy_ms / 1e3
+    def _tell(self, batch: RequestBatch, texts: list[IntArray]) -> npt.NDArray[np.int64]:
+        """[R] the requests' handles; 0: it does not follow that one, or has just begun to."""
+        handles = np.array([self._handle(view) for view in batch.views], np.int64)
+        index, counts, tokens = self._received.tell(handles, texts)
+        opened = self._opened(batch, handles)
+        if not len(index) and not opened and not self._closed:
+            return handles
+        windows = np.full(len(index), self.window, np.int32)
+        is_coupled = np.zeros(len(index), np.bool_)
+        if self.plans:
+            for i, row in enumerate(index.tolist()):
+                windows[i], is_coupled[i] = self._plan(batch.request_ids[row])
+        closed, self._closed = self._closed, []
+        if not self._mail.send(
+            told(self.fan_out, opened, closed, handles[index], counts, tokens, windows, is_coupled)
+        ):
+            self._lose()
+            return np.zeros_like(handles)
+        self.counts.verdicts += len(index)
+        if self._told_at is None:
+            self._told_at = self._clock()
+        return handles
+
+    def _handle(self, view: RequestView) -> int:
+        following = self.open.get(view.request_id)
+        return following.handle if following is not None and self.includes(view) else 0
+
+    def _opened(self, batch: RequestBatch, handles: npt.NDArray[np.int64]) -> tuple[Opened, ...]:
+        """Requests that it is to follow from now on, as many as one message can say."""
+        found: list[Opened] = []
+        room = _MOST_OPENED
+        for row in np.flatnonzero(handles == 0).tolist():
+            view = batch.views[row]
+            if view.request_id in self.open or view.request_id in self._unfit or not self.includes(view):
+                continue
+            opened = self._open(view) if len(view.token_ids) <= _MOST_OPENED else None
+            if opened is None:
+                self._unfit.add(view.request_id)
+                self.counts.unfit += 1
+                if self.counts.unfit == 1:
+                    logger.warning(
+                        "Spec rollout: a request of %d tokens is not drafted for elsewhere, and others like it will"
+                        " not be without a word", len(view.token_ids),
+                    )  # fmt: skip
+                continue
+            room -= len(view.token_ids)
+            if room < 0:
+                break
+            found.append(opened)
+            self._received.open(opened.handle, len(view.token_ids))
+            self.open[view.request_id] = Following(opened.handle, view.name)
+            self._next_handle += 1
+            self.counts.opened += 1
+        return tuple(found)
+
+    def _open(self, view: RequestView) -> Opened | None:
+        """None: no message can say it."""
+        sampling = self._sampling(view.request_id)
+        window, is_coupled = self._plan(view.request_id)
+        try:
+            opened = Opened(
+                self._next_handle,
+                view.token_ids.astype(np.int32, copy=False).tobytes(),
+                view.num_prompt_tokens,
+                sampling.seed,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                view.max_new_tokens,
+                window,
+                is_coupled,
+            )
+            return _check_opened(_pack(opened))
+        except (msgspec.MsgspecError, OverflowError):
+            return None
+
+    def _plan(self, request_id: str) -> tuple[int, bool]:
+        """The request's window, and whether its drafter waits for verdicts."""
+        own = self.plans.get(request_id)
+        return (self.window, False) if own is None else (own.window, own.mode is Mode.COUPLED)
+
+    # --- what it says ------------------------------------------------------------------------------------------------
+
+    def _put(self, message: Drafted) -> None:
+        counts = self.counts
+        try:
+            counts.trees += self._received.put(
+                longs(message.handles),
+                ints(message.positions),
+                ints(message.node_start),
+                ints(message.token_ids),
+                ints(message.parents),
+                ranks(message.ranks),
+                floats(message.log_q),
+                self._vocab_size,
+            )
+        except ValueError as error:
+            if not counts.malformed:
+                logger.warning("Spec rollout: drafts of `%s` are dropped: %s", self.name, error)
+            counts.malformed += 1
+        counts.drafted += message.drafted
+        counts.wasted += message.wasted
+        self.busy_s += message.busy_ms / 1e3
+        beat, now = self._beat, self._clock()
+        beat = Beat(
+            beat.busy_ms + message.busy_ms, beat.passes + message.passes, beat.streams + message.streams
+        )
+        if now - self._beat_at >= _BEAT_S:
+            self.beats.append(beat)
+            beat, self._beat_at = Beat(), now
+        self._beat = beat
 
     def _greeted(self, hello: Hello) -> None:
-        # it has begun anew; two greetings may cross, and what was opened between them is closed as well
-        self.requests.forget_all()
+        # it has begun anew, or was greeted; what it was told before is opened again
+        self.forget_all()
+        self._closed.clear()
         if self.process is not None:
             self.process.is_ready = True
-        noise = NoiseKind.of(hello)
-        if hello.vocab_size != self._vocab_size:
+        if hello.version != VERSION:
+            self._refuse(f"it speaks version {hello.version} of the protocol, this engine {VERSION}")
+        elif hello.vocab_size != self._vocab_size:
             self._refuse(f"its vocabulary has {hello.vocab_size} tokens, the target's {self._vocab_size}")
-        elif noise == self._noise:
-            self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
-            self._untold = 0
-        elif noise.noise is Noise.NONE or self._untold >= _MOST_UNTOLD:
-            patience_s = self._patience_s
-            self._refuse(f"the target's noise is {self._noise}, which it does not know: it says {noise}")
-            self._patience_s = patience_s  # it may be begun anew, and know better: it is asked ever more seldom
         else:
-            # it has not heard yet what the seeds of this target are
-            self._untold += 1
-            self._lose()
-            self.greet()
+            self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
 
     def _lose(self) -> None:
         """It is gone, or may be. What it was told of is opened anew once it is back."""
-        self.is_there, self.requests.told_at, self._patience_s = False, None, _FIRST_PATIENCE_S
-        self.requests.forget_all()
+        self.is_there, self._told_at, self._patience_s = False, None, _FIRST_PATIENCE_S
+        self.forget_all()
+        self._closed.clear()
 
     def _refuse(self, why: str) -> None:
         """It is no drafter for this engine. That is no failure of ours: requests go on without it."""

@@ -42,13 +42,10 @@ class Workload:
     match: Match
     # tokens of each position: the first choice, and exits beside it
     fan_out: int = 1
-    # nodes of a stream that are looked behind, at most
-    most_nodes: int = 16
     max_window: int = MOST_NODES
 
     def __post_init__(self) -> None:
         check_range("fan_out", self.fan_out, 1, 8)
-        check_range("most_nodes", self.most_nodes, 1, MOST_NODES)
         check_range("max_window", self.max_window, 1, MOST_NODES)
         for devices, time in self.verify.items():
             if devices < 1 or time.ms(1) <= 0.0:
@@ -173,12 +170,11 @@ def _rehearsed(
     each = batch / rehearsed
     setting = Setting(
         verify_ms=lambda requests, rows: verify.ms(requests * each, rows / requests),
-        draft_ms=lambda streams, rows: draft.ms(streams * each, rows / streams),
+        draft_ms=lambda lines, more: draft.ms(lines * each, more / lines),
         match=work.match,
         batch=rehearsed,
         window=window,
         fan_out=work.fan_out,
-        most_nodes=work.most_nodes,
         most_drafts=work.drafts(window),
         most_depth=window,
     )

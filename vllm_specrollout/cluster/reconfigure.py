@@ -1,6 +1,6 @@
 """Own windows and modes for requests that are accepted less than their batch, again and again as an engine runs. Pure.
 
-Source: SpecActor, section 4.1, Algorithm 2. The drafter hears of a plan in each request's next verdict (following.py).
+Source: SpecActor, section 4.1, Algorithm 2. The drafter hears of a plan in each request's next verdict (link.py).
 
 The paper plans an own window as if the request were alone (b = 1). In a batch that still shares its verifier that is
 wrong: there a row costs what it adds to everybody's step, and with b = 1 the worst requests would draft most. So the
@@ -20,9 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.following import MatchCounts, OwnPlan
-from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.cluster.messages import Beat
+from vllm_specrollout.cluster.link import Beat, Link, MatchCounts, OwnPlan
 from vllm_specrollout.cluster.rates import (
     MOST,
     AffineTime,
@@ -154,23 +152,23 @@ class Replanning(Listener):
         if self._tokens >= self.every:
             self._tokens = 0
             for link in self._elsewhere.links.values():
-                link.requests.plans = self._plans(link)
+                link.plans = self._plans(link)
 
     def turn(self, is_on: bool) -> None:
         """Whether plans are made from now on; without them all requests have the window of their drafter."""
         self.is_off = not is_on
         if self.is_off:
             for link in self._elsewhere.links.values():
-                link.requests.plans = {}
+                link.plans = {}
 
     def _plans(self, link: Link) -> Mapping[str, OwnPlan]:
-        counts, draft = link.requests.match_counts(), draft_line(link.beats)
+        counts, draft = link.match_counts(), draft_line(link.beats)
         if draft is None or not self._cost.is_known:
             return {}
         steps = sum(batch for batch, _ in self._last)
         drafts = sum(nodes for _, nodes in self._last) / steps if steps else 0.0
         return self.plan(
-            Group(draft, line_at(self._cost, len(counts.request_ids), drafts), link.requests.window), counts
+            Group(draft, line_at(self._cost, len(counts.request_ids), drafts), link.window), counts
         )
 
     def plan(self, group: Group, counts: MatchCounts) -> Mapping[str, OwnPlan]:
@@ -179,22 +177,14 @@ class Replanning(Listener):
 
 
 def draft_line(beats: deque[Beat]) -> AffineTime | None:
-    """D(b) by what a drafter's process did lately; None: it did nothing yet.
-
-    A pass gives each of its streams one more level. The nodes that it looks at above that level are in the line's term
-    per request, as many as there were.
-    """
-    cost, streams, rows, passes = StepCost(), 0, 0, 0
+    """D(b) by what a drafter's process did lately; None: it did nothing yet. A pass gives each line one more level."""
+    cost, streams, passes = StepCost(), 0, 0
     for beat in islice(beats, max(len(beats) - _BEATS, 0), None):
         if beat.passes and beat.streams and beat.busy_ms > 0.0:
-            batch, nodes = max(round(beat.streams / beat.passes), 1), round(beat.rows / beat.passes)
-            cost.observe(StepTiming(batch, batch + nodes, nodes, 0, 0, beat.busy_ms / beat.passes, True))
-            passes, streams, rows = passes + beat.passes, streams + beat.streams, rows + beat.rows
-    if not passes:
-        return None
-    above = rows / streams
-    line = line_at(cost, round(streams / passes), above)
-    return AffineTime(line.per_request_ms + above * line.per_row_ms, line.fixed_ms)
+            batch = max(round(beat.streams / beat.passes), 1)
+            cost.observe(StepTiming(batch, batch, 0, 0, 0, beat.busy_ms / beat.passes, True))
+            passes, streams = passes + beat.passes, streams + beat.streams
+    return line_at(cost, round(streams / passes), 0.0) if passes else None
 
 
 def line_at(cost: StepCost, batch: int, drafts: float) -> AffineTime:

@@ -1,8 +1,8 @@
-"""Rehearsal of decoupled drafting: the real streams, with a clock and tokens that are drawn. Pure.
+"""Rehearsal of decoupled drafting: the real lines, with a clock and tokens that are drawn. Pure.
 
-What belongs here: a verifier and a drafter as times and match rates, event by event. The streams are those of
-stream.py, and what fits is said by received.py: so a rehearsal and an engine differ in their times and tokens alone.
-The formulas of rates.py are of windows, without exits behind exits.
+What belongs here: a verifier and a drafter as times and match rates, event by event. The lines are those of line.py,
+and what fits is said by the core: so a rehearsal and an engine differ in their times and tokens alone. The formulas of
+rates.py are of windows, without exits behind exits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_specrollout.cluster.following import OwnPlan
-from vllm_specrollout.cluster.messages import Drafts, Open, Pace, Verdict
+from vllm_specrollout._core import Received
+from vllm_specrollout.cluster.line import Asked, Line, Node, Noise, Survival, branches
+from vllm_specrollout.cluster.link import OwnPlan
 from vllm_specrollout.cluster.rates import Mode
-from vllm_specrollout.cluster.received import Fitting, Received
-from vllm_specrollout.cluster.stream import Choices, Stream, Survival
 from vllm_specrollout.config.checks import check_range
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.types import MOST_NODES, ROOT, IntArray
+from vllm_specrollout.types import MOST_NODES, IntArray
 
 PassTime = Callable[[int, int], float]
 """Requests, and rows beside each one's first in all -> milliseconds of a pass."""
 _TARGETS = 1  # the token that the target samples, at any position; others are drafts that it does not
 _LONG = 1 << 30
+ANEW = 0.35
+"""What a pass takes longer, as a share, where a request begins in it: measured with one of a batch, 0.2 to 0.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +75,18 @@ class Setting:
 
     # of the target on its own devices, while the drafter works: requests, draft rows -> ms
     verify_ms: PassTime
-    # of the drafter: streams, nodes that it looks at -> ms
+    # of the drafter: requests of the target that are drafted for, and branches beside them in all -> ms
     draft_ms: PassTime
     match: Match
     batch: int = 1
     window: int = 4
     fan_out: int = 2
-    # nodes of a stream that are looked behind; nodes and levels of a request that are verified, at most
-    most_nodes: int = 16
+    # nodes and levels of a request that are verified, at most
     most_drafts: int = 16
     most_depth: int = MOST_NODES
+    # requests of the drafter for one of the target; None: by the batch, as a drafter has it
+    branches: int | None = None
+    anew: float = ANEW
     # [batch] of each request, where they are not alike; empty: `match` is that of all
     matches: Sequence[Match] = ()
     # place of a request -> its own window and mode
@@ -108,15 +111,14 @@ class Yield:
 
 @dataclass(slots=True)
 class _Request:
-    stream: Stream
+    line: Line
     match: Match
     # [fan_out] what the drafter thinks of its choices: how often they hold
     log_q: Sequence[float]
     window: int
-    pace: Pace
+    is_coupled: bool
     # where among the known ranks its own begin
     first_rank: int
-    received: Received = field(default_factory=Received)
     num_tokens: int = 1
 
 
@@ -128,12 +130,17 @@ class Rehearsal:
     """
 
     def __init__(self, setting: Setting, rng: np.random.Generator) -> None:
-        self._setting, self._rng, self._survival = setting, rng, Survival()
-        self._requests = [self._begun(handle) for handle in range(setting.batch)]
+        self._setting, self._rng, self._survival, self._noise = setting, rng, Survival(), Noise()
+        self._requests = [self._begun(place) for place in range(setting.batch)]
+        self._branches = setting.branches or branches(setting.batch)
+        self._received = Received()
+        for place in range(setting.batch):
+            self._received.open(1 + place, 0)
+        self._handles = np.arange(1, 1 + setting.batch, dtype=np.int64)
         # verdicts that the drafter has not read, and its pass in progress: when it ends, and who is in it
-        self._told: deque[tuple[int, Verdict]] = deque()
+        self._told: deque[tuple[_Request, int]] = deque()
         self._ends_at: float | None = None
-        self._looking: list[tuple[_Request, list[tuple[bool, int]]]] = []
+        self._drawing: list[tuple[_Request, str]] = []
         self._passes = 0
 
     def run(self, steps: int) -> Yield:
@@ -141,42 +148,35 @@ class Rehearsal:
         now = tokens = drafts = 0.0
         for _ in range(steps):
             self._draft_until(now)
-            found = [self._fitting(request) for request in self._requests]
-            rows = sum(len(own.token_ids) for own in found if own is not None)
+            rows, accepted = self._fitting()
             # told before the step, as in an engine
-            for handle, request in enumerate(self._requests):
-                self._told.append((handle, self._verdict(request)))
+            self._told += [(request, request.num_tokens) for request in self._requests]
             end = now + self._setting.verify_ms(self._setting.batch, rows)
             self._draft_until(end, now)
-            for request, own in zip(self._requests, found, strict=True):
-                got = 1 + (0 if own is None else self._accepted(request, own))
-                request.num_tokens += got
-                tokens += got
+            for request, count in zip(self._requests, accepted, strict=True):
+                request.num_tokens += 1 + count
+                tokens += 1 + count
             now, drafts = end, drafts + rows
         each = self._setting.batch * steps
         return Yield(tokens / each, drafts / each, now / steps, self._passes / steps)
 
     # --- the verifier ------------------------------------------------------------------------------------------------
 
-    def _fitting(self, request: _Request) -> Fitting | None:
-        own = np.full(request.num_tokens, _TARGETS, dtype=np.int32)
-        return request.received.fitting(own, self._setting.most_drafts, self._setting.most_depth, False)
-
-    @staticmethod
-    def _accepted(request: _Request, own: Fitting) -> int:
-        at, count = ROOT, 0
-        while True:
-            rows = enumerate(zip(own.parents, own.token_ids, strict=True))
-            found = next((node for node, row in rows if row == (at, _TARGETS)), None)
-            if found is None:
-                return count
-            at, count = found, count + 1
-
-    def _verdict(self, request: _Request) -> Verdict:
-        new = request.num_tokens - len(request.stream.tokens)
-        tokens = np.full(max(new, 0) + 1, _TARGETS, dtype=np.int32)[: request.num_tokens]
-        setting, none = self._setting, np.zeros(0, np.int64)
-        return Verdict(0, 0, request.num_tokens, tokens, none, 0, request.window, setting.fan_out, request.pace)
+    def _fitting(self) -> tuple[int, list[int]]:
+        """Drafts in all that are verified, and of each request those that hold."""
+        setting, size = self._setting, self._setting.batch
+        texts = [np.full(request.num_tokens, _TARGETS, np.int32) for request in self._requests]
+        most, depth = np.full(size, setting.most_drafts, np.int32), np.full(size, setting.most_depth, np.int32)
+        columns = self._received.fit(self._handles, texts, most, depth, np.zeros(size, np.bool_))
+        starts, tokens, parents = (column.tolist() for column in columns[:3])
+        accepted = []
+        for begin, end in itertools.pairwise(starts):
+            at = count = -1
+            for node in range(end - begin):
+                if parents[begin + node] == at and tokens[begin + node] == _TARGETS:
+                    at, count = node, count + 1
+            accepted.append(count + 1)
+        return starts[-1], accepted
 
     # --- the drafter -------------------------------------------------------------------------------------------------
 
@@ -195,51 +195,75 @@ class Rehearsal:
 
     def _read(self) -> None:
         while self._told:
-            handle, verdict = self._told.popleft()
-            self._requests[handle].stream.take(verdict)
+            request, num_tokens = self._told.popleft()
+            line, new = request.line, num_tokens - len(request.line.tokens)
+            if new > 0:
+                for name in line.take([_TARGETS] * new, request.window, request.is_coupled):
+                    line.end(name)
 
     def _begin(self, now: float) -> None:
-        rows = 0
-        for request in self._requests:
-            if request.stream.may_draft:
-                look = request.stream.look()
-                on_path = [True]
-                for parent, token in zip(look.parents, look.token_ids, strict=True):
-                    on_path.append(on_path[parent + 1] and token == _TARGETS)
-                self._looking.append((request, list(zip(on_path, look.depths, strict=True))))
-                rows += len(look.token_ids)
-        if self._looking:
+        asked = sum(len(request.line.wanted(self._branches)) for request in self._requests)
+        self._drawing = [(request, name) for request in self._requests for name in request.line.tips]
+        if self._drawing:
+            lines = sum(bool(request.line.tips) for request in self._requests)
             self._passes += 1
-            self._ends_at = now + self._setting.draft_ms(len(self._looking), rows)
+            ms = self._setting.draft_ms(lines, len(self._drawing) - lines)
+            self._ends_at = now + ms * (1.0 + self._setting.anew * bool(asked))
 
     def _end(self) -> None:
-        for request, rows in self._looking:
-            before = len(request.stream.tokens)
-            request.stream.grow([self._choices(request, before + depth, is_on) for is_on, depth in rows])
-            drafts: Drafts | None = request.stream.due()
-            if drafts is not None:
-                request.received.put(drafts)
-        self._looking = []
+        for request, name in self._drawing:
+            tip = request.line.tips[name]
+            tokens = self._choices(request, tip)
+            if not request.line.grow(name, tokens, request.log_q, tokens[0]):
+                request.line.end(name)
+        for place, request in enumerate(self._requests):
+            if (tree := request.line.due()) is not None:
+                self._received.put(
+                    self._handles[place : place + 1],
+                    np.array([tree.position], np.int32),
+                    np.array([0, len(tree.token_ids)], np.int32),
+                    tree.token_ids,
+                    tree.parents,
+                    tree.ranks.astype(np.uint8),
+                    tree.log_q,
+                    _LONG,
+                )
+        self._drawing = []
 
-    def _choices(self, request: _Request, position: int, is_on_path: bool) -> Choices:
-        """What the drafter would have at a position: the target's token has the rank drawn for it, if any."""
+    def _choices(self, request: _Request, tip: Node) -> list[int]:
+        """What the drafter has behind a node: the target's token has the rank drawn for its place, if any."""
         ranks, width = request.match.ranks, self._setting.fan_out
-        rank = int(ranks[(request.first_rank + position) % len(ranks)]) if is_on_path else width
-        tokens = [_TARGETS if i == rank else _TARGETS + 1 + i for i in range(width)]
-        return Choices(tokens, request.log_q)
+        rank = int(ranks[(request.first_rank + tip.place) % len(ranks)]) if _is_on_path(tip) else width
+        return [_TARGETS if i == rank else _TARGETS + 1 + i for i in range(width)]
 
-    def _begun(self, handle: int) -> _Request:
-        setting, none = self._setting, np.zeros(0, np.int64)
-        first = np.asarray([_TARGETS], np.int32)
-        own = setting.plans.get(handle, OwnPlan(setting.window, Mode.DECOUPLED))
-        pace = Pace.COUPLED if own.mode is Mode.COUPLED else Pace.DECOUPLED
-        opened = Open(handle, 0, first, none, 0.0, 0, 1.0, 0.0, _LONG, own.window, setting.fan_out, pace)
-        match = setting.matches[handle] if setting.matches else setting.match
+    def _begun(self, place: int) -> _Request:
+        setting = self._setting
+        own = setting.plans.get(place, OwnPlan(setting.window, Mode.DECOUPLED))
+        is_coupled = own.mode is Mode.COUPLED
+        match = setting.matches[place] if setting.matches else setting.match
         among = [match.among(count) for count in range(setting.fan_out + 1)]
         log_q = [math.log(max(after - before, 1e-3)) for before, after in itertools.pairwise(among)]
-        first_rank = int(self._rng.integers(len(match.ranks)))
-        stream = Stream(opened, _LONG, setting.most_nodes, self._survival)
-        return _Request(stream, match, log_q, own.window, pace, first_rank)
+        line = Line(
+            str(place),
+            [_TARGETS],
+            Asked(1, temperature=0.0),
+            max_tokens=_LONG,
+            most_tokens=_LONG,
+            window=own.window,
+            is_coupled=is_coupled,
+            survival=self._survival,
+            noise=self._noise,
+        )
+        return _Request(line, match, log_q, own.window, is_coupled, int(self._rng.integers(len(match.ranks))))
+
+
+def _is_on_path(node: Node | None) -> bool:
+    """Whether all tokens down to here are the target's."""
+    while node is not None and node.parent is not None:
+        if node.token != _TARGETS:
+            return False
+        node = node.parent
+    return True
 
 
 def coupled_tokens(match: Match, window: int, fan_out: int) -> float:

@@ -12,6 +12,7 @@ from numbers import Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from vllm_specrollout.config.devices import FORM, parse_devices
 from vllm_specrollout.errors import ConfigError, shown, shown_path
 
 MOST_ID = 256
@@ -220,15 +221,13 @@ def check_is_on(name: str, given: Any, is_on: bool, why_off: str, way: str) -> N
             raise ConfigError(f"`{name}.{f.name}` is set, and {why_off}", f"{way}, or drop `{name}`")
 
 
-def check_core(name: str, value: Any) -> str:
-    """CPU cores of a drafter's process."""
+def check_device(name: str, value: Any) -> str:
+    """What a process runs on."""
     check_type(name, value, (str,))
-    if not re.fullmatch(_CORES, value):
-        raise ConfigError(f"`{name}` names {shown(value)}, which is no core", "name cores as `cpu:1` or `cpu:2-3`")
+    parse_devices(name, value)
     return str(value)
 
 
-_CORES = r"cpu:[0-9]{1,6}(-[0-9]{1,6})?"
 ID = Rule(check_id, {"maxLength": MOST_ID})
 FILE = Rule(check_path, {"maxLength": MOST_PATH})
-CORE = Rule(check_core, {"pattern": f"^{_CORES}$"})
+DEVICE = Rule(check_device, {"pattern": f"^{FORM}$"})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from vllm_specrollout.config.checks import (
-    CORE,
+    DEVICE,
     FILE,
     Choice,
     Range,
@@ -151,8 +151,8 @@ class StartedDrafter:
     """The model that drafts: a folder or a name."""
     name: str = ""
     """What it is called, where drafters are attached and detached; empty: its place in the list, as `drafter-1`."""
-    devices: tuple[Annotated[str, CORE], ...] = ()
-    """CPU cores that it runs on, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
+    devices: tuple[Annotated[str, DEVICE], ...] = ()
+    """What it runs on: CPU cores such as `cpu:1` or `cpu:2-3`, or GPUs such as `cuda:1`; empty: all cores."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's engine in that process."""
 
@@ -177,13 +177,9 @@ class DecoupledConfig:
     reconfigure: Annotated[str, Choice(RECONFIGURE)] = "off"
     """Whether requests that surely match less than their batch get a window and a mode of their own, every 1,000 tokens
     (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
-    most_nodes: Annotated[int, Range(1, 64)] = 16
-    """Nodes of a request's tree that it looks behind, at most: those that the target reaches most often."""
     address: str = ""
-    """Where a `specrollout drafter` listens that was started by hand: `ipc://PATH` or `tcp://HOST:PORT`; empty: the
-    engine starts one of its own, and stops it."""
-    keys: Annotated[str, FILE] = ""
-    """Directory with the keys for a `tcp` address off this host, as `specrollout keys` makes them."""
+    """Where a `specrollout drafter` listens that was started by hand, as it prints it: `ipc://PATH` or
+    `tcp://HOST:PORT/KEY`; empty: the engine starts one of its own, and stops it."""
     start_s: Annotated[float, Range(0.0, 86400.0)] = 180.0
     """Seconds that the engine's start waits for the drafter; without it, requests decode plainly until it is there."""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -200,5 +196,5 @@ class DecoupledConfig:
         if self.address and not self.address.startswith(("ipc://", "tcp://")):
             raise ConfigError(
                 f"`decoupled.address` is {shown(self.address)}",
-                "give `ipc://PATH` or `tcp://HOST:PORT`, or leave it out",
+                "give `ipc://PATH` or `tcp://HOST:PORT/KEY`, or leave it out",
             )

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from vllm_specrollout.config.budgets import OPTIONS, Options, as_given, name_and_options, with_drafter_defaults
 from vllm_specrollout.config.checks import (
-    CORE,
+    DEVICE,
     FILE,
     ID,
     Choice,
@@ -64,11 +64,12 @@ class SpecRolloutConfig:
     ends up here; `num_speculative_tokens` is the most levels that the model drafts."""
     placement: Annotated[str, Choice(PLACEMENTS)] = "coupled"
     """Where the model of `speculative_config` drafts: `coupled`, in the target's own steps; or `decoupled`, in a
-    process of its own on CPU, which drafts ahead while the target verifies; or `auto`, as the engine finds to be
-    faster. The last two take method `draft_model`, and not the V1 runner on CUDA. A decoupled engine needs no
-    `speculative_config`: drafters can be attached while it runs."""
-    devices: tuple[Annotated[str, CORE], ...] = ()
-    """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`; empty: as vLLM chooses."""
+    process of its own, which drafts ahead while the target verifies; or `auto`, as the engine finds to be faster. The
+    last two take method `draft_model`. A decoupled engine needs no `speculative_config`: drafters can be attached while
+    it runs."""
+    devices: tuple[Annotated[str, DEVICE], ...] = ()
+    """What a decoupled drafter runs on: CPU cores, such as `cpu:1` or `cpu:2-3`, or GPUs beside those of the target,
+    such as `cuda:1`, or `cuda:1,2` for an engine of two ranks; empty: all cores."""
     max_draft_tokens: Annotated[int, Range(1, MAX_NODES)] = 24
     """Most draft tokens (tree nodes) verified for one request in one step."""
     max_depth: Annotated[int, Range(1, MAX_NODES)] = 16

@@ -7,38 +7,46 @@ waits: what has come is proposed, and a request for which nothing has come decod
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm_specrollout.cluster.address import connect
 from vllm_specrollout.cluster.child import DrafterProcess
-from vllm_specrollout.cluster.following import TargetNoise
-from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.cluster.mailbox import Mailbox
-from vllm_specrollout.cluster.received import Fitting, together, united
+from vllm_specrollout.cluster.link import Fitting, Link, Mail, SamplingOf
+from vllm_specrollout.cluster.mail import Box, check_served
+from vllm_specrollout.cluster.united import united
 from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown
-from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, empty_trees
+from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, TreeBatch, empty_trees
 
 MOST_LINKS = 16
 """Drafters elsewhere that one engine is linked to, at most: each costs a step the time to hear it."""
 MOST_WINDOW, MOST_FAN_OUT = 64, 8
 _MOST_NAME = 128  # characters
 
-Connect = Callable[[str, str | None], Mailbox]
-"""From an address, and a directory of keys, to a mailbox of a drafter that serves there."""
+Connect = Callable[[str], Mail]
+"""From an address to the mail of a drafter that serves there."""
+
+
+def connect(address: str) -> Mail:
+    """
+    Raises:
+        ConfigError: no such address.
+        MailError: nobody serves there.
+    """
+    check_served(address)
+    return Box(address)
 
 
 class DecoupledDrafter(BaseDrafter):
     """Proposes what has arrived.
 
     Args:
-        noise: of the engine.
+        sampling: how the engine's requests are sampled.
         source: index of the drafter; alternatives count as the next one.
         vocab_size: the target's.
-        window, fan_out: as in `Requests`, where a link names no others.
-        connect: opens mailboxes.
+        window, fan_out: as in `Link`, where a link names no others.
         clock: seconds, from any zero.
     """
 
@@ -47,7 +55,7 @@ class DecoupledDrafter(BaseDrafter):
 
     def __init__(
         self,
-        noise: TargetNoise,
+        sampling: SamplingOf,
         source: int,
         *,
         vocab_size: int,
@@ -59,7 +67,7 @@ class DecoupledDrafter(BaseDrafter):
         self.source = source
         self.links: dict[str, Link] = {}
         self.works_ahead = False
-        self._noise, self._vocab_size = noise, vocab_size
+        self._sampling, self._vocab_size = sampling, vocab_size
         self._window, self._fan_out = window, fan_out
         self._connect, self._clock = connect, clock
         # of links that are no more: trees that came, and tokens wasted
@@ -74,14 +82,16 @@ class DecoupledDrafter(BaseDrafter):
         links = [link for link in self.links.values() if link.is_there]
         if not links or self.is_resting:
             return empty_trees(batch.request_ids)
-        limited = zip(
-            limits.wanted(self.source).tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True
-        )
-        drafts = [
-            _drafts(links, view, count, depth, is_chain)
-            for view, (count, depth, is_chain) in zip(batch.views, limited, strict=True)
-        ]
-        return together(batch.request_ids, drafts, self.source)
+        texts, wanted = [view.token_ids for view in batch.views], limits.wanted(self.source)
+        found = [link.propose(batch, texts, limits, wanted) for link in links]
+        own = found[0] if len(found) == 1 else united(found, wanted, limits.is_chain)
+        return self._trees(batch, own)
+
+    def _trees(self, batch: RequestBatch, own: Fitting) -> TreeBatch:
+        """First choices count as this drafter's, the choices beside them as the next one's."""
+        columns = (own.node_start, own.token_ids, own.parents, own.log_q)
+        trees = proposed(batch.request_ids, *columns, self.source)
+        return TreeBatch(batch.request_ids, *columns, self.source + 1 - own.is_first, trees.depth)
 
     def receive(self) -> None:
         """Take in what has come, and look after the drafters."""
@@ -100,7 +110,7 @@ class DecoupledDrafter(BaseDrafter):
 
     def forget(self, request_id: str) -> None:
         for link in self.links.values():
-            link.requests.forget(request_id)
+            link.forget(request_id)
 
     def close(self) -> None:
         """The engine ends."""
@@ -112,14 +122,14 @@ class DecoupledDrafter(BaseDrafter):
 
     # --- links -------------------------------------------------------------------------------------------------------
 
-    def link(self, name: str, mailbox: Mailbox, process: DrafterProcess | None = None, **given: Any) -> Link:
+    def link(self, name: str, mail: Mail, process: DrafterProcess | None = None, **given: Any) -> Link:
         """Link to a drafter; it drafts from the step on after it has said that it is ready.
 
         Args:
-            given: `window`, `fan_out` and `only` of `Requests`, where they are others than the engine's.
+            given: `window`, `fan_out` and `only` of `Link`, where they are others than the engine's.
         """
         own = {"window": self._window, "fan_out": self._fan_out, "vocab_size": self._vocab_size, **given}
-        link = Link(name, mailbox, self._noise, process=process, clock=self._clock, **own)
+        link = Link(name, mail, self._sampling, process=process, clock=self._clock, **own)
         link.greet()
         self.links[name] = link
         self.works_ahead = not self.is_resting
@@ -129,7 +139,6 @@ class DecoupledDrafter(BaseDrafter):
         self,
         name: str,
         address: str,
-        keys: str | None = None,
         window: int | None = None,
         fan_out: int | None = None,
         request_ids: Iterable[str] | None = None,
@@ -138,8 +147,7 @@ class DecoupledDrafter(BaseDrafter):
 
         Args:
             name: what it is called from now on.
-            address: `ipc://PATH`, `shm://NAME` or `tcp://HOST:PORT`.
-            keys: directory with the keys, where `tcp` leaves the host.
+            address: as the drafter prints it: `ipc://PATH`, or `tcp://HOST:PORT/KEY`.
             window, fan_out: None: the engine's.
             request_ids: requests that it drafts for, by the engine's names or their clients'; None: all.
 
@@ -147,7 +155,7 @@ class DecoupledDrafter(BaseDrafter):
             `Link.state`.
 
         Raises:
-            ConfigError, MailboxError: something cannot be used; nothing has changed then.
+            ConfigError, MailError: something cannot be used; nothing has changed then.
         """
         check_type("name", name, (str,))
         if not 0 < len(name) <= _MOST_NAME:
@@ -162,7 +170,7 @@ class DecoupledDrafter(BaseDrafter):
             if value is not None:
                 check_range(key, value, 1, highest)
                 given[key] = value
-        return self.link(name, self._connect(address, keys), **given).state()
+        return self.link(name, self._connect(address), **given).state()
 
     def detach(self, name: str) -> dict[str, Any]:
         """Let go of a drafter. It stays warm where it was told to; one that the engine began ends.
@@ -187,7 +195,7 @@ class DecoupledDrafter(BaseDrafter):
             ConfigError: there is none of this name, or these are no names.
         """
         link = self._link(name)
-        link.requests.restrict(_names(request_ids))
+        link.restrict(_names(request_ids))
         return link.state()
 
     def state(self) -> dict[str, Any]:
@@ -199,7 +207,7 @@ class DecoupledDrafter(BaseDrafter):
         """Drafters that are there now; trees that came, and tokens wasted, from all that were ever attached."""
         trees, wasted = self._gone
         for link in self.links.values():
-            trees, wasted = trees + link.requests.counts.trees, wasted + link.requests.wasted
+            trees, wasted = trees + link.counts.trees, wasted + link.counts.wasted
         return sum(link.is_there for link in self.links.values()), trees, wasted
 
     def _link(self, name: str) -> Link:
@@ -214,21 +222,8 @@ class DecoupledDrafter(BaseDrafter):
         if link.process is not None:
             self._dismissed.append(link.process)
         trees, wasted = self._gone
-        self._gone = trees + link.requests.counts.trees, wasted + link.requests.wasted
+        self._gone = trees + link.counts.trees, wasted + link.counts.wasted
         self.works_ahead = bool(self.links) and not self.is_resting
-
-
-def _drafts(links: Sequence[Link], view: RequestView, count: int, depth: int, is_chain: bool) -> Fitting | None:
-    """What is proposed for a request; all its drafters are told how it stands."""
-    found = []
-    for link in links:
-        if link.requests.includes(view):
-            fitting = link.requests.propose(view, count, depth, is_chain)
-            if fitting is not None:
-                found.append(fitting)
-    if len(found) < 2:
-        return found[0] if found else None
-    return united(found, count, is_chain)
 
 
 def _names(request_ids: Iterable[str] | None) -> frozenset[str] | None:

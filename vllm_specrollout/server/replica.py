@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
@@ -22,16 +24,16 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_specrollout.cluster.child import Command
+from vllm_specrollout.cluster.child import Command, DrafterProcess, DrafterProcessError
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
-from vllm_specrollout.cluster.warm import WarmPool
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.reports import abegin_epoch, areport_rewards
 
+logger = logging.getLogger("vllm.specrollout")
+
 _MOST_REASON = 1000  # characters
-_OWN = "own"
 
 
 @dataclass(slots=True)
@@ -79,10 +81,11 @@ class Replica:
         self._changed_at = self._told_at = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="specrollout-")
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"max_num_seqs": 32, **engine}))
-        self._pool: WarmPool | None = None
+        self._warm: DrafterProcess | None = None
         if drafter:
-            address = f"ipc://{self._folder.name}/drafter"
-            self._pool = WarmPool({_OWN: Command(drafter, address, drafter_engine or {}, tuple(cores))})
+            devices = [f"cpu:{core}" for core in cores]
+            command = Command.of(drafter, devices, drafter_engine or {})
+            self._warm = DrafterProcess(replace(command, ready=f"{self._folder.name}/ready"))
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.
@@ -150,7 +153,7 @@ class Replica:
         elif is_there:
             found = await self._worker("assign_drafter", lender, list(requests))
         else:
-            found = await self._worker("attach_drafter", lender, address, None, None, None, list(requests))
+            found = await self._worker("attach_drafter", lender, address, None, None, list(requests))
         return f"{found['cause']}; {found['hint']}" if "cause" in found else ""
 
     async def rewards(self, rewards: Mapping[str, float]) -> int:
@@ -175,8 +178,8 @@ class Replica:
 
     def close(self) -> None:
         """End the engine and the drafter."""
-        if self._pool is not None:
-            self._pool.stop()
+        if self._warm is not None:
+            self._warm.stop()
         self.llm.shutdown()
         self._folder.cleanup()
 
@@ -210,10 +213,21 @@ class Replica:
         return next((one for one in found if one), {})
 
     def _drafter(self) -> str:
-        if self._pool is None:
+        """Where the warm drafter serves; empty: there is none, or it loads."""
+        if self._warm is None:
             return ""
-        self._pool.watch()
-        return self._pool.addresses[_OWN] if self._pool.is_ready(_OWN) else ""
+        try:
+            self._warm.watch()
+            is_ready = self._warm.is_alive and Path(self._warm.command.ready).read_text("ascii") == str(self._warm.pid)
+        except DrafterProcessError as error:
+            logger.warning("Spec rollout: an engine has no drafter to lend any more: %s", error)
+            self._warm = None
+            return ""
+        except FileNotFoundError:
+            is_ready = False
+        # what has not loaded in good time is begun anew
+        self._warm.is_ready = self._warm.is_ready or is_ready
+        return self._warm.command.address if is_ready else ""
 
 
 def sampling(given: Any) -> SamplingParams:

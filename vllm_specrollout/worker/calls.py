@@ -78,7 +78,6 @@ class DrafterMixin(_Base):
         self,
         name: str,
         address: str,
-        keys: str | None = None,
         window: int | None = None,
         fan_out: int | None = None,
         request_ids: Sequence[str] | None = None,
@@ -87,7 +86,7 @@ class DrafterMixin(_Base):
 
         Args, and what comes back: as `DecoupledDrafter.attach`.
         """
-        return self._elsewhere(lambda own: own.attach(name, address, keys, window, fan_out, request_ids))
+        return self._elsewhere(lambda own: own.attach(name, address, window, fan_out, request_ids))
 
     def detach_drafter(self, name: str) -> dict[str, Any]:
         """Let go of a drafter; what it did comes back, as of `DecoupledDrafter.detach`."""

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from vllm_specrollout.cluster.devices import Devices, shares
+from vllm_specrollout.config.devices import Devices, shares
 from vllm_specrollout.cluster.ray.actor import Actor
 from vllm_specrollout.errors import ConfigError
 

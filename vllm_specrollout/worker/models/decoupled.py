@@ -1,7 +1,7 @@
 """Models that draft in processes of their own, as the target's runner sees them: begun with the engine, or attached.
 
 With `placement: auto` a duel finds whether a model drafts faster in the target's steps or beside them. A drafter
-elsewhere is told how tokens of the target's requests are chosen, and with which noise.
+elsewhere is told how tokens of the target's requests are sampled, and their seeds.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
-from vllm_specrollout.cluster.child import Command, DrafterProcess, cores_of
-from vllm_specrollout.cluster.counter import TAPE, NoiseKind
+from vllm_specrollout.cluster.child import Command, DrafterProcess
+from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.cluster.duel import Duel
-from vllm_specrollout.cluster.following import Sampling, TargetNoise
-from vllm_specrollout.cluster.messages import Noise
+from vllm_specrollout.cluster.link import Sampling, SamplingOf
 from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
+from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.patches import features
-from vllm_specrollout.trees.tape import SeedTape
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
@@ -40,68 +37,34 @@ from vllm_specrollout.worker.models.drafter import ModelDrafter
 logger = logging.getLogger("vllm.specrollout")
 
 _POLL_S = 0.02  # while the engine starts
-_SHARED = "spec-rollout-"  # what the names of an engine's own mailboxes begin with
-_KV_CACHE = 1 << 30  # bytes of the drafter's, where its settings name no other
 
 
-class V1Noise:
-    """What the V1 runner on CPU knows of its requests.
+def sampling_on_v1(runner: Any) -> SamplingOf:
+    """What our V1 runner knows of its requests."""
 
-    Args:
-        runner: our V1 runner.
-    """
-
-    kind = TAPE
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def sampling(self, request_id: str) -> Sampling:
-        entry = self._entry(request_id)
-        if entry.is_greedy:
+    def sampling(request_id: str) -> Sampling:
+        params = runner.requests[request_id].sampling_params
+        if runner.book.get(runner.requests[request_id]).is_greedy:
             return Sampling(0.0)
-        params = entry.state.sampling_params
-        return Sampling(params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+        return Sampling(params.temperature, max(params.top_k, 0), params.top_p, params.min_p, params.seed)
 
-    def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
-        tape = self._entry(request_id).tape
-        if not isinstance(tape, SeedTape):
-            return np.zeros(0, dtype=np.int64)
-        return tape.peek(count).copy()
-
-    def _entry(self, request_id: str) -> Any:
-        return self._runner.book.get(self._runner.requests[request_id])
+    return sampling
 
 
-class V2Noise:
-    """What the V2 runner knows of its requests: vLLM's own copies on the host, so no step waits for the device.
+def sampling_on_v2(runner: Any) -> SamplingOf:
+    """What our V2 runner knows of its requests: vLLM's own copies on the host, so no step waits for the device."""
 
-    Args:
-        runner: our V2 runner.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self.kind = NoiseKind(Noise.COUNTER, features.installed().v2_noise)
-
-    def sampling(self, request_id: str) -> Sampling:
-        row, states = self._row(request_id), self._runner.sampler.sampling_states
+    def sampling(request_id: str) -> Sampling:
+        row, states = runner.req_states.req_id_to_index[request_id], runner.sampler.sampling_states
         temperature, top_k = float(states.temperature.np[row]), int(states.top_k.np[row])
         if temperature == 0.0:
             return Sampling(0.0)
         # vLLM writes the whole vocabulary where a request has no such limit
         top_k = 0 if top_k == states.vocab_size else top_k
-        return Sampling(temperature, top_k, float(states.top_p.np[row]), float(states.min_p.np[row]))
+        seed = int(states.seeds.np[row : row + 1].astype(np.int64)[0])
+        return Sampling(temperature, top_k, float(states.top_p.np[row]), float(states.min_p.np[row]), seed)
 
-    def seeds(self, request_id: str, count: int) -> npt.NDArray[np.int64]:
-        row, states = self._row(request_id), self._runner.sampler.sampling_states
-        if states.temperature.np[row] == 0.0:
-            return np.zeros(0, dtype=np.int64)
-        return states.seeds.np[row : row + 1].astype(np.int64)
-
-    def _row(self, request_id: str) -> int:
-        row: int = self._runner.req_states.req_id_to_index[request_id]
-        return row
+    return sampling
 
 
 COUPLED, DECOUPLED = 0, 1
@@ -176,41 +139,32 @@ class LinkCounter(Listener):
         self._told = (trees, wasted)
 
 
-def begin(runner: Any, noise: TargetNoise) -> DecoupledDrafter | None:
+def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
     """Start what the configuration asks for; None: no drafter elsewhere is wanted, or another rank drafts.
 
     They get ready while the target's weights are loaded.
 
     Args:
         runner: our V1 or V2 runner.
-        noise: its own.
+        sampling: how its requests are sampled.
     """
     vllm_config = runner.vllm_config
     config = config_of(vllm_config)
     if not config.is_decoupled or not is_first_rank():
         return None
-    # imported late: engines without a drafter elsewhere need no sockets
-    from vllm_specrollout.cluster import segment
-    from vllm_specrollout.cluster.address import open_mailbox
-
-    # 8 MiB each, whose names nobody will ask for again
-    if left := segment.sweep(_SHARED):
-        logger.info("Spec rollout: removed the shared memory of %d links whose engines were killed", left)
     own = config.decoupled
     drafter = DecoupledDrafter(
-        noise,
+        sampling,
         config.sources.index(DECOUPLED_SOURCES[0]),
         vocab_size=vllm_config.model_config.get_vocab_size(),
         window=own.window,
         fan_out=own.fan_out,
     )
     if own.address:
-        drafter.link(SINGLE, open_mailbox(own.address, serve=False, keys=own.keys or None))
+        drafter.link(SINGLE, Box(own.address))
     for started in _started(config):
-        # a name that no other engine has
-        address = f"shm://{_SHARED}{os.getpid()}-{time.monotonic_ns():x}"
-        mailbox = open_mailbox(address, serve=True)
-        drafter.link(started.name, mailbox, DrafterProcess(_command(started, vllm_config, address, own.most_nodes)))
+        process = DrafterProcess(_command(started, vllm_config))
+        drafter.link(started.name, Box(process.command.address), process)
     return drafter
 
 
@@ -255,7 +209,8 @@ def own_cores(config: SpecRolloutConfig, cores: set[int]) -> set[int]:
     Empty where nothing is to be moved: the user has bound this engine's threads, the drafters have no cores of their
     own, or none would be left.
     """
-    theirs = {core for started in _started(config) for core in cores_of(started.devices)}
+    devices = [parse_devices("devices", one) for started in _started(config) for one in started.devices]
+    theirs = {core for one in devices if one.kind == "cpu" for core in one.numbers}
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     return cores - theirs if config.is_decoupled and theirs & cores and bound in ("auto", "nobind") else set()
 
@@ -297,7 +252,7 @@ def join(runner: Any) -> None:
         time.sleep(_POLL_S)
 
 
-def _command(started: StartedDrafter, vllm_config: Any, address: str, most_nodes: int) -> Command:
+def _command(started: StartedDrafter, vllm_config: Any) -> Command:
     """The drafter's engine is like the target's, where its settings say nothing else."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     engine_args = {
@@ -305,7 +260,6 @@ def _command(started: StartedDrafter, vllm_config: Any, address: str, most_nodes
         "max_model_len": model.max_model_len,
         "max_num_seqs": scheduler.max_num_seqs,
         "enforce_eager": model.enforce_eager,
-        "kv_cache_memory_bytes": _KV_CACHE,
         **started.engine_args,
     }
-    return Command(started.model, address, engine_args, cores_of(started.devices), most_nodes)
+    return Command.of(started.model, started.devices, engine_args)

@@ -34,7 +34,7 @@ from vllm_specrollout.worker.arriving import fill_in
 from vllm_specrollout.worker.common import CHAIN_ASKED, ROWS_FOR_DRAFTS, Stats, config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.models import decoupled
-from vllm_specrollout.worker.models.decoupled import V1Noise
+from vllm_specrollout.worker.models.decoupled import sampling_on_v1
 from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
 from vllm_specrollout.worker.request import RequestBook, RequestEntry
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
@@ -88,7 +88,7 @@ class SpecRolloutV1(_Base):
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
         self._timing: StepTiming | None = None  # of the last completed step
         self.model_drafter: ModelDrafter | None = None
-        self.remote = decoupled.begin(self, V1Noise(self))
+        self.remote = decoupled.begin(self, sampling_on_v1(self))
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.models import decoupled
-from vllm_specrollout.worker.models.decoupled import V2Noise
+from vllm_specrollout.worker.models.decoupled import sampling_on_v2
 from vllm_specrollout.worker.v2.attention import attention_layers
 from vllm_specrollout.worker.v2.self_check import SelfCheck, set_aside
 
@@ -121,7 +121,7 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
             super().init_device()
         check_runner(self, ours)
         # vLLM loads the target next; they get ready meanwhile
-        self.model_runner.remote = decoupled.begin(self.model_runner, V2Noise(self.model_runner))
+        self.model_runner.remote = decoupled.begin(self.model_runner, sampling_on_v2(self.model_runner))
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
 

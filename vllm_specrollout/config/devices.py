@@ -1,14 +1,15 @@
-"""Devices of a process: CPU cores or GPUs by number, and the environment that binds a process to them. Pure."""
+"""Devices of a process: CPU cores or GPUs by number, and the environment that binds a process to them."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_specrollout.errors import ConfigError, shown
 
-_FORM = re.compile(r"(cpu|cuda):(\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*)")
+FORM = r"(cpu|cuda):([0-9]{1,5}(?:-[0-9]{1,5})?(?:,[0-9]{1,5}(?:-[0-9]{1,5})?)*)"
 _MOST = 4096
 
 
@@ -29,10 +30,20 @@ class Devices:
         """What a process gets that is to run on these and no others, whatever its parent's environment says."""
         if self.kind == "cuda":
             # Ray would set the variable by the GPUs that it counts for the actor
-            gpus = ",".join(map(str, self.numbers))
-            return {"CUDA_VISIBLE_DEVICES": gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            return {"CUDA_VISIBLE_DEVICES": self._visible(), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         cores = ",".join(map(str, self.numbers))
         return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(self.numbers))}
+
+    def _visible(self) -> str:
+        """As the driver of the GPUs counts them: this process may see some of the host's alone."""
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if not seen:
+            return ",".join(map(str, self.numbers))
+        names = [name.strip() for name in seen.split(",") if name.strip()]
+        if max(self.numbers) >= len(names):
+            cause = f"`cuda:{max(self.numbers)}` is to be used, and {len(names)} GPUs are visible (`{seen}`)"
+            raise ConfigError(cause, "name GPUs from 0 on, as CUDA_VISIBLE_DEVICES lists them")
+        return ",".join(names[number] for number in self.numbers)
 
 
 def parse_devices(name: str, text: str) -> Devices:
@@ -44,7 +55,7 @@ def parse_devices(name: str, text: str) -> Devices:
     Raises:
         ConfigError: it has another form, or names a device twice.
     """
-    found = _FORM.fullmatch(text) if isinstance(text, str) else None
+    found = re.fullmatch(FORM, text) if isinstance(text, str) else None
     if found is None:
         raise ConfigError(f"`{name}` names {shown(text)}, and no devices", "name cores or GPUs, as cpu:0-3 or cuda:1,2")
     numbers: list[int] = []
@@ -54,6 +65,20 @@ def parse_devices(name: str, text: str) -> Devices:
     if not numbers or len(set(numbers)) < len(numbers) or len(numbers) > _MOST:
         raise ConfigError(f"`{name}` names {shown(text)}: a device twice, none, or above {_MOST}", "name each once")
     return Devices(found[1], tuple(numbers))
+
+
+def together(name: str, texts: Sequence[str]) -> Devices | None:
+    """The devices of one process, named one by one; None: none are.
+
+    Raises:
+        ConfigError: as `parse_devices`, or cores beside GPUs.
+    """
+    each = [parse_devices(name, text) for text in texts]
+    if not each:
+        return None
+    if len({one.kind for one in each}) > 1:
+        raise ConfigError(f"`{name}` names {shown(list(texts))}: cores beside GPUs", "name devices of one kind")
+    return Devices(each[0].kind, tuple(dict.fromkeys(number for one in each for number in one.numbers)))
 
 
 def check_apart(name: str, devices: Sequence[Devices]) -> None:

@@ -1,0 +1,304 @@
+"""Mail: messages over ZeroMQ between engines and the drafters that serve them. Nothing here waits but `Office.wait`.
+
+A drafter has an `Office`, at which any number of engines post; an engine has a `Box` there. What is full drops what
+comes, and says so. Between hosts a key protects what is said: whoever serves makes it, and the address that others are
+given ends with it, so the address is as secret as a password.
+
+pyzmq ends a context that nobody holds, and waits for its sockets meanwhile. The garbage collector may take both at
+once, and the context first: then the process waits for ever. So this module holds every context until it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from vllm_specrollout.cluster.messages import MOST_BYTES, Message, MessageError, decode, encode
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
+
+logger = logging.getLogger("vllm.specrollout")
+
+HIGH_WATER = 256
+"""Messages that each end queues each way; one a step."""
+_MOST_AT_ONCE = 1024  # messages heard without a pause
+_ENCRYPTED = 1024  # bytes that CURVE adds, and some
+# a host that vanished without a word is given up after this long, queue and all
+_HEARTBEAT_MS, _SILENCE_MS = 1000, 3000
+_RECONNECT_MS, _MOST_RECONNECT_MS = 50, 500
+_LINGER_MS = 200  # for the last words
+_KNOCK_S = 1.0
+_TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+|\*):([0-9]{1,5})(?:/([0-9a-f]{64}))?")
+_MOST_PATH = 107  # bytes that the kernel takes
+
+_contexts: set[zmq.Context[zmq.Socket[bytes]]] = set()
+
+
+class MailError(SpecRolloutError):
+    """Nobody serves at an address, or another process does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a drafter serves."""
+
+    # without a key, as ZeroMQ understands it
+    endpoint: str
+    # of the socket, for ipc
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+    # hexadecimal, of tcp: the secret of the end that serves; empty: none yet
+    key: str = ""
+
+
+def parse(text: str) -> Address:
+    """
+    Raises:
+        ConfigError: it is neither ipc://PATH nor tcp://HOST:PORT, with or without a key.
+    """
+    if isinstance(text, str) and text.startswith("ipc://"):
+        path = text.removeprefix("ipc://")
+        # `*` and `@` are ZeroMQ's own: a random path, and a name without a file, which has no permissions either
+        if path[:1] in ("", "*", "@") or "\0" in path or len(os.fsencode(path)) > _MOST_PATH:
+            cause = f"`{text[:140]}` is no path for a socket"
+            raise ConfigError(cause, f"write ipc:///PATH, with at most {_MOST_PATH} bytes in the path")
+        return Address(text, Path(path))
+    match = _TCP.fullmatch(text) if isinstance(text, str) else None
+    if match is None or int(match[2]) > 65535:
+        raise ConfigError(f"`{str(text)[:140]}` is no address", "write ipc://PATH, or tcp://HOST:PORT/KEY")
+    # looked up, a name may lead elsewhere; written out, it stays on the host
+    host = "127.0.0.1" if match[1] == "localhost" else match[1]
+    return Address(f"tcp://{host}:{match[2]}", None, host, int(match[2]), match[3] or "")
+
+
+class Office:
+    """The end that serves.
+
+    Args:
+        address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one. Behind tcp a key may stand, so that engines find
+            this end again once it was begun anew; else one is made.
+
+    Raises:
+        ConfigError: no such address.
+        MailError: it is in use, or not this host's.
+    """
+
+    def __init__(self, address: str) -> None:
+        where = parse(address)
+        if where.path is not None:
+            _claim(where.path)
+        self.malformed = self.dropped = 0
+        """Messages that were none, and that could not be sent."""
+        self._file: tuple[Path, os.stat_result] | None = None
+        self._context = _begun()
+        try:
+            self._socket = _socket(self._context, zmq.ROUTER, where)
+            self._socket.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
+            key = self._locked(where)
+            _bind(self._socket, where)
+        except BaseException:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT) + (f"/{key}" if key else "")
+        """Where engines post; a secret, where it has a key."""
+        if where.path is not None:
+            os.chmod(where.path, 0o600)
+            self._file = (where.path, os.stat(where.path))
+
+    def receive(self) -> Iterator[tuple[bytes, Message]]:
+        """What has come, in order: from which engine, and what it says."""
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                name, *rest = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if (message := _read(self, rest)) is not None:
+                yield name, message
+
+    def send(self, engine: bytes, message: Message) -> bool:
+        """False: it is gone, or does not keep up; nothing was sent."""
+        return _sent(self, [engine, encode(message)])
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come."""
+        return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLIN))
+
+    def close(self) -> None:
+        _end(self._context)
+        if self._file is not None:
+            path, status = self._file
+            with contextlib.suppress(FileNotFoundError):
+                # ZeroMQ leaves it; another process may have put its own there
+                if os.path.samestat(os.stat(path), status):
+                    path.unlink()
+            self._file = None
+
+    def _locked(self, where: Address) -> str:
+        """Only those get in who know the key; it is made, where the address has none. ipc has its file's owner."""
+        if where.path is not None:
+            return ""
+        secret = z85.encode(bytes.fromhex(where.key)) if where.key else zmq.curve_keypair()[1]
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = secret
+        return z85.decode(secret).hex()
+
+
+class Box:
+    """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes.
+
+    Args:
+        address: of the drafter.
+
+    Raises:
+        ConfigError: no such address, or one of tcp without a key.
+    """
+
+    def __init__(self, address: str) -> None:
+        where = parse(address)
+        if where.path is None and not where.key:
+            cause = f"`{address}` has no key"
+            raise ConfigError(cause, "give the whole address that the drafter prints: tcp://HOST:PORT/KEY")
+        if where.path is None and (where.host == "*" or not where.port):
+            cause = f"`{where.endpoint}` names no end to connect to"
+            raise ConfigError(cause, "only a drafter may leave host (`*`) or port (0) open")
+        self.address = where.endpoint
+        """Without its key: fit to be shown."""
+        self.malformed = self.dropped = 0
+        self._context = _begun()
+        try:
+            self._socket = _socket(self._context, zmq.DEALER, where)
+            self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = _RECONNECT_MS, _MOST_RECONNECT_MS
+            if where.key:
+                # what it is asked for is the key of the other end; its own says nothing
+                own = zmq.curve_keypair()
+                self._socket.curve_publickey, self._socket.curve_secretkey = own
+                self._socket.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(where.key)))
+            self._socket.connect(where.endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            cause = f"`{where.endpoint}` cannot be reached: {error.strerror}"
+            raise ConfigError(cause, "give an address at which a drafter serves") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self) -> Iterator[Message]:
+        """What has come, in order."""
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if (message := _read(self, frames)) is not None:
+                yield message
+
+    def send(self, message: Message) -> bool:
+        """False: the drafter does not keep up; nothing was sent."""
+        return _sent(self, [encode(message)])
+
+    def close(self) -> None:
+        _end(self._context)
+
+
+def check_served(address: str) -> None:
+    """See that somebody serves there: ZeroMQ would wait for it without a word.
+
+    Raises:
+        ConfigError: no such address.
+        MailError: nobody does.
+    """
+    where = parse(address)
+    family = socket.AF_UNIX if where.path is not None else socket.AF_INET6 if "[" in where.host else socket.AF_INET
+    with socket.socket(family) as knocking:
+        knocking.settimeout(_KNOCK_S)
+        try:
+            knocking.connect(str(where.path) if where.path is not None else (where.host.strip("[]"), where.port))
+        except OSError as error:
+            cause = f"nobody serves at `{where.endpoint}`: {error.strerror or error}"
+            raise MailError(cause, "start `specrollout drafter MODEL --listen ADDRESS`") from None
+
+
+def _begun() -> zmq.Context[zmq.Socket[bytes]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    _contexts.add(made)
+    return made
+
+
+def _end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Close its sockets, and end it. A second time it does nothing."""
+    if context in _contexts:
+        context.destroy(linger=_LINGER_MS)
+        _contexts.discard(context)
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, where: Address) -> zmq.Socket[bytes]:
+    made = context.socket(kind)
+    made.linger = 0
+    made.sndhwm = made.rcvhwm = HIGH_WATER
+    # longer ones end the connection before memory is taken for them
+    made.maxmsgsize = MOST_BYTES + _ENCRYPTED
+    made.ipv6 = "[" in where.host
+    made.heartbeat_ivl, made.heartbeat_timeout = _HEARTBEAT_MS, _SILENCE_MS
+    return made
+
+
+def _bind(made: zmq.Socket[bytes], where: Address) -> None:
+    try:
+        made.bind(where.endpoint)
+    except zmq.ZMQError as error:
+        cause = f"`{where.endpoint}` cannot be served: {error.strerror}"
+        raise MailError(cause, "choose an address of this host that is free") from None
+
+
+def _read(end: Office | Box, frames: list[bytes]) -> Message | None:
+    """What came, if it is a message; what is none is counted, and said once."""
+    try:
+        if len(frames) != 1:
+            raise MessageError(f"a message came in {len(frames)} parts, not 1")
+        return decode(frames[0])
+    except MessageError as error:
+        if not end.malformed:
+            logger.warning("a message was dropped, and others like it will be without a word: %s", error)
+        end.malformed += 1
+        return None
+
+
+def _sent(end: Office | Box, frames: list[bytes]) -> bool:
+    try:
+        end._socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            raise
+        end.dropped += 1
+        return False
+    return True
+
+
+def _claim(path: Path) -> None:
+    """See that a socket may be made there. ZeroMQ would remove whatever is in its way.
+
+    Raises:
+        ConfigError: there is something that is no socket, no folder for it, or a process that listens.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no directory `{path.parent}` for the socket", "make it first")
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(status.st_mode):
+        raise ConfigError(f"`{path}` is there already and is no socket", "choose another path")
+    with contextlib.suppress(MailError):
+        check_served(f"ipc://{path}")
+        raise ConfigError(f"another process listens at `{path}`", "choose another path, or stop that process")

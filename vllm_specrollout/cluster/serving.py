@@ -1,0 +1,318 @@
+"""Serving of drafts: a model's engine, the lines that it drafts, and the target engines that they are drafted for. Pure.
+
+What belongs here: who is drafted for, what the engine is asked for in each pass, and what is sent. The engine and the
+mail are given. One process drafts for any number of engines at once; a pass is shared by all their requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from vllm_specrollout.cluster.line import Ask, Asked, Line, Noise, Survival, Tree, branches
+from vllm_specrollout.cluster.messages import (
+    MOST_REQUESTS,
+    MOST_TREE,
+    VERSION,
+    Bye,
+    Drafted,
+    Hello,
+    Message,
+    Opened,
+    Told,
+    ints,
+    longs,
+)
+from vllm_specrollout.types import MOST_NODES
+
+logger = logging.getLogger("vllm.specrollout")
+
+BEAT_S = 1.0
+"""Seconds after which an engine that speaks hears something, if there are no drafts for it."""
+FORGET_S = 60.0
+"""Seconds of silence after which an engine with open requests is taken to be gone. One that comes back is greeted."""
+MOST_ENGINES = 256
+_IDLE_S = 0.2  # longest wait for a message; whether the process should end is asked as often
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A request's next token."""
+
+    name: str
+    # [width] the token first, then the likeliest others, best first
+    token_ids: Sequence[int]
+    # [width] their log probabilities before temperature
+    log_probs: Sequence[float]
+    # the likeliest of all
+    best: int
+    # the request is over: it has all the tokens that it was asked for
+    is_over: bool
+
+
+class Engine(Protocol):
+    """An engine that decodes; worker/drafting/engine.py has the real one."""
+
+    vocab_size: int
+    max_requests: int
+    most_tokens: int
+
+    def add(self, ask: Ask, asked: Asked) -> None: ...
+
+    def abort(self, names: Sequence[str]) -> None: ...
+
+    def step(self) -> list[Grown]:
+        """One pass of all its requests."""
+        ...
+
+
+class Post(Protocol):
+    """Where engines post; `mail.Office` is one."""
+
+    def receive(self) -> Iterable[tuple[bytes, Message]]: ...
+
+    def send(self, engine: bytes, message: Message) -> bool: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+
+@dataclass(slots=True)
+class Work:
+    """What was done, since the process began."""
+
+    busy_ms: float = 0.0
+    passes: int = 0
+    # summed over passes: requests that were drafted for
+    streams: int = 0
+
+
+@dataclass(slots=True)
+class Target:
+    """An engine that is drafted for."""
+
+    heard_at: float
+    fan_out: int = 1
+    # by the engine's handles
+    lines: dict[int, Line] = field(default_factory=dict)
+    # tokens drafted and wasted for lines that are over; and of all, as the engine knows them
+    gone: tuple[int, int] = (0, 0)
+    told: tuple[int, int] = (0, 0)
+    told_work: Work = field(default_factory=Work)
+    told_at: float = 0.0
+    # whether it has said anything since it was told of anything
+    waits: bool = False
+
+
+class Serving:
+    """
+    Args:
+        is_over: asked each time around: whether the process should end.
+        clock: seconds, from any zero.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        post: Post,
+        is_over: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.targets: dict[bytes, Target] = {}
+        self.work = Work()
+        self.noise, self._survival = Noise(), Survival()
+        self._engine, self._post, self._is_over, self._clock = engine, post, is_over, clock
+        # request of the engine -> whose it is
+        self._asked: dict[str, tuple[Target, Line]] = {}
+        self._count = 0
+
+    def run(self) -> None:
+        """Until the process should end."""
+        while not self._is_over():
+            self.turn()
+        for name in self.targets:
+            self._post.send(name, Bye("the drafter ends"))
+
+    def turn(self) -> None:
+        """Once around: what was said, a pass, and what came of it."""
+        for name, message in self._post.receive():
+            self._take(name, message)
+        begin = self._clock()
+        self._ask()
+        if self._asked:
+            self._pass()
+            self.work.busy_ms += (self._clock() - begin) * 1e3
+        else:
+            self._post.wait(_IDLE_S)
+        self._send()
+
+    # --- what engines say --------------------------------------------------------------------------------------------
+
+    def _take(self, name: bytes, message: Message) -> None:
+        now = self._clock()
+        if isinstance(message, Hello):
+            self._forget(name)
+            if len(self.targets) < MOST_ENGINES:
+                self.targets[name] = Target(now, told_at=now, told_work=self._work())
+            self._greet(name)
+        elif isinstance(message, Bye):
+            self._forget(name)
+        elif isinstance(message, Told):
+            target = self.targets.get(name)
+            if target is None:
+                # it was drafted for in a former life of this process, or was taken to be gone
+                self._greet(name)
+                return
+            target.heard_at, target.fan_out, target.waits = now, message.fan_out, True
+            self._told(target, message)
+
+    def _greet(self, name: bytes) -> None:
+        self._post.send(name, Hello(VERSION, self._engine.vocab_size))
+
+    def _told(self, target: Target, told: Told) -> None:
+        for handle in longs(told.closed).tolist():
+            self._close(target, handle)
+        for opened in told.opened:
+            self._open(target, opened)
+        handles, counts = longs(told.handles).tolist(), ints(told.counts)
+        tokens, windows = ints(told.token_ids), ints(told.windows).tolist()
+        ends = np.cumsum(counts).tolist()
+        for handle, count, end, window in zip(handles, counts.tolist(), ends, windows, strict=True):
+            line = target.lines.get(handle)
+            if line is None:
+                continue
+            new = tokens[end - count : end].tolist()
+            if max(new) >= self._engine.vocab_size or len(line.tokens) + count > self._engine.most_tokens:
+                self._close(target, handle)
+                continue
+            self._abort(line, line.take(new, abs(window), window < 0))
+
+    def _open(self, target: Target, opened: Opened) -> None:
+        self._close(target, opened.handle)
+        tokens = ints(opened.token_ids).tolist()
+        lines = sum(len(one.lines) for one in self.targets.values())
+        if max(tokens) >= self._engine.vocab_size or len(tokens) > self._engine.most_tokens or lines >= MOST_REQUESTS:
+            return  # longer than this model can see, or one too many: the request goes on without its drafts
+        self._count += 1
+        target.lines[opened.handle] = Line(
+            str(self._count),
+            tokens,
+            Asked(
+                opened.prompt_tokens, opened.seed, opened.temperature, opened.top_k, opened.top_p, opened.min_p
+            ),
+            max_tokens=opened.max_tokens,
+            most_tokens=self._engine.most_tokens,
+            window=opened.window,
+            is_coupled=opened.is_coupled,
+            survival=self._survival,
+            noise=self.noise,
+        )
+
+    def _close(self, target: Target, handle: int) -> None:
+        line = target.lines.pop(handle, None)
+        if line is not None:
+            drafted, wasted = target.gone
+            target.gone = drafted + line.drafted, wasted + line.wasted
+            self._abort(line, list(line.tips))
+
+    def _forget(self, name: bytes) -> None:
+        target = self.targets.pop(name, None)
+        if target is not None:
+            for handle in list(target.lines):
+                self._close(target, handle)
+
+    # --- the pass ----------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Begin requests where something may be drafted that nobody drafts, as far as the engine has places."""
+        lines = [(target, line) for target in self.targets.values() for line in target.lines.values()]
+        most, places = branches(len(lines)), self._engine.max_requests - len(self._asked)
+        # those that have none come first: the others are served already
+        for target, line in sorted(lines, key=lambda pair: len(pair[1].tips)):
+            if places <= 0:
+                return
+            for ask in line.wanted(min(most, len(line.tips) + places)):
+                self._engine.add(ask, line.asked)
+                self._asked[ask.name] = target, line
+                places -= 1
+
+    def _pass(self) -> None:
+        lines = {id(line) for _, line in self._asked.values()}
+        self.work.passes += 1
+        self.work.streams += len(lines)
+        for grown in self._engine.step():
+            if grown.name not in self._asked:
+                continue  # aborted meanwhile
+            target, line = self._asked[grown.name]
+            log_q = _scaled(grown.log_probs, line.asked.temperature)[: target.fan_out]
+            goes_on = line.grow(grown.name, grown.token_ids[: target.fan_out], log_q, grown.best)
+            if grown.is_over:
+                line.end(grown.name)
+                del self._asked[grown.name]
+            elif not goes_on:
+                self._abort(line, [grown.name])
+
+    def _abort(self, line: Line, names: Sequence[str]) -> None:
+        if names:
+            self._engine.abort(names)
+        for name in names:
+            line.end(name)
+            del self._asked[name]
+
+    # --- what engines hear -------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        now = self._clock()
+        for name, target in list(self.targets.items()):
+            due = [(handle, tree) for handle, line in target.lines.items() if (tree := line.due()) is not None]
+            if due or (target.waits and now - target.told_at >= BEAT_S):
+                if not all(self._post.send(name, message) for message in self._messages(target, due)):
+                    self._forget(name)
+                    continue
+                target.told_at, target.waits = now, False
+            elif target.lines and now - target.heard_at > FORGET_S:
+                self._forget(name)
+
+    def _messages(self, target: Target, due: Sequence[tuple[int, Tree]]) -> Iterator[Drafted]:
+        size = MOST_TREE // MOST_NODES
+        for begin in range(0, max(len(due), 1), size):
+            part = due[begin : begin + size]
+            trees = [tree for _, tree in part]
+            starts = np.concatenate([[0], np.cumsum([len(tree.token_ids) for tree in trees])])
+            drafted = target.gone[0] + sum(line.drafted for line in target.lines.values())
+            wasted = target.gone[1] + sum(line.wasted for line in target.lines.values())
+            told, work = target.told_work, self._work()
+            message = Drafted(
+                np.array([handle for handle, _ in part], np.int64).tobytes(),
+                np.array([tree.position for tree in trees], np.int32).tobytes(),
+                starts.astype(np.int32).tobytes(),
+                b"".join(tree.token_ids.tobytes() for tree in trees),
+                b"".join(tree.parents.tobytes() for tree in trees),
+                b"".join(tree.ranks.astype(np.uint8).tobytes() for tree in trees),
+                b"".join(tree.log_q.tobytes() for tree in trees),
+                max(work.busy_ms - told.busy_ms, 0.0),
+                work.passes - told.passes,
+                work.streams - told.streams,
+                drafted - target.told[0],
+                wasted - target.told[1],
+            )
+            target.told_work, target.told = work, (drafted, wasted)
+            yield message
+
+    def _work(self) -> Work:
+        return Work(self.work.busy_ms, self.work.passes, self.work.streams)
+
+
+def _scaled(log_probs: Sequence[float], temperature: float) -> list[float]:
+    """Log probabilities at a temperature, of what is left of the distribution: the tokens that are known."""
+    if temperature in (0.0, 1.0):
+        return list(log_probs)
+    scaled = [value / temperature for value in log_probs]
+    highest = max(scaled)
+    total = highest + math.log(sum(math.exp(value - highest) for value in scaled))
+    return [value - total for value in scaled]
