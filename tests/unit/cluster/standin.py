@@ -114,6 +114,8 @@ class Replica:
     async def rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         self._is_stuck = self._is_stuck or method == "hang"
         state = {"pid": os.getpid(), "at": self._own.at, "attached": self._own.attached, "env": dict(os.environ)}
+        if method == "spec_rollout_history":
+            return [{"store": {"epoch": self._own.at.epoch or 0}}, {}]
         return [state.get(method)]
 
     def close(self) -> None:

@@ -202,11 +202,17 @@ class SpecGroup:
             return self._bring(update=(self._driver.wanted.version + 1, method, kwargs))
 
     def begin_epoch(self, epoch: int | None = None) -> int:
-        """All problems will be asked again; returns the epoch's number."""
+        """All problems will be asked again; returns the epoch's number: by default one that no engine has begun.
+
+        An engine begins an epoch by itself where a problem comes back; so their numbers may differ before.
+        """
+        if epoch is None:
+            histories = [own for engine in self._ask("rpc", "spec_rollout_history", [], {}) for own in engine]
+            begun = [own["store"]["epoch"] for own in histories if own]
+            epoch = max(begun, default=self._driver.wanted.epoch or 0) + 1
         with self._turnstile():
-            number = (self._driver.wanted.epoch or 0) + 1 if epoch is None else epoch
-            self._bring(epoch=number)
-            return number
+            self._bring(epoch=epoch)
+        return epoch
 
     def report_rewards(self, rewards: Mapping[str, float]) -> int:
         """By `Answer.request`, finite numbers; how many some engine knew."""
