@@ -1,0 +1,203 @@
+"""A vLLM engine that drafts, on the V1 runner: what it draws as resumed requests is what the target samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.engines import engine, model
+from vllm_specrollout.cluster.messages import Drafted, Hello, Message, Opened, Told, floats, ints, longs, ranks, told
+from vllm_specrollout.cluster.serving import Serving
+from vllm_specrollout.worker.drafter_engine import DrafterEngine
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+ARGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27,
+}  # fmt: skip
+LENGTH = 60
+
+
+class Letters:
+    """A post without a wire: what the engine says is put in, what it hears is kept."""
+
+    def __init__(self) -> None:
+        self.coming: list[tuple[bytes, Message]] = []
+        self.sent: list[Message] = []
+
+    def receive(self) -> Iterable[tuple[bytes, Message]]:
+        coming, self.coming = self.coming, []
+        return coming
+
+    def send(self, engine: bytes, message: Message) -> bool:
+        self.sent.append(message)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        return False
+
+
+class Desk:
+    """One target engine's side: it opens requests, gives verdicts, and looks at the newest tree of each."""
+
+    def __init__(self, serving: Serving, letters: Letters) -> None:
+        self.serving, self.letters = serving, letters
+        self.say(Hello(3, serving._engine.vocab_size))
+        self.fan_out = 1
+
+    def say(self, message: Message) -> None:
+        self.letters.coming.append((b"target", message))
+
+    def tell(self, opened: tuple[Opened, ...] = (), closed: Iterable[int] = (), **new: Any) -> None:
+        """`h1=[tokens]`: these are new of the request with handle 1."""
+        handles = np.array([int(name[1:]) for name in new], np.int64)
+        counts = np.array([len(tokens) for tokens in new.values()], np.int32)
+        tokens = np.array([token for own in new.values() for token in own], np.int32)
+        windows = np.full(len(new), 4, np.int32)
+        self.say(told(self.fan_out, opened, list(closed), handles, counts, tokens, windows, windows < 0))
+
+    def tree(self, handle: int, turns: int = 24) -> tuple[int, list[tuple[int, int, int, float]]]:
+        """The newest that is sent within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""
+        self.letters.sent.clear()
+        for _ in range(turns):
+            self.serving.turn()
+        found = (0, [])
+        for message in self.letters.sent:
+            if isinstance(message, Drafted):
+                starts = ints(message.node_start).tolist()
+                for i, own in enumerate(longs(message.handles).tolist()):
+                    if own == handle:
+                        part = slice(starts[i], starts[i + 1])
+                        columns = (ints(message.token_ids), ints(message.parents), ranks(message.ranks), floats(message.log_q))
+                        nodes = list(zip(*(column[part].tolist() for column in columns), strict=True))
+                        found = int(ints(message.positions)[i]), nodes
+        return found
+
+
+def chain(nodes: list[tuple[int, int, int, float]]) -> list[int]:
+    """First choices, from the root down."""
+    found, at = [], -1
+    while (node := next((i for i, own in enumerate(nodes) if own[1] == at and own[2] == 0), None)) is not None:
+        found.append(nodes[node][0])
+        at = node
+    return found
+
+
+def opened(handle: int, tokens: list[int], **changed: Any) -> Opened:
+    given: dict[str, Any] = {
+        "handle": handle, "token_ids": np.array(tokens, np.int32).tobytes(), "prompt_tokens": len(PROMPT), "seed": 7,
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 100, "window": 4, "is_coupled": False,
+    }  # fmt: skip
+    return Opened(**{**given, **changed})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model(tmp_path_factory.mktemp("drafts"), "llama", "float32")
+
+
+@pytest.fixture(scope="module")
+def sampled(path: str) -> dict[str, list[int]]:
+    """Stock vLLM's answers to the prompt, by how they are sampled."""
+    from vllm import SamplingParams
+
+    ways = {
+        "plain": {"temperature": 1.0}, "cold": {"temperature": 0.7}, "greedy": {"temperature": 0.0},
+        "cut": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    }  # fmt: skip
+    params = [SamplingParams(seed=7, max_tokens=LENGTH, ignore_eos=True, detokenize=False, **way) for way in ways.values()]
+    with engine(path, "float32", is_ours=False) as stock:
+        outputs = stock.llm.generate([{"prompt_token_ids": PROMPT}] * len(ways), params, use_tqdm=False)
+    return {name: list(output.outputs[0].token_ids) for name, output in zip(ways, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def made(path: str, sampled: dict[str, list[int]]) -> Iterator[DrafterEngine]:
+    # `sampled` comes first: the end of its engine would take this one's process groups along
+    own = DrafterEngine(path, ARGS)
+    yield own
+    own.shutdown()
+
+
+@pytest.fixture
+def desk(made: DrafterEngine) -> Iterator[Desk]:
+    letters = Letters()
+    serving = Serving(made, letters)
+    yield Desk(serving, letters)
+    serving._forget(b"target")
+    assert not serving._asked and not made.llm.has_unfinished_requests(), "nothing is left"
+
+
+@pytest.mark.parametrize("way", ["plain", "cold", "greedy", "cut"])
+def test_every_window_of_a_perfect_drafter_is_the_targets(desk: Desk, sampled: dict[str, list[int]], way: str) -> None:
+    answer = sampled[way]
+    more = {
+        "plain": {}, "cold": {"temperature": 0.7}, "greedy": {"temperature": 0.0, "seed": None},
+        "cut": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    }[way]  # fmt: skip
+    places = range(0, LENGTH - 8, 5)
+    for handle, place in enumerate(places, 1):
+        desk.tell((opened(handle, [*PROMPT, *answer[:place]], **more),))
+        position, nodes = desk.tree(handle)
+        assert position == len(PROMPT) + place and chain(nodes) == answer[place : place + 8]
+        desk.tell(closed=[handle])
+
+
+def test_a_line_follows_the_target_wherever_it_goes(desk: Desk, sampled: dict[str, list[int]]) -> None:
+    answer = sampled["plain"]
+    desk.tell((opened(1, PROMPT),))
+    desk.tree(1)
+    for held in (3, 4, 12):
+        desk.tell(h1=answer[held - (3 if held == 3 else 1 if held == 4 else 8) : held])
+        position, nodes = desk.tree(1)
+        assert position == len(PROMPT) + held and chain(nodes) == answer[held : held + 8]
+    # it leaves what was drawn: an own token, whose continuation nobody else knows
+    other = (answer[12] + 1) % VOCAB
+    desk.tell(h1=[other])
+    position, nodes = desk.tree(1)
+    grown = chain(nodes)
+    desk.tell((opened(2, [*PROMPT, *answer[:12], other]),))
+    assert position == len(PROMPT) + 13 and chain(desk.tree(2)[1]) == grown and len(grown) == 8
+
+
+def test_exits_are_drafted_behind_while_few_requests_run(desk: Desk, sampled: dict[str, list[int]]) -> None:
+    desk.fan_out = 4
+    desk.tell((opened(1, PROMPT, temperature=0.5),))
+    _, nodes = desk.tree(1)
+    parents_of_exits = {i for i, node in enumerate(nodes) if node[2] > 0}
+    assert any(node[1] in parents_of_exits for node in nodes), "an exit has something behind it"
+    assert all(node[3] <= 0.0 for node in nodes) and len(nodes) <= 64
+
+
+def test_more_requests_than_there_are_places_share_them_out(desk: Desk, made: DrafterEngine) -> None:
+    desk.tell(tuple(opened(i, [*PROMPT, i]) for i in range(1, 13)))
+    for _ in range(60):
+        desk.serving.turn()
+        assert len(desk.serving._asked) <= made.max_requests == 8
+    told_of = {handle for message in desk.letters.sent if isinstance(message, Drafted) for handle in longs(message.handles)}
+    assert told_of == set(range(1, 13)), "all are drafted for, in turns"
+
+
+def test_what_the_drafter_cannot_follow_goes_on_without_its_drafts(desk: Desk, made: DrafterEngine) -> None:
+    desk.tell((opened(1, [5] * 300), opened(2, [*PROMPT, made.vocab_size]), opened(3, [5] * 254, prompt_tokens=254)))
+    desk.tree(3)
+    lines = desk.serving.targets[b"target"].lines
+    assert set(lines) == {3}
+    desk.tell(h3=[5] * 6)
+    desk.tell(h7=[5])
+    desk.tree(3)
+    assert not lines
+
+
+def test_an_engine_that_is_not_known_is_greeted_and_nothing_is_drafted_for_it(desk: Desk) -> None:
+    desk.letters.sent.clear()
+    desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", b"")))
+    desk.serving.turn()
+    assert b"stranger" not in desk.serving.targets
+    assert any(isinstance(message, Hello) for message in desk.letters.sent)
