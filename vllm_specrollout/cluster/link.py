@@ -22,6 +22,7 @@ from vllm_specrollout._core import Received
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
+    MOST_REQUESTS,
     VERSION,
     Bye,
     Drafted,
@@ -366,7 +367,7 @@ class Link:
         if self.plans:
             for i, row in enumerate(index.tolist()):
                 windows[i], is_coupled[i] = self._plan(batch.request_ids[row])
-        closed, self._closed = self._closed, []
+        closed, self._closed = self._closed[:MOST_REQUESTS], self._closed[MOST_REQUESTS:]
         if not self._mail.send(
             told(self.fan_out, opened, closed, handles[index], counts, tokens, windows, is_coupled)
         ):
@@ -468,9 +469,8 @@ class Link:
         self._beat = beat
 
     def _greeted(self, hello: Hello) -> None:
-        # it has begun anew, or was greeted; what it was told before is opened again
+        # it has begun anew, or was greeted; what it was told before is closed, if it still knows it, and opened again
         self.forget_all()
-        self._closed.clear()
         if self.process is not None:
             self.process.is_ready = True
         if hello.version != VERSION:
@@ -484,7 +484,6 @@ class Link:
         """It is gone, or may be. What it was told of is opened anew once it is back."""
         self.is_there, self._told_at, self._patience_s = False, None, _FIRST_PATIENCE_S
         self.forget_all()
-        self._closed.clear()
 
     def _refuse(self, why: str) -> None:
         """It is no drafter for this engine. That is no failure of ours: requests go on without it."""

@@ -156,23 +156,25 @@ class Serving:
     def _take(self, name: bytes, message: Message) -> None:
         now = self._clock()
         if isinstance(message, Hello):
-            self._forget(name)
-            if len(self.targets) < MOST_ENGINES:
-                self.targets[name] = Target(now, told_at=now, told_work=self._work())
-            self._greet(name)
+            self._meet(name)
         elif isinstance(message, Bye):
             self._forget(name)
         elif isinstance(message, Told):
             target = self.targets.get(name)
             if target is None:
                 # it was drafted for in a former life of this process, or was taken to be gone
-                self._greet(name)
+                self._meet(name)
                 return
             target.heard_at, target.fan_out, target.waits = now, message.fan_out, True
             self._told(target, message)
 
-    def _greet(self, name: bytes) -> None:
-        self._post.send(name, Hello(VERSION, self._engine.vocab_size))
+    def _meet(self, name: bytes) -> None:
+        """Begin anew with an engine: it opens its requests once it hears the greeting."""
+        self._forget(name)
+        if len(self.targets) < MOST_ENGINES:
+            now = self._clock()
+            self.targets[name] = Target(now, told_at=now, told_work=self._work())
+            self._post.send(name, Hello(VERSION, self._engine.vocab_size))
 
     def _told(self, target: Target, told: Told) -> None:
         for handle in longs(told.closed).tolist():
@@ -269,14 +271,15 @@ class Serving:
     def _send(self) -> None:
         now = self._clock()
         for name, target in list(self.targets.items()):
+            if target.lines and now - target.heard_at > FORGET_S:
+                self._forget(name)
+                continue
             due = [(handle, tree) for handle, line in target.lines.items() if (tree := line.due()) is not None]
             if due or (target.waits and now - target.told_at >= BEAT_S):
                 if not all(self._post.send(name, message) for message in self._messages(target, due)):
                     self._forget(name)
                     continue
                 target.told_at, target.waits = now, False
-            elif target.lines and now - target.heard_at > FORGET_S:
-                self._forget(name)
 
     def _messages(self, target: Target, due: Sequence[tuple[int, Tree]]) -> Iterator[Drafted]:
         size = MOST_TREE // MOST_NODES

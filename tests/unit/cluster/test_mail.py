@@ -1,0 +1,231 @@
+"""Mail over real sockets: who gets in, what is lost, what is left, and that nobody waits."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from vllm_specrollout.cluster import mail
+from vllm_specrollout.cluster.mail import HIGH_WATER, Box, MailError, Office, check_served, parse
+from vllm_specrollout.cluster.messages import VERSION, Bye, Hello, Message
+from vllm_specrollout.errors import ConfigError
+
+HELLO = Hello(VERSION, 50)
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
+
+
+def heard(office: Office) -> list[tuple[bytes, Message]]:
+    found: list[tuple[bytes, Message]] = []
+    until(lambda: found.extend(office.receive()) or found)
+    return found
+
+
+def answered(box: Box) -> list[Message]:
+    found: list[Message] = []
+    until(lambda: found.extend(box.receive()) or found)
+    return found
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/socket" if request.param == "ipc" else "tcp://127.0.0.1:0"
+
+
+def test_two_engines_and_a_drafter_hear_each_other(address: str) -> None:
+    office = Office(address)
+    boxes = [Box(office.address) for _ in range(2)]
+    for i, box in enumerate(boxes):
+        assert box.send(Hello(VERSION, i))
+    said: list[tuple[bytes, Message]] = []
+    until(lambda: said.extend(office.receive()) or len(said) == 2)
+    for name, message in said:
+        assert office.send(name, Bye(str(message.vocab_size)))
+    assert [answered(box) for box in boxes] == [[Bye("0")], [Bye("1")]]
+    for end in (*boxes, office):
+        end.close()
+        end.close()
+
+
+def test_a_drafter_that_is_begun_anew_is_found_again_and_hears_what_waited(address: str) -> None:
+    office = Office(address)
+    where, box = office.address, Box(office.address)
+    box.send(HELLO)
+    heard(office)
+    office.close()
+    for _ in range(3):
+        assert box.send(HELLO)
+    office = Office(where)
+    assert {message for _, message in heard(office)} == {HELLO}
+    box.close()
+    office.close()
+
+
+def test_an_engine_finds_a_drafter_that_comes_after_it(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    box = Box(address)
+    assert box.send(HELLO)
+    office = Office(address)
+    assert heard(office)[0][1] == HELLO
+    box.close()
+    office.close()
+
+
+def test_what_is_full_refuses_and_never_waits(tmp_path: Path) -> None:
+    box = Box(f"ipc://{tmp_path}/nobody")
+    sent = [box.send(HELLO) for _ in range(HIGH_WATER + 10)]
+    assert sent.count(False) == box.dropped >= 10 and sent[0]
+    box.close()
+
+
+def test_an_engine_that_is_gone_is_said_to_be(address: str) -> None:
+    office = Office(address)
+    box = Box(office.address)
+    box.send(HELLO)
+    ((name, _),) = heard(office)
+    box.close()
+    until(lambda: not office.send(name, HELLO))
+    assert office.dropped
+    office.close()
+
+
+def test_garbage_is_counted_and_what_comes_behind_it_is_heard(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    office = Office(address)
+    context = zmq.Context()
+    rude = context.socket(zmq.DEALER)
+    rude.connect(address)
+    for data in (b"", b"\xff" * 100, os.urandom(1000)):
+        rude.send(data)
+    rude.send_multipart([b"one", b"two"])
+    box = Box(address)
+    box.send(HELLO)
+    assert heard(office)[-1][1] == HELLO
+    until(lambda: list(office.receive()) or office.malformed == 4)
+    context.destroy(linger=0)
+    box.close()
+    office.close()
+
+
+def test_nobody_gets_in_without_the_key() -> None:
+    office = Office("tcp://127.0.0.1:0")
+    endpoint, _, key = office.address.rpartition("/")
+    wrong = Box(f"{endpoint}/{'0' * 63}1")
+    wrong.send(HELLO)
+    context = zmq.Context()
+    bare = context.socket(zmq.DEALER)
+    bare.connect(endpoint)
+    bare.send(b"hello")
+    right = Box(office.address)
+    right.send(Bye("it is me"))
+    assert [message for _, message in heard(office)] == [Bye("it is me")]
+    assert len(key) == 64 and key not in right.address, "what is shown has no key"
+    time.sleep(0.2)
+    assert not list(office.receive()) and not office.malformed
+    for end in (wrong, right, office):
+        end.close()
+    context.destroy(linger=0)
+
+
+def test_keys_differ_and_an_address_with_a_key_keeps_it() -> None:
+    first, second = Office("tcp://127.0.0.1:0"), Office("tcp://127.0.0.1:0")
+    key = parse(first.address).key
+    assert key and key != parse(second.address).key
+    first.close()
+    again = Office(f"tcp://127.0.0.1:0/{key}")
+    assert parse(again.address).key == key
+    for end in (second, again):
+        end.close()
+
+
+NO_ADDRESS = ["", "shm://x", "ipc://", "ipc://@x", "ipc://*", "ipc:///" + "x" * 200, "tcp://1.2.3.4", "tcp://h:99999", "tcp://h:1/short"]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESS)
+def test_what_is_no_address_is_one_clear_error(address: str) -> None:
+    for end in (Office, Box):
+        with pytest.raises(ConfigError) as error:
+            end(address)
+        assert error.value.hint
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5570", "tcp://127.0.0.1:5570"])
+def test_an_engine_posts_nothing_over_tcp_without_a_key(address: str) -> None:
+    with pytest.raises(ConfigError, match="has no key"):
+        Box(address)
+
+
+@pytest.mark.parametrize("address", ["tcp://*:5570/", "tcp://127.0.0.1:0/"])
+def test_only_a_drafter_may_leave_host_or_port_open(address: str) -> None:
+    with pytest.raises(ConfigError, match="no end to connect to"):
+        Box(address + "a" * 64)
+
+
+def test_nothing_else_is_removed_for_a_socket(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="no socket"):
+        Office(f"ipc://{tmp_path}/file")
+    with pytest.raises(ConfigError, match="no directory"):
+        Office(f"ipc://{tmp_path}/none/socket")
+    office = Office(f"ipc://{tmp_path}/socket")
+    with pytest.raises(ConfigError, match="another process listens"):
+        Office(f"ipc://{tmp_path}/socket")
+    office.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_socket_is_its_owners_alone_and_one_left_behind_is_taken_over(tmp_path: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / "socket"))
+    left.close()
+    office = Office(f"ipc://{tmp_path}/socket")
+    assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
+    check_served(f"ipc://{tmp_path}/socket")
+    office.close()
+    with pytest.raises(MailError, match="nobody serves"):
+        check_served(f"ipc://{tmp_path}/socket")
+
+
+def test_whether_somebody_serves_over_tcp_is_known() -> None:
+    office = Office("tcp://127.0.0.1:0")
+    check_served(office.address)
+    where = office.address
+    office.close()
+    with pytest.raises(MailError, match="nobody serves"):
+        check_served(where)
+
+
+def test_ends_that_are_forgotten_hold_no_process_up() -> None:
+    code = (
+        "import gc, tempfile\n"
+        "from vllm_specrollout.cluster.mail import Box, Office\n"
+        "office = Office(f'ipc://{tempfile.mkdtemp()}/s')\n"
+        "box = Box(office.address)\n"
+        "del office, box\n"
+        "gc.collect()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_hundred_engines_come_and_go_and_leave_nothing(tmp_path: Path) -> None:
+    office = Office(f"ipc://{tmp_path}/socket")
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        box = Box(office.address)
+        box.send(HELLO)
+        heard(office)
+        box.close()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= files + 4)
+    office.close()
+    assert not mail._contexts

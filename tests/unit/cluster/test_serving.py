@@ -1,0 +1,253 @@
+"""Drafters that run ahead and a target that never waits for them, under faults of all that is between them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.cluster.rollout import PROMPT, Rollout
+from vllm_specrollout.cluster.line import ROWS, branches
+from vllm_specrollout.cluster.link import OwnPlan
+from vllm_specrollout.cluster.messages import Drafted, Hello
+from vllm_specrollout.cluster.rates import Mode
+from vllm_specrollout.cluster.serving import FORGET_S
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    windows=st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    fan_out=st.integers(1, 3),
+    turns=st.integers(0, 6),
+)
+def test_drafters_ahead_change_no_token(
+    seed: int, lengths: list[int], windows: list[int], fan_out: int, turns: int
+) -> None:
+    rollout = Rollout(seed, lengths, windows, fan_out)
+    rollout.run(turns)
+    rollout.check()
+    rollout.check_nothing_is_left()
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 1_000_000),
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    windows=st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    late=st.floats(0.0, 0.6),
+    most=st.integers(1, 64),
+    mischief=st.floats(0.0, 0.2),
+    changes=st.floats(0.0, 0.5),
+)
+def test_faults_of_drafters_and_of_their_mail_change_no_token(
+    seed: int, lengths: list[int], windows: list[int], late: float, most: int, mischief: float, changes: float
+) -> None:
+    """Messages are late, and refused where too many wait; drafters die, hang, are detached, and come back; requests
+    change their windows and modes at any step."""
+    rollout = Rollout(seed, lengths, windows, 2, late, most)
+    rng = rollout.rng
+    while not rollout.is_over:
+        for i, other in enumerate(rollout.others):
+            if rng.random() < mischief:
+                what = rng.randrange(3)
+                if what == 0:
+                    other.restart()
+                elif what == 1:
+                    other.hangs_until = rollout.steps + rng.randrange(1, 50)
+                elif str(i) in rollout.drafter.links:
+                    rollout.drafter.detach(str(i))
+                else:
+                    rollout.attach(i)
+        if rng.random() < changes:
+            rollout.replan()
+        for _ in range(rng.randrange(5)):
+            rollout.turn()
+            for other in rollout.others:
+                assert all(line.depth <= 2 * 16 for line in other.lines)
+        rollout.step()
+        rollout.now += rng.choice((0.1, 1.0, 10.0))
+    rollout.check()
+    rollout.check_nothing_is_left()
+
+
+def test_a_drafter_that_is_always_right_saves_most_steps() -> None:
+    rollout = Rollout(1, [200], [4], 1)
+    rollout.engine.accuracy = (1.0, 1.0)
+    rollout.run(turns=4)
+    rollout.check()
+    # four tokens are drafted while one step verifies
+    assert rollout.steps <= 200 / 4 + 4 and rollout.accepted >= 140
+    assert rollout.link.counts.wasted == 0
+
+
+def test_a_drafter_that_is_never_right_costs_no_step() -> None:
+    rollout = Rollout(1, [60], [4], 2)
+    rollout.engine.accuracy = (0.0, 0.0)
+    rollout.run()
+    rollout.check()
+    assert rollout.steps == 60
+
+
+def test_an_alternative_that_holds_saves_the_step_behind_it() -> None:
+    saved = []
+    for fan_out in (1, 2):
+        rollout = Rollout(3, [300], [4], fan_out)
+        rollout.engine.accuracy = (0.6, 0.95)
+        rollout.run(turns=3)
+        rollout.check()
+        saved.append(rollout.steps)
+    assert saved[1] < 0.9 * saved[0]
+
+
+def test_a_drafter_is_at_most_two_windows_ahead_of_a_target_that_stands_still() -> None:
+    rollout = Rollout(5, [500], [6], 1)
+    rollout.turn()
+    rollout.step()
+    rollout.step()
+    for _ in range(100):
+        rollout.turn()
+    assert rollout.line.depth == 12 and not rollout.engine.running
+
+
+@pytest.mark.parametrize(("mode", "levels"), [(Mode.COUPLED, 6), (Mode.DECOUPLED, 12)])
+def test_a_miss_costs_at_most_what_may_be_drafted_behind_a_token(mode: Mode, levels: int) -> None:
+    """Coupled, the w - 1 tokens behind the first one of a window; decoupled, those of the next one as well."""
+    rollout = Rollout(5, [600], [4], 1)
+    rollout.link.plans = {"0": OwnPlan(6, mode)}
+    costs, before = [], 0
+    while not rollout.is_over:
+        for _ in range(rollout.rng.randrange(20)):
+            rollout.turn()
+            wasted = sum(line.wasted for line in rollout.others[0].lines)
+            costs.append(wasted - before)
+            before = wasted
+        rollout.step()
+    rollout.check()
+    # a verdict of several tokens leaves the stream once
+    assert max(costs) == levels - 1, "and it costs that much where the drafter is fast"
+
+
+def test_a_coupled_line_waits_for_the_verdict_on_its_window_and_keeps_what_it_has_where_it_is_coupled_later() -> None:
+    rollout = Rollout(5, [500], [6], 1)
+    rollout.engine.accuracy = (1.0, 1.0)
+    rollout.step()
+    rollout.turn()
+    rollout.step()
+    for _ in range(40):
+        rollout.turn()
+    assert rollout.line.depth == 12
+    rollout.link.plans = {"0": OwnPlan(6, Mode.COUPLED)}
+    for _ in range(6):
+        rollout.step()
+        for _ in range(40):
+            rollout.turn()
+        assert rollout.line.depth <= 12
+    assert rollout.line.depth == 6 and not rollout.engine.running
+
+
+def test_drafting_goes_on_after_the_drafter_has_begun_anew() -> None:
+    rollout = Rollout(8, [400], [4], 2)
+    for _ in range(20):
+        for _ in range(4):
+            rollout.turn()
+        rollout.step()
+    assert rollout.accepted > 10
+    rollout.others[0].restart()
+    before = rollout.accepted
+    for _ in range(20):
+        for _ in range(4):
+            rollout.turn()
+        rollout.step()
+    assert rollout.accepted > before + 10
+    rollout.run()
+    rollout.check()
+
+
+def test_few_requests_have_branches_and_many_have_none() -> None:
+    assert [branches(count) for count in (1, 4, 8, 16, 32, 500)] == [4, 4, 4, 2, 1, 1]
+    few, many = Rollout(9, [200] * 2, [8], 2), Rollout(9, [200] * ROWS, [8], 2)
+    for rollout in (few, many):
+        rollout.turn()
+        rollout.step()
+        rollout.step()
+        for _ in range(6):
+            rollout.turn()
+    assert max(len(line.tips) for line in few.others[0].lines) > 1
+    assert max(len(line.tips) for line in many.others[0].lines) == 1
+
+
+def test_one_drafter_serves_several_engines_at_once() -> None:
+    first = Rollout(4, [120], [4], 2)
+    second = Rollout(5, [90], [], 2)
+    second.others = []
+    wire = first.others[0].wire
+    second.drafter.link("shared", wire.box("second"), window=4, fan_out=2)
+    while not (first.is_over and second.is_over):
+        for _ in range(4):
+            first.turn()
+        for rollout in (first, second):
+            if not rollout.is_over:
+                rollout.step()
+    first.check()
+    second.check()
+    assert first.accepted > 30 and second.accepted > 20
+
+
+def test_an_engine_that_vanished_leaves_nothing_and_is_greeted_where_it_comes_back() -> None:
+    rollout = Rollout(6, [300], [4], 2)
+    other = rollout.others[0]
+    for _ in range(5):
+        rollout.turn()
+        rollout.step()
+    rollout.turn()
+    assert rollout.line
+    rollout.now += FORGET_S + 1.0
+    for _ in range(3):
+        other.turn()
+    assert not other.lines and not other.engine.running
+    accepted = rollout.accepted
+    rollout.run()
+    rollout.check()
+    assert rollout.accepted > accepted + 50
+
+
+def test_an_engine_hears_that_its_drafter_lives_while_there_is_nothing_to_draft() -> None:
+    rollout = Rollout(6, [300], [4], 1)
+    other = rollout.others[0]
+    other.engine.most_tokens = PROMPT + 4
+    heard = 0
+    for _ in range(40):
+        rollout.turn()
+        waiting = [message for box in other.wire.to_engine.values() for message in box]
+        heard += len(waiting)
+        rollout.step()
+        rollout.now += 0.5
+    assert heard > 10 and rollout.link.is_there
+
+
+def test_what_is_no_message_is_counted_and_changes_nothing() -> None:
+    rollout = Rollout(6, [100], [4], 2)
+    other = rollout.others[0]
+    while not rollout.is_over:
+        other.wire.to_drafter.append((b"nobody", b"\x00garbage"))
+        for _ in range(4):
+            rollout.turn()
+        rollout.step()
+    rollout.check()
+    assert other.wire.malformed > 10 and rollout.accepted > 20
+
+
+def test_a_great_many_requests_come_in_messages_of_their_own() -> None:
+    rollout = Rollout(2, [4] * 300, [2], 1)
+    other = rollout.others[0]
+    rollout.turn()
+    rollout.step()
+    rollout.step()
+    sent: list[object] = []
+    send = other.wire.send
+    other.wire.send = lambda engine, message: (sent.append(message), send(engine, message))[1]  # type: ignore[method-assign]
+    for _ in range(40):
+        rollout.turn()
+    handles = [handle for message in sent if isinstance(message, Drafted) for handle in np.frombuffer(message.handles, "<i8")]
+    assert len(set(handles)) == 300 and other.wire.malformed == 0
+    assert not any(isinstance(message, Hello) for message in sent)
