@@ -1,26 +1,29 @@
 """A drafter's process: begun with patience, ended with its engine."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_specrollout.cluster.child import (
+    KV_CACHE,
     LOAD_S,
     MOST_RESTARTS,
     RECOVERED_S,
     Command,
     DrafterProcess,
     DrafterProcessError,
-    cores_of,
 )
 from vllm_specrollout.config import envs
+from vllm_specrollout.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def ended(process: DrafterProcess) -> None:
 
 
 def test_a_process_that_lives_is_left_alone() -> None:
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"))
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"))
     assert process.is_alive and not process.watch()
     pid = process.pid
     assert not process.watch() and process.pid == pid
@@ -63,7 +66,7 @@ def test_a_process_that_lives_is_left_alone() -> None:
 
 def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
     clock = Clock()
-    process = DrafterProcess(Script("raise SystemExit(3)", "shm://x"), clock)
+    process = DrafterProcess(Script("raise SystemExit(3)", "ipc:///x"), clock)
     for number in range(MOST_RESTARTS):
         ended(process)
         assert process.watch(), "it is noticed"
@@ -82,7 +85,7 @@ def test_a_process_that_ends_is_begun_anew_with_ever_more_patience() -> None:
 
 def test_ends_before_an_hour_of_work_do_not_count() -> None:
     clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
     for number in range(3 * MOST_RESTARTS):
         process.is_ready = True
         clock.now += RECOVERED_S
@@ -99,7 +102,7 @@ def test_ends_before_an_hour_of_work_do_not_count() -> None:
 @pytest.mark.parametrize("is_ready", [False, True])
 def test_an_hour_in_which_nobody_saw_it_live_or_work_is_none_of_work(is_ready: bool) -> None:
     clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
     for _ in range(MOST_RESTARTS):
         process.is_ready = is_ready
         process.kill()
@@ -116,7 +119,7 @@ def test_an_hour_in_which_nobody_saw_it_live_or_work_is_none_of_work(is_ready: b
 
 def test_a_process_that_loads_for_too_long_is_killed_and_begun_anew() -> None:
     clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
     clock.now = LOAD_S
     assert not process.watch() and process.is_alive, "large models take their time"
     clock.now += 1.0
@@ -142,7 +145,7 @@ def test_a_host_without_room_fails_no_engines_start_and_each_try_is_counted_as_w
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
     assert process.pid is None and process.watch(), "its engine starts all the same"
     clock.now += 1.0
     assert not process.watch() and process.restarts == 2
@@ -155,7 +158,7 @@ def test_a_host_without_room_fails_no_engines_start_and_each_try_is_counted_as_w
 
 def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    process = DrafterProcess(Script("raise SystemExit(3)", "shm://x"), clock)
+    process = DrafterProcess(Script("raise SystemExit(3)", "ipc:///x"), clock)
     ended(process)
     assert process.watch()
 
@@ -183,7 +186,7 @@ def test_a_host_without_room_for_a_process_costs_a_try(monkeypatch: pytest.Monke
 
 def test_a_process_that_hangs_is_begun_anew_once_it_is_killed() -> None:
     clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
     process.kill()
     assert process.waited_s == 0.0, "whoever kills it does not wait for its end"
     ended(process)
@@ -194,29 +197,25 @@ def test_a_process_that_hangs_is_begun_anew_once_it_is_killed() -> None:
     process.stop()
 
 
-@pytest.mark.parametrize(
-    ("is_first", "stays", "is_bound"), [(True, False, True), (True, True, False), (False, False, False)]
-)
+@pytest.mark.parametrize("is_first", [True, False])
 def test_a_process_is_bound_to_the_thread_that_begins_it_where_that_lives_as_long_as_the_engine(
-    monkeypatch: pytest.MonkeyPatch, is_first: bool, stays: bool, is_bound: bool
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    """One that stays is not: it has something to remove at its end."""
     monkeypatch.setattr("threading.get_native_id", lambda: os.getpid() + (not is_first))
     script = "import sys; raise SystemExit(10 + sys.argv.count('--bound'))"
-    process = DrafterProcess(Script(script, "shm://x", stays=stays))
+    process = DrafterProcess(Script(script, "ipc:///x"))
     assert process._process is not None
-    assert process._process.wait() == 10 + is_bound
+    assert process._process.wait() == 10 + is_first
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(stays: bool) -> None:
+def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time() -> None:
     clock = Clock()
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x", stays=stays), clock)
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock)
     popen = process._process
     assert popen is not None
     stand_still(process)
     process.dismiss()
-    clock.now += 4.9 if stays else 1.9
+    clock.now += 1.9
     process.dismiss()  # a second time it gets no more of it
     assert not process.see_off() and not process.watch() and process.is_alive
     clock.now += 0.1
@@ -231,7 +230,7 @@ def test_a_dismissed_process_that_hangs_is_killed_once_it_had_its_time(stays: bo
 def test_processes_that_were_dismissed_together_hang_for_the_time_of_one() -> None:
     """An engine that ends has only so long before it is killed itself."""
     clock = Clock()
-    processes = [DrafterProcess(Script("import time; time.sleep(60)", "shm://x"), clock) for _ in range(3)]
+    processes = [DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"), clock) for _ in range(3)]
     waits: list[float | None] = []
     for process in processes:
         assert process._process is not None
@@ -257,7 +256,7 @@ def hanging(popen: subprocess.Popen[bytes], clock: Clock, waits: list[float | No
 
 
 def test_a_dismissed_process_ends_without_anybody_waiting() -> None:
-    process = DrafterProcess(Script("import time; time.sleep(60)", "shm://x"))
+    process = DrafterProcess(Script("import time; time.sleep(60)", "ipc:///x"))
     process.dismiss()
     assert process.waited_s == 0.0
     ended(process)
@@ -267,7 +266,7 @@ def test_a_dismissed_process_ends_without_anybody_waiting() -> None:
 
 def test_the_wait_for_an_end_is_counted() -> None:
     clock = Clock()
-    process = DrafterProcess(Script("import signal; signal.pause()", "shm://x"), clock)
+    process = DrafterProcess(Script("import signal; signal.pause()", "ipc:///x"), clock)
     popen = process._process
     assert popen is not None
     wait = popen.wait
@@ -281,21 +280,47 @@ def test_the_wait_for_an_end_is_counted() -> None:
     assert process.waited_s == 2.0
 
 
-def test_the_drafters_engine_is_told_its_model_and_cores_and_not_to_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafters_engine_is_told_its_model_and_cores_and_not_to_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.SPEC_ROLLOUT, "1")
-    monkeypatch.setenv("RANK", "3")
-    command = Command("small", "shm://x", {"dtype": "float32"}, cores_of(("cpu:2-3", "cpu:3", "cpu:5")))
-    assert command.cores == (2, 3, 5)
-    own = ["small", "shm://x", "--parent", str(os.getpid())]
-    assert command.argv[3:] == [*own, "--engine-args", '{"dtype": "float32"}', "--cores", "2,3,5"]
-    assert command.environment["OMP_NUM_THREADS"] == "3"
-    assert command.environment["VLLM_PLUGINS"] == "none"
-    assert envs.SPEC_ROLLOUT not in command.environment and "RANK" not in command.environment
-
-
-def test_the_drafters_engine_is_vllms_v1_runner_on_cpu_whatever_the_targets_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TRITON_INTERPRET", envs.USE_V2_MODEL_RUNNER):
+    for name in ("TRITON_INTERPRET", envs.USE_V2_MODEL_RUNNER, "RANK"):
         monkeypatch.setenv(name, "1")
-    environment = Command("small", "shm://x").environment
-    assert "TRITON_INTERPRET" not in environment and environment[envs.USE_V2_MODEL_RUNNER] == "0"
-    assert environment["VLLM_TARGET_DEVICE"] == "cpu"
+    command = Command.of("small", ("cpu:2-3", "cpu:3", "cpu:5"), {"dtype": "float32"})
+    own = ["small", command.address, "--parent", str(os.getpid())]
+    args = json.dumps({"dtype": "float32", "kv_cache_memory_bytes": KV_CACHE})
+    assert command.argv[3:] == [*own, "--engine-args", args, "--cores", "2,3,5"]
+    environment = command.environment
+    assert environment["OMP_NUM_THREADS"] == "3" and environment["VLLM_TARGET_DEVICE"] == "cpu"
+    assert environment[envs.USE_V2_MODEL_RUNNER] == "0"
+    assert not {envs.SPEC_ROLLOUT, "RANK", "TRITON_INTERPRET"} & environment.keys()
+    assert command.address != Command.of("small", (), {}).address, "nobody else has it"
+
+
+def test_a_drafters_engine_on_gpus_is_stock_vllm_with_a_rank_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    command = Command.of("small", ("cuda:1,2",), {})
+    environment = command.environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5,7", "those that this process sees, as the driver counts them"
+    assert environment["VLLM_PLUGINS"] == "none" and environment[envs.USE_V2_MODEL_RUNNER] == "1"
+    assert environment.get("VLLM_TARGET_DEVICE") != "cpu"
+    assert "--stock" in command.argv and "--cores" not in command.argv
+    assert command.engine_args == {"tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="3 GPUs are visible"):
+        _ = Command.of("small", ("cuda:3",), {}).environment
+
+
+def test_cores_beside_gpus_are_no_place_for_one_engine() -> None:
+    with pytest.raises(ConfigError, match="cores beside GPUs"):
+        Command.of("small", ("cuda:1", "cpu:2"), {})
+
+
+def test_what_a_killed_engine_left_is_removed_and_what_a_living_one_has_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    names = [f"specrollout-drafter-{pid}-abc" for pid in (gone.pid, os.getpid())]
+    for name in (*names, "specrollout-drafter-mine"):
+        (tmp_path / name).touch()
+    Command.of("small", (), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[1], "specrollout-drafter-mine"]

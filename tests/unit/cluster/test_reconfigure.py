@@ -10,11 +10,10 @@ import pytest
 
 from tests.drafters import nothing_accepted
 from tests.reference import decoupled_rates as naive
-from tests.reference.decoupled import VOCABULARY, FakeNoise, Line
+from tests.reference.decoupled import VOCABULARY, Wire, sampling
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.following import MatchCounts, OwnPlan
-from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.cluster.messages import Beat, Hello, Noise, Open, Pace, Role, Verdict
+from vllm_specrollout.cluster.link import Beat, Link, MatchCounts, OwnPlan
+from vllm_specrollout.cluster.messages import VERSION, Hello, Told, ints
 from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, printed_rate
 from vllm_specrollout.cluster.reconfigure import Group, Replanning, draft_line, line_at, reconfigure
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
@@ -28,7 +27,7 @@ from vllm_specrollout.types import (
 )
 
 GROUP = Group(AffineTime(0.002, 1.0), AffineTime(0.05, 12.0, 0.05), 8)
-BEAT = Beat(busy_ms=900.0, drafted=0, passes=100, streams=1600, rows=3200)
+BEAT = Beat(busy_ms=900.0, passes=100, streams=1600)
 
 
 def counts(*rates: float, tried: int = 400) -> MatchCounts:
@@ -100,18 +99,18 @@ class Engine:
     """Sixteen requests, the last of which is drafted badly for, and a drafter elsewhere."""
 
     def __init__(self, every: int = 1000, printed: bool = False) -> None:
-        self.noise = FakeNoise()
-        self.line = Line(random.Random(1))
+        self.wire = Wire(random.Random(1))
         self.drafter = DecoupledDrafter(
-            self.noise, 0, vocab_size=VOCABULARY, window=8, connect=lambda address, keys: self.line.reopened()
+            sampling, 0, vocab_size=VOCABULARY, window=8, connect=lambda address: self.wire.box("one")
         )
         self.drafter.attach("one", "one")
-        self.line.ends[1].send(Hello(Role.DRAFTER, VOCABULARY, Noise.TAPE, 64, 0))
-        self.tokens = {str(i): [1, 2, 3] for i in range(16)}
+        self.rates = {str(i): 0.9 if i < 15 else 0.2 for i in range(16)}
+        self.link.match_counts = self.match_counts  # type: ignore[method-assign]
+        (name,) = {name for name, _ in self.wire.receive()}
+        self.wire.send(name, Hello(VERSION, VOCABULARY))
+        self.tokens = {name: [1, 2, 3] for name in self.rates}
         self.replanning = Replanning(self.drafter, every=every, printed=printed)
         self.heard()
-        for name in self.tokens:
-            self.match(name, 0.9 if name != "15" else 0.2)
 
     @property
     def link(self) -> Link:
@@ -119,23 +118,22 @@ class Engine:
 
     @property
     def plans(self) -> dict[str, OwnPlan]:
-        return dict(self.link.requests.plans)
+        return dict(self.link.plans)
 
-    def match(self, name: str, rate: float) -> None:
-        """Of 400 drafted tokens so many were the target's."""
-        matched = round(400 * rate)
-        self.link.requests.open[name].received.ranks[:] = [0] * matched + [1] * (400 - matched)
+    def match_counts(self) -> MatchCounts:
+        """Of 400 drafted tokens of each request so many were the target's."""
+        matched = np.array([round(400 * rate) for rate in self.rates.values()], np.int32)
+        return MatchCounts(tuple(self.rates), np.full(16, 400, np.int32), matched)
 
-    def heard(self) -> list[Open | Verdict]:
+    def heard(self) -> Told:
         """What the drafter is told in a step of the engine."""
-        self.noise.lengths = {name: len(tokens) for name, tokens in self.tokens.items()}
         views = [RequestView(name, np.asarray(tokens, np.int32), 3, 200) for name, tokens in self.tokens.items()]
         batch = RequestBatch.of(views)
         self.drafter.propose(batch, DraftLimits(batch.max_nodes, batch.max_depth, batch.is_chain))
         for tokens in self.tokens.values():
             tokens.append(1)
-        told = self.line.ends[1].receive()
-        return [message for message in told if isinstance(message, (Open, Verdict))]
+        (told,) = [message for _, message in self.wire.receive() if isinstance(message, Told)]
+        return told
 
     def step(self, tokens: int = 40, *, nodes: int = 32, is_decode_only: bool = True) -> None:
         """A step is over."""
@@ -153,10 +151,8 @@ def test_a_request_that_is_surely_below_hears_of_its_own_plan_in_its_next_verdic
     engine.step()
     assert set(engine.plans) == {"15"}
     assert engine.drafter.state()["one"]["own_plans"] == 1
-    own, told = engine.plans["15"], engine.heard()
-    pace = Pace.COUPLED if own.mode is Mode.COUPLED else Pace.DECOUPLED
-    assert {(one.window, one.pace) for one in told[:-1]} == {(8, Pace.DECOUPLED)}
-    assert (told[-1].window, told[-1].pace) == (own.window, pace)
+    own, windows = engine.plans["15"], ints(engine.heard().windows).tolist()
+    assert windows == [8] * 15 + [-own.window if own.mode is Mode.COUPLED else own.window]
     assert own.window < 8, "it drafts less than the others"
 
 
@@ -166,26 +162,26 @@ def test_who_matches_again_goes_back_to_the_window_of_all() -> None:
     for _ in range(3):
         engine.step()
     assert set(engine.plans) == {"15"}
-    engine.match("15", 0.88)
+    engine.rates["15"] = 0.88
     for _ in range(3):
         engine.step()
     assert engine.plans == {}
-    assert {(one.window, one.pace) for one in engine.heard()} == {(8, Pace.DECOUPLED)}
+    assert set(ints(engine.heard().windows).tolist()) == {8}
 
 
 def test_a_stream_that_is_opened_anew_keeps_its_plan() -> None:
     engine = Engine()
-    engine.link.requests.plans = {"3": OwnPlan(2, Mode.COUPLED)}
-    engine.link.requests.forget("3")
-    opened = [one for one in engine.heard() if isinstance(one, Open)]
-    assert [(one.window, one.pace, len(one.seeds)) for one in opened] == [(2, Pace.COUPLED, 7)]
+    engine.link.plans = {"3": OwnPlan(2, Mode.COUPLED)}
+    engine.link.forget("3")
+    told = engine.heard()
+    assert [(one.window, one.is_coupled) for one in told.opened] == [(2, True)] and len(told.closed) == 8
 
 
 def test_nothing_is_planned_before_both_times_are_known() -> None:
     engine = Engine(every=1)
     engine.step()
     assert engine.plans == {}, "the drafter has not said what its passes take"
-    engine.link.beats.append(Beat(0.0, 0))
+    engine.link.beats.append(Beat())
     engine.step()
     assert engine.plans == {}, "nor has it done anything"
     engine = Engine(every=1)
@@ -213,7 +209,7 @@ def test_turned_off_all_requests_have_the_window_of_their_drafter() -> None:
     engine.step()
     assert set(engine.plans) == {"15"}
     engine.replanning.turn(False)
-    assert {(one.window, one.pace) for one in engine.heard()} == {(8, Pace.DECOUPLED)}
+    assert set(ints(engine.heard().windows).tolist()) == {8}
     engine.step()
     assert engine.plans == {}
     engine.replanning.turn(True)
@@ -231,14 +227,13 @@ def test_plans_are_those_of_the_lines_that_were_learned(printed: bool) -> None:
     group = Group(draft_line(engine.link.beats), line_at(engine.replanning._cost, 16, 2.0), 8)
     assert group.verify.ms(16, 2.0) == pytest.approx(12.0 + 0.2 * 48, rel=0.02)
     assert group.draft.ms(16) == pytest.approx(9.0, rel=0.02)
-    assert engine.plans == reconfigure(group, engine.link.requests.match_counts(), printed=printed)
+    assert engine.plans == reconfigure(group, engine.match_counts(), printed=printed)
 
 
 def test_a_drafters_line_is_what_its_passes_took() -> None:
     beats: deque[Beat] = deque()
     for streams in (1, 2, 4, 8, 16, 8, 4, 2):
-        # two nodes looked at in each stream; 5 ms, and 0.25 ms of each row
-        beats.append(Beat(50 * (5.0 + 0.25 * 3 * streams), 0, 50, 50 * streams, 100 * streams))
+        beats.append(Beat(50 * (5.0 + 0.75 * streams), 50, 50 * streams))
     line = draft_line(beats)
     assert line is not None
     for streams in (1, 5):

@@ -1,4 +1,4 @@
-"""Decoupled drafting without engines: what the streams yield, given times and which choices hold."""
+"""Decoupled drafting without engines: what the lines yield, given times and which choices hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.cluster.following import MatchCounts, OwnPlan
+from vllm_specrollout.cluster.link import MatchCounts, OwnPlan
 from vllm_specrollout.cluster.rates import AffineTime, Mode
 from vllm_specrollout.cluster.reconfigure import Group, reconfigure
 from vllm_specrollout.cluster.rehearsal import Match, Rehearsal, Setting, Yield, coupled_tokens, rehearse
@@ -114,13 +114,13 @@ def test_a_match_without_ranks_and_a_rehearsal_without_steps_are_refused() -> No
         rehearse(setting(ALWAYS, draft_ms=1.0), rng(), 0)
 
 
-def test_waste_is_bounded_in_every_rehearsed_stream() -> None:
+def test_waste_is_bounded_in_every_rehearsed_line() -> None:
     match = Match.of_shares((0.6, 0.8), rng())
     rehearsal = Rehearsal(setting(match, draft_ms=2.0, window=3), rng())
     rehearsal.run(300)
     for request in rehearsal._requests:
-        stream = request.stream
-        assert stream.wasted <= (2 * stream.window - 1) * stream.generation
+        line = request.line
+        assert line.misses and line.wasted <= (2 * line.window - 1) * line.misses
 
 
 def mixed(draft: AffineTime, verify: AffineTime, rates: list[float], kind: str) -> Yield:
@@ -134,7 +134,7 @@ def mixed(draft: AffineTime, verify: AffineTime, rates: list[float], kind: str) 
     assert kind == "off" or len(plans) == rates.count(min(rates))
     times = Setting(
         verify_ms=lambda requests, rows: verify.ms(requests, rows / requests),
-        draft_ms=lambda streams, rows: draft.ms(streams),
+        draft_ms=lambda lines, more: draft.ms(lines),
         match=among[0],
         matches=among,
         batch=len(rates),
