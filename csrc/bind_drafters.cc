@@ -248,8 +248,8 @@ void bind_drafters(py::module_& m) {
       .def(py::init<>())
       .def("open", &Received::Open, py::arg("handle"), py::arg("num_told"))
       .def(
-          "close", [](Received& received, int64_t handle) { return Counts(received.Close(handle)); },
-          py::arg("handle"), "(tried, matched, covered) of the request, which is followed no more.")
+          "close", [](Received& received, int64_t handle) { return Counts(received.Close(handle)); }, py::arg("handle"),
+          "(tried, matched, covered) of the request, which is followed no more.")
       .def(
           "score", [](const Received& received, int64_t handle) { return Counts(received.Of(handle)); },
           py::arg("handle"))

@@ -177,8 +177,7 @@ class Received:
         """
 
     def tell(self, handles: _Longs, texts: Sequence[_Ints]) -> tuple[_Ints, _Ints, _Ints]:
-        """Tokens that the drafter was not told of: (index [n] of the request, counts [n], token_ids). They count as told.
-        """
+        """Tokens that the drafter was not told of, and now is: (index [n] of the request, counts [n], token_ids)."""
 
     def take_ranks(self) -> _Ints:
         """Which choice each token of requests that are closed was, request by request; 8: none. They are told once."""

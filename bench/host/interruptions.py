@@ -10,7 +10,6 @@ import argparse
 import os
 import signal
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -127,8 +126,7 @@ def attach(args: argparse.Namespace) -> None:
     cores = _prepare()
     from vllm import LLM
 
-    from vllm_specrollout.cluster.child import Command
-    from vllm_specrollout.cluster.warm import WarmPool
+    from vllm_specrollout.cluster.child import Command, WarmDrafter
 
     with Display() as display:
         model, title = find_model(None, args.size, "float32", CACHE, display, is_policy=True)
@@ -136,32 +134,33 @@ def attach(args: argparse.Namespace) -> None:
     common |= {"max_model_len": 768, "kv_cache_memory_bytes": 1 << 28}
     own = {"drafters": [], "budget": "fixed", "max_draft_tokens": 8, "placement": "decoupled"}
     attached, faulty = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        command = Command(str(DRAFT), f"ipc://{folder}/drafter", common, cores=(cores[-1],))
-        with WarmPool({NAME: command}) as pool:
-            stock = LLM(model=str(model), **common)
-            ours = LLM(model=str(model), **common, spec_rollout=own)
+    warm = WarmDrafter(Command.of(str(DRAFT), [f"cpu:{cores[-1]}"], common))
+    try:
+        stock = LLM(model=str(model), **common)
+        ours = LLM(model=str(model), **common, spec_rollout=own)
 
-            def ask(method: str, *given: Any) -> Any:
-                (answer,) = ours.collective_rpc(method, args=given)
-                if "cause" in answer:
-                    raise SystemExit(f"error: {answer['cause']}\n\nhint: {answer['hint']}")
-                return answer
+        def ask(method: str, *given: Any) -> Any:
+            (answer,) = ours.collective_rpc(method, args=given)
+            if "cause" in answer:
+                raise SystemExit(f"error: {answer['cause']}\n\nhint: {answer['hint']}")
+            return answer
 
-            for round_ in range(-1, args.rounds):
-                plain = _decode(stock, args)
-                _wait(pool)
-                attaching = Attaching(ask, command.address)
-                attached.append((plain, _decode(ours, args, attaching), attaching))
-                if attaching.is_attached:
-                    ask("detach_drafter", NAME)
-                faults = Faults(ask, command.address, pool.pid(NAME) or 0)
-                plain, run = _decode(stock, args), _decode(ours, args, faults)
+        for round_ in range(-1, args.rounds):
+            plain = _decode(stock, args)
+            _wait(warm)
+            attaching = Attaching(ask, warm.address)
+            attached.append((plain, _decode(ours, args, attaching), attaching))
+            if attaching.is_attached:
                 ask("detach_drafter", NAME)
-                if round_ >= 0:
-                    faulty.append(_makespan_after(faults.last, run, plain))
-                _check(plain, run)
-                _check(*attached[-1][:2])
+            faults = Faults(ask, warm.address, warm.process.pid or 0)
+            plain, run = _decode(stock, args), _decode(ours, args, faults)
+            ask("detach_drafter", NAME)
+            if round_ >= 0:
+                faulty.append(_makespan_after(faults.last, run, plain))
+            _check(plain, run)
+            _check(*attached[-1][:2])
+    finally:
+        warm.stop()
     seconds = [one for *_, attaching in attached[1:] for one in attaching.seconds]
     typical, most = statistics.median(seconds), max(seconds)
     print(f"{title}: attached {len(seconds)} times: drafts after {typical:.3f} s, at most {most:.3f} s")
@@ -169,11 +168,10 @@ def attach(args: argparse.Namespace) -> None:
     print(f"from the last fault to the end, of stock's time: {', '.join(f'{one:.2f}' for one in faulty)}")
 
 
-def _wait(pool: Any) -> None:
+def _wait(warm: Any) -> None:
     """Until the drafter is there."""
     end = time.monotonic() + _PATIENCE_S
-    while not pool.is_ready(NAME):
-        pool.watch()
+    while not warm.address:
         if time.monotonic() > end:
             raise SystemExit("error: the drafter's process does not get ready\n\nhint: read its log above")
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Host time of a step's drafts: from history in the engine, and from a stream elsewhere, which is told and heard.
+"""Host time of a step's drafts: from history in the engine, and from a drafter elsewhere, which is told and heard.
 
 The second is what any drafter elsewhere costs the engine at least, however fast it drafts (ADR 23). Run:
 `pytest bench/host/test_elsewhere_time.py --benchmark-only`.
@@ -6,19 +6,19 @@ The second is what any drafter elsewhere costs the engine at least, however fast
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.reference.decoupled import VOCABULARY, FakeEngine, FakeNoise, token_at
+from tests.reference.decoupled import VOCABULARY, FakeEngine, sampling, token_at
 from vllm_specrollout._core import HistoryIndex
-from vllm_specrollout.cluster.address import open_mailbox
-from vllm_specrollout.cluster.loop import Loop
+from vllm_specrollout.cluster.mail import Box, Office
+from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.drafters.history import HistoryDrafter
@@ -26,7 +26,7 @@ from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.types import DraftLimits, FinishedRequest, FinishReason, RequestBatch, RequestView
 
-BATCHES = [1, 4, 16, 64]
+BATCHES = [1, 16, 64, 256]
 NODES = 16
 STEPS = 60
 _PROMPT = 8
@@ -99,27 +99,27 @@ def _ended(drafter: HistoryDrafter, i: int, answer: np.ndarray) -> None:
     drafter.finish(FinishedRequest(f"earlier {i}", str(i), prompt, answer, FinishReason.FINISHED))
 
 
-@pytest.fixture
-def address() -> str:
-    return f"shm://specrollout-bench-{os.getpid()}"
-
-
 @pytest.mark.parametrize("batch", BATCHES)
-def test_time_of_drafts_from_elsewhere(benchmark: Any, batch: int, address: str) -> None:
+def test_time_of_drafts_from_elsewhere(benchmark: Any, batch: int, tmp_path: Path) -> None:
     """The other end drafts between the steps, in the same thread: what is timed is to tell it, and to hear it."""
-    noise = FakeNoise()
-    drafter = DecoupledDrafter(noise, 0, vocab_size=VOCABULARY)
-    link = drafter.link("bench", open_mailbox(address, serve=True))
-    engine = FakeEngine(random.Random(0), max_requests=batch)
-    loop = Loop(engine, open_mailbox(address, serve=False))
+    office = Office(f"ipc://{tmp_path}/socket")
+    drafter = DecoupledDrafter(sampling, 0, vocab_size=VOCABULARY)
+    link = drafter.link("bench", Box(office.address))
+    engine = FakeEngine(random.Random(0), max_requests=2 * batch)
+    serving = Serving(engine, office)
 
     def between(grown: int) -> None:
-        noise.lengths = {str(i): _PROMPT + grown for i in range(batch)}
         for _ in range(4):
-            loop.turn()
+            serving.turn()
+        # what was sent is on its way for a moment
+        time.sleep(0.002)
 
+    while not link.is_there:
+        serving.turn()
+        drafter.receive()
     _timed(benchmark, batch, drafter.propose, between)
-    counts = link.requests.counts
-    assert counts.nodes > STEPS * batch // 2, "drafts have to come for what they cost to be seen"
-    benchmark.extra_info["nodes per request and step"] = round(counts.nodes / (STEPS * batch), 1)
+    nodes = link.counts.nodes
+    assert nodes > STEPS * batch // 2, "drafts have to come for what they cost to be seen"
+    benchmark.extra_info["nodes per request and step"] = round(nodes / (STEPS * batch), 1)
     drafter.close()
+    office.close()

@@ -14,11 +14,13 @@ import torch
 
 from vllm_specrollout.budgets.base import Backoff
 from vllm_specrollout.budgets.fixed import FixedBudget
-from vllm_specrollout.cluster.received import NONE_OF_THEM
 from vllm_specrollout.drafters.levels import GREEDY
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, empty_trees
 from vllm_specrollout.worker.models.drafter import ModelDrafter
+
+NONE_OF_THEM = 8
+"""Rank of a token that no choice was, as the core has it."""
 
 
 @dataclass(slots=True)

@@ -134,8 +134,7 @@ class Tuning(MatchingMixin):
             UnsupportedError: no drafter runs elsewhere.
         """
         for link in attached(self.model_runner).links.values():
-            own = link.requests
-            own.window, own.fan_out = window or own.window, fan_out or own.fan_out
+            link.window, link.fan_out = window or link.window, fan_out or link.fan_out
         if reconfigures is None:
             return
         replanning = getattr(self.model_runner, "replanning", None)
@@ -168,8 +167,8 @@ class Tuning(MatchingMixin):
         """What decoupled drafters did since this was asked last.
 
         Returns:
-            "ranks": which of the drafters' choices the tokens of requests that are over were, as `Received.ranks`;
-            "beats": per second, milliseconds of work, passes, streams and nodes in them.
+            "ranks": which of the drafters' choices the tokens of requests that are over were, as `Link.take_ranks`;
+            "beats": per second, milliseconds of work, passes, and requests in them.
 
         Raises:
             UnsupportedError: no drafter runs elsewhere.
@@ -178,9 +177,8 @@ class Tuning(MatchingMixin):
         remote.receive()
         found: dict[str, Any] = {"ranks": [], "beats": []}
         for link in remote.links.values():
-            found["ranks"] += link.requests.ranks
-            found["beats"] += [[beat.busy_ms, beat.passes, beat.streams, beat.rows] for beat in link.beats]
-            link.requests.ranks.clear()
+            found["ranks"] += link.take_ranks()
+            found["beats"] += [[beat.busy_ms, beat.passes, beat.streams] for beat in link.beats]
             link.beats.clear()
         return found
 

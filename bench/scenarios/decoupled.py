@@ -283,7 +283,7 @@ class Facts:
     verify_beside: tuple[float, float]
     # a pass of the drafter between the target's
     draft: float
-    # [2] one on cores of its own, and of each node that it looks at in a stream
+    # [2] one on cores of its own, with what it is asked for in it; and what is not told apart from that
     draft_beside: tuple[float, float]
     match: Match
 
@@ -310,8 +310,8 @@ class Learned:
         # nodes of a request in a run's steps
         self._steps: dict[str, Points] = {COUPLED: {}, DECOUPLED: {}}
         self._passes: dict[int, list[float]] = {}
-        # nodes of a stream in a pass
-        self._beats: Points = {}
+        # milliseconds of a pass beside the target, of stock's step
+        self._beats: dict[int, list[float]] = {}
 
     def add(self, window: int, pairs: Mapping[str, Pair], told: Mapping[str, Any]) -> None:
         plain_ms = statistics.fmean(pairs[COUPLED].stock.step_ms())
@@ -324,8 +324,7 @@ class Learned:
             points.append((totals.drafted / totals.request_steps, step_ms / plain_ms))
             if arm == COUPLED:
                 self._passes.setdefault(window, []).append(draft_ms / window / plain_ms)
-        known = [beat for beat in told["beats"] if beat[1] > 0]
-        beats = [(rows / streams, ms / passes / plain_ms) for ms, passes, streams, rows in known]
+        beats = [ms / passes / plain_ms for ms, passes, _ in told["beats"] if passes]
         if beats:
             self._beats.setdefault(window, []).extend(beats)
 
@@ -338,7 +337,7 @@ class Learned:
             verify=verify,
             verify_beside=slowed((1.0, verify[1]), self._steps[DECOUPLED][window]),
             draft=statistics.median(self._passes[window]),
-            draft_beside=line_through(self._beats, window),
+            draft_beside=(statistics.median(self._beats[window]), 0.0),
             match=self._match,
         )
 
@@ -347,7 +346,8 @@ def estimated(facts: Facts, batch: int, window: int, fan_out: int, seed: int) ->
     """Placement -> times plain decoding."""
     setting = Setting(
         verify_ms=lambda requests, rows: _at(facts.verify_beside, rows / requests),
-        draft_ms=lambda streams, rows: _at(facts.draft_beside, rows / streams),
+        draft_ms=lambda lines, more: facts.draft_beside[0],
+        anew=0.0,
         match=facts.match,
         batch=batch,
         window=window,

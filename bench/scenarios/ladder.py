@@ -123,7 +123,6 @@ class Ladder(EngineScenario):
     max_tokens: int = flag(2048, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
     window: int = flag(4, "Tokens of a draft window.", within=(1, 64))
     fan_out: int = flag(4, "Choices that a lent drafter sends for each position.", within=(1, 8))
-    most_nodes: int = flag(16, "Nodes of a tree that a lent drafter looks behind, at most.", within=(1, 64))
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
 
@@ -182,7 +181,7 @@ class Ladder(EngineScenario):
             spec_rollout={
                 "drafters": list(self._methods),
                 "placement": "decoupled",
-                "decoupled": {"window": self.window, "fan_out": self.fan_out, "most_nodes": self.most_nodes},
+                "decoupled": {"window": self.window, "fan_out": self.fan_out},
             },
             ladder=ladder,
             drafters=[str(small)] if ladder == "attach" else [],

@@ -31,7 +31,7 @@ FRONT_END, WORKER, DRAFTER = "front end", "worker", "drafter"
 _ROLES = {
     "VLLM::EngineCore": "engine core",
     "VLLM::Worker": WORKER,
-    "vllm_specrollout.worker.streams.process": DRAFTER,
+    "vllm_specrollout.worker.drafter_process": DRAFTER,
     "resource_tracker": "resource tracker",
 }
 """Part of a process's command line -> what it is for."""

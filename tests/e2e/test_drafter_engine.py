@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,12 @@ from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 ARGS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27,
-}  # fmt: skip
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 27,
+}
 LENGTH = 60
 
 
@@ -63,7 +66,7 @@ class Desk:
         self.say(told(self.fan_out, opened, list(closed), handles, counts, tokens, windows, windows < 0))
 
     def tree(self, handle: int, turns: int = 24) -> tuple[int, list[tuple[int, int, int, float]]]:
-        """The newest that is sent within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""
+        """The newest within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""
         self.letters.sent.clear()
         for _ in range(turns):
             self.serving.turn()
@@ -74,7 +77,12 @@ class Desk:
                 for i, own in enumerate(longs(message.handles).tolist()):
                     if own == handle:
                         part = slice(starts[i], starts[i + 1])
-                        columns = (ints(message.token_ids), ints(message.parents), ranks(message.ranks), floats(message.log_q))
+                        columns = (
+                            ints(message.token_ids),
+                            ints(message.parents),
+                            ranks(message.ranks),
+                            floats(message.log_q),
+                        )
                         nodes = list(zip(*(column[part].tolist() for column in columns), strict=True))
                         found = int(ints(message.positions)[i]), nodes
         return found
@@ -111,7 +119,9 @@ def sampled(path: str) -> dict[str, list[int]]:
         "plain": {"temperature": 1.0}, "cold": {"temperature": 0.7}, "greedy": {"temperature": 0.0},
         "cut": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     }  # fmt: skip
-    params = [SamplingParams(seed=7, max_tokens=LENGTH, ignore_eos=True, detokenize=False, **way) for way in ways.values()]
+    params = [
+        SamplingParams(seed=7, max_tokens=LENGTH, ignore_eos=True, detokenize=False, **way) for way in ways.values()
+    ]
     with engine(path, "float32", is_ours=False) as stock:
         outputs = stock.llm.generate([{"prompt_token_ids": PROMPT}] * len(ways), params, use_tqdm=False)
     return {name: list(output.outputs[0].token_ids) for name, output in zip(ways, outputs, strict=True)}
@@ -180,7 +190,9 @@ def test_more_requests_than_there_are_places_share_them_out(desk: Desk, made: Dr
     for _ in range(60):
         desk.serving.turn()
         assert len(desk.serving._asked) <= made.max_requests == 8
-    told_of = {handle for message in desk.letters.sent if isinstance(message, Drafted) for handle in longs(message.handles)}
+    told_of = {
+        handle for message in desk.letters.sent if isinstance(message, Drafted) for handle in longs(message.handles)
+    }
     assert told_of == set(range(1, 13)), "all are drafted for, in turns"
 
 

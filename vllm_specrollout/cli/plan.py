@@ -220,7 +220,7 @@ def plan_decoupled_command(
     verify_gpus: Annotated[str, typer.Option(help="Numbers of devices that one verifier may run on.")] = "1",
     draft_ms: Annotated[
         str | None,
-        typer.Option(help="One more token for b requests, on one device, with n branches of each: `0.8+0.002*b+0.1*n`."),
+        typer.Option(help="One more token for b requests, n branches each, on one device: `0.8+0.002*b+0.1*n`."),
     ] = None,
     verify_ms: Annotated[
         str | None,
@@ -249,9 +249,7 @@ def plan_decoupled_command(
     found, width = _matches(accept, match, ranks, fan_out)
     devices = flags.integers(verify_gpus, "--verify-gpus", 1, _MOST_GPUS)
     draft, verify, worst = _times(profile, draft_ms, verify_ms, devices)
-    work = Workload(
-        draft=draft, verify=verify, match=found, fan_out=width, max_window=max_window
-    )
+    work = Workload(draft=draft, verify=verify, match=found, fan_out=width, max_window=max_window)
     plans = plan_devices(work, gpus, batch, one_host=one_host or rehearse)
     _print_plans(plans[: show + 1], worst)
     if json_file is not None:

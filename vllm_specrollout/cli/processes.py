@@ -12,7 +12,7 @@ from vllm_specrollout.errors import ConfigError
 
 def serve_drafts(
     model: Annotated[str, typer.Argument(help="The model that drafts: a folder or a name.", show_default=False)],
-    listen: Annotated[str, typer.Option(help="Where engines find it: ipc://PATH or tcp://HOST:PORT, with or without /KEY.")],
+    listen: Annotated[str, typer.Option(help="Where engines find it: ipc://PATH or tcp://HOST:PORT[/KEY].")],
     cores: Annotated[str, typer.Option(help="CPU cores to run on, as `2,3`; default: all.")] = "",
     stock: Annotated[bool, typer.Option("--stock", help="On stock vLLM's V2 runner, as on a GPU.")] = False,
     engine_args: Annotated[str, typer.Option(help="Further arguments of vLLM's engine, as a JSON object.")] = "{}",

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +288,44 @@ class DrafterProcess:
         except OSError as error:
             # the host has no room for a process now: that costs a try
             self._why = f"could not be begun: {error}"
+
+
+class WarmDrafter:
+    """A drafter that is begun ahead, for engines that attach to it when they want.
+
+    vLLM's sleep mode, which would give a resting drafter's memory back, does not exist on CPU. So it keeps its weights
+    and its KV cache; without requests it takes no time (SpecActor 4.3: loading is what model scale would wait for).
+
+    Args:
+        command: how its process is begun.
+        clock: seconds, from any zero.
+    """
+
+    def __init__(self, command: Command, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-warm-")
+        self._ready = Path(self._folder.name) / "ready"
+        self.error = ""
+        """Why it will not draft any more."""
+        self.process = DrafterProcess(replace(command, ready=str(self._ready)), clock)
+
+    @property
+    def address(self) -> str:
+        """Where it serves; empty: it loads, or was begun anew, or is given up. Call it now and then."""
+        if self.error:
+            return ""
+        try:
+            self.process.watch()
+            is_ready = self.process.is_alive and self._ready.read_text("ascii") == str(self.process.pid)
+        except FileNotFoundError:
+            is_ready = False
+        except DrafterProcessError as error:
+            self.error = str(error)
+            logger.warning("Spec rollout: a warm drafter drafts no more: %s", error)
+            return ""
+        # what has not loaded in good time is begun anew
+        self.process.is_ready = self.process.is_ready or is_ready
+        return self.process.command.address if is_ready else ""
+
+    def stop(self) -> None:
+        self.process.stop()
+        self._folder.cleanup()

@@ -212,7 +212,9 @@ class Line:
             name, self._count = f"{self._name}-{self._count}", self._count + 1
             self.tips[name] = node
             is_drawn = self._draws[name] = self.asked.has_noise and self._noise.draw()
-            room = min(self.most_levels - (node.place - self._root.place) + 2 * self.window, self._most_tokens - node.place)
+            room = min(
+                self.most_levels - (node.place - self._root.place) + 2 * self.window, self._most_tokens - node.place
+            )
             found.append(Ask(name, self._path(node), self.asked.prompt_tokens, room, is_drawn))
         return found
 
@@ -244,8 +246,11 @@ class Line:
         self._draws.pop(name, None)
 
     def take(self, token_ids: Sequence[int], window: int, is_coupled: bool) -> list[str]:
-        """A verdict: these hold as well. Returns the requests to abort: they draft where the target did not go, or too far
-        ahead."""
+        """A verdict: these hold as well.
+
+        Returns:
+            Requests to abort: they draft where the target did not go, or too far ahead.
+        """
         misses = self.misses
         node: Node | None = self._root
         for token in token_ids:

@@ -36,7 +36,7 @@ from vllm_specrollout.cluster.messages import (
     told,
 )
 from vllm_specrollout.cluster.rates import Mode
-from vllm_specrollout.types import BoolArray, DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
+from vllm_specrollout.types import DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -368,9 +368,7 @@ class Link:
             for i, row in enumerate(index.tolist()):
                 windows[i], is_coupled[i] = self._plan(batch.request_ids[row])
         closed, self._closed = self._closed[:MOST_REQUESTS], self._closed[MOST_REQUESTS:]
-        if not self._mail.send(
-            told(self.fan_out, opened, closed, handles[index], counts, tokens, windows, is_coupled)
-        ):
+        if not self._mail.send(told(self.fan_out, opened, closed, handles[index], counts, tokens, windows, is_coupled)):
             self._lose()
             return np.zeros_like(handles)
         self.counts.verdicts += len(index)
@@ -460,9 +458,7 @@ class Link:
         counts.wasted += message.wasted
         self.busy_s += message.busy_ms / 1e3
         beat, now = self._beat, self._clock()
-        beat = Beat(
-            beat.busy_ms + message.busy_ms, beat.passes + message.passes, beat.streams + message.streams
-        )
+        beat = Beat(beat.busy_ms + message.busy_ms, beat.passes + message.passes, beat.streams + message.streams)
         if now - self._beat_at >= _BEAT_S:
             self.beats.append(beat)
             beat, self._beat_at = Beat(), now

@@ -3,8 +3,8 @@
 What belongs here: what is said, and what is wrong with what was said. How it travels is in mail.py. Arrays travel as
 bytes, little-endian, so a message costs the same for one request and for many.
 
-An engine says `Hello`, then `Told` with each step; a drafter answers `Hello`, then says `Drafted` with each pass. Either
-end forgets the other's requests when it hears a `Hello`: it has begun anew.
+An engine says `Hello`, then `Told` with each step; a drafter answers `Hello`, then says `Drafted` with each pass.
+Either end forgets the other's requests when it hears a `Hello`: it has begun anew.
 """
 
 from __future__ import annotations

@@ -167,9 +167,7 @@ class Replanning(Listener):
             return {}
         steps = sum(batch for batch, _ in self._last)
         drafts = sum(nodes for _, nodes in self._last) / steps if steps else 0.0
-        return self.plan(
-            Group(draft, line_at(self._cost, len(counts.request_ids), drafts), link.window), counts
-        )
+        return self.plan(Group(draft, line_at(self._cost, len(counts.request_ids), drafts), link.window), counts)
 
     def plan(self, group: Group, counts: MatchCounts) -> Mapping[str, OwnPlan]:
         """What the requests of one drafter are given."""

@@ -1,4 +1,4 @@
-"""Serving of drafts: a model's engine, the lines that it drafts, and the target engines that they are drafted for. Pure.
+"""Serving of drafts: a model's engine, the lines that it drafts, and the engines that they are drafted for. Pure.
 
 What belongs here: who is drafted for, what the engine is asked for in each pass, and what is sent. The engine and the
 mail are given. One process drafts for any number of engines at once; a pass is shared by all their requests.
@@ -204,9 +204,7 @@ class Serving:
         target.lines[opened.handle] = Line(
             str(self._count),
             tokens,
-            Asked(
-                opened.prompt_tokens, opened.seed, opened.temperature, opened.top_k, opened.top_p, opened.min_p
-            ),
+            Asked(opened.prompt_tokens, opened.seed, opened.temperature, opened.top_k, opened.top_p, opened.min_p),
             max_tokens=opened.max_tokens,
             most_tokens=self._engine.most_tokens,
             window=opened.window,

@@ -26,7 +26,9 @@ def united(drafts: Sequence[Fitting], most: IntArray, is_chain: BoolArray) -> Fi
         is_chain: [R] the likeliest child alone, level by level.
     """
     starts = [own.node_start.tolist() for own in drafts]
-    columns = [(own.token_ids.tolist(), own.parents.tolist(), own.log_q.tolist(), own.is_first.tolist()) for own in drafts]
+    columns = [
+        (own.token_ids.tolist(), own.parents.tolist(), own.log_q.tolist(), own.is_first.tolist()) for own in drafts
+    ]
     found: list[tuple[int, int, float, int]] = []
     node_start = [0]
     for r, (count, chain) in enumerate(zip(most.tolist(), is_chain.tolist(), strict=True)):

@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
@@ -24,14 +21,12 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_specrollout.cluster.child import Command, DrafterProcess, DrafterProcessError
+from vllm_specrollout.cluster.child import Command, WarmDrafter
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.resuming import resumed
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.server.reports import abegin_epoch, areport_rewards
-
-logger = logging.getLogger("vllm.specrollout")
 
 _MOST_REASON = 1000  # characters
 
@@ -79,13 +74,10 @@ class Replica:
         self._news = asyncio.Event()
         # when the requests that run were others the last time
         self._changed_at = self._told_at = time.monotonic()
-        self._folder = tempfile.TemporaryDirectory(prefix="specrollout-")
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"max_num_seqs": 32, **engine}))
-        self._warm: DrafterProcess | None = None
+        self._warm: WarmDrafter | None = None
         if drafter:
-            devices = [f"cpu:{core}" for core in cores]
-            command = Command.of(drafter, devices, drafter_engine or {})
-            self._warm = DrafterProcess(replace(command, ready=f"{self._folder.name}/ready"))
+            self._warm = WarmDrafter(Command.of(drafter, [f"cpu:{core}" for core in cores], drafter_engine or {}))
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.
@@ -181,7 +173,6 @@ class Replica:
         if self._warm is not None:
             self._warm.stop()
         self.llm.shutdown()
-        self._folder.cleanup()
 
     async def _run(self, run: Given) -> None:
         live = self._live[run.key]
@@ -213,21 +204,7 @@ class Replica:
         return next((one for one in found if one), {})
 
     def _drafter(self) -> str:
-        """Where the warm drafter serves; empty: there is none, or it loads."""
-        if self._warm is None:
-            return ""
-        try:
-            self._warm.watch()
-            is_ready = self._warm.is_alive and Path(self._warm.command.ready).read_text("ascii") == str(self._warm.pid)
-        except DrafterProcessError as error:
-            logger.warning("Spec rollout: an engine has no drafter to lend any more: %s", error)
-            self._warm = None
-            return ""
-        except FileNotFoundError:
-            is_ready = False
-        # what has not loaded in good time is begun anew
-        self._warm.is_ready = self._warm.is_ready or is_ready
-        return self._warm.command.address if is_ready else ""
+        return "" if self._warm is None else self._warm.address
 
 
 def sampling(given: Any) -> SamplingParams:

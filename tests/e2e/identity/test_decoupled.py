@@ -18,22 +18,19 @@ pytest.importorskip("vllm")
 
 
 from tests.e2e.drafting_models import perturbed
-from tests.e2e.elsewhere import PATIENCE_S, Elsewhere, decode, until
+from tests.e2e.elsewhere import Elsewhere, decode, until
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
-from tests.reference.decoupled import Faulty
 from vllm_specrollout.budgets.step_cost import Asking
-from vllm_specrollout.cluster.address import connect
-from vllm_specrollout.cluster.child import Command
-from vllm_specrollout.cluster.following import MatchCounts, OwnPlan
-from vllm_specrollout.cluster.messages import Hello, Message, Noise, Pace, Role, Verdict
+from vllm_specrollout.cluster.child import Command, WarmDrafter
+from vllm_specrollout.cluster.link import Mail, MatchCounts, OwnPlan
+from vllm_specrollout.cluster.messages import Message
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.cluster.reconfigure import Group, draft_line
-from vllm_specrollout.cluster.warm import WarmPool
 from vllm_specrollout.config import SpecRolloutConfig
-from vllm_specrollout.trees.build import depths
+from vllm_specrollout.drafters.decoupled import connect
 
 pytestmark = pytest.mark.nightly
 
@@ -41,7 +38,7 @@ DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
     "decoupled": {"reconfigure": "goodput"},
 }  # fmt: skip
-WARM = ("ipc", "shm")
+WARM = ("first", "second")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Stage(Elsewhere):
     short_truth: list[Any]
 
     def attach(self, name: str, **given: Any) -> dict[str, Any]:
-        (answer,) = self.llm.collective_rpc("attach_drafter", args=(name, self.pool.addresses[name]), kwargs=given)
+        (answer,) = self.llm.collective_rpc("attach_drafter", args=(name, self.pool[name].address), kwargs=given)
         assert "cause" not in answer, answer
         return answer
 
@@ -72,28 +69,27 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     given = {"method": "draft_model", "model": small, "num_speculative_tokens": 4}
     args = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True}
     args["kv_cache_memory_bytes"] = 1 << 28
-    addresses = {"ipc": f"ipc://{folder}/socket", "shm": f"shm://warm-{os.getpid()}"}
     # they share the host's cores with the engine: threads that wait for each other would take most of them
     one_thread = pytest.MonkeyPatch()
     one_thread.setenv("OMP_NUM_THREADS", "1")
-    with WarmPool({name: Command(small, addresses[name], args) for name in WARM}) as pool:
+    pool = {name: WarmDrafter(Command.of(small, (), args)) for name in WARM}
+    try:
         with engine(target, "float32", is_ours=False) as stock:
             truth, short_truth = run(stock.llm, requests), run(stock.llm, short)
         with engine(target, "float32", is_ours=True, spec_rollout={**DECOUPLED, "speculative_config": given}) as ours:
-            end = time.monotonic() + PATIENCE_S
-            while not all(map(pool.is_ready, WARM)):
-                assert time.monotonic() < end and not pool.watch(), "the warm drafters do not get ready"
-                time.sleep(0.05)
-            yield Stage(ours.llm, ours.runner, pool, requests, truth, short, short_truth)
+            own = Stage(ours.llm, ours.runner, pool, requests, truth, short, short_truth)
+            until(lambda: all(map(own.is_ready, WARM)))
+            yield own
             process = ours.runner.remote.links["drafter"].process
             # the last of those that a test killed may be on its way
-            until(lambda: not pool.watch() and all(map(pool.is_ready, WARM)))
-            pids = [process.pid, *map(pool.pid, WARM)]
+            until(lambda: all(map(own.is_ready, WARM)))
+            pids = [process.pid, *(warm.process.pid for warm in pool.values())]
         assert not process.is_alive and not _exists(pids[0]), "the process ends with its engine"
-        ended = {name: pool._processes[name]._process.poll() for name in WARM}
-        assert ended == dict.fromkeys(WARM) and pids[1:] == [*map(pool.pid, WARM)], "warm ones stay"
-        assert all(map(pool.is_ready, WARM))
-    one_thread.undo()
+        assert all(map(own.is_ready, WARM)) and pids[1:] == [warm.process.pid for warm in pool.values()]
+    finally:
+        for warm in pool.values():
+            warm.stop()
+        one_thread.undo()
     assert not any(map(_exists, pids))
 
 
@@ -105,16 +101,28 @@ def _warm_ones_go_home(stage: Stage) -> Iterator[None]:
         stage.ask("detach_drafter", name)
 
 
-def has_answered(stage: Stage, name: str, levels: int = 2) -> bool:
-    """Whether a drafter has drafted so many levels behind the newest token of most requests that run.
+class Faulty:
+    """Mail that is late, and that is refused now and then.
 
-    The step that comes adds a token: of two levels, one is verified in the step after it.
+    Args:
+        chance: of each fault, per message.
     """
-    stage.drafter.receive()
-    running = stage.llm.llm_engine.engine_core.engine_core.scheduler.requests
-    told = [one for request, one in stage.drafter.links[name].requests.open.items() if request in running]
-    found = [one.received._drafts for one in told if (own := one.received._drafts) and own.position == one.num_told]
-    return 2 * sum(depths(own.parents).max(initial=0) >= levels for own in found) > len(told)
+
+    def __init__(self, mail: Mail, rng: random.Random, chance: float) -> None:
+        self.mail, self.rng, self.chance, self.address = mail, rng, chance, mail.address
+        self.late: list[Message] = []
+
+    def send(self, message: Message) -> bool:
+        return self.rng.random() >= self.chance and self.mail.send(message)
+
+    def receive(self) -> list[Message]:
+        found = self.late + list(self.mail.receive())
+        kept = self.rng.randrange(len(found) + 1) if self.rng.random() < self.chance else len(found)
+        self.late = found[kept:]
+        return found[:kept]
+
+    def close(self) -> None:
+        self.mail.close()
 
 
 def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stage) -> None:
@@ -124,12 +132,12 @@ def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stag
 
     def before_step(step: int) -> None:
         if 3 <= step < 6:
-            until(lambda: has_answered(stage, "drafter"))
+            until(lambda: stage.has_answered("drafter"))
 
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     assert stage.runner.stats.accepted > accepted
     for number, window in enumerate((4, 1, 16)):
-        link.requests.window = window
+        link.window = window
         ending = threading.Event()
         mischief = threading.Thread(target=_disturb, args=(link.process, random.Random(number), ending))
         if number:
@@ -142,9 +150,8 @@ def test_a_drafter_elsewhere_changes_no_token_whatever_happens_to_it(stage: Stag
                 mischief.join()
         check(stage.requests, stage.truth, drafted)
         # the runner itself learns with the next step that the last ones are over
-        assert set(link.requests.open) <= set(stage.runner.requests), "nothing is left of requests that are over"
-    # that its successors were begun takes a moment of a step each, which is counted
-    assert link.requests.counts.trees > 0 and link.line.waited_s == 0.0
+        assert set(link.open) <= set(stage.runner.requests), "nothing is left of requests that are over"
+    assert link.counts.trees > 0
 
 
 def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_batch(stage: Stage) -> None:
@@ -157,7 +164,7 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
         return link.is_there
 
     def is_heard() -> bool:
-        return has_answered(stage, "drafter")
+        return stage.has_answered("drafter")
 
     def before_step(step: int) -> None:
         if step == 3:
@@ -168,16 +175,15 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
         elif step == 6:
             # meanwhile steps went on without it
             until(is_back)
-            tried.extend((link.requests.score.tried, stage.runner.stats.accepted))
+            tried.extend((link.score.tried, stage.runner.stats.accepted))
         elif 7 <= step < 10:
             until(is_heard)
 
-    link.requests.window = 4
+    link.window = 4
     until(is_back)
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
-    assert link.requests.score.tried > tried[0], "what it drafts is verified again"
+    assert link.score.tried > tried[0], "what it drafts is verified again"
     assert stage.runner.stats.accepted > tried[1], "and accepted"
-    assert link.line.waited_s == 0.0
 
 
 def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
@@ -195,12 +201,12 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
         elif 5 <= step < 8:
             # however slow this host makes them: they were told of all requests, with all their tokens
             accepted.append(stage.runner.stats.accepted)
-            until(lambda: all(state(name)["trees"] and has_answered(stage, name) for name in WARM))
+            until(lambda: all(state(name)["trees"] and stage.has_answered(name) for name in WARM))
         if step == 8:
             accepted.append(stage.runner.stats.accepted)
-            stage.ask("assign_drafter", "shm", ["3", "7"])
-            assert {request["name"] for request in state("shm")["requests"].values()} <= {"3", "7"}
-            stage.ask("assign_drafter", "shm", None)
+            stage.ask("assign_drafter", "second", ["3", "7"])
+            assert {request["name"] for request in state("second")["requests"].values()} <= {"3", "7"}
+            stage.ask("assign_drafter", "second", None)
         if step == 14:
             for name in WARM:
                 seen[name] = stage.ask("detach_drafter", name)
@@ -217,11 +223,7 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     for name in WARM:
         assert seen[name]["nodes"] > 0 and seen[name]["tried"] > 0, "it took part in this very batch"
         assert seen[name]["waited_s"] == 0.0
-        assert stage.pool.is_ready(name), "it stays warm"
-        mailbox = connect(stage.pool.addresses[name])
-        mailbox.send(Hello(Role.VERIFIER, VOCAB, Noise.TAPE, 0, 0))
-        until(lambda mailbox=mailbox: any(isinstance(message, Hello) for message in mailbox.receive()))
-        mailbox.close()
+        assert stage.is_ready(name), "it stays warm"
     assert list(stage.drafter.links) == ["drafter"]
 
 
@@ -230,12 +232,11 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
 ) -> None:
     """Each 20 tokens: what Algorithm 2 says, by the times that this engine has learned, and something else for all
     others."""
-    stage.attach("ipc")
-    link, replanning, rng = stage.drafter.links["ipc"], stage.runner.replanning, random.Random(1)
-    own, send = replanning.plan, link.requests._send
-    until(lambda: stage.ask("drafters_state")["ipc"]["is_there"])
+    stage.attach("first")
+    link, replanning, rng = stage.drafter.links["first"], stage.runner.replanning, random.Random(1)
+    own, mail = replanning.plan, stage.overheard("first")
+    until(lambda: stage.ask("drafters_state")["first"]["is_there"])
     groups: list[Group] = []
-    told: set[tuple[int, Pace]] = set()
     most, accepted = [0], stage.runner.stats.accepted
 
     def plan(group: Group, counts: MatchCounts) -> dict[str, OwnPlan]:
@@ -245,27 +246,21 @@ def test_windows_and_modes_change_within_a_batch_and_no_token_does(
             own(group, counts)
         )
 
-    def spied(message: Message) -> bool:
-        if isinstance(message, Verdict):
-            told.add((message.window, message.pace))
-        return send(message)
-
     def before_step(step: int) -> None:
         if step == 3:
             until(lambda: stage.ask("drafters_state") and draft_line(link.beats))
         elif 4 <= step < 7:
-            until(lambda: has_answered(stage, "ipc", levels=1))
-        most[0] = max(most[0], stage.ask("drafters_state")["ipc"]["own_plans"])
+            until(lambda: stage.has_answered("first", levels=1))
+        most[0] = max(most[0], stage.ask("drafters_state")["first"]["own_plans"])
 
     monkeypatch.setattr(replanning, "every", 20)
     monkeypatch.setattr(replanning, "plan", plan)
-    monkeypatch.setattr(link.requests, "_send", spied)
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     assert len(groups) >= 10 and all(group.verify.ms(1) > 0.0 < group.draft.ms(1) for group in groups)
-    assert {pace for _, pace in told} == set(Pace) and len(told) > 8
+    assert min(mail.windows) < 0 < max(mail.windows) and len(mail.windows) > 8, "in both modes"
     assert most[0] > 8, "and it is said how many have a plan of their own"
     assert stage.runner.stats.accepted > accepted
-    assert stage.ask("detach_drafter", "ipc")["waited_s"] == 0.0
+    assert stage.ask("detach_drafter", "first")["waited_s"] == 0.0
 
 
 def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token(
@@ -279,33 +274,29 @@ def test_a_drafter_whose_time_is_limited_as_engines_are_shipped_changes_no_token
 
     def before_step(step: int) -> None:
         if 1 <= step < 3:
-            until(lambda: has_answered(stage, "drafter"))
+            until(lambda: stage.has_answered("drafter"))
 
     check(stage.requests, stage.truth, decode(stage.llm, stage.requests, before_step))
     assert stage.runner.stats.accepted > accepted and speculator.guard.failures == before
 
 
 def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
-    """One to three drafters; lines that lose, delay, double and shuffle; processes that hang, die, come and go."""
+    """One to three drafters; mail that is late and refused; processes that hang, die, come and go."""
     started = stage.drafter.links["drafter"]
-    plain = started.line.send, started.line.receive
+    plain = started._mail
     trees, accepted = 0, stage.runner.stats.accepted
     for number in range(30):
         rng = random.Random(number)
         chance = rng.choice((0.0, 0.1, 0.3))
-        stage.drafter._connect = lambda address, keys, rng=rng, chance=chance: Faulty(
-            connect(address, keys), rng, chance
-        )
-        faulty = Faulty(started.line._mailbox, rng, chance)
-        started.line.receive, started.requests._send = faulty.receive, faulty.send
-        started.requests.window = rng.randint(1, 16)
+        stage.drafter._connect = lambda address, rng=rng, chance=chance: Faulty(connect(address), rng, chance)
+        started._mail, started.window = Faulty(plain, rng, chance), rng.randint(1, 16)
         stopped: set[int] = set()
-        doomed = {9: "ipc", 17: "drafter", 25: "shm"}.get(number, "")
+        doomed = {9: "first", 17: "drafter", 25: "second"}.get(number, "")
 
         def before_step(step: int, rng: random.Random = rng, doomed: str = doomed, stopped: set[int] = stopped) -> None:
-            stage.pool.watch()
+            _ = [warm.address for warm in stage.pool.values()]
             if doomed and step == 4:
-                pid = started.process.pid if doomed == "drafter" else stage.pool.pid(doomed)
+                pid = started.process.pid if doomed == "drafter" else stage.pool[doomed].process.pid
                 # 0 would be the tests themselves; one that hung for too long may just have been killed
                 if pid and _exists(pid):
                     os.kill(pid, signal.SIGKILL)
@@ -313,15 +304,15 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
                 what = rng.random()
                 if name not in stage.drafter.links and (what < 0.1 or not step):
                     # one that was killed and is not begun anew yet cannot be attached: that is said, no more
-                    address = stage.pool.addresses[name]
+                    address = stage.pool[name].process.command.address
                     window, only = rng.randint(1, 16), rng.choice((None, None, ["0", "2"]))
-                    answer = stage.ask("attach_drafter", name, address, None, window, rng.randint(1, 4), only)
-                    assert "is_there" in answer or "nobody serves" in answer["cause"] or "cannot be" in answer["cause"]
+                    answer = stage.ask("attach_drafter", name, address, window, rng.randint(1, 4), only)
+                    assert "is_there" in answer or "nobody serves" in answer["cause"]
                 elif name in stage.drafter.links and what < 0.1:
                     trees_of(stage.ask("detach_drafter", name))
                 elif name in stage.drafter.links and what < 0.2:
                     stage.ask("assign_drafter", name, rng.choice((None, ["1"], [])))
-            pids = [started.process.pid, *map(stage.pool.pid, WARM)]
+            pids = [started.process.pid, *(warm.process.pid for warm in stage.pool.values())]
             pid = rng.choice(pids)
             if pid is not None and rng.random() < 0.15 and _exists(pid):
                 os.kill(pid, signal.SIGSTOP)
@@ -339,23 +330,20 @@ def test_thirty_schedules_of_faults_change_no_token(stage: Stage) -> None:
             drafted = decode(stage.llm, [stage.short[i] for i in chosen], before_step)
         finally:
             _go_on(stopped)
-            started.line.receive, started.requests._send = plain[1], plain[0]
+            started._mail = plain
         check([stage.short[i] for i in chosen], [stage.short_truth[i] for i in chosen], drafted)
         for name in WARM:
             if name in stage.drafter.links:
                 trees_of(stage.ask("detach_drafter", name))
     assert trees > 0 and stage.runner.stats.accepted > accepted
-    end = time.monotonic() + PATIENCE_S
-    while not all(map(stage.pool.is_ready, WARM)):
-        stage.pool.watch()
-        assert time.monotonic() < end, "who was killed is begun anew"
-        time.sleep(0.05)
+    # who was killed is begun anew
+    until(lambda: all(map(stage.is_ready, WARM)))
 
 
 def test_bad_calls_are_answered_with_their_cause_and_change_nothing(stage: Stage) -> None:
     before = list(stage.drafter.links)
     for call in (
-        ("attach_drafter", "drafter", stage.pool.addresses["ipc"]),
+        ("attach_drafter", "drafter", stage.pool["first"].address),
         ("attach_drafter", "new", "ipc:///nowhere"),
         ("attach_drafter", "new", "carrier pigeon"),
         ("detach_drafter", "new"),

@@ -102,7 +102,6 @@ def test_a_flag_of_the_formulas_says_once_what_takes_its_place(flag):
         (["--accept", "0.8", "--match", "0.8"], "how drafts match is given 2 times: --match, --accept"),
         (["--match", "0.8", "--fan-out", "2"], "`--fan-out` is 2, and match rates are known of 1"),
         (["--match", "0.8,0.7"], "match rates are [0.8, 0.7]"),
-        (["--match", "0.8", "--most-nodes", "0"], "`most_nodes` is 0, outside 1 to 64"),
         (["--ranks", "nowhere.json"], "`--ranks` is `nowhere.json`, which cannot be read as JSON"),
         (["--accept", "0.8", "--verify-gpus", "1,2"], "`--verify-ms` holds 1 lines for 2 verifiers"),
         (["--accept", "0.8", "--draft-ms", "-1+2"], "`--draft-ms` holds '-1+2', which is no line in milliseconds"),

@@ -149,7 +149,17 @@ def test_keys_differ_and_an_address_with_a_key_keeps_it() -> None:
         end.close()
 
 
-NO_ADDRESS = ["", "shm://x", "ipc://", "ipc://@x", "ipc://*", "ipc:///" + "x" * 200, "tcp://1.2.3.4", "tcp://h:99999", "tcp://h:1/short"]
+NO_ADDRESS = [
+    "",
+    "shm://x",
+    "ipc://",
+    "ipc://@x",
+    "ipc://*",
+    "ipc:///" + "x" * 200,
+    "tcp://1.2.3.4",
+    "tcp://h:99999",
+    "tcp://h:1/short",
+]
 
 
 @pytest.mark.parametrize("address", NO_ADDRESS)

@@ -20,7 +20,9 @@ def longs(*values: int) -> bytes:
 
 OPENED = Opened(7, ints(5, 6, 7), 2, -(2**63), 0.7, 50, 0.9, 0.05, 512, 4, True)
 TOLD = Told(4, (OPENED,), longs(3), longs(8, 9), ints(2, 1), ints(1, 2, 3), ints(4, -8))
-DRAFTED = Drafted(longs(7), ints(9), ints(0, 2), ints(1, 2), ints(-1, 0), b"\0\1", np.float32([-0.1, -2]).tobytes(), 1.5, 3, 5, 7, 1)
+DRAFTED = Drafted(
+    longs(7), ints(9), ints(0, 2), ints(1, 2), ints(-1, 0), b"\0\1", np.float32([-0.1, -2]).tobytes(), 1.5, 3, 5, 7, 1
+)
 ONE_OF_EACH = (Hello(messages.VERSION, 32_000), TOLD, DRAFTED, Bye("ended, naïvely"))
 
 
@@ -39,10 +41,16 @@ WRONG = {
     "arrays of other lengths": msgspec.structs.replace(TOLD, handles=longs(8)),
     "half a number": msgspec.structs.replace(TOLD, closed=b"\0\0\0"),
     "a fan-out beyond the widest": msgspec.structs.replace(TOLD, fan_out=9),
-    "an opened request without a prompt": msgspec.structs.replace(TOLD, opened=(msgspec.structs.replace(OPENED, prompt_tokens=0),)),
-    "a prompt longer than the request": msgspec.structs.replace(TOLD, opened=(msgspec.structs.replace(OPENED, prompt_tokens=4),)),
+    "an opened request without a prompt": msgspec.structs.replace(
+        TOLD, opened=(msgspec.structs.replace(OPENED, prompt_tokens=0),)
+    ),
+    "a prompt longer than the request": msgspec.structs.replace(
+        TOLD, opened=(msgspec.structs.replace(OPENED, prompt_tokens=4),)
+    ),
     "a nucleus of nothing": msgspec.structs.replace(TOLD, opened=(msgspec.structs.replace(OPENED, top_p=0.0),)),
-    "a temperature that is no number": msgspec.structs.replace(TOLD, opened=(msgspec.structs.replace(OPENED, temperature=float("nan")),)),
+    "a temperature that is no number": msgspec.structs.replace(
+        TOLD, opened=(msgspec.structs.replace(OPENED, temperature=float("nan")),)
+    ),
     "starts of other trees": msgspec.structs.replace(DRAFTED, node_start=ints(0, 1, 2)),
     "ranks of other nodes": msgspec.structs.replace(DRAFTED, ranks=b"\0"),
     "a reason as long as a book": Bye("x" * 2000),

@@ -103,22 +103,12 @@ def test_less_is_rehearsed_where_a_level_per_pass_is_the_limit(draft: AffineTime
     assert plan.tokens_per_s < most * 1e3 * decoupled_rate(draft, verify, 1, 4, 0.8)
 
 
-def test_more_is_rehearsed_where_a_window_takes_longer_than_a_step() -> None:
-    """What has come of a tree is verified; a window waits until it is whole, and has no exits behind its exits."""
-    draft, verify = AffineTime(0.0, 22.0), AffineTime(0.0, 56.0)
-    plan = one_verifier(draft, verify, 0.64, 0.77, max_window=16)[Mode.DECOUPLED]
-    assert plan.tokens_per_s > 1.05 * 1e3 * max(
-        decoupled_rate(draft, verify, 1, window, 0.64) for window in range(1, 17)
-    )
-    assert plan.tokens_per_step < 56.0 / 22.0
-
-
 def test_exits_make_decoupling_faster() -> None:
     chain, tree = (one_verifier(DRAFT, VERIFY[1], *among)[Mode.DECOUPLED] for among in ((0.6,), (0.6, 0.85)))
     assert tree.tokens_per_s > 1.15 * chain.tokens_per_s
 
 
-def test_a_drafter_that_looks_at_many_nodes_pays_for_them() -> None:
+def test_a_drafter_whose_branches_take_time_pays_for_them() -> None:
     free, expensive = (
         one_verifier(AffineTime(0.0, 5.0, row), AffineTime(0.0, 30.0), 0.8, 0.9)[Mode.DECOUPLED] for row in (0.0, 2.0)
     )
@@ -149,7 +139,7 @@ def test_two_devices_are_used_as_suits_the_drafter(draft: AffineTime, match_rate
     assert plan_devices(work, 2, 1, one_host=True)[0].mode is mode
 
 
-@pytest.mark.parametrize(("share", "gains"), [(0.5, (1.16, 1.15)), (0.8, (1.0, 1.07))])
+@pytest.mark.parametrize(("share", "gains"), [(0.5, (1.07, 1.12)), (0.8, (1.0, 1.07))])
 def test_decoupling_pays_as_the_page_says(share: float, gains: tuple[float, ...]) -> None:
     """docs/concepts/planning.md; two devices and one request, so the modes have the same verifier."""
     found = []
@@ -173,7 +163,6 @@ def test_a_large_batch_does_not_give_a_device_away() -> None:
     [
         ({"max_window": 0}, "`max_window` is 0, outside 1 to 64"),
         ({"fan_out": 9}, "`fan_out` is 9, outside 1 to 8"),
-        ({"most_nodes": 65}, "`most_nodes` is 65, outside 1 to 64"),
         ({"verify": {1: AffineTime(0.0, 0.0)}}, "a verifier on 1 devices takes 0.0 ms a step"),
     ],
 )

@@ -248,6 +248,8 @@ def test_a_great_many_requests_come_in_messages_of_their_own() -> None:
     other.wire.send = lambda engine, message: (sent.append(message), send(engine, message))[1]  # type: ignore[method-assign]
     for _ in range(40):
         rollout.turn()
-    handles = [handle for message in sent if isinstance(message, Drafted) for handle in np.frombuffer(message.handles, "<i8")]
+    handles = [
+        handle for message in sent if isinstance(message, Drafted) for handle in np.frombuffer(message.handles, "<i8")
+    ]
     assert len(set(handles)) == 300 and other.wire.malformed == 0
     assert not any(isinstance(message, Hello) for message in sent)

@@ -15,11 +15,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from vllm_specrollout.cluster.batch import Answer, Asking, GroupError
-from vllm_specrollout.config.devices import check_apart, parse_devices
 from vllm_specrollout.cluster.driver import BEAT_S, BEHIND, Driver
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
 from vllm_specrollout.config.checks import check_choice, check_range
+from vllm_specrollout.config.devices import check_apart, parse_devices
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")

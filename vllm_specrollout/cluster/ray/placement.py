@@ -11,8 +11,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from vllm_specrollout.config.devices import Devices, shares
 from vllm_specrollout.cluster.ray.actor import Actor
+from vllm_specrollout.config.devices import Devices, shares
 from vllm_specrollout.errors import ConfigError
 
 # an actor that is killed takes its processes with it; Ray takes this where it is started, and nowhere else

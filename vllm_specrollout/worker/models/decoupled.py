@@ -19,13 +19,13 @@ import torch
 from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.cluster.child import Command, DrafterProcess
-from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.cluster.link import Sampling, SamplingOf
+from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
+from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
-from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener

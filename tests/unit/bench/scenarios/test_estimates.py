@@ -25,7 +25,7 @@ def learned(make_run) -> Learned:
     beside = make_run([[1] * 11], steps(20.0), steps=11, request_steps=11, drafted=22, draft_ms=0.0)
     found = Learned(ALWAYS)
     pairs = {COUPLED: Pair(stock=stock, ours=coupled), DECOUPLED: Pair(stock=stock, ours=beside)}
-    found.add(4, pairs, {"beats": [[100.0, 50, 50, 100], [0.0, 0, 0, 0]]})
+    found.add(4, pairs, {"beats": [[100.0, 50, 50], [0.0, 0, 0]]})
     return found
 
 

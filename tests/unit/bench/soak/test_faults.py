@@ -103,7 +103,7 @@ def test_a_worker_that_is_stalled_stands_still_and_goes_on(begun):
 
 
 def test_of_all_processes_the_drafter_alone_is_killed(begun):
-    drafter, _ = begun("vllm_specrollout.worker.streams.process")
+    drafter, _ = begun("vllm_specrollout.worker.drafter_process")
     worker, write = begun("VLLM::Worker")
     with inflicted(KILL):
         assert drafter.wait(30.0) < 0
@@ -113,7 +113,7 @@ def test_of_all_processes_the_drafter_alone_is_killed(begun):
 def test_what_processes_hold_is_told_by_what_they_are_for(begun):
     begin = holdings(os.getpid())
     process, _ = begun("VLLM::Worker")
-    begun("vllm_specrollout.worker.streams.process")
+    begun("vllm_specrollout.worker.drafter_process")
     found = holdings(os.getpid())
     assert process.pid in [one.pid for _, one in family(os.getpid())]
     assert found["worker"].processes == found[DRAFTER].processes == 1
