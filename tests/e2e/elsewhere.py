@@ -48,6 +48,8 @@ class Elsewhere:
 
     def ask(self, method: str, *args: Any) -> dict[str, Any]:
         (answer,) = self.llm.collective_rpc(method, args=args)
+        if method == "attach_drafter" and "cause" not in answer:
+            self.overheard(args[0])
         return answer
 
 

@@ -1,28 +1,28 @@
-"""The specification of `decoupled.united`: trees as sets of paths."""
+"""The specification of `cluster.united`: trees as sets of paths."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from vllm_specrollout.cluster.received import Fitting
-
 Path = tuple[int, ...]
+Row = tuple[int, int, float, int]
+"""Token, parent, log probability, whether it is a first choice."""
 
 
-def paths_of(tree: Fitting) -> list[Path]:
+def paths_of(tree: Sequence[Row]) -> list[Path]:
     """Each node's tokens from the root down."""
     paths: list[Path] = []
-    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+    for token, parent, _, _ in tree:
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
 
 
-def united(drafts: Sequence[Fitting], most: int, is_chain: bool) -> list[tuple[Path, float, bool]]:
+def united(drafts: Sequence[Sequence[Row]], most: int, is_chain: bool) -> list[tuple[Path, float, int]]:
     """The union's nodes in order: path, natural log of its probability given its parent, whether a first choice."""
-    found: dict[Path, list[tuple[float, bool]]] = {}
+    found: dict[Path, list[tuple[float, int]]] = {}
     for tree in drafts:
-        for path, q, first in zip(paths_of(tree), tree.log_q, tree.is_first, strict=True):
+        for path, (_, _, q, first) in zip(paths_of(tree), tree, strict=True):
             found.setdefault(path, []).append((q, first))
     q = {path: max(value for value, _ in own) for path, own in found.items()}
 
@@ -42,4 +42,4 @@ def united(drafts: Sequence[Fitting], most: int, is_chain: bool) -> list[tuple[P
         best = max(open_paths, key=(lambda path: q[path]) if is_chain else reach)
         chosen.append(best)
     assert all(math.isfinite(q[path]) for path in chosen)
-    return [(path, q[path], any(first for _, first in found[path])) for path in chosen]
+    return [(path, q[path], int(any(first for _, first in found[path]))) for path in chosen]

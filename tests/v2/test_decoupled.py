@@ -83,9 +83,11 @@ def stage(models: Path) -> Iterator[Stage]:
     try:
         with engine(path, "float32", is_ours=False, **ENGINE) as stock:
             truth = run(stock.llm, requests)
-        own = {**DECOUPLED, "speculative_config": given}
-        with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
-            yield Stage(ours.llm, ours.runner, {"other": other}, requests, truth)
+        settings = {**DECOUPLED, "speculative_config": given}
+        with engine(path, "float32", is_ours=True, spec_rollout=settings, **ENGINE) as ours:
+            own = Stage(ours.llm, ours.runner, {"other": other}, requests, truth)
+            own.overheard("drafter")
+            yield own
             process = ours.runner.remote.links["drafter"].process
             pid = process.pid
         assert not process.is_alive and not Path(f"/proc/{pid}").exists(), "the process ends with its engine"

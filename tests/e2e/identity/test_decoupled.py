@@ -52,6 +52,7 @@ class Stage(Elsewhere):
     def attach(self, name: str, **given: Any) -> dict[str, Any]:
         (answer,) = self.llm.collective_rpc("attach_drafter", args=(name, self.pool[name].address), kwargs=given)
         assert "cause" not in answer, answer
+        self.overheard(name)
         return answer
 
 
@@ -79,6 +80,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         with engine(target, "float32", is_ours=True, spec_rollout={**DECOUPLED, "speculative_config": given}) as ours:
             own = Stage(ours.llm, ours.runner, pool, requests, truth, short, short_truth)
             until(lambda: all(map(own.is_ready, WARM)))
+            own.overheard("drafter")
             yield own
             process = ours.runner.remote.links["drafter"].process
             # the last of those that a test killed may be on its way

@@ -1,0 +1,416 @@
+"""One link, and several of them to be attached, detached and assigned: what is refused, and what is counted."""
+
+import json
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reference.decoupled import VOCABULARY, Box, Wire, sampling
+from vllm_specrollout.cluster.child import DrafterProcessError
+from vllm_specrollout.cluster.link import HANG_S, Link
+from vllm_specrollout.cluster.mail import MailError
+from vllm_specrollout.cluster.messages import MOST_BYTES, VERSION, Bye, Drafted, Hello, Message, Told, ints, longs
+from vllm_specrollout.drafters.decoupled import MOST_LINKS, DecoupledDrafter
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
+from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch
+
+HELLO = Hello(VERSION, VOCABULARY)
+
+
+class Engine:
+    """An engine's side, and the other ends of its mail."""
+
+    def __init__(self) -> None:
+        self.wires = {name: Wire(random.Random(1), most=100_000) for name in ("ipc://one", "ipc://two")}
+        self.now = 0.0
+        self.drafter = DecoupledDrafter(
+            sampling, 0, vocab_size=VOCABULARY, connect=self.connect, clock=lambda: self.now
+        )
+        self.tokens = {"0": [1, 2, 3], "1": [4, 5, 6]}
+
+    def connect(self, address: str) -> Box:
+        if address not in self.wires:
+            raise MailError(f"nobody serves at `{address}`", "start it")
+        return self.wires[address].box("engine")
+
+    def heard(self, name: str) -> list[Message]:
+        return [message for _, message in self.wires[f"ipc://{name}"].receive()]
+
+    def say(self, name: str, message: Message) -> None:
+        (engine,) = self.wires[f"ipc://{name}"].to_engine
+        self.wires[f"ipc://{name}"].send(engine, message)
+
+    def step(self) -> TreeBatch:
+        views = [
+            RequestView(f"{name}", np.asarray(tokens, np.int32), 3, 20, name=f"client-{name}")
+            for name, tokens in self.tokens.items()
+        ]
+        batch = RequestBatch.of(views)
+        return self.drafter.propose(batch, DraftLimits(batch.max_nodes, batch.max_depth, batch.is_chain))
+
+    def attach(self, name: str, **given: Any) -> Link:
+        """A drafter that is there, and follows all requests."""
+        self.drafter.attach(name, f"ipc://{name}", **given)
+        self.say(name, HELLO)
+        self.step()
+        return self.drafter.links[name]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def drafts(handle: int, position: int, *rows: tuple[int, int, int, float]) -> Drafted:
+    """Of one request: token, parent, rank and log probability of each node."""
+    tokens, parents, ranks, q = zip(*rows, strict=True)
+    return Drafted(
+        np.array([handle], np.int64).tobytes(),
+        np.array([position], np.int32).tobytes(),
+        np.array([0, len(rows)], np.int32).tobytes(),
+        np.array(tokens, np.int32).tobytes(),
+        np.array(parents, np.int32).tobytes(),
+        bytes(ranks),
+        np.array(q, np.float32).tobytes(),
+    )
+
+
+NO_NODES = (b"", b"", np.zeros(1, np.int32).tobytes(), b"", b"", b"", b"")
+NOTHING = Drafted(*NO_NODES)
+
+
+def test_a_drafter_drafts_from_the_step_after_its_greeting_for_requests_in_flight(engine: Engine) -> None:
+    assert engine.drafter.attach("one", "ipc://one")["is_there"] is False
+    assert [type(message) for message in engine.heard("one")] == [Hello]
+    engine.step()
+    assert engine.heard("one") == []
+    engine.tokens["0"] += [7, 8]
+    engine.say("one", HELLO)
+    engine.step()
+    (told,) = engine.heard("one")
+    assert isinstance(told, Told)
+    assert [ints(one.token_ids).tolist() for one in told.opened] == [[1, 2, 3, 7, 8], [4, 5, 6]]
+    assert [(one.seed, one.prompt_tokens, one.max_tokens) for one in told.opened] == [(0, 3, 20), (1, 3, 20)]
+    engine.say("one", drafts(1, 5, (9, -1, 0, -0.5)))
+    assert engine.step().tree(0).token_ids.tolist() == [9]
+
+
+def test_what_is_said_in_a_step_is_one_message_for_the_whole_batch(engine: Engine) -> None:
+    engine.attach("one")
+    engine.heard("one")
+    engine.step()
+    assert engine.heard("one") == [], "nothing is new"
+    engine.tokens["0"] += [7, 8]
+    engine.tokens["1"] += [9]
+    engine.step()
+    (told,) = engine.heard("one")
+    assert isinstance(told, Told) and longs(told.handles).tolist() == [1, 2]
+    assert ints(told.counts).tolist() == [2, 1] and ints(told.token_ids).tolist() == [7, 8, 9]
+    engine.drafter.forget("0")
+    engine.tokens.pop("0")
+    engine.tokens["1"] += [3]
+    engine.step()
+    (told,) = engine.heard("one")
+    assert isinstance(told, Told) and longs(told.closed).tolist() == [1] and longs(told.handles).tolist() == [2]
+
+
+def test_of_many_trees_the_newest_is_proposed(engine: Engine) -> None:
+    engine.attach("one")
+    for number in range(600):
+        engine.say("one", drafts(1, 3, (number % VOCABULARY, -1, 0, -0.5)))
+    engine.say("one", drafts(2, 3, (7, -1, 0, -0.5)))
+    trees = engine.step()
+    assert [trees.tree(i).token_ids.tolist() for i in range(2)] == [[599 % VOCABULARY], [7]]
+
+
+def test_branches_of_two_drafters_are_one_tree(engine: Engine) -> None:
+    for name in ("one", "two"):
+        engine.attach(name)
+    engine.say("one", drafts(1, 3, (9, -1, 0, -0.5), (8, 0, 0, -0.5), (7, -1, 1, -3.0)))
+    engine.say("two", drafts(1, 3, (9, -1, 0, -0.25), (6, 0, 0, -0.5)))
+    tree = engine.step().tree(0)
+    assert (tree.token_ids.tolist(), tree.parents.tolist()) == ([9, 8, 6, 7], [-1, 0, 0, -1])
+    assert tree.log_q.tolist() == [-0.25, -0.5, -0.5, -3.0]
+    assert tree.source.tolist() == [0, 0, 0, 1], "a chain's own choices stay first ones"
+    engine.tokens["0"] += [9, 6]
+    engine.step()
+    one, two = (engine.drafter.state()[name]["requests"]["0"] for name in ("one", "two"))
+    assert one == {"name": "client-0", "tried": 2, "matched": 1, "covered": 1}
+    assert two == {"name": "client-0", "tried": 2, "matched": 2, "covered": 2}
+
+
+def test_a_likelier_sibling_that_comes_first_is_no_match(engine: Engine) -> None:
+    """What was drawn is the first choice, wherever it stands among the nodes."""
+    engine.attach("one")
+    engine.say("one", drafts(1, 3, (9, -1, 1, -0.1), (8, -1, 0, -2.0)))
+    assert engine.step().tree(0).source.tolist() == [1, 0]
+    engine.tokens["0"].append(9)
+    engine.step()
+    (state,) = [engine.drafter.state()["one"]["requests"]["0"]]
+    assert (state["tried"], state["matched"], state["covered"]) == (1, 0, 1)
+
+
+def test_a_drafter_drafts_for_those_that_it_is_assigned(engine: Engine) -> None:
+    link = engine.attach("one", request_ids=["client-1"])
+    assert list(link.open) == ["1"]
+    engine.drafter.assign("one", ["0"])
+    engine.step()
+    assert list(link.open) == ["0"]
+    told = engine.heard("one")[-1]
+    assert isinstance(told, Told) and longs(told.closed).tolist() == [1] and len(told.opened) == 1
+    assert engine.drafter.assign("one", None)["request_ids"] is None
+    engine.step()
+    assert set(link.open) == {"0", "1"}
+
+
+def test_a_drafter_that_is_let_go_hears_that_and_another_goes_on(engine: Engine) -> None:
+    for name in ("one", "two"):
+        engine.attach(name)
+        engine.heard(name)
+    state = engine.drafter.detach("one")
+    assert state["is_there"] and len(state["requests"]) == 2
+    assert [type(message) for message in engine.heard("one")] == [Bye]
+    assert list(engine.drafter.links) == ["two"] and not engine.wires["ipc://one"].to_engine
+    engine.tokens["0"].append(3)
+    engine.step()
+    assert [type(message) for message in engine.heard("two")] == [Told]
+    assert engine.drafter.works_ahead
+    engine.drafter.detach("two")
+    assert not engine.drafter.works_ahead and engine.step().num_nodes == 0
+
+
+BAD: dict[str, Any] = {
+    "a name that is taken": lambda drafter: drafter.attach("one", "ipc://two"),
+    "no name": lambda drafter: drafter.attach("", "ipc://two"),
+    "a name that is none": lambda drafter: drafter.attach(7, "ipc://two"),
+    "an address where nobody is": lambda drafter: drafter.attach("two", "ipc://three"),
+    "an address that is none": lambda drafter: drafter.attach("two", None),
+    "a window that is too wide": lambda drafter: drafter.attach("two", "ipc://two", window=65),
+    "no choices": lambda drafter: drafter.attach("two", "ipc://two", fan_out=0),
+    "requests that are a text": lambda drafter: drafter.attach("two", "ipc://two", request_ids="0"),
+    "requests that are numbers": lambda drafter: drafter.assign("one", [0]),
+    "an unknown name to detach": lambda drafter: drafter.detach("two"),
+    "an unknown name to assign": lambda drafter: drafter.assign("two", None),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_error_and_changes_nothing(engine: Engine, what: str) -> None:
+    engine.attach("one")
+    before = engine.drafter.state()
+    with pytest.raises(SpecRolloutError) as refused:
+        BAD[what](engine.drafter)
+    assert refused.value.cause and refused.value.hint
+    engine.step()
+    assert engine.drafter.state() == before and not engine.wires["ipc://two"].to_engine
+
+
+def test_no_more_drafters_are_attached_than_a_step_can_hear(engine: Engine) -> None:
+    engine.wires = {f"ipc://{i}": Wire(random.Random(i)) for i in range(MOST_LINKS + 1)}
+    for i in range(MOST_LINKS):
+        engine.drafter.attach(str(i), f"ipc://{i}")
+    with pytest.raises(ConfigError, match="16 drafters are attached"):
+        engine.drafter.attach("more", f"ipc://{MOST_LINKS}")
+
+
+@pytest.mark.parametrize(
+    ("hello", "why"), [(Hello(VERSION, 99), "vocabulary has 99"), (Hello(VERSION + 1, VOCABULARY), "speaks version")]
+)
+def test_one_that_cannot_draft_here_is_said_once_and_one_that_can_takes_its_place(
+    engine: Engine, caplog: pytest.LogCaptureFixture, hello: Hello, why: str
+) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    with caplog.at_level(logging.WARNING, "vllm.specrollout"):
+        for _ in range(3):
+            engine.say("one", hello)
+            engine.step()
+    assert len(caplog.records) == 1 and why in caplog.text
+    state = engine.drafter.state()["one"]
+    assert not state["is_there"] and why in state["error"] and not state["opened"]
+    engine.say("one", HELLO)
+    engine.step()
+    assert engine.drafter.state()["one"]["is_there"] and not engine.drafter.state()["one"]["error"]
+
+
+def test_a_drafter_that_does_not_answer_is_greeted_again_with_ever_more_patience(engine: Engine) -> None:
+    engine.drafter.attach("one", "ipc://one")
+    found = []
+    for _ in range(400):
+        engine.step()
+        found += [engine.now for message in engine.heard("one") if isinstance(message, Hello)]
+        engine.now += 0.5
+    assert found[:5] == [0.0, 1.0, 3.0, 7.0, 15.0] and len(found) < 12
+
+
+def test_a_drafter_that_hangs_is_no_longer_counted_on_and_comes_back(engine: Engine) -> None:
+    link = engine.attach("one")
+    engine.tokens["0"].append(7)
+    engine.step()
+    engine.now += HANG_S + 1.0
+    engine.step()
+    assert not link.is_there and not link.open
+    engine.say("one", HELLO)
+    engine.step()
+    assert link.is_there and set(link.open) == {"0", "1"}
+    engine.say("one", NOTHING)
+    engine.step()
+    engine.now += HANG_S + 1.0
+    engine.step()
+    assert link.is_there, "it has answered all that it was told"
+
+
+def test_a_drafter_that_does_not_keep_up_is_begun_with_anew(engine: Engine) -> None:
+    link = engine.attach("one")
+    engine.wires["ipc://one"].most = 0
+    engine.tokens["0"].append(7)
+    assert engine.step().num_nodes == 0 and not link.is_there and not link.open
+    engine.wires["ipc://one"].most = 10
+    engine.say("one", HELLO)
+    engine.step()
+    told = engine.heard("one")[-1]
+    assert isinstance(told, Told) and len(told.opened) == 2 and set(longs(told.closed).tolist()) >= {1, 2}
+
+
+class Process:
+    """A drafter's process that ends, or cannot be kept alive."""
+
+    def __init__(self) -> None:
+        self.has_ended = self.is_lost = self.is_dismissed = self.is_ready = False
+        self.killed = self.seen_off = self.restarts = 0
+        self.pid, self.waited_s = 7, 0.0
+
+    def watch(self) -> bool:
+        if self.is_lost:
+            raise DrafterProcessError("the drafter's process ended", "look at its log")
+        return self.has_ended
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def dismiss(self) -> None:
+        self.is_dismissed = True
+
+    def see_off(self) -> bool:
+        self.seen_off += 1
+        return self.seen_off > 3
+
+    def stop(self) -> None:
+        self.is_dismissed = True
+
+
+def begun(engine: Engine) -> tuple[Link, Process]:
+    process: Any = Process()
+    link = engine.drafter.link("own", engine.connect("ipc://one"), process)
+    engine.say("one", HELLO)
+    engine.step()
+    assert process.is_ready
+    return link, process
+
+
+def test_a_process_that_hangs_is_killed_and_its_successor_drafts(engine: Engine) -> None:
+    link, process = begun(engine)
+    engine.tokens["0"].append(7)
+    engine.step()
+    engine.now += HANG_S + 1.0
+    process.has_ended = True
+    engine.step()
+    assert process.killed == 1 and not link.is_there
+    process.has_ended = False
+    engine.say("one", HELLO)
+    engine.step()
+    engine.say("one", drafts(3, 4, (9, -1, 0, -0.5)))
+    assert link.is_there and engine.step().num_nodes == 1
+
+
+def test_a_process_that_cannot_be_kept_alive_fails_nothing(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    link, process = begun(engine)
+    process.is_lost = True
+    with caplog.at_level(logging.WARNING, "vllm.specrollout"):
+        for _ in range(3):
+            assert engine.step().num_nodes == 0
+    assert len(caplog.records) == 1 and link.error and process.is_dismissed and process.seen_off == 2
+
+
+def test_a_detached_process_is_looked_after_in_each_step_until_it_has_ended(engine: Engine) -> None:
+    _, process = begun(engine)
+    engine.drafter.detach("own")
+    assert process.is_dismissed and not process.seen_off
+    for _ in range(6):
+        engine.step()
+    assert process.seen_off == 4
+
+
+def test_a_process_of_the_engines_with_another_vocabulary_ends_and_keeps_no_memory(engine: Engine) -> None:
+    process: Any = Process()
+    engine.drafter.link("own", engine.connect("ipc://one"), process)
+    engine.say("one", Hello(VERSION, 7))
+    engine.step()
+    assert process.is_dismissed and engine.drafter.totals()[0] == 0
+
+
+def test_a_request_longer_than_a_message_decodes_plainly_and_the_others_are_drafted_for(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.tokens["0"] = [1] * (MOST_BYTES // 8 + 1)
+    with caplog.at_level(logging.WARNING, "vllm.specrollout"):
+        link = engine.attach("one")
+        engine.step()
+    assert list(link.open) == ["1"] and link.counts.unfit == 1 and len(caplog.records) == 1
+    engine.drafter.forget("0")
+    engine.tokens["0"] = [1, 2, 3]
+    engine.step()
+    assert set(link.open) == {"0", "1"}, "its name is another request's now"
+
+
+def test_more_new_requests_than_a_message_can_say_come_in_several(engine: Engine) -> None:
+    engine.tokens = {str(i): [1] * (MOST_BYTES // 24) for i in range(7)}
+    link = engine.attach("one")
+    assert len(link.open) == 3
+    for _ in range(2):
+        engine.step()
+    assert len(link.open) == 7 and not link.counts.unfit
+
+
+def test_drafts_that_are_none_are_dropped_and_counted_and_said_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = engine.attach("one")
+    with caplog.at_level(logging.WARNING, "vllm.specrollout"):
+        for _ in range(3):
+            engine.say("one", drafts(1, 3, (VOCABULARY, -1, 0, -0.5)))
+            assert engine.step().num_nodes == 0
+    assert link.counts.malformed == 3 and len(caplog.records) == 1
+    engine.say("one", drafts(1, 3, (5, -1, 0, -0.5)))
+    assert engine.step().num_nodes == 1
+
+
+def test_what_is_counted_is_plain_and_outlives_its_link(engine: Engine) -> None:
+    link = engine.attach("one")
+    engine.say("one", Drafted(*NO_NODES, busy_ms=500.0, passes=5, streams=9, drafted=7, wasted=2))
+    engine.say("one", drafts(1, 3, (9, -1, 0, -0.5)))
+    engine.step()
+    state = engine.drafter.state()["one"]
+    assert json.loads(json.dumps(state)) == state
+    assert (state["drafted"], state["busy_s"], state["trees"], state["wasted"]) == (7, 0.5, 1, 2)
+    assert state["waited_s"] == 0.0
+    engine.now += 2.0
+    engine.say("one", NOTHING)
+    engine.step()
+    assert [(beat.busy_ms, beat.passes, beat.streams) for beat in link.beats] == [(500.0, 5, 9)]
+    assert engine.drafter.totals() == (1, 1, 2)
+    engine.drafter.detach("one")
+    assert engine.drafter.totals() == (0, 1, 2)
+
+
+def test_while_drafters_rest_nothing_is_told_and_nothing_proposed(engine: Engine) -> None:
+    engine.attach("one")
+    engine.heard("one")
+    engine.drafter.rest(True)
+    engine.tokens["0"].append(7)
+    assert engine.step().num_nodes == 0 and engine.heard("one") == []
+    engine.drafter.rest(False)
+    engine.step()
+    assert [type(message) for message in engine.heard("one")] == [Told]
