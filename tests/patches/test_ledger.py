@@ -74,8 +74,6 @@ OURS_HERE = {
     ("worker/v1/sampler.py", "self.sampler"),
     ("worker/models/decoupled.py", "self._here"),
     ("worker/models/decoupled.py", "self._speculator"),
-    ("worker/streams/engine.py", "self.work"),
-    ("worker/streams/engine.py", "self.scheduler"),
     ("worker/models/drafter.py", "drafter"),
     ("worker/models/drafter.py", "proposer"),
     ("worker/models/drafter.py", "self.proposer"),
@@ -93,11 +91,10 @@ RUNNERS = (
     "worker/v1/collecting.py",
     "worker/v1/cpu_runner.py",
     "worker/v1/cuda_runner.py",
-    "worker/streams/runner.py",
     "worker/v2/runner.py",
     "worker/v2/proposer.py",
 )
-SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py", "worker/streams/scheduler.py")
+SCHEDULERS = ("worker/scheduler.py", "worker/v2/scheduler.py")
 
 
 def assigned(path: Path) -> Iterator[ast.Attribute]:
