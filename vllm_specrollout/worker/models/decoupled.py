@@ -162,19 +162,10 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
     )
     if own.address:
         drafter.link(SINGLE, Box(own.address))
-    for started in _started(config):
+    for started in config.begun:
         process = DrafterProcess(_command(started, vllm_config))
         drafter.link(started.name, Box(process.command.address), process)
     return drafter
-
-
-def _started(config: SpecRolloutConfig) -> list[StartedDrafter]:
-    """The drafters that the engine begins."""
-    drafters = list(config.decoupled.drafters)
-    if config.speculative_config is not None and not config.decoupled.address:
-        model, args = str(config.speculative_config["model"]), config.decoupled.engine_args
-        drafters.insert(0, StartedDrafter(name=SINGLE, model=model, devices=config.devices, engine_args=args))
-    return drafters
 
 
 def attached(runner: Any) -> DecoupledDrafter:
@@ -209,7 +200,7 @@ def own_cores(config: SpecRolloutConfig, cores: set[int]) -> set[int]:
     Empty where nothing is to be moved: the user has bound this engine's threads, the drafters have no cores of their
     own, or none would be left.
     """
-    devices = [parse_devices("devices", one) for started in _started(config) for one in started.devices]
+    devices = [parse_devices("devices", one) for started in config.begun for one in started.devices]
     theirs = {core for one in devices if one.kind == "cpu" for core in one.numbers}
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     return cores - theirs if config.is_decoupled and theirs & cores and bound in ("auto", "nobind") else set()
