@@ -142,6 +142,7 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
         drafted = run(ours.llm, requests)
         placing.arrange(COUPLED)
         assert ours.runner.stats.accepted > 0
+        print(elsewhere.state())
         assert placing.changes >= 2 and here._times > 0 and elsewhere.totals()[1] > 0, "both have drafted"
     report = judged(path, "float32", requests, truth, drafted, **ENGINE)
     assert not report.failures, report.failures[:3]
@@ -173,7 +174,7 @@ def test_stock_vllm_on_its_v2_runner_draws_the_targets_own_tokens_in_another_pro
 
         def before_step(step: int) -> None:
             if step > 1:
-                until(lambda: stage.has_answered("same"))
+                until(lambda: stage.has_answered("same", 1))
 
         stage.decode(before_step)
         state = stage.ask("detach_drafter", "same")
@@ -194,14 +195,14 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
             until(lambda: stage.ask("drafters_state")["other"]["is_there"])
         elif step == 3:
             # it was told of all requests, with all their tokens
-            until(lambda: stage.has_answered("other"))
+            until(lambda: stage.has_answered("other", 1))
             stage.ask("assign_drafter", "other", ["2"])
             assert {one["name"] for one in stage.ask("drafters_state")["other"]["requests"].values()} <= {"2"}
             stage.ask("assign_drafter", "other", None)
         elif step == 4:
             seen.update(stage.ask("detach_drafter", "other"))
         elif step > 4:
-            until(lambda: stage.has_answered("drafter"))
+            until(lambda: stage.has_answered("drafter", 1))
 
     stage.decode(before_step)
     assert stage.runner.stats.accepted > accepted
@@ -213,7 +214,7 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
 def test_a_drafter_killed_amid_a_batch_changes_no_token_and_comes_back(stage: Stage) -> None:
     def before_step(step: int) -> None:
         if step == 3:
-            until(lambda: stage.has_answered("drafter"))
+            until(lambda: stage.has_answered("drafter", 1))
             assert (pid := stage.link.process.pid)
             os.kill(pid, signal.SIGKILL)
 
@@ -227,7 +228,7 @@ def test_a_drafter_killed_amid_a_batch_changes_no_token_and_comes_back(stage: St
     # a short batch may be over before its drafter is begun anew
     until(lambda: is_back() and stage.link.process.restarts == 1)
     tried, accepted = stage.link.score.tried, stage.runner.stats.accepted
-    stage.decode(lambda step: until(lambda: stage.has_answered("drafter")))
+    stage.decode(lambda step: until(lambda: stage.has_answered("drafter", 1)))
     assert stage.link.score.tried > tried, "what it drafts is verified again"
     assert stage.runner.stats.accepted > accepted
 

@@ -183,8 +183,8 @@ def check_begun(config: SpecRolloutConfig, *, has_cpu_kernels: bool, gpus: int |
         if shared is not None and "gpu_memory_utilization" not in drafter.engine_args:
             raise ConfigError(
                 f"drafter `{drafter.name}` is to run on `cuda:{shared}`, which {taken[shared]} has",
-                "name a GPU of its own; or say how much of it each may have: `gpu_memory_utilization` of the target, and in"
-                " the drafter's `engine_args`",
+                "name a GPU of its own; or say how much of it each may have: `gpu_memory_utilization` of the target and"
+                " in the drafter's `engine_args`",
             )
         taken |= dict.fromkeys(place.numbers, f"drafter `{drafter.name}`")
 

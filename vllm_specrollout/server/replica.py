@@ -52,7 +52,7 @@ class Replica:
         engine: arguments of vLLM's engine, `spec_rollout` among them.
         drafter: model of a warm drafter beside it; empty: there is none.
         drafter_engine: arguments of the drafter's engine.
-        cores: of the drafter.
+        drafter_devices: such as `cpu:2` or `cuda:1`, as this process counts them.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Replica:
         engine: Mapping[str, Any],
         drafter: str = "",
         drafter_engine: Mapping[str, Any] | None = None,
-        cores: Sequence[int] = (),
+        drafter_devices: Sequence[str] = (),
     ) -> None:
         # the engine's processes outlive one that is killed, and keep its memory
         os.environ[envs.ENDS_WITH_PARENT] = "1"
@@ -77,7 +77,7 @@ class Replica:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"max_num_seqs": 32, **engine}))
         self._warm: WarmDrafter | None = None
         if drafter:
-            self._warm = WarmDrafter(Command.of(drafter, [f"cpu:{core}" for core in cores], drafter_engine or {}))
+            self._warm = WarmDrafter(Command.of(drafter, drafter_devices, drafter_engine or {}))
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.

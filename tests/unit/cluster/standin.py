@@ -75,10 +75,12 @@ class Engine:
 class Replica:
     """As `vllm_specrollout.server.replica.Replica` is asked."""
 
-    def __init__(self, engine: Mapping[str, Any], drafter: str, drafter_engine: Mapping[str, Any], cores: Any) -> None:
+    def __init__(
+        self, engine: Mapping[str, Any], drafter: str, drafter_engine: Mapping[str, Any], devices: Any
+    ) -> None:
         if engine.get("refuses"):
             raise ValueError("no such model")
-        self._own, self._drafter = Engine(engine.get("max_num_seqs", 4)), drafter
+        self._own, self._drafter, self._devices = Engine(engine.get("max_num_seqs", 4)), drafter, devices
         self._news, self._is_stuck = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
 
@@ -113,7 +115,13 @@ class Replica:
 
     async def rpc(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         self._is_stuck = self._is_stuck or method == "hang"
-        state = {"pid": os.getpid(), "at": self._own.at, "attached": self._own.attached, "env": dict(os.environ)}
+        state = {
+            "pid": os.getpid(),
+            "at": self._own.at,
+            "attached": self._own.attached,
+            "env": dict(os.environ),
+            "drafter": self._devices,
+        }
         if method == "spec_rollout_history":
             return [{"store": {"epoch": self._own.at.epoch or 0}}, {}]
         return [state.get(method)]

@@ -19,7 +19,7 @@ from vllm_specrollout.cluster.driver import BEAT_S, BEHIND, Driver
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
 from vllm_specrollout.config.checks import check_choice, check_range
-from vllm_specrollout.config.devices import check_apart, parse_devices
+from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -73,11 +73,12 @@ class SpecGroup:
         engines: how many.
         ladder: `off`; `race`: an idle engine takes over requests, and runs stragglers as well where a model of its own
             drafts; `attach`: its drafter drafts for the stragglers' engines.
-        drafters: models that draft, warm on each engine's cores; of several, the engines have one in turns.
+        drafters: models that draft, warm beside each engine; of several, the engines have one in turns.
         engine: further arguments of vLLM's engine; `max_num_seqs` is the most requests that one runs at once.
         spec_rollout: drafting, as `LLM` takes it.
         devices: of each engine, as `["cuda:0,1", "cuda:2,3"]` or `["cpu:0-3", "cpu:4-7"]`; unset: Ray's to choose where
             it has GPUs, and equal shares of the cores where it has none.
+        drafter_devices: of each engine's drafter; unset: the engine's cores, or one more GPU of Ray's.
         gpus, cpus: of each engine that Ray counts; `gpus` unset: one for each rank where Ray has GPUs.
         drafter_engine: arguments of the drafters' engines.
         most: requests of others that one engine helps with.
@@ -101,6 +102,7 @@ class SpecGroup:
         engine: Mapping[str, Any] | None = None,
         spec_rollout: bool | Mapping[str, Any] = True,
         devices: Sequence[str] | None = None,
+        drafter_devices: Sequence[str] | None = None,
         gpus: float | None = None,
         cpus: float = 1.0,
         drafter_engine: Mapping[str, Any] | None = None,
@@ -113,16 +115,18 @@ class SpecGroup:
         _check(engines, ladder, drafters, spec_rollout, most)
         for name, value in (("patience_s", patience_s), ("start_s", start_s)):
             check_range(name, value, 1.0, 86400.0)
-        places = None if devices is None else [parse_devices("devices", one) for one in devices]
-        if places is not None and len(places) != engines:
-            raise ConfigError(f"`devices` names {len(places)} places for {engines} engines", "name one for each")
-        check_apart("devices", places or ())
+        places = _places("devices", devices, engines)
+        beside = _places("drafter_devices", drafter_devices, engines)
+        if beside is not None and places is None:
+            raise ConfigError("`drafter_devices` is given, and `devices` is not", "name both, or neither")
+        check_apart("devices", [*(places or ()), *(beside or ())])
         needs = Needs(
             REPLICA,
             {**(engine or {}), "model": model, "spec_rollout": spec_rollout},
             drafter_engine or {},
             [drafters[i % len(drafters)] if drafters else "" for i in range(engines)],
             places,
+            beside,
             gpus,
             cpus,
             max_restarts,
@@ -335,6 +339,15 @@ class SpecGroup:
 
     def _one(self, name: str, method: str, *args: Any) -> Any:
         return _get(self._calls.send(name, method, *args))
+
+
+def _places(name: str, devices: Sequence[str] | None, engines: int) -> list[Devices] | None:
+    """Of each engine."""
+    if devices is None:
+        return None
+    if len(devices) != engines:
+        raise ConfigError(f"`{name}` names {len(devices)} places for {engines} engines", "name one for each")
+    return [parse_devices(name, one) for one in devices]
 
 
 def _said(error: Exception) -> str:

@@ -35,18 +35,32 @@ class Needs:
     drafter_engine: Mapping[str, Any]
     # of each engine: its drafter's model, empty where it has none
     drafters: Sequence[str]
-    # of each engine; None: Ray's GPUs, or equal shares of the cores where it has none
+    # of each engine, and of its drafter; None: Ray's GPUs, or equal shares of the cores where it has none, which an
+    # engine and its drafter share
     devices: Sequence[Devices] | None
+    drafter_devices: Sequence[Devices] | None
     gpus: float | None
     cpus: float
     max_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of one engine and its drafter."""
+
+    # that the actor's process sees; None: as Ray sets it
+    environment: Mapping[str, str]
+    # as the actor's process counts them
+    drafter: Sequence[str]
+    # that Ray counts
+    gpus: float
 
 
 class Placement:
     """The actors of a group.
 
     Raises:
-        ConfigError: drafters cannot run beside engines on GPUs.
+        ConfigError: drafters cannot run where they are to.
     """
 
     def __init__(self, needs: Needs) -> None:
@@ -58,30 +72,26 @@ class Placement:
         try:
             # of 2.55, Ray declares no types for this
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
-            places, gpus = _places(needs, has_gpus)
-            bundle = {"CPU": needs.cpus} | ({"GPU": gpus} if gpus else {})
-            self._bundles = placement_group([bundle] * count, "PACK")
-            for i, drafter in enumerate(needs.drafters):
-                self.actors[f"engine-{i}"] = self._begin(needs, i, drafter, None if places is None else places[i], gpus)
+            places = _places(needs, has_gpus)
+            bundles = [{"CPU": needs.cpus} | ({"GPU": place.gpus} if place.gpus else {}) for place in places]
+            self._bundles = placement_group(bundles, "PACK")
+            for i, place in enumerate(places):
+                self.actors[f"engine-{i}"] = self._begin(needs, i, place)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, needs: Needs, index: int, drafter: str, place: Devices | None, gpus: float) -> Any:
+    def _begin(self, needs: Needs, index: int, place: _Place) -> Any:
         actor: Any = ray.remote(Actor)
         return actor.options(
             num_cpus=needs.cpus,
-            num_gpus=gpus,
+            num_gpus=place.gpus,
             max_restarts=needs.max_restarts,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, index),
-            runtime_env={"env_vars": {} if place is None else place.environment},
+            runtime_env={"env_vars": dict(place.environment)},
         ).remote(
-            needs.replica,
-            dict(needs.engine),
-            drafter,
-            dict(needs.drafter_engine),
-            () if place is None or place.kind != "cpu" else place.numbers,
+            needs.replica, dict(needs.engine), needs.drafters[index], dict(needs.drafter_engine), list(place.drafter)
         )
 
     def close(self) -> None:
@@ -110,16 +120,36 @@ def _connect(cpus: int) -> bool:
     return True
 
 
-def _places(needs: Needs, has_gpus: bool) -> tuple[Sequence[Devices] | None, float]:
-    """Devices of each engine, None where Ray chooses them, and the GPUs of each that Ray counts."""
-    places = needs.devices
-    if places is None and not has_gpus:
-        places = shares(sorted(os.sched_getaffinity(0)), len(needs.drafters))
-    if places is not None:
-        gpus, is_cuda = 0.0, any(one.kind == "cuda" for one in places)
-    else:
-        gpus = float(needs.engine.get("tensor_parallel_size", 1)) if needs.gpus is None else needs.gpus
-        is_cuda = gpus > 0
-    if is_cuda and any(needs.drafters):
-        raise ConfigError("`drafters` run on CPU cores, and these engines on GPUs", "leave `drafters` out")
-    return places, gpus
+def _places(needs: Needs, has_gpus: bool) -> list[_Place]:
+    count, devices = len(needs.drafters), needs.devices
+    if devices is None and not has_gpus:
+        devices = shares(sorted(os.sched_getaffinity(0)), count)
+    if devices is not None:
+        drafters: Sequence[Devices | None] = needs.drafter_devices or [None] * count
+        return [
+            _named(place, drafter if needs.drafters[i] else None, bool(needs.drafters[i]))
+            for i, (place, drafter) in enumerate(zip(devices, drafters, strict=True))
+        ]
+    ranks = float(needs.engine.get("tensor_parallel_size", 1)) if needs.gpus is None else needs.gpus
+    if any(needs.drafters) and ranks != int(ranks):
+        raise ConfigError(
+            f"`gpus` is {ranks}, and a drafter runs beside each engine",
+            "give each engine whole GPUs; a drafter has one",
+        )
+    # the GPU behind those of the engine's ranks
+    return [_Place({}, [f"cuda:{int(ranks)}"] if drafter else [], ranks + bool(drafter)) for drafter in needs.drafters]
+
+
+def _named(place: Devices, drafter: Devices | None, has_drafter: bool) -> _Place:
+    """Devices that were named, or are shares of the host's."""
+    if place.kind == "cpu":
+        own = drafter or place
+        return _Place(place.environment, [f"{own.kind}:{number}" for number in own.numbers] if has_drafter else [], 0.0)
+    if has_drafter and drafter is None:
+        cause = "`devices` names GPUs of the engines, and none of their drafters"
+        raise ConfigError(cause, 'name those as well, as in drafter_devices=["cuda:2", "cuda:3"]')
+    if drafter is None or drafter.kind == "cpu":
+        return _Place(place.environment, [] if drafter is None else [f"cpu:{n}" for n in drafter.numbers], 0.0)
+    first, both = len(place.numbers), Devices("cuda", (*place.numbers, *drafter.numbers))
+    names = ",".join(str(first + i) for i in range(len(drafter.numbers)))
+    return _Place(both.environment, [f"cuda:{names}"], 0.0)
