@@ -142,7 +142,6 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
         drafted = run(ours.llm, requests)
         placing.arrange(COUPLED)
         assert ours.runner.stats.accepted > 0
-        print(elsewhere.state())
         assert placing.changes >= 2 and here._times > 0 and elsewhere.totals()[1] > 0, "both have drafted"
     report = judged(path, "float32", requests, truth, drafted, **ENGINE)
     assert not report.failures, report.failures[:3]

@@ -42,6 +42,15 @@ class DrafterEngine:
         self.max_requests = config.scheduler_config.max_num_seqs
         self.most_tokens = config.model_config.max_model_len - 1
         self._takes_up = takes_up
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What vLLM imports, allocates and compiles for its first request takes longer than many steps of a target."""
+        for name, seed in (("warm", 0), ("up", None)):
+            asked = Asked(1, seed)
+            self.add(Ask(name, [0] * 2, 1, 2, asked.has_noise), asked)
+        while self.llm.has_unfinished_requests():
+            self.llm.step()
 
     def add(self, ask: Ask, asked: Asked) -> None:
         noise: dict[str, Any] = {"temperature": 0.0}
