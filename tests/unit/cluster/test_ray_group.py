@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -26,8 +29,6 @@ def _standin() -> Iterator[None]:
         patch.setattr(module, "REPLICA", "tests.unit.cluster.standin:Replica")
         # without a token of its own, Ray 2.60 would write one into the home
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        # a death is told sooner
-        patch.setenv("RAY_timeout_ms_task_wait_for_death_info", "50")
         yield
 
 
@@ -119,6 +120,32 @@ def test_an_engine_killed_amid_a_batch_costs_no_token_and_comes_back_with_the_gr
     assert group.status()["lost"] == lost + 1 and victim not in pids(group)
     assert {own[0].version for own in group.collective_rpc("at")} == {version}
     group.update_weights("load", number=0)
+
+
+@pytest.mark.nightly
+def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
+    """Of engines and of what stands below them, at any moment of a batch."""
+    rng, seen = random.Random(5), dict[int, psutil.Process]()
+    with SpecGroup("model", engines=2, ladder="race", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as group:
+        kills = 0
+        while kills < 50:
+            own = [one for one in psutil.Process().children(recursive=True) if "Actor" in " ".join(one.cmdline())]
+            seen |= {one.pid: one for one in own}
+            if own:
+                victim = rng.choice(own)
+                threading.Timer(rng.uniform(0.0, 0.4), _kill, (victim,)).start()
+                kills += 1
+            asked = [{"seed": i, "max_tokens": rng.randrange(1, 120)} for i in range(6)]
+            found = group.generate([[i // 2] for i in range(6)], asked)
+            assert [list(one.token_ids) for one in found] == [answer(one) for one in asked]
+        assert group.status()["lost"] > 10
+    _, alive = psutil.wait_procs(seen.values(), timeout=60)
+    assert not alive
+
+
+def _kill(victim: psutil.Process) -> None:
+    with contextlib.suppress(psutil.Error):
+        victim.kill()
 
 
 def test_an_engine_that_hangs_is_begun_anew_and_its_requests_go_on_elsewhere(group: SpecGroup) -> None:

@@ -19,8 +19,13 @@ from vllm_specrollout.errors import ConfigError
 _LOCAL: dict[str, Any] = {
     "include_dashboard": False,
     "object_store_memory": 1 << 27,
-    # Ray runs its workers at a low priority, which on a host of ours alone only gives others the cores
-    "_system_config": {"process_group_cleanup_enabled": True, "worker_niceness": 0},
+    "_system_config": {
+        "process_group_cleanup_enabled": True,
+        # Ray runs its workers at a low priority, which on a host of ours alone only gives others the cores
+        "worker_niceness": 0,
+        # a death is told at once, not a second later with what is known of it by then
+        "timeout_ms_task_wait_for_death_info": 50,
+    },
 }
 
 
