@@ -88,13 +88,13 @@ class Overheard:
         self.mail.close()
 
     def has_answered(self, levels: int = 2) -> bool:
-        """Whether so many levels were drafted behind the newest token of most requests that it was told of.
+        """Whether so many levels were drafted behind the newest token of half of the requests that it was told of.
 
         The step that comes adds a token: of two levels, one is verified in the step after it.
         """
         found = [self.trees.get(handle, (0, 0)) for handle in self.told]
         held = [own[0] == told and own[1] >= levels for own, told in zip(found, self.told.values(), strict=True)]
-        return 2 * sum(held) > len(held)
+        return 2 * sum(held) >= len(held)
 
 
 def until(holds: Callable[[], object]) -> None:
