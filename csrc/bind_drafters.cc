@@ -4,8 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -155,6 +157,11 @@ py::tuple FitReceived(Received& received, const py::object& handles, const py::l
                         Give(std::move(out.log_q)), Give(std::move(out.is_first)));
 }
 
+template <typename T>
+py::bytes Packed(const std::vector<T>& values) {
+  return py::bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
 py::tuple TellReceived(Received& received, const py::object& handles, const py::list& texts) {
   py::ssize_t batch = -1;
   const int64_t* own = Read<int64_t>(handles, "handles", &batch);
@@ -162,25 +169,38 @@ py::tuple TellReceived(Received& received, const py::object& handles, const py::
   const std::vector<Text> of = Texts(texts, static_cast<size_t>(batch), &held);
   News out;
   received.Tell(of.size(), own, of.data(), &out);
-  return py::make_tuple(Give(std::move(out.index)), Give(std::move(out.counts)), Give(std::move(out.token_ids)));
+  std::vector<int64_t> told;
+  for (const int32_t row : out.index) told.push_back(own[row]);
+  return py::make_tuple(Give(std::move(out.index)), Packed(told), Packed(out.counts), Packed(out.token_ids));
 }
 
-size_t PutReceived(Received& received, const py::object& handles, const py::object& positions,
-                   const py::object& node_start, const py::object& token_ids, const py::object& parents,
-                   const py::object& ranks, const py::object& log_q, int64_t vocab_size) {
-  py::ssize_t trees = -1, nodes = -1, starts = -1;
-  ArrivedTrees all{};
-  all.handles = Read<int64_t>(handles, "handles", &trees);
-  all.positions = Read<int32_t>(positions, "positions", &trees);
-  all.node_start = Read<int32_t>(node_start, "node_start", &starts);
-  all.token_ids = Read<int32_t>(token_ids, "token_ids", &nodes);
-  all.parents = Read<int32_t>(parents, "parents", &nodes);
-  all.ranks = Read<uint8_t>(ranks, "ranks", &nodes);
-  all.log_q = Read<float>(log_q, "log_q", &nodes);
-  all.num_trees = static_cast<size_t>(trees);
-  bool is_fine = starts == trees + 1 && all.node_start[0] == 0 && all.node_start[trees] == nodes;
-  for (py::ssize_t t = 0; is_fine && t < trees; ++t) is_fine = all.node_start[t] <= all.node_start[t + 1];
-  if (!is_fine) throw std::invalid_argument("node_start must rise from 0 to the number of nodes");
+// The entries of an array that came as bytes; copied, since nothing says that they are aligned.
+template <typename T>
+std::vector<T> Unpacked(const py::bytes& data, const char* name) {
+  const std::string_view view = data;
+  if (view.size() % sizeof(T)) throw std::invalid_argument(std::string(name) + " ends within an entry");
+  std::vector<T> values(view.size() / sizeof(T));
+  if (!values.empty()) std::memcpy(values.data(), view.data(), view.size());
+  return values;
+}
+
+size_t PutReceived(Received& received, const py::bytes& handles, const py::bytes& positions,
+                   const py::bytes& node_start, const py::bytes& token_ids, const py::bytes& parents,
+                   const py::bytes& ranks, const py::bytes& log_q, int64_t vocab_size) {
+  const auto own = Unpacked<int64_t>(handles, "handles");
+  const auto at = Unpacked<int32_t>(positions, "positions");
+  const auto start = Unpacked<int32_t>(node_start, "node_start");
+  const auto tokens = Unpacked<int32_t>(token_ids, "token_ids");
+  const auto parent = Unpacked<int32_t>(parents, "parents");
+  const auto rank = Unpacked<uint8_t>(ranks, "ranks");
+  const auto q = Unpacked<float>(log_q, "log_q");
+  const size_t trees = own.size(), nodes = tokens.size();
+  bool is_fine = at.size() == trees && start.size() == trees + 1 && parent.size() == nodes && rank.size() == nodes &&
+                 q.size() == nodes && start.front() == 0 && static_cast<size_t>(start.back()) == nodes;
+  for (size_t t = 0; is_fine && t < trees; ++t) is_fine = start[t] <= start[t + 1];
+  if (!is_fine) throw std::invalid_argument("the arrays are of other lengths");
+  const ArrivedTrees all{own.data(),    at.data(),   start.data(), tokens.data(),
+                         parent.data(), rank.data(), q.data(),     trees};
   const std::string fault = Received::Misshapen(all, vocab_size);
   if (!fault.empty()) throw std::invalid_argument(fault);
   return received.Put(all);

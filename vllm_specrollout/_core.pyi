@@ -149,19 +149,16 @@ class Received:
 
     def put(
         self,
-        handles: _Longs,
-        positions: _Ints,
-        node_start: _Ints,
-        token_ids: _Ints,
-        parents: _Ints,
-        ranks: npt.NDArray[np.uint8],
-        log_q: _Floats,
+        handles: bytes,
+        positions: bytes,
+        node_start: bytes,
+        token_ids: bytes,
+        parents: bytes,
+        ranks: bytes,
+        log_q: bytes,
         vocab_size: int,
     ) -> int:
-        """Trees [n], below so many tokens each; a node's rank is its place among its parent's choices, best first.
-
-        Returns how many of their requests are followed.
-        """
+        """Trees as `cluster.messages.Drafted` has them. Returns how many of their requests are followed."""
 
     def fit(
         self,
@@ -176,8 +173,11 @@ class Received:
         texts [R]: tokens of each request so far.
         """
 
-    def tell(self, handles: _Longs, texts: Sequence[_Ints]) -> tuple[_Ints, _Ints, _Ints]:
-        """Tokens that the drafter was not told of, and now is: (index [n] of the request, counts [n], token_ids)."""
+    def tell(self, handles: _Longs, texts: Sequence[_Ints]) -> tuple[_Ints, bytes, bytes, bytes]:
+        """Tokens that the drafter was not told of, and now is.
+
+        Returns: index [n] of the requests; and as `cluster.messages.Told` has them, their handles, counts and tokens.
+        """
 
     def take_ranks(self) -> _Ints:
         """Which choice each token of requests that are closed was, request by request; 8: none. They are told once."""

@@ -26,6 +26,7 @@
 #include "core/history_lookup.h"
 #include "core/layout.h"
 #include "core/merge.h"
+#include "core/received.h"
 #include "core/tree_rows.h"
 #include "core/walk.h"
 
@@ -338,6 +339,58 @@ void FuzzBlocks(Chance* chance) {
   specrollout::CopyBlocks(layers, bases.data(), strides.data(), copies, from.data(), to.data());
 }
 
+// Trees of another process, right and wrong, for requests that come, grow and go.
+void FuzzReceived(Chance* chance) {
+  specrollout::Received received;
+  std::vector<int64_t> handles(4);
+  std::vector<Ints> texts(4);
+  for (int i = 0; i < 4; ++i) {
+    handles[i] = chance->Below(3);
+    texts[i] = chance->Text(12, 3);
+    if (chance->OneIn(2)) received.Open(i, chance->Below(6));
+  }
+  for (int turn = 0; turn < 12; ++turn) {
+    const int count = chance->Below(4);
+    std::vector<int64_t> of(count);
+    Ints positions(count), starts{0}, tokens, parents;
+    std::vector<uint8_t> ranks;
+    std::vector<float> log_q;
+    for (int t = 0; t < count; ++t) {
+      of[t] = chance->Below(4);
+      positions[t] = chance->OneIn(20) ? chance->Any() : 1 + chance->Below(8);
+      for (int i = 0, size = chance->Below(10); i < size; ++i) {
+        tokens.push_back(chance->Token(3));
+        parents.push_back(chance->OneIn(40) ? chance->Any() : chance->Below(i + 1) - 1);
+        ranks.push_back(static_cast<uint8_t>(chance->Below(10)));
+        log_q.push_back(chance->OneIn(60) ? std::nanf("") : -static_cast<float>(chance->Below(4)));
+      }
+      starts.push_back(static_cast<int32_t>(tokens.size()));
+    }
+    const specrollout::ArrivedTrees trees{of.data(),      positions.data(), starts.data(), tokens.data(),
+                                          parents.data(), ranks.data(),     log_q.data(),  of.size()};
+    if (specrollout::Received::Misshapen(trees, 3).empty()) received.Put(trees);
+    std::vector<specrollout::Text> now;
+    for (Ints& text : texts) {
+      if (chance->OneIn(2)) text.push_back(chance->Below(3));
+      now.push_back({text.data(), static_cast<int64_t>(text.size())});
+    }
+    Ints nodes(4), depths(4);
+    bool chains[4];
+    for (int i = 0; i < 4; ++i) nodes[i] = chance->Limit(), depths[i] = chance->Limit(), chains[i] = chance->OneIn(2);
+    specrollout::FittingTrees out;
+    received.Fit(4, handles.data(), now.data(), nodes.data(), depths.data(), chains, &out);
+    Expect(out.node_start.size() == 5 && out.node_start.back() == static_cast<int32_t>(out.parents.size()),
+           "a tree for each request");
+    for (int r = 0; r < 4; ++r)
+      for (int i = out.node_start[r]; i < out.node_start[r + 1]; ++i)
+        Expect(out.parents[i] >= -1 && out.parents[i] < i - out.node_start[r], "parents come before their children");
+    specrollout::News news;
+    received.Tell(4, handles.data(), now.data(), &news);
+    if (chance->OneIn(4)) received.Close(chance->Below(4));
+  }
+  received.TakeRanks();
+}
+
 void Round(uint64_t seed) {
   Chance chance(seed);
   if (chance.OneIn(7)) {
@@ -352,6 +405,7 @@ void Round(uint64_t seed) {
     FuzzLayout(&chance);
     FuzzTreeRows(&chance);
     FuzzBlocks(&chance);
+    FuzzReceived(&chance);
   }
 }
 

@@ -72,7 +72,7 @@ class Overheard:
                 self.told[handle] += count
             for handle in longs(message.closed).tolist():
                 self.told.pop(handle, None)
-            self.windows |= set(ints(message.windows).tolist())
+            self.windows |= set(ints(message.windows).tolist()) or {message.window}
         return self.mail.send(message)
 
     def receive(self) -> Iterator[Message]:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.engines import engine, model
-from vllm_specrollout.cluster.messages import Drafted, Hello, Message, Opened, Told, floats, ints, longs, ranks, told
+from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Told, ints, longs
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
@@ -51,7 +51,7 @@ class Desk:
 
     def __init__(self, serving: Serving, letters: Letters) -> None:
         self.serving, self.letters = serving, letters
-        self.say(Hello(3, serving._engine.vocab_size))
+        self.say(Hello(VERSION, serving._engine.vocab_size))
         self.fan_out = 1
 
     def say(self, message: Message) -> None:
@@ -62,8 +62,8 @@ class Desk:
         handles = np.array([int(name[1:]) for name in new], np.int64)
         counts = np.array([len(tokens) for tokens in new.values()], np.int32)
         tokens = np.array([token for own in new.values() for token in own], np.int32)
-        windows = np.full(len(new), 4, np.int32)
-        self.say(told(self.fan_out, opened, list(closed), handles, counts, tokens, windows, windows < 0))
+        gone, own = np.array(list(closed), np.int64).tobytes(), (handles.tobytes(), counts.tobytes(), tokens.tobytes())
+        self.say(Told(self.fan_out, opened, gone, *own, 4, b""))
 
     def tree(self, handle: int, turns: int = 24) -> tuple[int, list[tuple[int, int, int, float]]]:
         """The newest within some turns: tokens before it, and (token, parent, rank, log_q) of each node."""
@@ -80,8 +80,8 @@ class Desk:
                         columns = (
                             ints(message.token_ids),
                             ints(message.parents),
-                            ranks(message.ranks),
-                            floats(message.log_q),
+                            np.frombuffer(message.ranks, np.uint8),
+                            np.frombuffer(message.log_q, "<f4"),
                         )
                         nodes = list(zip(*(column[part].tolist() for column in columns), strict=True))
                         found = int(ints(message.positions)[i]), nodes
@@ -209,7 +209,7 @@ def test_what_the_drafter_cannot_follow_goes_on_without_its_drafts(desk: Desk, m
 
 def test_an_engine_that_is_not_known_is_greeted_and_nothing_is_drafted_for_it(desk: Desk) -> None:
     desk.letters.sent.clear()
-    desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", b"")))
+    desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", 4, b"")))
     desk.serving.turn()
     assert b"stranger" not in desk.serving.targets
     assert any(isinstance(message, Hello) for message in desk.letters.sent)

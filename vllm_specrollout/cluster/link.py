@@ -29,11 +29,7 @@ from vllm_specrollout.cluster.messages import (
     Hello,
     Message,
     Opened,
-    floats,
-    ints,
-    longs,
-    ranks,
-    told,
+    Told,
 )
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.types import DraftLimits, FloatArray, IntArray, RequestBatch, RequestView
@@ -259,14 +255,22 @@ class Link:
 
     def receive(self) -> None:
         """Take in what has come; of each request's trees the newest is kept."""
+        last: Drafted | None = None
         for message in self._mail.receive():
             self._told_at = None
+            # a drafter sends whole trees with each pass, several in a step: what brings the same ones again is enough
+            if last is not None and not (isinstance(message, Drafted) and message.handles == last.handles):
+                self._put(last)
+            last = None
             if isinstance(message, Drafted):
-                self._put(message)
+                self._note(message)
+                last = message
             elif isinstance(message, Hello):
                 self._greeted(message)
             elif isinstance(message, Bye):
                 self._lose()
+        if last is not None:
+            self._put(last)
 
     def leave(self, why: str) -> None:
         """Say goodbye. A process of the engine's own ends; any other stays, and may be linked to again."""
@@ -357,18 +361,22 @@ class Link:
 
     def _tell(self, batch: RequestBatch, texts: list[IntArray]) -> npt.NDArray[np.int64]:
         """[R] the requests' handles; 0: it does not follow that one, or has just begun to."""
-        handles = np.array([self._handle(view) for view in batch.views], np.int64)
-        index, counts, tokens = self._received.tell(handles, texts)
-        opened = self._opened(batch, handles)
-        if not len(index) and not opened and not self._closed:
+        if self.only is None:
+            known = [0 if own is None else own.handle for own in map(self.open.get, batch.request_ids)]
+        else:
+            known = [self._handle(view) for view in batch.views]
+        handles = np.array(known, np.int64)
+        index, told, counts, tokens = self._received.tell(handles, texts)
+        opened = self._opened(batch, known) if 0 in known else ()
+        if not told and not opened and not self._closed:
             return handles
-        windows = np.full(len(index), self.window, np.int32)
-        is_coupled = np.zeros(len(index), np.bool_)
+        windows = b""
         if self.plans:
-            for i, row in enumerate(index.tolist()):
-                windows[i], is_coupled[i] = self._plan(batch.request_ids[row])
+            plans = [self._plan(batch.request_ids[row]) for row in index.tolist()]
+            windows = np.array([-own if is_coupled else own for own, is_coupled in plans], np.int32).tobytes()
         closed, self._closed = self._closed[:MOST_REQUESTS], self._closed[MOST_REQUESTS:]
-        if not self._mail.send(told(self.fan_out, opened, closed, handles[index], counts, tokens, windows, is_coupled)):
+        gone = np.array(closed, np.int64).tobytes() if closed else b""
+        if not self._mail.send(Told(self.fan_out, opened, gone, told, counts, tokens, self.window, windows)):
             self._lose()
             return np.zeros_like(handles)
         self.counts.verdicts += len(index)
@@ -380,13 +388,12 @@ class Link:
         following = self.open.get(view.request_id)
         return following.handle if following is not None and self.includes(view) else 0
 
-    def _opened(self, batch: RequestBatch, handles: npt.NDArray[np.int64]) -> tuple[Opened, ...]:
+    def _opened(self, batch: RequestBatch, handles: list[int]) -> tuple[Opened, ...]:
         """Requests that it is to follow from now on, as many as one message can say."""
         found: list[Opened] = []
         room = _MOST_OPENED
-        for row in np.flatnonzero(handles == 0).tolist():
-            view = batch.views[row]
-            if view.request_id in self.open or view.request_id in self._unfit or not self.includes(view):
+        for view, handle in zip(batch.views, handles, strict=True):
+            if handle or view.request_id in self.open or view.request_id in self._unfit or not self.includes(view):
                 continue
             opened = self._open(view) if len(view.token_ids) <= _MOST_OPENED else None
             if opened is None:
@@ -441,21 +448,24 @@ class Link:
         counts = self.counts
         try:
             counts.trees += self._received.put(
-                longs(message.handles),
-                ints(message.positions),
-                ints(message.node_start),
-                ints(message.token_ids),
-                ints(message.parents),
-                ranks(message.ranks),
-                floats(message.log_q),
+                message.handles,
+                message.positions,
+                message.node_start,
+                message.token_ids,
+                message.parents,
+                message.ranks,
+                message.log_q,
                 self._vocab_size,
             )
         except ValueError as error:
             if not counts.malformed:
                 logger.warning("Spec rollout: drafts of `%s` are dropped: %s", self.name, error)
             counts.malformed += 1
-        counts.drafted += message.drafted
-        counts.wasted += message.wasted
+
+    def _note(self, message: Drafted) -> None:
+        """What the drafter did."""
+        self.counts.drafted += message.drafted
+        self.counts.wasted += message.wasted
         self.busy_s += message.busy_ms / 1e3
         beat, now = self._beat, self._clock()
         beat = Beat(beat.busy_ms + message.busy_ms, beat.passes + message.passes, beat.streams + message.streams)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.types import BoolArray, FloatArray, IntArray
+from vllm_specrollout.types import IntArray
 
 VERSION = 3
 MOST_REQUESTS = 4096
@@ -83,7 +83,8 @@ class Told(Struct, frozen=True, array_like=True, tag="told"):
     handles: _EachLong  # [n] int64, of requests with new tokens
     counts: _Each  # [n] int32: how many
     token_ids: _Tokens  # [sum(counts)] int32
-    windows: _Each  # [n] int32: from now on; below 0: coupled
+    window: _Window  # of all of these from now on
+    windows: _Each  # or [n] int32: of each; below 0: coupled
 
 
 class Drafted(Struct, frozen=True, array_like=True, tag="drafted"):
@@ -138,15 +139,16 @@ def decode(data: bytes) -> Message:
         raise MessageError(f"{len(data)} bytes are no message: {str(error)[:200]}") from None
     if isinstance(message, Told):
         _check_told(message)
-    elif isinstance(message, Drafted):
-        _check_arrays(message, {"handles": 8, "positions": 4, "node_start": 4})
-        _check_arrays(message, {"token_ids": 4, "parents": 4, "ranks": 1, "log_q": 4})
+    # the core looks at the arrays of `Drafted` itself
     return message
 
 
 def _check_told(told: Told) -> None:
-    _check_arrays(told, {"handles": 8, "counts": 4, "windows": 4})
+    _check_arrays(told, {"handles": 8, "counts": 4, **({"windows": 4} if told.windows else {})})
     _check_arrays(told, {"closed": 8})
+    _check_arrays(told, {"token_ids": 4})
+    for one in told.opened:
+        _check_arrays(one, {"token_ids": 4})
     counts, windows, tokens = ints(told.counts), np.abs(ints(told.windows)), ints(told.token_ids)
     if (counts < 1).any() or int(counts.sum(dtype=np.int64)) != len(tokens):
         raise MessageError(f"a message brings {len(tokens)} tokens, and counts others")
@@ -159,33 +161,16 @@ def _check_told(told: Told) -> None:
         raise MessageError("a message has a token below 0")
 
 
-def _check_arrays(message: Told | Drafted, sizes: dict[str, int]) -> None:
-    """Arrays of one length, but for the starts, which are one more."""
+def _check_arrays(message: Told | Opened, sizes: dict[str, int]) -> None:
+    """Arrays of one length."""
     lengths = set()
     for name, size in sizes.items():
         data = getattr(message, name)
         if len(data) % size:
             raise MessageError(f"a message has {len(data)} bytes of `{name}`, no multiple of {size}")
-        lengths.add(len(data) // size - (name == "node_start"))
+        lengths.add(len(data) // size)
     if len(lengths) > 1:
         raise MessageError(f"a message has arrays of other lengths: {', '.join(sizes)}")
-
-
-def told(
-    fan_out: int,
-    opened: tuple[Opened, ...],
-    closed: list[int],
-    handles: npt.NDArray[np.int64],
-    counts: IntArray,
-    token_ids: IntArray,
-    windows: IntArray,
-    is_coupled: BoolArray,
-) -> Told:
-    """`Told`, of arrays as they are described there; `windows` are above 0."""
-    signed = np.where(is_coupled, -windows, windows).astype(np.int32)
-    gone = np.array(closed, np.int64).tobytes()
-    each = (handles.tobytes(), counts.tobytes(), token_ids.tobytes(), signed.tobytes())
-    return Told(fan_out, opened, gone, *each)
 
 
 def longs(data: bytes) -> npt.NDArray[np.int64]:
@@ -196,13 +181,3 @@ def longs(data: bytes) -> npt.NDArray[np.int64]:
 def ints(data: bytes) -> IntArray:
     """[n] int32, not to be written to."""
     return np.frombuffer(data, "<i4")
-
-
-def ranks(data: bytes) -> npt.NDArray[np.uint8]:
-    """[n] uint8, not to be written to."""
-    return np.frombuffer(data, np.uint8)
-
-
-def floats(data: bytes) -> FloatArray:
-    """[n] float32, not to be written to."""
-    return np.frombuffer(data, "<f4")

@@ -219,13 +219,13 @@ class Rehearsal:
         for place, request in enumerate(self._requests):
             if (tree := request.line.due()) is not None:
                 self._received.put(
-                    self._handles[place : place + 1],
-                    np.array([tree.position], np.int32),
-                    np.array([0, len(tree.token_ids)], np.int32),
-                    tree.token_ids,
-                    tree.parents,
-                    tree.ranks.astype(np.uint8),
-                    tree.log_q,
+                    self._handles[place : place + 1].tobytes(),
+                    np.array([tree.position], np.int32).tobytes(),
+                    np.array([0, len(tree.token_ids)], np.int32).tobytes(),
+                    tree.token_ids.tobytes(),
+                    tree.parents.tobytes(),
+                    tree.ranks.astype(np.uint8).tobytes(),
+                    tree.log_q.tobytes(),
                     _LONG,
                 )
         self._drawing = []

@@ -182,7 +182,7 @@ class Serving:
         for opened in told.opened:
             self._open(target, opened)
         handles, counts = longs(told.handles).tolist(), ints(told.counts)
-        tokens, windows = ints(told.token_ids), ints(told.windows).tolist()
+        tokens, windows = ints(told.token_ids), ints(told.windows).tolist() or [told.window] * len(handles)
         ends = np.cumsum(counts).tolist()
         for handle, count, end, window in zip(handles, counts.tolist(), ends, windows, strict=True):
             line = target.lines.get(handle)

@@ -19,7 +19,7 @@ def longs(*values: int) -> bytes:
 
 
 OPENED = Opened(7, ints(5, 6, 7), 2, -(2**63), 0.7, 50, 0.9, 0.05, 512, 4, True)
-TOLD = Told(4, (OPENED,), longs(3), longs(8, 9), ints(2, 1), ints(1, 2, 3), ints(4, -8))
+TOLD = Told(4, (OPENED,), longs(3), longs(8, 9), ints(2, 1), ints(1, 2, 3), 4, ints(4, -8))
 DRAFTED = Drafted(
     longs(7), ints(9), ints(0, 2), ints(1, 2), ints(-1, 0), b"\0\1", np.float32([-0.1, -2]).tobytes(), 1.5, 3, 5, 7, 1
 )
@@ -31,28 +31,29 @@ def test_what_is_said_is_what_is_heard(message: messages.Message) -> None:
     assert decode(encode(message)) == message
 
 
+changed = msgspec.structs.replace
+
+
+def opening(**given: object) -> Told:
+    return changed(TOLD, opened=(changed(OPENED, **given),))
+
+
 WRONG = {
-    "a message that brings other counts of tokens": msgspec.structs.replace(TOLD, counts=ints(2, 2)),
-    "a count of none": msgspec.structs.replace(TOLD, counts=ints(3, 0)),
-    "a window of none": msgspec.structs.replace(TOLD, windows=ints(4, 0)),
-    "a window beyond the longest": msgspec.structs.replace(TOLD, windows=ints(4, -65)),
-    "a window that no absolute value has": msgspec.structs.replace(TOLD, windows=ints(4, -(2**31))),
-    "a token below 0": msgspec.structs.replace(TOLD, token_ids=ints(1, 2, -3)),
-    "arrays of other lengths": msgspec.structs.replace(TOLD, handles=longs(8)),
-    "half a number": msgspec.structs.replace(TOLD, closed=b"\0\0\0"),
-    "a fan-out beyond the widest": msgspec.structs.replace(TOLD, fan_out=9),
-    "an opened request without a prompt": msgspec.structs.replace(
-        TOLD, opened=(msgspec.structs.replace(OPENED, prompt_tokens=0),)
-    ),
-    "a prompt longer than the request": msgspec.structs.replace(
-        TOLD, opened=(msgspec.structs.replace(OPENED, prompt_tokens=4),)
-    ),
-    "a nucleus of nothing": msgspec.structs.replace(TOLD, opened=(msgspec.structs.replace(OPENED, top_p=0.0),)),
-    "a temperature that is no number": msgspec.structs.replace(
-        TOLD, opened=(msgspec.structs.replace(OPENED, temperature=float("nan")),)
-    ),
-    "starts of other trees": msgspec.structs.replace(DRAFTED, node_start=ints(0, 1, 2)),
-    "ranks of other nodes": msgspec.structs.replace(DRAFTED, ranks=b"\0"),
+    "a message that brings other counts of tokens": changed(TOLD, counts=ints(2, 2)),
+    "a count of none": changed(TOLD, counts=ints(3, 0)),
+    "a window of none": changed(TOLD, windows=ints(4, 0)),
+    "a window beyond the longest": changed(TOLD, windows=ints(4, -65)),
+    "a window that no absolute value has": changed(TOLD, windows=ints(4, -(2**31))),
+    "no window at all": changed(TOLD, window=0),
+    "a token below 0": changed(TOLD, token_ids=ints(1, 2, -3)),
+    "arrays of other lengths": changed(TOLD, handles=longs(8)),
+    "half a number": changed(TOLD, closed=b"\0\0\0"),
+    "half a token": opening(token_ids=b"\0" * 13),
+    "a fan-out beyond the widest": changed(TOLD, fan_out=9),
+    "an opened request without a prompt": opening(prompt_tokens=0),
+    "a prompt longer than the request": opening(prompt_tokens=4),
+    "a nucleus of nothing": opening(top_p=0.0),
+    "a temperature that is no number": opening(temperature=float("nan")),
     "a reason as long as a book": Bye("x" * 2000),
 }
 

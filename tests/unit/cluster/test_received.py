@@ -28,13 +28,13 @@ def trees(draw: st.DrawFn) -> list[tuple[int, int, int, float]]:
 def put(received: Received, handle: int, position: int, nodes: list[tuple[int, int, int, float]]) -> int:
     columns = list(zip(*nodes, strict=True)) or [(), (), (), ()]
     return received.put(
-        np.array([handle], np.int64),
-        np.array([position], np.int32),
-        np.array([0, len(nodes)], np.int32),
-        np.array(columns[0], np.int32),
-        np.array(columns[1], np.int32),
-        np.array(columns[2], np.uint8),
-        np.array(columns[3], np.float32),
+        np.array([handle], np.int64).tobytes(),
+        np.array([position], np.int32).tobytes(),
+        np.array([0, len(nodes)], np.int32).tobytes(),
+        np.array(columns[0], np.int32).tobytes(),
+        np.array(columns[1], np.int32).tobytes(),
+        np.array(columns[2], np.uint8).tobytes(),
+        np.array(columns[3], np.float32).tobytes(),
         VOCABULARY,
     )
 
@@ -88,8 +88,11 @@ def test_each_token_is_told_once_and_those_of_requests_that_are_not_followed_nev
     received.open(3, 2)
     texts = [np.array([1, 2, 0, 1], np.int32), np.array([1, 1], np.int32), np.array([0, 0, 0], np.int32)]
     handles = np.array([3, 0, 9], np.int64)
-    assert [column.tolist() for column in received.tell(handles, texts)] == [[0], [2], [0, 1]]
-    assert [column.tolist() for column in received.tell(handles, texts)] == [[], [], []]
+    index, *told = received.tell(handles, texts)
+    assert index.tolist() == [0] and np.frombuffer(told[0], np.int64).tolist() == [3]
+    assert [np.frombuffer(one, np.int32).tolist() for one in told[1:]] == [[2], [0, 1]]
+    index, *told = received.tell(handles, texts)
+    assert not len(index) and told == [b"", b"", b""]
 
 
 WRONG = {
@@ -114,13 +117,39 @@ def test_trees_that_are_none_are_refused_and_what_had_come_stays(what: str) -> N
     assert fit(received, [1], [[0]], 8, 8, False) == [[(2, -1, -0.5, 1)]]
 
 
-def test_columns_that_do_not_belong_together_are_refused() -> None:
+GOOD = {
+    "handles": np.ones(1, np.int64).tobytes(),
+    "positions": np.ones(1, np.int32).tobytes(),
+    "node_start": np.array([0, 2], np.int32).tobytes(),
+    "token_ids": np.zeros(2, np.int32).tobytes(),
+    "parents": np.array([-1, 0], np.int32).tobytes(),
+    "ranks": bytes(2),
+    "log_q": np.zeros(2, np.float32).tobytes(),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_columns_that_do_not_belong_together_are_refused(name: str) -> None:
     received = Received()
-    ints, none = np.zeros(2, np.int32), np.zeros(0, np.int32)
-    starts = (np.array([0, 3], np.int32), np.array([1, 2], np.int32), np.array([0, 1], np.int32), none)
-    for start in starts:
+    assert received.put(**GOOD, vocab_size=VOCABULARY) == 0
+    for changed in (GOOD[name] + GOOD[name], GOOD[name][:-1], GOOD[name] + b"\0", b""):
         with pytest.raises(ValueError):
-            received.put(
-                np.ones(1, np.int64), np.ones(1, np.int32), start, ints, ints - 1, np.zeros(2, np.uint8),
-                np.zeros(2, np.float32), VOCABULARY,
-            )  # fmt: skip
+            received.put(**{**GOOD, name: changed}, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("starts", [(0, 3), (1, 2), (0, 1), (2, 2), (0, -1), (-2, 2)])
+def test_starts_that_do_not_cover_the_nodes_are_refused(starts: tuple[int, int]) -> None:
+    with pytest.raises(ValueError):
+        Received().put(**{**GOOD, "node_start": np.array(starts, np.int32).tobytes()}, vocab_size=VOCABULARY)
+
+
+@given(data=st.data())
+def test_any_bytes_are_trees_or_one_clear_error(data: st.DataObject) -> None:
+    received = Received()
+    received.open(1, 1)
+    columns = {name: data.draw(st.just(good) | st.binary(max_size=24)) for name, good in GOOD.items()}
+    try:
+        received.put(**columns, vocab_size=VOCABULARY)
+    except ValueError:
+        return
+    assert len(fit(received, [1], [[0, 1, 2]], 64, 64, False)) == 1
