@@ -211,5 +211,5 @@ def test_an_engine_that_is_not_known_is_greeted_and_nothing_is_drafted_for_it(de
     desk.letters.sent.clear()
     desk.letters.coming.append((b"stranger", Told(4, (opened(1, PROMPT),), b"", b"", b"", b"", 4, b"")))
     desk.serving.turn()
-    assert b"stranger" not in desk.serving.targets
+    assert not desk.serving.targets[b"stranger"].lines
     assert any(isinstance(message, Hello) for message in desk.letters.sent)
