@@ -199,7 +199,8 @@ class Box:
         """What has come, in order."""
         # to ask first costs a tenth of the exception that says that there is nothing, and numbers cost less than enums
         for _ in range(_MOST_AT_ONCE):
-            if not zmq.backend.Socket.get(self._socket, zmq.EVENTS) & _IN:
+            events = zmq.backend.Socket.get(self._socket, zmq.EVENTS)
+            if not int(events) & _IN:
                 return
             if (message := _read(self, [self._socket.recv(zmq.NOBLOCK)])) is not None:
                 yield message
