@@ -1,0 +1,97 @@
+"""What a group decides, case by case; test_driver.py has it under random schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, Run, decide
+
+
+def engine(running: dict[str, Copy] | None = None, *, places: int = 4, **more: Any) -> Engine:
+    return Engine(version=1, places=places, running=running or {}, host="here", **more)
+
+
+def decided(
+    engines: dict[str, Engine],
+    waiting: list[tuple[str, str]] | None = None,
+    *,
+    ladder: str = "off",
+    homes: dict[str, str] | None = None,
+    prices: Prices | None = None,
+) -> list[Command]:
+    return decide(waiting or [], engines, 1, homes or {}, Rules(ladder), prices or Prices())
+
+
+def long(tokens: int = 400, steps: int = 400) -> Copy:
+    return Copy(prompt=10, tokens=tokens, gained=tokens, steps=steps)
+
+
+def measured(*, fill_s: float) -> Prices:
+    """A step takes 10 ms, and 2 ms more for each request."""
+    prices = Prices()
+    for batch in (1, 8):
+        prices.stepped(batch, 0.01 + 0.002 * batch)
+    prices.filled(1, fill_s)
+    return prices
+
+
+def test_siblings_go_to_one_engine_and_problems_to_the_emptiest() -> None:
+    engines = {"a": engine(), "b": engine()}
+    waiting = [(f"{problem}{i}", problem) for problem in "xy" for i in range(2)]
+    assert decided(engines, waiting) == [Run("a", "x0"), Run("a", "x1"), Run("b", "y0"), Run("b", "y1")]
+
+
+def test_siblings_of_a_full_engine_wait_unless_another_one_has_nothing_to_do() -> None:
+    full = engine({f"r{i}": Copy(1, 1) for i in range(4)})
+    busy = {"a": full, "b": engine({"q": Copy(1, 1)})}
+    assert decided(busy, [("x0", "x")], homes={"x": "a"}) == []
+    assert decided({"a": full, "b": engine()}, [("x0", "x")], homes={"x": "a"}) == [Run("b", "x0")]
+
+
+def test_an_engine_with_other_weights_or_none_gets_nothing() -> None:
+    old, down = engine(), engine()
+    old.version, down.version = 0, None
+    assert decided({"a": old, "b": down}, [("x", "x")]) == []
+
+
+def test_half_of_the_fullest_ones_requests_move_where_smaller_batches_repay_the_prefill() -> None:
+    running = {f"r{i}": long(400 + i) for i in range(4)}
+    engines = {"a": engine(running), "b": engine()}
+    moves = [Move("b", "r0", "a"), Move("b", "r1", "a")]
+    assert decided(engines, ladder="race", prices=measured(fill_s=1e-4)) == moves, "the shortest contexts"
+    assert decided(engines, ladder="race", prices=measured(fill_s=1e-1)) == [], "a prefill costs more than it brings"
+    assert decided(engines, ladder="race") == [], "nothing was measured"
+    assert decided(engines, prices=measured(fill_s=1e-4)) == []
+
+
+def test_a_straggler_is_run_twice_only_where_a_model_of_its_own_drafts() -> None:
+    slow = {"slow": long(400, 400), "fast": long(400, 100)}
+    alone = {"a": engine(slow), "b": engine()}
+    assert decided(alone, ladder="race") == []
+    helped = {"a": engine(slow), "b": engine(drafter="ipc:///d", method="small")}
+    found = decided(helped, ladder="race")
+    assert found[0] == Run("b", "slow") and Run("b", "fast") in found
+    (attach,) = [one for one in found if isinstance(one, Attach)]
+    assert attach.engine == attach.lender == "b" and set(attach.requests) == {"slow", "fast"}
+
+
+def test_an_idle_engines_drafter_is_lent_to_stragglers_of_its_host_and_taken_back() -> None:
+    slow = {"slow": long()}
+    lender = engine(drafter="ipc:///d", method="small")
+    assert decided({"a": engine(slow), "b": lender}, ladder="attach") == [Attach("a", "b", ("slow",))]
+    elsewhere = engine(drafter="ipc:///d", method="small")
+    elsewhere.host = "there"
+    assert decided({"a": engine(slow), "b": elsewhere}, ladder="attach") == []
+    lent = engine(slow, lent={"b": ("slow",)})
+    assert decided({"a": lent, "b": lender}, ladder="attach") == [], "it is so already"
+    busy = engine({"own": long()}, drafter="ipc:///d", method="small")
+    assert decided({"a": lent, "b": busy}, ladder="attach") == [Attach("a", "b")]
+
+
+def test_prices_lie_on_the_line_between_what_was_measured_and_nowhere_else() -> None:
+    prices = measured(fill_s=0.5)
+    assert prices.step_s(1) == 0.012 and abs((prices.step_s(4) or 0.0) - 0.018) < 1e-12
+    assert prices.step_s(9) is None and prices.step_s(0) is None
+    assert prices.prefill_s(3) == 1.5 and Prices().prefill_s(3) is None
+    prices.stepped(1, 0.112)
+    assert abs((prices.step_s(1) or 0.0) - 0.022) < 1e-12, "the newest has a tenth"
