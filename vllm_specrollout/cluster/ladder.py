@@ -7,7 +7,7 @@ An idle engine helps in one of three ways. It takes over a part of the fullest e
 batches repay the prefill. With `race` it runs a straggler as well, with a model that drafts beside what its owner has.
 With `attach` its warm drafter drafts for the straggler's own engine.
 
-Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign` and `lend`.
+Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_specrollout.cluster.assignment import Lender, Worker, assign, lend
+from vllm_specrollout.cluster.assignment import Worker, assign
 
 LADDERS = ("off", "race", "attach")
 
@@ -239,30 +239,36 @@ def _own_drafters(able: Mapping[str, Engine], races: Sequence[Run]) -> list[Atta
 
 
 def _lending(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list[Attach]:
-    """Idle engines lend their drafters to stragglers of their hosts; one that gets work takes its own back."""
+    """Idle engines lend their drafters to stragglers of their hosts (Algorithm 3), and take them back for work of their
+    own. A drafter draws for any number of engines at once, and has b_max requests of them all."""
     out: list[Attach] = []
     for host in dict.fromkeys(one.host for one in able.values()):
         here = {name: one for name, one in able.items() if one.host == host}
-        busy = {lender for one in here.values() for lender in one.lent}
-        able_to = [name for name in idle if name in here and here[name].drafter]
-        # one that is let go of now is free once its engine has said so
-        lenders = {name: Lender(here[name].method) for name in able_to if name not in busy}
-        held = {}
-        for name, one in here.items():
-            for lender, requests in one.lent.items():
-                left = tuple(request for request in requests if request in one.running)
-                if lender in able_to and left:
-                    lenders[lender] = held[lender] = Lender(here[lender].method, name, left)
-        running = {name: {r: c.rate for r, c in one.running.items()} for name, one in here.items() if one.running}
+        lenders = {name: here[name].method for name in idle if name in here and here[name].drafter}
+        owners = {request: name for name, one in here.items() for request in one.running}
+        held = {
+            (request, lender): name
+            for name, one in here.items()
+            for lender, requests in one.lent.items()
+            if lender in lenders
+            for request in requests
+            if request in one.running
+        }
+        load = Counter(lender for _, lender in held)
+        workers = {name: Worker(method, load[name]) for name, method in lenders.items()}
+        rates = {request: here[name].running[request].rate for request, name in owners.items()}
+        served = {(request, lenders[lender]) for request, lender in held}
+        pairs = assign(rates, sorted(set(lenders.values())), workers, most=most, running=served)
         wanted: dict[str, dict[str, tuple[str, ...]]] = {}
-        for lender, own in {**held, **lend(running, lenders, most=most)}.items():
-            wanted.setdefault(own.to, {})[lender] = own.requests
+        for request, lender in [*held, *((request, lender) for (request, _), lender in pairs.items())]:
+            own = wanted.setdefault(owners[request], {})
+            own[lender] = (*own.get(lender, ()), request)
         out += _changes(here, wanted)
     return out
 
 
 def _changes(able: Mapping[str, Engine], wanted: Mapping[str, Mapping[str, tuple[str, ...]]]) -> list[Attach]:
-    """From what is attached to what is wanted: who lets go comes first, since a drafter drafts for one engine."""
+    """From what is attached to what is wanted: who lets go comes first."""
     over, new = [], []
     for name, one in able.items():
         own = wanted.get(name, {})

@@ -88,6 +88,19 @@ def test_an_idle_engines_drafter_is_lent_to_stragglers_of_its_host_and_taken_bac
     assert decided({"a": lent, "b": busy}, ladder="attach") == [Attach("a", "b")]
 
 
+def test_one_drafter_is_lent_to_several_engines_and_to_no_more_than_its_share_of_requests() -> None:
+    engines = {
+        "a": engine({f"a{i}": long(400, 400 - i) for i in range(3)}),
+        "b": engine({f"b{i}": long(400, 300 - i) for i in range(3)}),
+        "c": engine(drafter="ipc:///d", method="small"),
+    }
+    found = decided(engines, ladder="attach")
+    assert found == [Attach("a", "c", ("a0", "a1", "a2")), Attach("b", "c", ("b0",))]
+    engines["a"].lent, engines["b"].lent = {"c": ("a0", "a1", "a2")}, {"c": ("b0",)}
+    del engines["a"].running["a1"]
+    assert decided(engines, ladder="attach") == [Attach("b", "c", ("b0", "b1"))], "its place goes to the next one"
+
+
 def test_prices_lie_on_the_line_between_what_was_measured_and_nowhere_else() -> None:
     prices = measured(fill_s=0.5)
     assert prices.step_s(1) == 0.012 and abs((prices.step_s(4) or 0.0) - 0.018) < 1e-12
