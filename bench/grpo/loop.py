@@ -139,7 +139,7 @@ class Loop:
             rewards = self._rewards(requests, run)
             if arm.is_ours:
                 earned = {one.request_id: value for one, value in zip(requests, rewards, strict=True)}
-                self._reports.append(fleet[arm.name].ask("trainer", function="report_rewards", rewards=earned))
+                self._reports += fleet.report_rewards(arm, earned)
             results[arm.name] = (run, idle, rewards)
             self._report("", 1)
         return results

@@ -25,7 +25,8 @@ from ..runner.report import Found, Table
 from ..runner.scenario import EngineScenario, Session, command, flag
 
 HEAD = "head"
-ENGINES = (STOCK, "ngram", SUFFIX, OURS, HEAD)
+GROUP = "group"
+ENGINES = (STOCK, "ngram", SUFFIX, OURS, HEAD, GROUP)
 # vLLM's own drafters, by `speculative_config`; what is not named has vLLM's default
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 7, "prompt_lookup_min": 3}
 ABLATIONS: Mapping[str, Mapping[str, Any]] = {
@@ -56,7 +57,7 @@ class Grpo(EngineScenario):
     )
     engines: tuple[str, ...] = flag(
         (STOCK, OURS),
-        "Which engines roll out: stock, ngram, suffix, ours, head (ours, with the policy's EAGLE-3 head beside it).",
+        "Which engines roll out: stock, ngram, suffix, ours, head (ours, with the policy's EAGLE-3 head), group (two).",
         choices=ENGINES,
     )
     spec_rollout: dict[str, Any] = flag({"drafters": ["history"]}, "Our engine's configuration, JSON or a file of it.")
@@ -137,6 +138,7 @@ class Grpo(EngineScenario):
             Arm(name=SUFFIX, speculative_config=self.suffix, import_path=self.suffix_path),
             Arm(name=OURS, spec_rollout=self.spec_rollout),
             Arm(name=HEAD, spec_rollout=self.spec_rollout, has_head=True),
+            Arm(name=GROUP, spec_rollout=self.spec_rollout, engines=2),
         ]
         chosen = {*self.engines, OURS} if self.ablate else set(self.engines)
         arms = [arm for arm in made if arm.name in chosen]
