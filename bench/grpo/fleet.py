@@ -157,7 +157,11 @@ class Fleet(Engines):
                 str(given.pop("model")),
                 engines=arm.engines,
                 ladder="race",
-                engine={**given, "max_num_seqs": max(1, self._plan.batch // arm.engines)},
+                engine={
+                    **given,
+                    "max_num_seqs": max(1, self._plan.batch // arm.engines),
+                    "kv_cache_memory_bytes": int(self._common["kv_gib"] * (1 << 30)),
+                },
                 spec_rollout=arm.spec_rollout or True,
             )
             return self._stack.enter_context(group)
