@@ -217,11 +217,7 @@ class Link:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the engine has waited for this drafter; 0.0 unless something is broken.
-
-        Mail is never waited for. What can block is the end of a process, or to begin one anew, which a step does where
-        one has ended; that is timed where it happens.
-        """
+        """Seconds that the engine waited for its process to end or to begin; mail is never waited for."""
         return 0.0 if self.process is None else self.process.waited_s
 
     def greet(self) -> None:
@@ -430,8 +426,7 @@ class Link:
                 sampling.top_p,
                 sampling.min_p,
                 view.max_new_tokens,
-                window,
-                is_coupled,
+                *(window, is_coupled),
             )
             return _check_opened(_pack(opened))
         except (msgspec.MsgspecError, OverflowError):
