@@ -28,7 +28,7 @@ BATCHES, PASSES, PROMPT = (1, 4, 16, 32), 60, 256
 
 def passes(model: str, engine_args: dict[str, Any], takes_up: bool) -> list[dict[str, float]]:
     """Milliseconds of a pass, by how many of its requests are new."""
-    from vllm_specrollout.cluster.line import Ask, Asked
+    from vllm_specrollout.cluster.line import Ask, Sampling
     from vllm_specrollout.worker.drafter_engine import DrafterEngine
 
     engine = DrafterEngine(model, engine_args, takes_up=takes_up)
@@ -45,7 +45,7 @@ def passes(model: str, engine_args: dict[str, Any], takes_up: bool) -> list[dict
             while len(running) < batch:
                 name, count = str(count), count + 1
                 tokens = [5 + (len(running) * 7 + i) % 200 for i in range(PROMPT + number)]
-                engine.add(Ask(name, tokens, PROMPT, 2 * PASSES, True), Asked(PROMPT, seed=len(running)))
+                engine.add(Ask(name, tokens, PROMPT, 2 * PASSES, True), Sampling(1.0, seed=len(running)))
                 running.append(name)
             engine.step()
             if number >= 6:

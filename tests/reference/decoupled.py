@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_specrollout.cluster.line import Ask, Asked
-from vllm_specrollout.cluster.link import Sampling
+from vllm_specrollout.cluster.line import Ask, Sampling
 from vllm_specrollout.cluster.messages import Message, MessageError, decode, encode
 from vllm_specrollout.cluster.serving import Grown
 
@@ -109,14 +108,14 @@ class FakeEngine:
     vocab_size: int = VOCABULARY
     max_requests: int = 64
     most_tokens: int = 10_000
-    running: dict[str, tuple[Asked, int, int]] = field(default_factory=dict)
+    running: dict[str, tuple[Sampling, int, int]] = field(default_factory=dict)
     asked: int = 0
 
-    def add(self, ask: Ask, asked: Asked) -> None:
+    def add(self, ask: Ask, sampling: Sampling) -> None:
         assert ask.name not in self.running and ask.max_tokens > 0
         assert len(ask.token_ids) + ask.max_tokens <= self.most_tokens + 1
         assert len(self.running) < self.max_requests
-        self.running[ask.name] = asked, len(ask.token_ids), ask.max_tokens
+        self.running[ask.name] = sampling, len(ask.token_ids), ask.max_tokens
         self.asked += 1
 
     def abort(self, names: Sequence[str]) -> None:
@@ -125,11 +124,11 @@ class FakeEngine:
 
     def step(self) -> list[Grown]:
         found = []
-        for name, (asked, position, left) in list(self.running.items()):
-            assert asked.seed is not None
-            tokens, log_probs = self._choices(asked.seed, position)
+        for name, (sampling, position, left) in list(self.running.items()):
+            assert sampling.seed is not None
+            tokens, log_probs = self._choices(sampling.seed, position)
             found.append(Grown(name, tokens, log_probs, tokens[0], left == 1))
-            self.running[name] = asked, position + 1, left - 1
+            self.running[name] = sampling, position + 1, left - 1
             if left == 1:
                 del self.running[name]
         return found

@@ -122,17 +122,16 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How a request of a target is sampled, as far as a drafter follows it."""
+class Sampling:
+    """How a request's tokens are chosen, as far as a drafter follows it."""
 
-    prompt_tokens: int
-    # of its noise; None: it has none that is known
-    seed: int | None = None
-    # 0.0: greedy
-    temperature: float = 1.0
-    top_k: int = 0
+    # 0.0: the best token is taken
+    temperature: float
+    top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
+    # of its noise; None: nobody else can draw it
+    seed: int | None = None
 
     @property
     def has_noise(self) -> bool:
@@ -157,7 +156,7 @@ class Line:
 
     Args:
         name: what the requests' names begin with.
-        token_ids: the request's tokens so far.
+        token_ids: the request's tokens so far, of which the first `prompt_tokens` are the prompt.
         max_tokens: that it may still get.
         most_tokens: that the drafter's engine holds of one request, at most.
         survival, noise: learned; all lines share them, and teach them.
@@ -167,8 +166,9 @@ class Line:
         self,
         name: str,
         token_ids: Sequence[int],
-        asked: Asked,
+        sampling: Sampling,
         *,
+        prompt_tokens: int,
         max_tokens: int,
         most_tokens: int,
         window: int,
@@ -177,7 +177,8 @@ class Line:
         noise: Noise,
     ) -> None:
         self.tokens = list(token_ids)
-        self.asked, self.window, self.is_coupled = asked, window, is_coupled
+        self.sampling, self.window, self.is_coupled = sampling, window, is_coupled
+        self._prompt_tokens = prompt_tokens
         self.drafted = self.wasted = self.misses = 0
         """Tokens of the stream: in all, and behind misses; and how often the target left it."""
         self.tips: dict[str, Node] = {}
@@ -211,11 +212,11 @@ class Line:
                 break
             name, self._count = f"{self._name}-{self._count}", self._count + 1
             self.tips[name] = node
-            is_drawn = self._draws[name] = self.asked.has_noise and self._noise.draw()
+            is_drawn = self._draws[name] = self.sampling.has_noise and self._noise.draw()
             room = min(
                 self.most_levels - (node.place - self._root.place) + 2 * self.window, self._most_tokens - node.place
             )
-            found.append(Ask(name, self._path(node), self.asked.prompt_tokens, room, is_drawn))
+            found.append(Ask(name, self._path(node), self._prompt_tokens, room, is_drawn))
         return found
 
     def grow(self, name: str, token_ids: Sequence[int], log_q: Sequence[float], best: int) -> bool:

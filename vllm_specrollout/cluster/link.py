@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vllm_specrollout._core import Received
 from vllm_specrollout.cluster.child import DrafterProcess, DrafterProcessError
+from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.messages import (
     MOST_BYTES,
     MOST_REQUESTS,
@@ -57,19 +58,6 @@ class Mail(Protocol):
     def send(self, message: Message) -> bool: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a request's tokens are chosen, as far as a drafter follows it."""
-
-    # 0.0: the best token is taken
-    temperature: float
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    # of its noise; None: nobody else can draw it
-    seed: int | None = None
 
 
 SamplingOf = Callable[[str], Sampling]

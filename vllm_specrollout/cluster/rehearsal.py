@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_specrollout._core import Received
-from vllm_specrollout.cluster.line import Asked, Line, Node, Noise, Survival, branches
+from vllm_specrollout.cluster.line import Line, Node, Noise, Sampling, Survival, branches
 from vllm_specrollout.cluster.link import OwnPlan
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.config.checks import check_range
@@ -246,7 +246,8 @@ class Rehearsal:
         line = Line(
             str(place),
             [_TARGETS],
-            Asked(1, temperature=0.0),
+            Sampling(0.0),
+            prompt_tokens=1,
             max_tokens=_LONG,
             most_tokens=_LONG,
             window=own.window,

@@ -10,12 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.cluster.line import Ask, Asked, Line, Noise, Survival, Tree, branches
+from vllm_specrollout.cluster.line import Ask, Line, Noise, Sampling, Survival, Tree, branches
 from vllm_specrollout.cluster.messages import (
     MOST_REQUESTS,
     MOST_TREE,
@@ -63,7 +63,7 @@ class Engine(Protocol):
     max_requests: int
     most_tokens: int
 
-    def add(self, ask: Ask, asked: Asked) -> None: ...
+    def add(self, ask: Ask, sampling: Sampling) -> None: ...
 
     def abort(self, names: Sequence[str]) -> None: ...
 
@@ -173,7 +173,7 @@ class Serving:
         self._forget(name)
         if len(self.targets) < MOST_ENGINES:
             now = self._clock()
-            self.targets[name] = Target(now, told_at=now, told_work=self._work())
+            self.targets[name] = Target(now, told_at=now, told_work=replace(self.work))
             self._post.send(name, Hello(VERSION, self._engine.vocab_size))
 
     def _told(self, target: Target, told: Told) -> None:
@@ -204,7 +204,8 @@ class Serving:
         target.lines[opened.handle] = Line(
             str(self._count),
             tokens,
-            Asked(opened.prompt_tokens, opened.seed, opened.temperature, opened.top_k, opened.top_p, opened.min_p),
+            Sampling(opened.temperature, opened.top_k, opened.top_p, opened.min_p, opened.seed),
+            prompt_tokens=opened.prompt_tokens,
             max_tokens=opened.max_tokens,
             most_tokens=self._engine.most_tokens,
             window=opened.window,
@@ -237,7 +238,7 @@ class Serving:
             if places <= 0:
                 return
             for ask in line.wanted(min(most, len(line.tips) + places)):
-                self._engine.add(ask, line.asked)
+                self._engine.add(ask, line.sampling)
                 self._asked[ask.name] = target, line
                 places -= 1
 
@@ -249,7 +250,7 @@ class Serving:
             if grown.name not in self._asked:
                 continue  # aborted meanwhile
             target, line = self._asked[grown.name]
-            log_q = _scaled(grown.log_probs, line.asked.temperature)[: target.fan_out]
+            log_q = _scaled(grown.log_probs, line.sampling.temperature)[: target.fan_out]
             goes_on = line.grow(grown.name, grown.token_ids[: target.fan_out], log_q, grown.best)
             if grown.is_over:
                 line.end(grown.name)
@@ -287,7 +288,7 @@ class Serving:
             starts = np.concatenate([[0], np.cumsum([len(tree.token_ids) for tree in trees])])
             drafted = target.gone[0] + sum(line.drafted for line in target.lines.values())
             wasted = target.gone[1] + sum(line.wasted for line in target.lines.values())
-            told, work = target.told_work, self._work()
+            told, work = target.told_work, replace(self.work)
             message = Drafted(
                 np.array([handle for handle, _ in part], np.int64).tobytes(),
                 np.array([tree.position for tree in trees], np.int32).tobytes(),
@@ -304,9 +305,6 @@ class Serving:
             )
             target.told_work, target.told = work, (drafted, wasted)
             yield message
-
-    def _work(self) -> Work:
-        return Work(self.work.busy_ms, self.work.passes, self.work.streams)
 
 
 def _scaled(log_probs: Sequence[float], temperature: float) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specrollout.cluster.line import Ask, Asked
+from vllm_specrollout.cluster.line import Ask, Sampling
 from vllm_specrollout.cluster.serving import Grown
 
 # on V1 it takes up answers, and drafts nothing itself
@@ -47,20 +47,20 @@ class DrafterEngine:
     def _warm_up(self) -> None:
         """What vLLM imports, allocates and compiles for its first request takes longer than many steps of a target."""
         for name, seed in (("warm", 0), ("up", None)):
-            asked = Asked(1, seed)
-            self.add(Ask(name, [0] * 2, 1, 2, asked.has_noise), asked)
+            sampling = Sampling(1.0, seed=seed)
+            self.add(Ask(name, [0] * 2, 1, 2, sampling.has_noise), sampling)
         while self.llm.has_unfinished_requests():
             self.llm.step()
 
-    def add(self, ask: Ask, asked: Asked) -> None:
+    def add(self, ask: Ask, sampling: Sampling) -> None:
         noise: dict[str, Any] = {"temperature": 0.0}
         if ask.is_drawn:
             noise = {
-                "seed": asked.seed,
-                "temperature": asked.temperature,
-                "top_k": asked.top_k,
-                "top_p": asked.top_p,
-                "min_p": asked.min_p,
+                "seed": sampling.seed,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
             }
             answer = len(ask.token_ids) - ask.prompt_tokens
             if self._takes_up and answer:

@@ -224,8 +224,10 @@ def test_ends_that_are_forgotten_hold_no_process_up() -> None:
         "box = Box(office.address)\n"
         "del office, box\n"
         "gc.collect()\n"
+        "print('forgotten')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "forgotten\n", ""), "it has ended, by itself"
 
 
 def test_a_hundred_engines_come_and_go_and_leave_nothing(tmp_path: Path) -> None:

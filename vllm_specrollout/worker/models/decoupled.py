@@ -20,7 +20,8 @@ from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.cluster.child import Command, DrafterProcess
 from vllm_specrollout.cluster.duel import Duel
-from vllm_specrollout.cluster.link import Sampling, SamplingOf
+from vllm_specrollout.cluster.line import Sampling
+from vllm_specrollout.cluster.link import SamplingOf
 from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
