@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind
 from tests.e2e.identity.cases import Case
 from vllm_specrollout.cluster.child import WarmDrafter
 from vllm_specrollout.cluster.link import Link
-from vllm_specrollout.cluster.messages import Drafted, Message, Told, ints, longs
+from vllm_specrollout.cluster.messages import Drafted, Hello, Message, Told, ints, longs
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.trees.build import depths
 
@@ -77,6 +77,9 @@ class Overheard:
 
     def receive(self) -> Iterator[Message]:
         for message in self.mail.receive():
+            if isinstance(message, Hello):
+                # it was begun anew, and knows of no request
+                self.told.clear()
             if isinstance(message, Drafted):
                 starts, parents = ints(message.node_start).tolist(), ints(message.parents)
                 for i, handle in enumerate(longs(message.handles).tolist()):
