@@ -167,7 +167,7 @@ class Tuning(MatchingMixin):
         """What decoupled drafters did since this was asked last.
 
         Returns:
-            "ranks": which of the drafters' choices the tokens of requests that are over were, as `Link.take_ranks`;
+            "ranks": which of the drafters' choices the tokens of requests that are over were, as `Link.ranks`;
             "beats": per second, milliseconds of work, passes, and requests in them.
 
         Raises:
@@ -177,7 +177,8 @@ class Tuning(MatchingMixin):
         remote.receive()
         found: dict[str, Any] = {"ranks": [], "beats": []}
         for link in remote.links.values():
-            found["ranks"] += link.take_ranks()
+            found["ranks"] += link.ranks
+            link.ranks.clear()
             found["beats"] += [[beat.busy_ms, beat.passes, beat.streams] for beat in link.beats]
             link.beats.clear()
         return found

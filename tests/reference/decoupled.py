@@ -105,6 +105,8 @@ class FakeEngine:
 
     rng: random.Random
     accuracy: tuple[float, float] = (0.7, 0.85)
+    model: str = "small"
+    device: str = "a core"
     vocab_size: int = VOCABULARY
     max_requests: int = 64
     most_tokens: int = 10_000

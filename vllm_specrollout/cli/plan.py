@@ -1,26 +1,25 @@
 """`specrollout plan`: what to set up before an engine starts.
 
-`plan graphs`: which CUDA graphs to capture, and what they are estimated to take. `plan decoupled`: how many devices
-draft, how many verify, and how far ahead, by rehearsal.
+`plan graphs`: which CUDA graphs to capture, and what they are estimated to take. `plan decoupled`: which model drafts,
+on how many devices, and how far ahead, by rehearsal with what engines have measured.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 import typer.core
 
 from vllm_specrollout.cli import flags
-from vllm_specrollout.cluster.planner import Plan, Workload, plan_devices
-from vllm_specrollout.cluster.rates import AffineTime
-from vllm_specrollout.cluster.rehearsal import Match
+from vllm_specrollout.cluster.planner import Plan, plan_devices, workload
+from vllm_specrollout.cluster.profiles import DrafterProfile, kept, of_model, read
+from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.config import MAX_NODES
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.scheduling.cudagraphs import (
@@ -41,19 +40,9 @@ SHAPES = {
 }
 """Qwen2.5's."""
 _MIB = {"MiB": 1.0, "GiB": 1024.0}
-GONE = {
-    "--tau": "leave it out: the paper's figure stands beside each plan",
-    "--exits": "say it with `--match`: how often the token is among 1, 2, ... choices",
-    "--exit-width": "say it with `--match`: it has as many shares as there are choices",
-    "--exit-cost": "say it with `--draft-ms`: `+0.1*n`, of n nodes looked at",
-}
-"""Flags of the closed formulas -> what says the same now."""
 _MOST_GPUS, _MOST_REQUESTS = 1 << 16, 1 << 24
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_LINE = re.compile(rf"{_NUMBER}\+{_NUMBER}(?:\*b)?(?:\+{_NUMBER}(?:\*n)?)?")
-_TERMS = ("per_request_ms", "fixed_ms", "per_row_ms")
 _TITLES = (
-    *("plan", "drafting", "verifying", "requests", "window"),
+    *("plan", "drafter", "drafting", "verifying", "requests", "window"),
     *("tokens/step", "tokens/s each", "in all", "of the best", "by paper"),
 )
 
@@ -64,9 +53,6 @@ class _Plans(typer.core.TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             args = ["decoupled", *args]
-        for flag in args[1:] if args[:1] == ["decoupled"] else ():
-            if (name := flag.split("=")[0]) in GONE:
-                raise ConfigError(f"`{name}` is gone: plans are rehearsed, not computed by formula", GONE[name])
         return super().parse_args(ctx, args)
 
 
@@ -206,38 +192,20 @@ def _print_graphs(figures: dict[str, dict[str, Any]], plan: GraphPlan) -> None:
 def plan_decoupled_command(
     gpus: Annotated[int, typer.Option(help="Devices of the cluster.", show_default=False)],
     batch: Annotated[int, typer.Option(help="Requests of a rollout, over all devices.", show_default=False)],
-    accept: Annotated[
-        float | None,
-        typer.Option(help="Probability that a drafted token matches; `--match` or `--ranks` say it of more choices."),
+    model: Annotated[
+        str | None, typer.Option(help="The target's folder or name: plan with what its engines measured of drafters.")
     ] = None,
-    match: Annotated[
-        str | None, typer.Option(help="How often the token is among 1, 2, ... choices of the drafter: `0.64,0.77`.")
-    ] = None,
-    ranks: Annotated[
-        Path | None,
-        typer.Option(help="Instead of that: a JSON list of which choice each token was, from 0, in their order."),
-    ] = None,
-    verify_gpus: Annotated[str, typer.Option(help="Numbers of devices that one verifier may run on.")] = "1",
-    draft_ms: Annotated[
-        str | None,
-        typer.Option(help="One more token for b requests, n branches each, on one device: `0.8+0.002*b+0.1*n`."),
-    ] = None,
-    verify_ms: Annotated[
-        str | None,
-        typer.Option(help="A step of b requests with n drafted rows, per `--verify-gpus`: `13+0.04*b+0.03*n,...`."),
-    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Of its drafters this one alone.")] = None,
     profile: Annotated[
-        Path | None,
-        typer.Option(help='Both from a file: `{"draft": TIME, "verify": {"4": TIME}}`; see docs/concepts/planning.md.'),
+        Path | None, typer.Option(help="In place of both, a file that you wrote; see docs/concepts/planning.md.")
     ] = None,
     max_window: Annotated[int, typer.Option(help="Longest window, in tokens.")] = MOST_NODES,
     one_host: Annotated[bool, typer.Option("--one-host", help="Whole groups only, as on one host.")] = False,
-    fan_out: Annotated[
-        int | None, typer.Option(help="Choices at each place; default: as `--match` has, or 2 with `--ranks`.")
-    ] = None,
     show: Annotated[int, typer.Option(help="Runners-up to print.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans to this file.")] = None,
-    rehearse: Annotated[bool, typer.Option("--rehearse", hidden=True, help="`--one-host`, as it was called.")] = False,
+    apply: Annotated[
+        Path | None, typer.Option(help="Write the best plan to this file, for `--spec-rollout FILE`.")
+    ] = None,
 ) -> None:
     """Plan drafters and verifiers by rehearsing their draft trees: tokens per second of plain, coupled and decoupled
     groups, the best first."""
@@ -246,169 +214,71 @@ def plan_decoupled_command(
     flags.in_range(max_window, "--max-window", 1, MOST_NODES)
     flags.in_range(show, "--show", 0, 1000)
     flags.check_writable(json_file, "--json")
-    found, width = _matches(accept, match, ranks, fan_out)
-    devices = flags.integers(verify_gpus, "--verify-gpus", 1, _MOST_GPUS)
-    draft, verify, worst = _times(profile, draft_ms, verify_ms, devices)
-    work = Workload(draft=draft, verify=verify, match=found, fan_out=width, max_window=max_window)
-    plans = plan_devices(work, gpus, batch, one_host=one_host or rehearse)
-    _print_plans(plans[: show + 1], worst)
-    if json_file is not None:
-        best, *others = map(asdict, plans)
-        json_file.write_text(json.dumps({"estimate": True, "best": best, "others": others}, indent=2) + "\n", "utf-8")
-
-
-def _matches(accept: float | None, match: str | None, ranks: Path | None, fan_out: int | None) -> tuple[Match, int]:
-    """What is met of a drafter's choices, and how many it makes at each place."""
-    named = [
-        flag for flag, value in (("--match", match), ("--ranks", ranks), ("--accept", accept)) if value is not None
-    ]
-    if len(named) != 1:
-        cause = f"how drafts match is given {len(named)} times{': ' + ', '.join(named) if named else ''}"
-        raise ConfigError(cause, "give one of `--accept`, `--match` and `--ranks`")
-    if ranks is not None:
-        return _read_ranks(ranks), 2 if fan_out is None else fan_out
-    among = (flags.in_range(accept, "--accept", 0.0, 1.0),) if match is None else flags.shares(match, "--match")
-    width = len(among) if fan_out is None else fan_out
-    if width > len(among):
-        raise ConfigError(
-            f"`--fan-out` is {width}, and match rates are known of {len(among)}", "give `--match` one for each"
-        )
-    return Match.of_shares(among, np.random.default_rng(0)), width
-
-
-def _read_ranks(path: Path) -> Match:
-    values = _read_json(path, "--ranks")
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 31 for value in values):
-        raise ConfigError(f"`--ranks` is `{path}`, which holds no list of whole numbers", "write [0, 0, 1, 8, ...]")
-    return Match(np.asarray(values, dtype=np.int32))
-
-
-def _read_json(path: Path, flag: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`{flag}` is `{path}`, which cannot be read as JSON: {error}", "name a JSON file") from None
-
-
-def _times(
-    profile: Path | None, draft_ms: str | None, verify_ms: str | None, devices: tuple[int, ...]
-) -> tuple[AffineTime, dict[int, AffineTime], float]:
-    """D, V by number of devices, and how far the lines are from profiled rows, at worst."""
-    if profile is not None:
-        if draft_ms is not None or verify_ms is not None:
-            raise ConfigError("`--profile` is given beside `--draft-ms` or `--verify-ms`", "give one or the other")
-        return read_profile(profile, "--profile")
-    if draft_ms is None or verify_ms is None:
-        raise ConfigError(
-            "what drafting and verifying take is not given", "give `--draft-ms` and `--verify-ms`, or `--profile FILE`"
-        )
-    lines = [_line(part, "--verify-ms", "13+0.04*b+0.03*n") for part in verify_ms.split(",")]
-    if len(lines) != len(devices):
-        raise ConfigError(
-            f"`--verify-ms` holds {len(lines)} lines for {len(devices)} verifiers",
-            "give one per verifier, with commas between them: fixed + per request + per drafted row",
-        )
-    return _line(draft_ms, "--draft-ms", "0.8+0.002*b"), dict(zip(devices, lines, strict=True)), 0.0
-
-
-def _line(text: str, flag: str, example: str) -> AffineTime:
-    """`0.8+0.002*b` -> D(b) in milliseconds; `*b` and `*n` may be left out."""
-    match = _LINE.fullmatch(text.replace(" ", ""))
-    if match is None:
-        raise ConfigError(
-            f"`{flag}` holds {text.strip()!r}, which is no line in milliseconds",
-            f"write fixed + per request + per row, for example `{flag} {example}`",
-        )
-    fixed, per_request, per_row = map(float, match.groups(default="0"))
-    return AffineTime(per_request, fixed, per_row)
-
-
-def read_profile(path: Path, flag: str) -> tuple[AffineTime, dict[int, AffineTime], float]:
-    """As `_times`, from `{"draft": TIME, "verify": {"4": TIME}}`.
-
-    A TIME is `{"fixed_ms": A, "per_request_ms": B, "per_row_ms": C}`, or `{"rows": [[batch, ms], ...]}` to be fitted,
-    with drafts of each request between the two where a verifier had any.
-
-    Raises:
-        ConfigError: the file cannot be read, or says something else.
-    """
-    body = _read_json(path, flag)
-    verify = body.get("verify") if isinstance(body, dict) and set(body) == {"draft", "verify"} else None
-    if not isinstance(verify, dict) or not verify:
-        raise ConfigError(
-            f"`{path}` does not hold the times of a drafter and of a verifier",
-            'write {"draft": TIME, "verify": {"1": TIME, "2": TIME}}',
-        )
-    for devices in verify:
-        if not devices.isdecimal() or not 1 <= int(devices) <= _MOST_GPUS:
-            raise ConfigError(f"`{path}` has a verifier on {devices!r} devices", "give a whole number above 0")
-    draft, *fits = (
-        _time(time, path, name)
-        for name, time in [("draft", body["draft"]), *((f"verify.{key}", time) for key, time in verify.items())]
+    flags.check_writable(apply, "--apply")
+    plans = sorted(
+        (
+            (plan, known)
+            for known in _profiles(model, drafter, profile)
+            for plan in plan_devices(workload(known, max_window), gpus, batch, one_host=one_host)
+        ),
+        key=lambda pair: -pair[0].tokens_per_s,
     )
-    lines = {int(key): line for key, (line, _) in zip(verify, fits, strict=True)}
-    return draft[0], lines, max(off for _, off in (draft, *fits))
+    _print_plans(plans[: show + 1])
+    if json_file is not None:
+        best, *others = [{"drafter": known.drafter, **asdict(plan)} for plan, known in plans]
+        json_file.write_text(json.dumps({"estimate": True, "best": best, "others": others}, indent=2) + "\n", "utf-8")
+    if apply is not None:
+        plan, known = plans[0]
+        apply.write_text(json.dumps(configuration(plan, known), indent=2) + "\n", "utf-8")
+        ranks = f" --tensor-parallel-size {plan.verify_gpus}" if plan.verify_gpus > 1 else ""
+        typer.echo(f"vllm serve {known.target or 'MODEL'}{ranks} --spec-rollout {apply}")
 
 
-def _time(value: Any, path: Path, name: str) -> tuple[AffineTime, float]:
-    try:
-        if isinstance(value, Mapping) and set(value) == {"rows"}:
-            return fit_line([[_number(cell) for cell in row] for row in value["rows"]])
-        if isinstance(value, Mapping) and {"fixed_ms"} <= set(value) <= set(_TERMS):
-            return AffineTime(**{term: _number(value.get(term, 0.0)) for term in _TERMS}), 0.0
-        raise TypeError("neither the terms of a line nor rows")
-    except ConfigError as error:
-        raise ConfigError(f"`{name}` in `{path}`: {error.cause}", error.hint) from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`{name}` in `{path}` is no time: {error}",
-            'write {"fixed_ms": A, "per_request_ms": B, "per_row_ms": C} or {"rows": [[batch, ms], ...]}',
-        ) from None
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number")
-    return float(value)
-
-
-def fit_line(rows: list[list[float]]) -> tuple[AffineTime, float]:
-    """The line with the least squared relative error and no term below 0, and its worst relative error.
-
-    Args:
-        rows: [batch, ms] or [batch, drafts, ms] of each profiled step.
+def _profiles(model: str | None, drafter: str | None, file: Path | None) -> list[DrafterProfile]:
+    """What is planned with.
 
     Raises:
-        TypeError: rows of other lengths.
-        ConfigError: the rows cannot be used, or do not tell the terms apart.
+        ConfigError: nothing is known, or it is said in two ways.
     """
-    if not rows or not all(len(row) in (2, 3) for row in rows):
-        raise TypeError("rows are [batch, ms] or [batch, drafts, ms]")
-    batch, drafts, ms = np.asarray([(row[0], row[1] if len(row) == 3 else 0.0, row[-1]) for row in rows]).T
-    if not (np.isfinite([batch, drafts, ms]).all() and (batch >= 1).all() and (ms > 0).all() and (drafts >= 0).all()):
+    if (model is None) is (file is None):
         raise ConfigError(
-            "a profile holds a batch below 1, a time that is not above 0, or drafts below 0", "leave that row out"
+            f"`--model` and `--profile` are {'both given' if model else 'not given'}",
+            "give one: a model whose engines have measured drafters, or a file that says the same",
         )
-    shares = np.stack([batch, np.ones_like(batch), batch * drafts], axis=1) / ms[:, None]
-    terms = [0, 1, 2] if drafts.any() else [0, 1]
-    if np.linalg.matrix_rank(shares[:, terms] * ms[:, None]) < len(terms):
+    if file is not None:
+        return [read(file, "--profile")]
+    every = kept()
+    found = [one for one in of_model(every, str(model)) if drafter in (None, one.drafter)]
+    if not found:
+        known = sorted({f"{one.target} with {one.drafter}" for one in every})
         raise ConfigError(
-            f"a profile of {len(rows)} rows does not tell the {len(terms)} terms of a line apart",
-            "profile at least two batches, and two numbers of drafts at one of them if any are drafted",
+            f"nothing is known of {'`' + drafter + '`' if drafter else 'drafters'} beside `{model}`",
+            f"run an engine with a drafter on devices of its own; known are: {', '.join(known) or 'none'}",
         )
-    found = np.zeros(3)
-    while True:
-        found[:] = 0.0
-        found[terms] = np.linalg.lstsq(shares[:, terms], np.ones(len(rows)), rcond=None)[0]
-        if (found >= 0.0).all():
-            return AffineTime(*found.tolist()), float(np.abs(shares @ found - 1.0).max())
-        terms.remove(int(np.argmin(found)))
+    return found
 
 
-def _print_plans(plans: tuple[Plan, ...], worst: float) -> None:
+def configuration(plan: Plan, profile: DrafterProfile) -> dict[str, Any]:
+    """What `--spec-rollout` takes, for one group of a plan."""
+    if plan.mode is Mode.PLAIN:
+        return {"placement": "coupled"}
+    model = profile.drafter or "DRAFTER"
+    # a comb of so many levels, or windows of so many tokens
+    drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": plan.window}
+    if plan.mode is Mode.COUPLED:
+        return {"placement": "coupled", "speculative_config": drafts}
+    kind = profile.device.partition(":")[0] or "cuda"
+    places = [f"{kind}:{plan.verify_gpus + i}" for i in range(plan.draft_gpus)]
+    more = [{"model": model, "devices": [place]} for place in places[1:]]
+    own = {"window": plan.window, "fan_out": min(profile.fan_out, 8)} | ({"drafters": more} if more else {})
+    return {"placement": "decoupled", "speculative_config": drafts, "devices": places[:1], "decoupled": own}
+
+
+def _print_plans(plans: Sequence[tuple[Plan, DrafterProfile]]) -> None:
     rows = [
         (
             plan.mode.value,
+            "-" if plan.mode is Mode.PLAIN else Path(known.drafter).name or "-",
             plan.draft_gpus or "-",
             plan.verify_gpus,
             plan.batch,
@@ -416,13 +286,11 @@ def _print_plans(plans: tuple[Plan, ...], worst: float) -> None:
             f"{plan.tokens_per_step:.2f}",
             f"{plan.tokens_per_s:.1f}",
             f"{plan.total_tokens_per_s:.0f}",
-            f"{plan.tokens_per_s / plans[0].tokens_per_s:.2f}x",
+            f"{plan.tokens_per_s / plans[0][0].tokens_per_s:.2f}x",
             "-" if plan.printed_per_s is None else f"{plan.printed_per_s:.1f}",
         )
-        for plan in plans
+        for plan, known in plans
     ]
     console = flags.print_table(_TITLES, rows)
     console.print("Devices, requests and window are a group's. The verifier never waits; by the paper's tau it does.")
-    if worst:
-        console.print(f"The lines are up to {worst:.1%} off the profiled rows.", highlight=False)
     console.print("Tokens per second are rehearsed estimates, not measured.", highlight=False)

@@ -30,6 +30,8 @@ _STALL = 4.0  # times the median of a slice: such a step counts as the median, w
 class _Contest:
     """Of batches of one size."""
 
+    # whose turn comes first
+    first: int = 0
     winner: int = 0
     # steps until both are tried again; 0: they are being tried
     rest: int = 0
@@ -46,13 +48,18 @@ class _Contest:
         """0 1 1 0 0 1 1 0 ...: what drifts steadily favours neither."""
         if self.rest:
             return self.winner
-        return ((sum(map(len, self.found)) + 1) // 2) % 2
+        return (self.first + (sum(map(len, self.found)) + 1) // 2) % 2
 
 
 class Duel:
-    """Tells which arrangement is to be used; told what each step took. Arrangement 0 is the one to begin with."""
+    """Tells which arrangement is to be used; told what each step took.
 
-    def __init__(self) -> None:
+    Args:
+        first: arrangement to begin with.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         # bit length of the number of requests -> its contest
         self._contests: dict[int, _Contest] = {}
         self.num_requests = 0
@@ -90,7 +97,7 @@ class Duel:
             self._end_slice(contest)
 
     def _contest(self, num_requests: int) -> _Contest:
-        return self._contests.setdefault(num_requests.bit_length(), _Contest())
+        return self._contests.setdefault(num_requests.bit_length(), _Contest(self._first))
 
     @staticmethod
     def _end_slice(contest: _Contest) -> None:

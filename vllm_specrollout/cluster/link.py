@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -39,7 +40,7 @@ logger = logging.getLogger("vllm.specrollout")
 
 HANG_S = 30.0
 """Seconds without an answer after which a drafter counts as hanging. A process of the engine's own is begun anew."""
-_BEATS = 600  # kept
+_BEATS, _RANKS = 600, 1 << 16  # kept
 _BEAT_S = 1.0  # of work that is summed up
 # seconds after which a drafter that has not answered is greeted again: at first, and at most
 _FIRST_PATIENCE_S, _MOST_PATIENCE_S = 1.0, 64.0
@@ -177,6 +178,8 @@ class Link:
         self.name, self.address = name, mail.address
         self.window, self.fan_out, self.process = window, fan_out, process
         self.only = None if only is None else frozenset(only)
+        # of as many drafters alike it has the requests of one
+        self._share, self._sharers = 0, 1
         self.plans: Mapping[str, OwnPlan] = {}
         """Requests, by the engine's names, with a window and a mode of their own; the others go ahead in `window`."""
         self.is_there = False
@@ -187,6 +190,10 @@ class Link:
         self.open: dict[str, Following] = {}
         """By the engine's names."""
         self.busy_s = 0.0
+        self.model, self.device = "", ""
+        """What drafts there, and on what, by the drafter's own word."""
+        self.ranked, self.ranks = 0, deque[int](maxlen=_RANKS)
+        """Tokens of requests that are over; and which choice the last of them were, as `Received.take_ranks`."""
         self.beats: deque[Beat] = deque(maxlen=_BEATS)
         """What the drafter did, newest last."""
         self._mail, self._sampling, self._vocab_size, self._clock = mail, sampling, vocab_size, clock
@@ -267,16 +274,24 @@ class Link:
 
     # --- its requests ------------------------------------------------------------------------------------------------
 
-    def includes(self, view: RequestView) -> bool:
+    def includes(self, request_id: str, name: str) -> bool:
         """Whether the request is one of those that it may follow."""
-        return self.only is None or view.request_id in self.only or view.name in self.only
+        if self.only is not None:
+            return request_id in self.only or name in self.only
+        return self._sharers == 1 or crc32(request_id.encode()) % self._sharers == self._share
 
     def restrict(self, only: Iterable[str] | None) -> None:
         """To these from now on; None: all."""
         self.only = None if only is None else frozenset(only)
         for request_id, following in list(self.open.items()):
-            if self.only is not None and not {request_id, following.name} & self.only:
+            if not self.includes(request_id, following.name):
                 self.forget(request_id)
+
+    def share(self, place: int, sharers: int) -> None:
+        """It has the requests of one of so many drafters alike, where it may follow all."""
+        if (place, sharers) != (self._share, self._sharers):
+            self._share, self._sharers = place, sharers
+            self.restrict(self.only)
 
     def propose(self, batch: RequestBatch, texts: list[IntArray], limits: DraftLimits, wanted: IntArray) -> Fitting:
         """Tell the drafter how the requests stand; what of its drafts may be verified next.
@@ -296,15 +311,14 @@ class Link:
         following = self.open.pop(request_id, None)
         if following is not None:
             self.counts.over += Score(*self._received.close(following.handle))
+            ranks = self._received.take_ranks().tolist()
+            self.ranked += len(ranks)
+            self.ranks += ranks
             self._closed.append(following.handle)
 
     def forget_all(self) -> None:
         for request_id in list(self.open):
             self.forget(request_id)
-
-    def take_ranks(self) -> list[int]:
-        """Which choice each token of requests that are over was, as `Received.take_ranks`."""
-        return self._received.take_ranks().tolist()
 
     def match_counts(self) -> MatchCounts:
         """How the drafts of those that run fared."""
@@ -318,8 +332,7 @@ class Link:
     @property
     def score(self) -> Score:
         """How its drafts fared, in requests that run and in those that are over."""
-        running = (Score(*self._received.score(following.handle)) for following in self.open.values())
-        return sum(running, self.counts.over)
+        return sum((Score(*self._received.score(one.handle)) for one in self.open.values()), self.counts.over)
 
     def state(self) -> dict[str, Any]:
         """In plain JSON types."""
@@ -345,10 +358,7 @@ class Link:
 
     def _tell(self, batch: RequestBatch, texts: list[IntArray]) -> npt.NDArray[np.int64]:
         """[R] the requests' handles; 0: it does not follow that one, or has just begun to."""
-        if self.only is None:
-            known = [0 if own is None else own.handle for own in map(self.open.get, batch.request_ids)]
-        else:
-            known = [self._handle(view) for view in batch.views]
+        known = [0 if own is None else own.handle for own in map(self.open.get, batch.request_ids)]
         handles = np.array(known, np.int64)
         index, told, counts, tokens = self._received.tell(handles, texts)
         opened = self._opened(batch, known) if 0 in known else ()
@@ -368,26 +378,23 @@ class Link:
             self._told_at = self._clock()
         return handles
 
-    def _handle(self, view: RequestView) -> int:
-        following = self.open.get(view.request_id)
-        return following.handle if following is not None and self.includes(view) else 0
-
     def _opened(self, batch: RequestBatch, handles: list[int]) -> tuple[Opened, ...]:
         """Requests that it is to follow from now on, as many as one message can say."""
         found: list[Opened] = []
         room = _MOST_OPENED
         for view, handle in zip(batch.views, handles, strict=True):
-            if handle or view.request_id in self.open or view.request_id in self._unfit or not self.includes(view):
+            is_known = handle or view.request_id in self._unfit
+            if is_known or not self.includes(view.request_id, view.name):
                 continue
             opened = self._open(view) if len(view.token_ids) <= _MOST_OPENED else None
             if opened is None:
                 self._unfit.add(view.request_id)
                 self.counts.unfit += 1
                 if self.counts.unfit == 1:
-                    logger.warning(
-                        "Spec rollout: a request of %d tokens is not drafted for elsewhere, and others like it will"
-                        " not be without a word", len(view.token_ids),
-                    )  # fmt: skip
+                    said = (
+                        "Spec rollout: a request of %d tokens is not drafted for elsewhere; others like it are not told"
+                    )
+                    logger.warning(said, len(view.token_ids))
                 continue
             room -= len(view.token_ids)
             if room < 0:
@@ -467,6 +474,7 @@ class Link:
         elif hello.vocab_size != self._vocab_size:
             self._refuse(f"its vocabulary has {hello.vocab_size} tokens, the target's {self._vocab_size}")
         else:
+            self.model, self.device = hello.model, hello.device
             self.is_there, self.error, self._patience_s = True, "", _FIRST_PATIENCE_S
 
     def _lose(self) -> None:

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.types import IntArray
 
-VERSION = 3
+VERSION = 4
 MOST_REQUESTS = 4096
 """Requests in one message."""
 MOST_TOKENS = 1 << 20
@@ -56,6 +56,9 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
     version: _Count
     vocab_size: _Count
+    # of a drafter: what drafts, by its folder or name, and on what
+    model: _Text = ""
+    device: _Text = ""
 
 
 class Opened(Struct, frozen=True, array_like=True, tag="opened"):

@@ -6,11 +6,12 @@ Source: SpecActor, section 4.1, Algorithm 1. What a plan yields comes from rehea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.rates import AffineTime, Mode, printed_rate
 from vllm_specrollout.cluster.rehearsal import Match, Setting, coupled_tokens, rehearse
 from vllm_specrollout.config.checks import check_range
@@ -21,6 +22,8 @@ WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Windows that are rehearsed, as long as they gain."""
 REQUEST_STEPS = 1500
 """Steps of a rehearsal, of all its requests together. A rate is then within some 2 %."""
+WORTH = 1.1
+"""Of plain decoding: what an estimate has to be before a group lends drafters by it; estimates err by less."""
 _REHEARSED = 16  # requests at most: each stands for so many of a larger batch
 _BEYOND = 2
 """A verifier that never waits has use for windows beyond the paper's bound, which it overtakes before they arrive."""
@@ -74,6 +77,8 @@ class Plan:
     tokens_per_step: float = 1.0
     tokens_per_s: float = 0.0
     total_tokens_per_s: float = 0.0
+    # of one request, times its tokens_per_s when such a verifier decodes plainly
+    gain: float = 1.0
     # of one request, as SpecActor's tau has it for that window; None: it has no such plans
     printed_per_s: float | None = None
 
@@ -114,6 +119,35 @@ def plan_devices(work: Workload, gpus: int, batch: int, *, one_host: bool = Fals
     return tuple(sorted(plans, key=lambda plan: -float(f"{plan.tokens_per_s:.9g}")))
 
 
+def plan_engine(profile: DrafterProfile, batch: int) -> tuple[Plan, Plan]:
+    """(the best plan with the drafter on a device of its own, the best of all) of one engine, by what is known."""
+    (devices,) = profile.verify
+    plans = plan_devices(workload(profile), devices + 1, batch, one_host=True)
+    return next(plan for plan in plans if plan.mode is Mode.DECOUPLED and plan.draft_gpus == 1), plans[0]
+
+
+def workload(profile: DrafterProfile, max_window: int = MOST_NODES) -> Workload:
+    """What is known of a drafter, as it is planned with."""
+    return Workload(
+        draft=profile.draft,
+        verify=profile.verify,
+        match=profile.match(),
+        fan_out=min(profile.fan_out, 8),
+        max_window=max_window,
+    )
+
+
+def choose_ladder(profiles: Sequence[DrafterProfile]) -> tuple[str, tuple[str, ...]]:
+    """(ladder, models) of a group, by what is known of drafters: the draft ladder, its best first.
+
+    A straggler decodes alone in the end, so a drafter is worth what it gains at batch 1, as in SpecActor's initial
+    selection (section 4.3). Where none gains `WORTH`, requests are moved, and nothing is drafted elsewhere.
+    """
+    gains = {one.drafter: plan_engine(one, 1)[0].gain for one in profiles}
+    models = sorted((model for model, gain in gains.items() if gain >= WORTH), key=lambda model: -gains[model])
+    return ("attach", tuple(models)) if models else ("race", ())
+
+
 def largest_window(draft: AffineTime, verify: AffineTime, limit: int) -> int:
     """max(ceil(V' / D'), ceil(beta / alpha)): from there on drafting takes longer than verifying at any batch.
 
@@ -151,6 +185,7 @@ def _best(work: Workload, mode: Mode, drafters: int, devices: int, share: int, b
         tokens_per_step=tokens,
         tokens_per_s=1e3 * rate,
         total_tokens_per_s=1e3 * rate * batch,
+        gain=rate * verify.ms(share),
         printed_per_s=None if printed is None else 1e3 * printed,
     )
 

@@ -10,17 +10,15 @@ printed form is an option.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import islice, product
-from typing import Protocol
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.cluster.link import Beat, Link, MatchCounts, OwnPlan
+from vllm_specrollout.cluster.link import Link, MatchCounts, OwnPlan
+from vllm_specrollout.cluster.profiles import Elsewhere, Learning
 from vllm_specrollout.cluster.rates import (
     MOST,
     AffineTime,
@@ -32,15 +30,13 @@ from vllm_specrollout.cluster.rates import (
     stream,
 )
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.types import StepRecord, StepTiming
+from vllm_specrollout.types import StepRecord
 
 EVERY = 1000
 """Generated tokens, of all requests together, from one reconfiguration to the next, as in the paper."""
 MAX_WINDOW = 16
 """Longest own window."""
 _SURE = 2.0  # standard errors
-_BEATS = 64  # of the last ones D is learned
-_STEPS = 64  # of the last ones the mean number of drafts is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +109,6 @@ def _goodput(group: Group, counts: MatchCounts, p: float) -> Callable[[OwnPlan],
     return worth
 
 
-class Elsewhere(Protocol):
-    """The drafters of an engine; `drafters.decoupled.DecoupledDrafter` is one."""
-
-    links: dict[str, Link]
-    is_resting: bool
-
-
 class Replanning(Listener):
     """Gives requests their own plans, as an engine's steps go by.
 
@@ -127,27 +116,23 @@ class Replanning(Listener):
     it, nor before the first step.
 
     Args:
+        learning: of what steps and passes take.
         every: tokens from one time to the next.
         printed: as in `reconfigure`.
     """
 
-    def __init__(self, elsewhere: Elsewhere, *, every: int = EVERY, printed: bool = False) -> None:
+    def __init__(self, elsewhere: Elsewhere, learning: Learning, *, every: int = EVERY, printed: bool = False) -> None:
         self.every = every
         self.is_off = False
         self._elsewhere, self._printed = elsewhere, printed
-        self._cost = StepCost()
+        self._learning = learning
         # generated since plans were made
         self._tokens = 0
-        # requests and draft nodes of each of the last steps
-        self._last: deque[tuple[int, int]] = deque(maxlen=_STEPS)
 
     def stepped(self, record: StepRecord) -> None:
         timing = record.timing
         if timing is None or self.is_off or self._elsewhere.is_resting:
             return
-        if timing.is_decode_only:
-            self._cost.observe(timing)
-            self._last.append((timing.batch, timing.nodes))
         self._tokens += timing.tokens
         if self._tokens >= self.every:
             self._tokens = 0
@@ -162,33 +147,9 @@ class Replanning(Listener):
                 link.plans = {}
 
     def _plans(self, link: Link) -> Mapping[str, OwnPlan]:
-        counts, draft = link.match_counts(), draft_line(link.beats)
-        if draft is None or not self._cost.is_known:
-            return {}
-        steps = sum(batch for batch, _ in self._last)
-        drafts = sum(nodes for _, nodes in self._last) / steps if steps else 0.0
-        return self.plan(Group(draft, line_at(self._cost, len(counts.request_ids), drafts), link.window), counts)
+        lines = self._learning.lines(link)
+        return {} if lines is None else self.plan(Group(*lines, link.window), link.match_counts())
 
     def plan(self, group: Group, counts: MatchCounts) -> Mapping[str, OwnPlan]:
         """What the requests of one drafter are given."""
         return reconfigure(group, counts, printed=self._printed)
-
-
-def draft_line(beats: deque[Beat]) -> AffineTime | None:
-    """D(b) by what a drafter's process did lately; None: it did nothing yet. A pass gives each line one more level."""
-    cost, streams, passes = StepCost(), 0, 0
-    for beat in islice(beats, max(len(beats) - _BEATS, 0), None):
-        if beat.passes and beat.streams and beat.busy_ms > 0.0:
-            batch = max(round(beat.streams / beat.passes), 1)
-            cost.observe(StepTiming(batch, batch, 0, 0, 0, beat.busy_ms / beat.passes, True))
-            passes, streams = passes + beat.passes, streams + beat.streams
-    return line_at(cost, round(streams / passes), 0.0) if passes else None
-
-
-def line_at(cost: StepCost, batch: int, drafts: float) -> AffineTime:
-    """The line through what is learned of steps of 1 request and of `batch`, without drafts and with so many each."""
-    batch, nodes = max(batch, 1), round(max(batch, 1) * drafts)
-    one, all_ms = cost.plain_ms(1), cost.plain_ms(batch)
-    per_request = min((all_ms - one) / (batch - 1), one) if batch > 1 else 0.0
-    per_row = (cost.predict(batch, nodes) - all_ms) / nodes if nodes else 0.0
-    return AffineTime(per_request, one - per_request, per_row)

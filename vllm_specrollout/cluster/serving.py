@@ -59,6 +59,9 @@ class Grown:
 class Engine(Protocol):
     """An engine that decodes; worker/drafting/engine.py has the real one."""
 
+    # folder or name; and what it runs on
+    model: str
+    device: str
     vocab_size: int
     max_requests: int
     most_tokens: int
@@ -174,7 +177,8 @@ class Serving:
         if len(self.targets) < MOST_ENGINES:
             now = self._clock()
             self.targets[name] = Target(now, told_at=now, told_work=replace(self.work))
-            self._post.send(name, Hello(VERSION, self._engine.vocab_size))
+            own = self._engine
+            self._post.send(name, Hello(VERSION, own.vocab_size, own.model, own.device))
 
     def _told(self, target: Target, told: Told) -> None:
         for handle in longs(told.closed).tolist():

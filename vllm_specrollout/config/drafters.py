@@ -170,8 +170,9 @@ class DecoupledConfig:
     """Drafters that the engine begins beside that of `speculative_config`, as `{"model": SMALL, "devices": ["cpu:1"]}`;
     further keys: `name` and `engine_args`. Others can be attached while it runs."""
 
-    window: Annotated[int, Range(1, 64)] = 4
-    """Tokens of a draft window: the drafter is two of them ahead at most."""
+    window: Annotated[int, Range(0, 64)] = 0
+    """Tokens of a draft window: the drafter is two of them ahead at most. 0: as what is known of the drafter says
+    (docs/concepts/planning.md), and 4 where nothing is."""
     fan_out: Annotated[int, Range(1, 8)] = 4
     """Tokens that it sends for each position: the one that it goes on from, and alternatives."""
     reconfigure: Annotated[str, Choice(RECONFIGURE)] = "off"

@@ -82,10 +82,22 @@ class DecoupledDrafter(BaseDrafter):
         links = [link for link in self.links.values() if link.is_there]
         if not links or self.is_resting:
             return empty_trees(batch.request_ids)
+        self._share_out(links)
         texts, wanted = [view.token_ids for view in batch.views], limits.wanted(self.source)
         found = [link.propose(batch, texts, limits, wanted) for link in links]
         own = found[0] if len(found) == 1 else united(found, wanted, limits.is_chain)
         return self._trees(batch, own)
+
+    @staticmethod
+    def _share_out(links: list[Link]) -> None:
+        """Drafters of one model share the requests: for the same one they would draw the same tokens."""
+        alike: dict[str, list[Link]] = {}
+        for link in links:
+            if link.only is None:
+                alike.setdefault(link.model or link.name, []).append(link)
+        for own in alike.values():
+            for place, link in enumerate(own):
+                link.share(place, len(own))
 
     def _trees(self, batch: RequestBatch, own: Fitting) -> TreeBatch:
         """First choices count as this drafter's, the choices beside them as the next one's."""

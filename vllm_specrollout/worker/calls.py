@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from vllm_specrollout.cluster.profiles import kept, of_engine
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.history.answers import Outcome
@@ -16,6 +19,7 @@ from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.swapping import swap
+from vllm_specrollout.worker.profiling import key_of
 from vllm_specrollout.worker.weights_version import WeightsMixin
 
 if TYPE_CHECKING:
@@ -169,6 +173,14 @@ class TrainerMixin(WeightsMixin):
             return refusal
         history = self._history()
         return {} if history is None else history.as_dict()
+
+    def spec_rollout_profiles(self) -> list[dict[str, Any]]:
+        """What is known of drafters beside this engine's model on its devices, whoever measured it.
+
+        Returns:
+            [k] `cluster.profiles.DrafterProfile`s, in plain JSON types.
+        """
+        return [msgspec.to_builtins(one, str_keys=True) for one in of_engine(kept(), key_of(self.vllm_config))]
 
     def shutdown(self) -> None:
         runner = getattr(self, "model_runner", None)

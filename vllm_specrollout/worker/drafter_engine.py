@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_specrollout.cluster.line import Ask, Sampling
 from vllm_specrollout.cluster.serving import Grown
+from vllm_specrollout.worker.profiling import device_of
 
 # on V1 it takes up answers, and drafts nothing itself
 _OFF = {"spec_rollout": {"drafters": ["ngram"], "budget": "off"}}
@@ -38,6 +39,8 @@ class DrafterEngine:
             own |= {"additional_config": _OFF, "enable_chunked_prefill": False}
         self.llm = LLMEngine.from_engine_args(EngineArgs(model=model, **{**given, **own}))
         config = self.llm.vllm_config
+        self.model = config.model_config.model
+        self.device = f"{config.device_config.device_type}: {device_of(config)}"
         self.vocab_size = config.model_config.get_vocab_size()
         self.max_requests = config.scheduler_config.max_num_seqs
         self.most_tokens = config.model_config.max_model_len - 1

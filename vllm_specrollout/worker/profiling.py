@@ -52,15 +52,16 @@ def key_of(vllm_config: VllmConfig) -> ProfileKey:
     return ProfileKey(
         model=shape_hash(shape),
         dtype=str(model.dtype).removeprefix("torch."),
-        device=_device(),
+        device=device_of(vllm_config),
         vllm=vllm.__version__,
         tensor_parallel=vllm_config.parallel_config.tensor_parallel_size,
         is_eager=model.enforce_eager,
     )
 
 
-def _device() -> str:
-    if torch.cuda.is_available():
+def device_of(vllm_config: VllmConfig) -> str:
+    """The name of its GPUs, or of the CPU with its cores and the threads in use."""
+    if vllm_config.device_config.device_type == "cuda":
         return torch.cuda.get_device_name()
     name = "unknown"
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ import pytest
 from tests.drafters import nothing_accepted
 from tests.reference import decoupled_rates as naive
 from tests.reference.decoupled import VOCABULARY, Wire, sampling
-from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.cluster.link import Beat, Link, MatchCounts, OwnPlan
 from vllm_specrollout.cluster.messages import VERSION, Hello, Told, ints
 from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, printed_rate
-from vllm_specrollout.cluster.reconfigure import Group, Replanning, draft_line, line_at, reconfigure
+from vllm_specrollout.cluster.profiles import DrafterProfile, Learning
+from vllm_specrollout.cluster.reconfigure import Group, Replanning, reconfigure
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import (
     DraftLimits,
@@ -107,9 +106,11 @@ class Engine:
         self.rates = {str(i): 0.9 if i < 15 else 0.2 for i in range(16)}
         self.link.match_counts = self.match_counts  # type: ignore[method-assign]
         (name,) = {name for name, _ in self.wire.receive()}
-        self.wire.send(name, Hello(VERSION, VOCABULARY))
+        self.wire.send(name, Hello(VERSION, VOCABULARY, "small", "cpu: a core"))
         self.tokens = {name: [1, 2, 3] for name in self.rates}
-        self.replanning = Replanning(self.drafter, every=every, printed=printed)
+        self.kept: list[DrafterProfile] = []
+        self.learning = Learning(self.drafter, self.kept.append)
+        self.replanning = Replanning(self.drafter, self.learning, every=every, printed=printed)
         self.heard()
 
     @property
@@ -139,7 +140,8 @@ class Engine:
         """A step is over."""
         ms = 12.0 + 0.2 * (16 + nodes)
         timing = StepTiming(16, 16 + nodes, nodes, 0, tokens, ms, is_decode_only)
-        self.replanning.stepped(StepRecord(None, empty_trees([]), nothing_accepted(0), timing))
+        for listener in (self.learning, self.replanning):
+            listener.stepped(StepRecord(None, empty_trees([]), nothing_accepted(0), timing))
 
 
 def test_a_request_that_is_surely_below_hears_of_its_own_plan_in_its_next_verdict() -> None:
@@ -226,26 +228,9 @@ def test_plans_are_those_of_the_lines_that_were_learned(printed: bool) -> None:
     for i in range(25):
         engine.step(nodes=16 + i % 3 * 16)
     # 12 + 0.2 per row, and passes of 9 ms
-    group = Group(draft_line(engine.link.beats), line_at(engine.replanning._cost, 16, 2.0), 8)
+    lines = engine.learning.lines(engine.link)
+    assert lines is not None
+    group = Group(*lines, 8)
     assert group.verify.ms(16, 2.0) == pytest.approx(12.0 + 0.2 * 48, rel=0.02)
     assert group.draft.ms(16) == pytest.approx(9.0, rel=0.02)
     assert engine.plans == reconfigure(group, engine.match_counts(), printed=printed)
-
-
-def test_a_drafters_line_is_what_its_passes_took() -> None:
-    beats: deque[Beat] = deque()
-    for streams in (1, 2, 4, 8, 16, 8, 4, 2):
-        beats.append(Beat(50 * (5.0 + 0.75 * streams), 50, 50 * streams))
-    line = draft_line(beats)
-    assert line is not None
-    for streams in (1, 5):
-        assert line.ms(streams) == pytest.approx(5.0 + 0.75 * streams, rel=0.1)
-
-
-def test_a_line_has_no_term_below_nothing() -> None:
-    cost = StepCost()
-    for batch, ms in ((1, 30.0), (8, 10.0), (8, 11.0)):
-        cost.observe(StepTiming(batch, batch, 0, 0, batch, ms, True))
-    line = line_at(cost, 8, 3.0)
-    assert min(line.fixed_ms, line.per_request_ms, line.per_row_ms) >= 0.0
-    assert line_at(cost, 0, 0.0).ms(1) > 0.0

@@ -10,11 +10,12 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
@@ -23,6 +24,9 @@ from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.link import SamplingOf
 from vllm_specrollout.cluster.mail import Box
+from vllm_specrollout.cluster.planner import plan_engine
+from vllm_specrollout.cluster.profiles import DrafterProfile, Learning, kept, of_engine, save
+from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.devices import parse_devices
@@ -34,10 +38,12 @@ from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.models.drafter import ModelDrafter
+from vllm_specrollout.worker.profiling import key_of
 
 logger = logging.getLogger("vllm.specrollout")
 
 _POLL_S = 0.02  # while the engine starts
+_WINDOW = 4  # of a drafter of which nothing is known
 
 
 def sampling_on_v1(runner: Any) -> SamplingOf:
@@ -158,7 +164,7 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
         sampling,
         config.sources.index(DECOUPLED_SOURCES[0]),
         vocab_size=vllm_config.model_config.get_vocab_size(),
-        window=own.window,
+        window=own.window or _WINDOW,
         fan_out=own.fan_out,
     )
     if own.address:
@@ -223,13 +229,18 @@ def join(runner: Any) -> None:
         return
     runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
     runner.spec_rollout.listeners.append(LinkCounter(drafter, runner.metrics))
-    if (kind := config_of(runner.vllm_config).decoupled.reconfigure) != "off":
-        runner.replanning = Replanning(drafter, printed=kind == "paper")
+    config, keep = config_of(runner.vllm_config), _keeper(runner.vllm_config)
+    learning = Learning(drafter, keep)
+    runner.spec_rollout.listeners.append(learning)
+    if (kind := config.decoupled.reconfigure) != "off":
+        runner.replanning = Replanning(drafter, learning, printed=kind == "paper")
         runner.spec_rollout.listeners.append(runner.replanning)
     if runner.model_drafter is not None:
         runner.placing = Placing(runner)
         runner.spec_rollout.listeners.append(runner.placing)
-    most_s, begin_s = config_of(runner.vllm_config).decoupled.start_s, time.monotonic()
+    if config.profile != "off":
+        _plan(runner, drafter)
+    most_s, begin_s = config.decoupled.start_s, time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:
         drafter.receive()
         is_hopeless = all(link.process is not None and not link.process.is_alive for link in missing)
@@ -242,6 +253,38 @@ def join(runner: Any) -> None:
             )
             return
         time.sleep(_POLL_S)
+
+
+def _keeper(vllm_config: Any) -> Callable[[DrafterProfile], None]:
+    """Keeps what is learned of drafters, for engines that start later."""
+    if config_of(vllm_config).profile == "off":
+        return lambda profile: None
+    key, name = key_of(vllm_config), vllm_config.model_config.model
+
+    def keep(profile: DrafterProfile) -> None:
+        save(replace(profile, key=key, target=name, verify={key.tensor_parallel: profile.verify[1]}))
+
+    return keep
+
+
+def _plan(runner: Any, drafter: DecoupledDrafter) -> None:
+    """Begin as is planned with what is known of the drafters: with which window, and in which of two places."""
+    config, batch = config_of(runner.vllm_config), runner.vllm_config.scheduler_config.max_num_seqs
+    if config.decoupled.window and runner.placing is None:
+        return
+    known = {one.drafter: one for one in of_engine(kept(), key_of(runner.vllm_config))}
+    for link in drafter.links.values():
+        profile = None if link.process is None else known.get(link.process.command.model)
+        if profile is None:
+            continue
+        ahead, best = plan_engine(profile, batch)
+        link.window = config.decoupled.window or ahead.window
+        if runner.placing is not None and link.name == SINGLE:
+            runner.placing.duel = Duel(int(best.mode is Mode.DECOUPLED))
+        logger.info(
+            "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times plain decoding",
+            *(link.name, link.window, ahead.tokens_per_step, ahead.gain),
+        )  # fmt: skip
 
 
 def _command(started: StartedDrafter, vllm_config: Any) -> Command:
