@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -40,17 +40,17 @@ class Lines(Protocol):
 class Driver:
     """
     Args:
-        engines: name -> the model of its warm drafter; empty: it has none.
+        engines: their names.
         clock: seconds, from any zero.
     """
 
     def __init__(
-        self, lines: Lines, engines: Mapping[str, str], rules: Rules, clock: Callable[[], float] = time.monotonic
+        self, lines: Lines, engines: Sequence[str], rules: Rules, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.counts = dict.fromkeys(("lost", "resubmitted", "moved", "raced", "lent", "disagreements"), 0)
         """Engines lost, requests that went on elsewhere after that; requests moved and raced; drafters lent; copies
         that differed from the answer, which rounding alone can do."""
-        self.engines = {name: Engine(method=method) for name, method in engines.items()}
+        self.engines = {name: Engine() for name in engines}
         self.wanted = Wanted()
         self.open: dict[str, Open] = {}
         self.waiting: list[str] = []
@@ -60,7 +60,8 @@ class Driver:
         """Engine that was lost, or is behind -> why."""
         self.listener: Callable[[str, Report], None] = lambda engine, report: None
         """Told of each report before it is taken in."""
-        self._lines, self._rules, self._prices, self._clock = lines, rules, Prices(), clock
+        self.rules = rules
+        self._lines, self._prices, self._clock = lines, Prices(), clock
         # (engine, run there) -> request; problem -> engine with its siblings
         self._runs: dict[tuple[str, str], str] = {}
         self._homes: dict[str, str] = {}
@@ -114,7 +115,7 @@ class Driver:
             return
         self._is_new, self._decided_at = False, now
         waiting = [(request, self.open[request].problem) for request in self.waiting]
-        for command in decide(waiting, self.engines, self.wanted.version, self._homes, self._rules, self._prices):
+        for command in decide(waiting, self.engines, self.wanted.version, self._homes, self.rules, self._prices):
             self._follow(command)
 
     def _follow(self, command: Command) -> None:
@@ -147,13 +148,13 @@ class Driver:
         if keys:
             self.counts["lent"] += lender not in one.lent
             one.lent[lender] = command.requests
+        else:
+            one.lent.pop(lender, None)
 
         def then(wrong: str) -> None:
             if wrong:
                 # costs help, and nothing else
                 logger.warning("Spec rollout: %s drafts for no request of %s: %s", lender, command.engine, wrong)
-            if not keys:
-                self.engines[command.engine].lent.pop(lender, None)
 
         self._lines.call(command.engine, then, "attach", lender, address, keys)
 
@@ -200,6 +201,14 @@ class Driver:
         if not is_over:
             self._lines.send(name, "cancel", [key])
 
+    def equip(self, rules: Rules, models: Sequence[str]) -> None:
+        """What may be decided from now on, and the models that draft beside engines: these have one each in turns."""
+        self.rules = rules
+        for i, (name, one) in enumerate(self.engines.items()):
+            one.method = models[i % len(models)] if models else ""
+            if one.method and name in self.heard:
+                self._lines.send(name, "warm", one.method)
+
     # --- engines that come and go -------------------------------------------------------------------------------------
 
     def _bid(self, name: str) -> None:
@@ -217,6 +226,8 @@ class Driver:
         one.version, one.places = version, places
         if name not in self.heard:
             self._lines.call(name, lambda host: setattr(one, "host", host), "host")
+            if one.method:
+                self._lines.send(name, "warm", one.method)
             self.reported(name, Report())
         self.heard[name] = self._clock()
 
@@ -242,8 +253,9 @@ class Driver:
                 self.waiting.insert(0, request)
                 self.counts["resubmitted"] += 1
         self.heard.pop(name, None)
-        for other in self.engines.values():
-            other.lent.pop(name, None)
+        for other in list(self.engines):
+            if name in self.engines[other].lent:
+                self._attach(Attach(other, name))  # its next life serves at another address
         if one.version is not None:
             self.engines[name] = Engine(method=one.method)
             self._bid(name)

@@ -3,9 +3,9 @@
 `decide` asks only for what is not so already, so it may be called at any time, as often as one likes. It reads what it
 is given, and keeps nothing.
 
-An idle engine helps in one of three ways. It takes over a part of the fullest engine's requests, where the smaller
-batches repay the prefill. With `race` it runs a straggler as well, with a model that drafts beside what its owner has.
-With `attach` its warm drafter drafts for the straggler's own engine.
+An idle engine takes over a part of the fullest engine's requests, where the smaller batches repay the prefill. One that
+stays idle helps with `race` by running a straggler as well, with a model that drafts beside what its owner has; with
+`attach` its warm drafter drafts for the straggler's own engine.
 
 Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
 """
@@ -156,11 +156,11 @@ def decide(
     idle = [name for name, one in able.items() if not one.running and name not in {one.engine for one in dealt}]
     if rules.ladder == "off" or len(dealt) < len(waiting):
         return [*dealt, *_changes(able, {})]
-    if rules.ladder == "attach":
-        return [*dealt, *_lending(able, idle, rules.most)]
     moves = _moves(able, idle, prices)
-    helped = {one.engine for one in moves}
-    races = _races(able, [name for name in idle if name not in helped], rules.most)
+    idle = [name for name in idle if name not in {one.engine for one in moves}]
+    if rules.ladder == "attach":
+        return [*dealt, *moves, *_lending(able, idle, rules.most)]
+    races = _races(able, idle, rules.most)
     return [*dealt, *moves, *races, *_own_drafters(able, races)]
 
 

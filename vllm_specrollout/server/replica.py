@@ -50,15 +50,13 @@ class Replica:
     """
     Args:
         engine: arguments of vLLM's engine, `spec_rollout` among them.
-        drafter: model of a warm drafter beside it; empty: there is none.
-        drafter_engine: arguments of the drafter's engine.
+        drafter_engine: arguments of the engine of a drafter beside it.
         drafter_devices: such as `cpu:2` or `cuda:1`, as this process counts them.
     """
 
     def __init__(
         self,
         engine: Mapping[str, Any],
-        drafter: str = "",
         drafter_engine: Mapping[str, Any] | None = None,
         drafter_devices: Sequence[str] = (),
     ) -> None:
@@ -76,8 +74,7 @@ class Replica:
         self._changed_at = self._told_at = time.monotonic()
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"max_num_seqs": 32, **engine}))
         self._warm: WarmDrafter | None = None
-        if drafter:
-            self._warm = WarmDrafter(Command.of(drafter, drafter_devices, drafter_engine or {}))
+        self._drafter_engine, self._drafter_devices = drafter_engine or {}, drafter_devices
 
     async def admit(self, wanted: Wanted) -> tuple[int, int]:
         """Get to where the group is: (version, requests that it runs at once). What runs is of no use any more.
@@ -97,6 +94,10 @@ class Replica:
             await self.llm.sleep(wanted.asleep)
         self._at = wanted
         return wanted.version, int(self.llm.vllm_config.scheduler_config.max_num_seqs)
+
+    async def warm(self, model: str) -> None:
+        """Begin a drafter, to be lent or to race with."""
+        self._warm = self._warm or WarmDrafter(Command.of(model, self._drafter_devices, self._drafter_engine))
 
     async def give(self, runs: Sequence[Given]) -> None:
         """Run these as well."""

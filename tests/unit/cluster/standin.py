@@ -26,7 +26,7 @@ class Engine:
     """What runs, step by step."""
 
     def __init__(self, places: int = 4) -> None:
-        self.at, self.weights, self.places = Wanted(), 0, places
+        self.at, self.weights, self.places, self.drafter = Wanted(), 0, places, ""
         self.live: dict[str, tuple[Given, list[int], int]] = {}
         self.attached: dict[str, list[str]] = {}
         self.rewarded: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Engine:
             if len(tokens) < run.params["max_tokens"]:
                 tokens.append(token(run.params["seed"], self.weights, len(tokens)))
 
-    def report(self, drafter: str = "") -> Report:
+    def report(self) -> Report:
         parts = {}
         for key, (run, tokens, told) in list(self.live.items()):
             is_over = len(tokens) >= run.params["max_tokens"]
@@ -65,7 +65,10 @@ class Engine:
                 self.live[key] = (run, tokens, len(tokens))
                 if is_over or wrong:
                     del self.live[key]
-        return Report(parts, None, (), drafter)
+        return Report(parts, None, (), self.drafter and f"ipc://{self.drafter}")
+
+    def warm(self, model: str) -> None:
+        self.drafter = model
 
     def attach(self, lender: str, address: str, requests: Sequence[str]) -> str:
         self.attached[lender] = list(requests)
@@ -75,12 +78,11 @@ class Engine:
 class Replica:
     """As `vllm_specrollout.server.replica.Replica` is asked."""
 
-    def __init__(
-        self, engine: Mapping[str, Any], drafter: str, drafter_engine: Mapping[str, Any], devices: Any
-    ) -> None:
+    def __init__(self, engine: Mapping[str, Any], drafter_engine: Mapping[str, Any], devices: Any) -> None:
         if engine.get("refuses"):
             raise ValueError("no such model")
-        self._own, self._drafter, self._devices = Engine(engine.get("max_num_seqs", 4)), drafter, devices
+        self._own, self._devices = Engine(engine.get("max_num_seqs", 4)), devices
+        self._profiles = engine.get("profiles", [])
         self._news, self._is_stuck = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
 
@@ -90,6 +92,9 @@ class Replica:
         self._task = self._task or asyncio.ensure_future(self._go())
         return self._own.admit(wanted)
 
+    async def warm(self, model: str) -> None:
+        self._own.warm(model)
+
     async def give(self, runs: Sequence[Given]) -> None:
         self._own.give(runs)
 
@@ -98,7 +103,7 @@ class Replica:
 
     async def report(self, beat_s: float) -> Report:
         await asyncio.sleep(beat_s)
-        return self._own.report(self._drafter and f"ipc://{self._drafter}")
+        return self._own.report()
 
     async def attach(self, lender: str, address: str, requests: Sequence[str]) -> str:
         return self._own.attach(lender, address, requests)
@@ -122,6 +127,8 @@ class Replica:
             "env": dict(os.environ),
             "drafter": self._devices,
         }
+        if method == "spec_rollout_profiles":
+            return [self._profiles, []]
         if method == "spec_rollout_history":
             return [{"store": {"epoch": self._own.at.epoch or 0}}, {}]
         return [state.get(method)]

@@ -33,9 +33,11 @@ class World:
         self.there: dict[str, deque[tuple[Callable[[Any], None] | None, str, tuple[Any, ...]]]] = {
             name: deque() for name in names
         }
-        self.back: dict[str, deque[tuple[Callable[[Any], None], Any]]] = {name: deque() for name in names}
-        self.drafter = drafter
-        self.driver = Driver(self, dict.fromkeys(names, drafter), rules, lambda: self.now)
+        self.back: dict[str, deque[tuple[Callable[[Any], None], str, tuple[Any, ...], Any]]] = {
+            name: deque() for name in names
+        }
+        self.driver = Driver(self, names, rules, lambda: self.now)
+        self.driver.equip(rules, [drafter] if drafter else [])
 
     def call(self, engine: str, then: Callable[[Any], None], method: str, *args: Any) -> None:
         self.there[engine].append((then, method, args))
@@ -45,11 +47,13 @@ class World:
 
     def kill(self, name: str) -> None:
         """What is on its way is lost, but for answers that have left. A next life has the weights of its start."""
-        waits = [one for one in self.there[name] if one[1] == "admit"]
+        told = self.rng.randrange(3)
+        answers, lost = list(self.back[name])[:told], list(self.back[name])[told:]
+        # being admitted is asked of the next life as well, where nobody heard of it
+        waits = [one for one in (*(own[:3] for own in lost), *self.there[name]) if one[1] == "admit"]
         self.there[name].clear()
-        told = list(self.back[name])[: self.rng.randrange(3)]
         self.back[name].clear()
-        for then, found in told:
+        for then, _, _, found in answers:
             then(found)
         self.restarts[name] -= 1
         self.back[name].clear()
@@ -78,13 +82,13 @@ class World:
             case 1 if self.there[name]:
                 then, method, args = self.there[name].popleft()
                 if method == "report":
-                    found: Any = engine.report(self.drafter and f"ipc://{name}")
+                    found: Any = engine.report()
                 else:
                     found = "here" if method == "host" else getattr(engine, method)(*args)
                 if then is not None:
-                    self.back[name].append((then, found))
+                    self.back[name].append((then, method, args, found))
             case 2 if self.back[name]:
-                then, found = self.back[name].popleft()
+                then, _, _, found = self.back[name].popleft()
                 then(found)
 
     def settle(self) -> None:
@@ -129,7 +133,7 @@ def test_whatever_dies_and_whoever_helps_each_answer_is_one_engines_own(ladder: 
         assert found.versions == ((0, 0),)
     assert world.driver.counts["disagreements"] == 0 and not world.driver.open and not world.driver.waiting
     # nothing runs on for nobody
-    for _ in range(400):
+    for _ in range(2000):
         world.turn()
     assert not any(engine.live for engine in world.alive.values())
     assert not any(one.running for one in world.driver.engines.values())

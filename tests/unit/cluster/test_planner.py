@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from vllm_specrollout.cluster.planner import Plan, Workload, largest_window, plan_devices
+from vllm_specrollout.cluster.planner import Plan, Workload, choose_ladder, largest_window, plan_devices, plan_engine
+from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, decoupled_rate, plain_rate, printed_rate
 from vllm_specrollout.cluster.rehearsal import Match
 from vllm_specrollout.errors import ConfigError
@@ -176,3 +178,29 @@ def test_what_makes_no_sense_is_refused(changes: dict, cause: str) -> None:
 def test_no_devices_or_no_requests_are_refused(gpus: int, batch: int, cause: str) -> None:
     with pytest.raises(ConfigError, match=cause):
         plan_devices(workload(), gpus, batch)
+
+
+def known(**changes: Any) -> DrafterProfile:
+    given: dict[str, Any] = {
+        "draft": AffineTime(0.0, 2.0),
+        "verify": {1: AffineTime(0.3, 13.0, 0.05)},
+        "among": (0.8, 0.9),
+    }
+    return DrafterProfile(**{**given, "drafter": "small", **changes})
+
+
+def test_an_engine_is_planned_with_one_drafter_beside_its_ranks() -> None:
+    ahead, best = plan_engine(known(verify={4: AffineTime(0.3, 13.0, 0.05)}), 2)
+    assert (ahead.mode, ahead.draft_gpus, ahead.verify_gpus) == (Mode.DECOUPLED, 1, 4)
+    assert best.tokens_per_s >= ahead.tokens_per_s and ahead.gain > 1.0
+    assert ahead.gain == pytest.approx(ahead.tokens_per_s / 1e3 * AffineTime(0.3, 13.0).ms(2))
+
+
+def test_the_draft_ladder_has_what_gains_for_a_request_alone_the_best_first() -> None:
+    fast, fair, slow = (
+        known(drafter="fast"),
+        known(drafter="fair", among=(0.6,)),
+        known(drafter="slow", draft=AffineTime(0.0, 40.0)),
+    )
+    assert choose_ladder([slow, fair, fast]) == ("attach", ("fast", "fair"))
+    assert choose_ladder([slow]) == choose_ladder([]) == ("race", ())

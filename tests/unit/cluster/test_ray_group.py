@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -19,6 +20,8 @@ pytest.importorskip("ray")
 
 from tests.unit.cluster.standin import answer, token
 from vllm_specrollout.cluster import GroupError, SpecGroup
+from vllm_specrollout.cluster.profiles import DrafterProfile
+from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.cluster.ray import group as module
 from vllm_specrollout.errors import ConfigError
 
@@ -171,6 +174,7 @@ def test_devices_are_what_an_engines_process_sees(group: SpecGroup) -> None:
         ({"engines": 0}, "`engines` is 0"),
         ({"ladder": "up"}, "`ladder` names 'up'"),
         ({"ladder": "attach"}, "`drafters` names none"),
+        ({"ladder": "race", "drafters": "auto"}, "`ladder` is 'race', and `drafters` is 'auto'"),
         ({"drafters": ["small"]}, "`ladder` is 'off'"),
         ({"drafters": "small", "ladder": "race"}, "`drafters` is 'small'"),
         ({"devices": ["cpu:0"]}, "names 1 places for 2 engines"),
@@ -201,6 +205,23 @@ def test_a_batch_that_cannot_be_asked_is_refused_whole(group: SpecGroup, prompts
     with pytest.raises(ConfigError, match=what):
         group.generate(prompts, given)
     assert group.status()["open"] == 0
+
+
+def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
+    """A drafter that gains is lent; of one that does not, and of none, nothing is begun."""
+    good, bad = (known(name, fixed) for name, fixed in (("good", 1.0), ("bad", 40.0)))
+    for profiles, ladder, begun in (([bad, good], "attach", "good"), ([bad], "race", ""), ([], "race", "")):
+        engine = {"profiles": profiles}
+        with SpecGroup("model", engines=1, drafters="auto", cpus=0.4, devices=["cpu:0"], engine=engine) as group:
+            group.generate([[1]], {"max_tokens": 20})
+            status = group.status()
+            assert status["ladder"] == ladder and status["engines"]["engine-0"]["drafter"] == begun
+
+
+def known(drafter: str, fixed_ms: float) -> Any:
+    verify = {1: AffineTime(0.3, 13.0, 0.05)}
+    own = DrafterProfile(draft=AffineTime(0.0, fixed_ms), verify=verify, among=(0.8, 0.9), drafter=drafter)
+    return msgspec.to_builtins(own, str_keys=True)
 
 
 def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:

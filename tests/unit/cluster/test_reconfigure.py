@@ -12,8 +12,8 @@ from tests.reference import decoupled_rates as naive
 from tests.reference.decoupled import VOCABULARY, Wire, sampling
 from vllm_specrollout.cluster.link import Beat, Link, MatchCounts, OwnPlan
 from vllm_specrollout.cluster.messages import VERSION, Hello, Told, ints
-from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, printed_rate
 from vllm_specrollout.cluster.profiles import DrafterProfile, Learning
+from vllm_specrollout.cluster.rates import AffineTime, Mode, coupled_rate, printed_rate
 from vllm_specrollout.cluster.reconfigure import Group, Replanning, reconfigure
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.types import (

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from vllm_specrollout.cluster.batch import Answer, Asking, GroupError
 from vllm_specrollout.cluster.driver import BEAT_S, BEHIND, Driver
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.planner import choose_ladder
+from vllm_specrollout.cluster.profiles import DrafterProfile
 from vllm_specrollout.cluster.ray.placement import Needs, Placement
 from vllm_specrollout.config.checks import check_choice, check_range
 from vllm_specrollout.config.devices import Devices, check_apart, parse_devices
@@ -25,6 +28,7 @@ from vllm_specrollout.errors import ConfigError, SpecRolloutError
 logger = logging.getLogger("vllm.specrollout")
 
 REPLICA = "vllm_specrollout.server.replica:Replica"
+AUTO = "auto"
 _END_S = 10.0
 
 __all__ = ["Answer", "GroupError", "SpecGroup"]
@@ -72,8 +76,9 @@ class SpecGroup:
         model: folder or name.
         engines: how many.
         ladder: `off`; `race`: an idle engine takes over requests, and runs stragglers as well where a model of its own
-            drafts; `attach`: its drafter drafts for the stragglers' engines.
-        drafters: models that draft, warm beside each engine; of several, the engines have one in turns.
+            drafts; `attach`: it takes over requests, and its drafter drafts for the stragglers' engines.
+        drafters: models that draft, warm beside each engine; of several, the engines have one in turns. `auto` chooses
+            them and the ladder by what engines like these have measured (`planner.choose_ladder`).
         engine: further arguments of vLLM's engine; `max_num_seqs` is the most requests that one runs at once.
         spec_rollout: drafting, as `LLM` takes it.
         devices: of each engine, as `["cuda:0,1", "cuda:2,3"]` or `["cpu:0-3", "cpu:4-7"]`; unset: Ray's to choose where
@@ -98,7 +103,7 @@ class SpecGroup:
         *,
         engines: int = 2,
         ladder: str = "off",
-        drafters: Sequence[str] = (),
+        drafters: Sequence[str] | str = (),
         engine: Mapping[str, Any] | None = None,
         spec_rollout: bool | Mapping[str, Any] = True,
         devices: Sequence[str] | None = None,
@@ -112,7 +117,14 @@ class SpecGroup:
         max_restarts: int = 2,
         seed: int = 0,
     ) -> None:
-        _check(engines, ladder, drafters, spec_rollout, most)
+        is_auto = drafters == AUTO
+        models = () if is_auto else drafters
+        _check(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
+        if is_auto or models:
+            # an engine takes no drafters otherwise
+            spec_rollout = {"placement": "decoupled"} | (
+                dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
+            )
         for name, value in (("patience_s", patience_s), ("start_s", start_s)):
             check_range(name, value, 1.0, 86400.0)
         places = _places("devices", devices, engines)
@@ -124,7 +136,8 @@ class SpecGroup:
             REPLICA,
             {**(engine or {}), "model": model, "spec_rollout": spec_rollout},
             drafter_engine or {},
-            [drafters[i % len(drafters)] if drafters else "" for i in range(engines)],
+            engines,
+            is_auto or bool(models),
             places,
             beside,
             gpus,
@@ -136,9 +149,12 @@ class SpecGroup:
         self._placement = Placement(needs)
         try:
             self._calls = Calls(self._placement.actors)
-            models = dict(zip(self._placement.actors, needs.drafters, strict=True))
-            self._driver = Driver(self._calls, models, Rules(ladder, most))
+            self._driver = Driver(self._calls, list(self._placement.actors), Rules(ladder, most))
+            self._driver.equip(Rules(ladder, most), models)
             self._await_all(start_s)
+            if is_auto:
+                ladder, models = choose_ladder(self._profiles())
+                self._driver.equip(Rules(ladder, most), models)
         except BaseException:
             self._placement.close()
             raise
@@ -254,7 +270,12 @@ class SpecGroup:
                 }
                 for name, one in driver.engines.items()
             }
-            state = {"version": driver.wanted.version, "epoch": driver.wanted.epoch, "asleep": driver.wanted.asleep}
+            state: dict[str, Any] = {
+                "ladder": driver.rules.ladder,
+                "version": driver.wanted.version,
+                "epoch": driver.wanted.epoch,
+                "asleep": driver.wanted.asleep,
+            }
             requests = {"waiting": len(driver.waiting), "open": len(driver.open)}
             return {**state, **requests, "engines": engines, **driver.counts}
 
@@ -295,6 +316,11 @@ class SpecGroup:
                 logger.warning("Spec rollout: %s said nothing for %.0f s and is begun anew", name, self._patience_s)
                 self._driver.heard[name] = now
                 ray.kill(self._placement.actors[name], no_restart=False)
+
+    def _profiles(self) -> list[DrafterProfile]:
+        """What is known of drafters beside the engines' model."""
+        known: list[Any] = self._one("engine-0", "rpc", "spec_rollout_profiles", [], {})[0]
+        return [msgspec.convert(one, DrafterProfile, str_keys=True) for one in known]
 
     def _await_all(self, most_s: float) -> None:
         until = time.monotonic() + most_s
@@ -372,13 +398,21 @@ def _get(ref: Any) -> Any:
 
 
 def _check(
-    engines: int, ladder: str, drafters: Sequence[str], spec_rollout: bool | Mapping[str, Any], most: int
+    engines: int,
+    ladder: str,
+    drafters: Sequence[str],
+    spec_rollout: bool | Mapping[str, Any],
+    most: int,
+    *,
+    is_auto: bool,
 ) -> None:
     check_range("engines", engines, 1, 4096)
     check_range("most", most, 1, 4096)
     check_choice("ladder", ladder, LADDERS)
     if isinstance(drafters, str) or not all(isinstance(model, str) and model for model in drafters):
         raise ConfigError(f"`drafters` is {drafters!r}", "give a list of models")
+    if is_auto and ladder != "off":
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is 'auto'", "drop `ladder`: it is chosen as well")
     if ladder == "attach" and not drafters:
         raise ConfigError("`ladder` is 'attach', and `drafters` names none", "name the models that are to be lent")
     if ladder == "off" and drafters:

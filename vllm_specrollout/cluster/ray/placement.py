@@ -38,8 +38,9 @@ class Needs:
     # arguments of vLLM's engine, and of the drafters'
     engine: Mapping[str, Any]
     drafter_engine: Mapping[str, Any]
-    # of each engine: its drafter's model, empty where it has none
-    drafters: Sequence[str]
+    count: int
+    # whether a drafter may run beside each engine
+    has_drafters: bool
     # of each engine, and of its drafter; None: Ray's GPUs, or equal shares of the cores where it has none, which an
     # engine and its drafter share
     devices: Sequence[Devices] | None
@@ -72,8 +73,7 @@ class Placement:
         self.actors: dict[str, Any] = {}
         """Engine -> its actor."""
         self._bundles: Any = None
-        count = len(needs.drafters)
-        self._owns_ray = _connect(max(1, round(count * needs.cpus)))
+        self._owns_ray = _connect(max(1, round(needs.count * needs.cpus)))
         try:
             # of 2.55, Ray declares no types for this
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
@@ -95,9 +95,7 @@ class Placement:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._bundles, index),
             runtime_env={"env_vars": dict(place.environment)},
-        ).remote(
-            needs.replica, dict(needs.engine), needs.drafters[index], dict(needs.drafter_engine), list(place.drafter)
-        )
+        ).remote(needs.replica, dict(needs.engine), dict(needs.drafter_engine), list(place.drafter))
 
     def close(self) -> None:
         """End the actors, each with all its processes, and Ray where it was started here."""
@@ -126,23 +124,24 @@ def _connect(cpus: int) -> bool:
 
 
 def _places(needs: Needs, has_gpus: bool) -> list[_Place]:
-    count, devices = len(needs.drafters), needs.devices
+    count, devices = needs.count, needs.devices
     if devices is None and not has_gpus:
         devices = shares(sorted(os.sched_getaffinity(0)), count)
     if devices is not None:
         drafters: Sequence[Devices | None] = needs.drafter_devices or [None] * count
         return [
-            _named(place, drafter if needs.drafters[i] else None, bool(needs.drafters[i]))
-            for i, (place, drafter) in enumerate(zip(devices, drafters, strict=True))
+            _named(place, drafter if needs.has_drafters else None, needs.has_drafters)
+            for place, drafter in zip(devices, drafters, strict=True)
         ]
     ranks = float(needs.engine.get("tensor_parallel_size", 1)) if needs.gpus is None else needs.gpus
-    if any(needs.drafters) and ranks != int(ranks):
+    if needs.has_drafters and ranks != int(ranks):
         raise ConfigError(
             f"`gpus` is {ranks}, and a drafter runs beside each engine",
             "give each engine whole GPUs; a drafter has one",
         )
     # the GPU behind those of the engine's ranks
-    return [_Place({}, [f"cuda:{int(ranks)}"] if drafter else [], ranks + bool(drafter)) for drafter in needs.drafters]
+    drafter = [f"cuda:{int(ranks)}"] if needs.has_drafters else []
+    return [_Place({}, drafter, ranks + len(drafter))] * count
 
 
 def _named(place: Devices, drafter: Devices | None, has_drafter: bool) -> _Place:
