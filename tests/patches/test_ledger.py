@@ -27,6 +27,8 @@ OURS = {
         "runner.model_drafter",
         "runner.placing",
         "runner.replanning",
+        "link.window",
+        "runner.placing.duel",
         "runner.shape",
         "runner.desk",
         "runner.self_check",

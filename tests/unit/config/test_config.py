@@ -41,7 +41,7 @@ REFUSED_CONFIGS = {
         "devices": ["cpu:1"],
         "decoupled": {"address": "tcp://10.0.0.2:7777"},
     },
-    "a window without tokens": {"decoupled": {"window": 0}},
+    "a window below nothing": {"decoupled": {"window": -1}},
     "an unknown way to reconfigure": {"decoupled": {"reconfigure": "always"}},
     "no token for a position": {"decoupled": {"fan_out": 0}},
     "a decoupled drafter without a model": {"placement": "decoupled", "decoupled": {"drafters": [{"name": "a"}]}},
