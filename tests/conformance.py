@@ -13,7 +13,8 @@ from tests.e2e.identity import fuzz
 from tests.unit import test_speculator
 from tests.unit.observe import test_contained
 from vllm_specrollout.budgets.base import Budget
-from vllm_specrollout.cluster.reconfigure import Elsewhere, Replanning
+from vllm_specrollout.cluster.profiles import Elsewhere
+from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.drafters.base import Drafter
 from vllm_specrollout.drafters.decoupled import DecoupledDrafter
 from vllm_specrollout.observe.listener import Listener
