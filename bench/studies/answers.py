@@ -31,11 +31,19 @@ class AnswersInputs(Inputs):
     acceptance_with_length: Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)] = 0.0
 
 
-def draw_answers(inputs: AnswersInputs, requests: int, acceptance: tuple[float, ...], seed: int) -> Workload:
-    """Log-normal lengths, of which a problem's answers share a part; logit-normal acceptances, partly common too."""
+def draw_answers(
+    inputs: AnswersInputs, requests: int, acceptance: tuple[float, ...], seed: int, epoch: int = 0
+) -> Workload:
+    """Log-normal lengths, of which a problem's answers share a part; logit-normal acceptances, partly common too.
+
+    Args:
+        epoch: of the same problems; each has answers of its own.
+    """
     rng = np.random.default_rng(seed)
     samples = int(inputs.samples)
     of_problem = np.repeat(rng.standard_normal(-(-requests // samples)), samples)[:requests]
+    if epoch:
+        rng = np.random.default_rng([seed, epoch])
     size = _mixed(of_problem, inputs.length_shared, rng)
     median, longest = inputs.median_length / inputs.shortened, int(inputs.longest / inputs.shortened)
     length = np.clip(np.rint(median * np.exp(inputs.length_spread * size)), 1, longest).astype(np.int64)

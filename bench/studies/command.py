@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
-from vllm_specrollout.bench.studies import one_request, specactor, tlt
+from vllm_specrollout.bench.studies import one_request, specactor, tlt, what_if
 from vllm_specrollout.bench.studies.report import Inputs, ResultTable, StudyReport
 
 from vllm_specrollout.cli import flags
@@ -22,6 +22,7 @@ STUDIES: dict[str, tuple[type[Inputs], Callable[[Any, int], StudyReport]]] = {
     "tlt-table-4": (tlt.Table4Inputs, tlt.run_table_4),
     "tlt-cycles": (tlt.CyclesInputs, tlt.run_cycles),
     "specactor": (specactor.SpecActorInputs, specactor.run),
+    "what-if": (what_if.WhatIfInputs, what_if.run),
     "one-request": (one_request.OneRequestInputs, one_request.run),
 }
 """Name -> its inputs, and what runs it, whose documentation's first line says what it reproduces."""
