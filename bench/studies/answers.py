@@ -6,7 +6,8 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from vllm_specrollout.bench.studies.group import Floats, Workload
+from vllm_specrollout.bench.studies.formulas import Floats
+from vllm_specrollout.bench.studies.group import Workload
 from vllm_specrollout.bench.studies.report import Inputs, Number, Share
 
 

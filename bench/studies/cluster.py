@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, best_window
-from vllm_specrollout.bench.studies.group import Floats, Workload
+from vllm_specrollout.bench.studies.formulas import Floats, StepLine, best_window
+from vllm_specrollout.bench.studies.group import Workload
 
 from vllm_specrollout.cluster import ladder
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, plain_rate, step_time, stream

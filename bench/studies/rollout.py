@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, best_window
-from vllm_specrollout.bench.studies.group import Floats, Group, Guesses, Ints, Mode, Workload
+from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
+from vllm_specrollout.bench.studies.group import Group, Guesses, Mode, Workload
 
 from vllm_specrollout.cluster.assignment import Worker, assign
 from vllm_specrollout.cluster.rates import decoupled_rate
