@@ -6,9 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_specrollout.cluster.rates import tokens_per_window
 from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
 from vllm_specrollout.errors import ConfigError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,17 @@ class StepLine:
         rows = requests + drafts
         beyond = max(rows - self.knee, 0.0)
         return self.base + self.request * requests + self.row * (rows - beyond) + self.steep * beyond
+
+
+def drain_ms(lengths: Ints, token_ms: Callable[[int], float]) -> float:
+    """Milliseconds until the last of a batch's answers ends, all of which run from the start.
+
+    Args:
+        lengths: [N] tokens, int.
+        token_ms: running requests -> milliseconds in which each of them gets one more token.
+    """
+    steps = np.diff(np.sort(lengths), prepend=0).tolist()
+    return sum(count * token_ms(len(lengths) - ended) for ended, count in enumerate(steps) if count)
 
 
 Rate = Callable[[StepLine, StepLine, int, int, float], float]

@@ -13,12 +13,9 @@ from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm_specrollout.bench.studies.formulas import StepLine
+from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine
 
 from vllm_specrollout.errors import ConfigError
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _ROUNDING = 1e-9  # tokens: a wait that ends with a window must find it complete
 _LONGEST_RUN = 1000  # no window is longer; it keeps the table small

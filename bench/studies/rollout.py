@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from vllm_specrollout.bench.studies.formulas import StepLine, best_window
-from vllm_specrollout.bench.studies.group import Floats, Group, Guesses, Ints, Mode, Workload
+from vllm_specrollout.bench.studies.formulas import Floats, Ints, StepLine, best_window
+from vllm_specrollout.bench.studies.group import Group, Guesses, Mode, Workload
 
+from vllm_specrollout.cluster.assignment import Worker, assign
 from vllm_specrollout.cluster.rates import decoupled_rate
 from vllm_specrollout.cluster.reconfigure import surely_below
 from vllm_specrollout.errors import ConfigError
@@ -233,20 +234,21 @@ class _Rollout:
         return list(self._racing.values()).count(method) + (0 if method else at_home)
 
     def _assigned(self, plan: Racing) -> Iterator[tuple[int, int, int]]:
-        """Request, method and group of copies that join, as printed: by methods, the lowest acceptance first.
+        """Request, method and group of copies that join, as engines' own ladder assigns them.
 
         A request gets each method at most once, since a second copy with the same drafter would end at the same time.
-        Engines go depth first and spread requests (vllm_specrollout/cluster/assignment.py), as the paper's text says.
         """
         active = np.flatnonzero(self._winner < 0)
         rates = self._hits[0, active] / np.maximum(self._trials[0, active], 1)
-        # of thousands, those with the lowest acceptance are enough
-        enough = plan.most * len(self._racing) + len(self._raced)
-        lowest = active[np.argsort(rates, kind="stable")[:enough]].tolist()
-        taken = set(self._raced)
-        for method in dict.fromkeys(self._racing.values()):
-            waiting = [request for request in lowest if (request, method) not in taken]
-            for number in (number for number, own in self._racing.items() if own == method):
-                room = max(plan.most - self._groups[number].size - len(self._joining[number]), 0)
-                yield from ((request, method, number) for request in waiting[:room])
-                waiting = waiting[room:]
+        workers = {
+            str(number): Worker(str(method), self._groups[number].size + len(self._joining[number]))
+            for number, method in self._racing.items()
+        }
+        found = assign(
+            dict(zip(map(str, active.tolist()), rates.tolist(), strict=True)),
+            sorted({worker.method for worker in workers.values()}),
+            workers,
+            most=plan.most,
+            running={(str(request), str(method)) for request, method in self._raced},
+        )
+        yield from ((int(request), int(method), int(number)) for (request, method), number in found.items())

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
 
-import msgspec
 import numpy as np
+from vllm_specrollout.bench.studies.answers import AnswersInputs, draw_answers
 from vllm_specrollout.bench.studies.formulas import Rate, StepLine, best_window, exact_rate
-from vllm_specrollout.bench.studies.group import Floats, Mode, Workload
-from vllm_specrollout.bench.studies.report import Cell, Curve, Inputs, Number, ResultTable, Share, StudyReport
+from vllm_specrollout.bench.studies.group import Mode, Workload
+from vllm_specrollout.bench.studies.report import Cell, Curve, Number, ResultTable, Share, StudyReport
 from vllm_specrollout.bench.studies.rollout import Outcome, Racing, Reconfiguration, Setup, simulate
 
 from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, plain_rate, printed_rate
@@ -43,7 +42,7 @@ _ROWS = (0.0, 0.1, 0.3, 1.0, 3.0)
 _DRAFTS, _ACCEPTANCES = (0.05, 0.15, 0.3, 0.6, 1.0), (0.6, 0.7, 0.8, 0.9)
 
 
-class SpecActorInputs(Inputs):
+class SpecActorInputs(AnswersInputs):
     """Those that are `text` are of section 5.1, where no other one is named."""
 
     # text; a drafter uses one GPU (section 4.1)
@@ -51,18 +50,10 @@ class SpecActorInputs(Inputs):
     verifier_gpus: Number = 4
     drafter_gpus: Number = 1
     requests: Number = 16384
-    longest: Number = 20000
-    # free, set for time: answers, the reconfiguration period and the time to attach are an eighth; 1: they are whole
+    # free, set for time: the reconfiguration period and the time to attach are an eighth, as answers are
     shortened: Number = 8
     # free, set: with seeds that follow each other, as the last few answers decide a rollout and one says little
     rollouts: Number = 3
-    # free, fitted to 50 % of GPU time idle in plain rollout, and 64 or more running for 20 % of it (section 2.2)
-    median_length: Number = 1600
-    # of the logarithm, and the share of its variance that a problem's answers have in common
-    length_spread: Number = 0.7
-    length_shared: Share = 0.8
-    # free, set: DAPO's usual group
-    samples: Number = 16
     # text: below 13 ms at batch 1
     base_ms: Number = 13.0
     # free, set: 3,000 tokens of KV cache read at 3.35 TB/s by each of 4 GPUs
@@ -80,11 +71,6 @@ class SpecActorInputs(Inputs):
     # free, set with the ordering in sight, of the median request: stragglers' 48.7 to 72.3 % of drafts accepted
     # (section 5.2) are 0.73 to 0.87 per token in windows of 4; n-gram near 0
     acceptance: tuple[Share, Share, Share] = (0.88, 0.90, 0.35)
-    # free, set: of the logit over requests, the share of that variance common to all methods, the correlation of that
-    # with the logarithm of the length (below 0, long answers are drafted worse)
-    acceptance_spread: Number = 0.5
-    acceptance_common: Share = 0.3
-    acceptance_with_length: Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)] = 0.0
     # text, section 4.1: tokens
     reconfigure_every: Number = 1000
     # free, set: b_max
@@ -96,24 +82,8 @@ class SpecActorInputs(Inputs):
 
 
 def draw_workload(inputs: SpecActorInputs, seed: int) -> Workload:
-    """Log-normal lengths, of which a problem's answers share a part; logit-normal acceptances, partly common too."""
-    rng = np.random.default_rng(seed)
-    requests, samples = int(inputs.requests), int(inputs.samples)
-    of_problem = np.repeat(rng.standard_normal(-(-requests // samples)), samples)[:requests]
-    size = _mixed(of_problem, inputs.length_shared, rng)
-    median, longest = inputs.median_length / inputs.shortened, int(inputs.longest / inputs.shortened)
-    length = np.clip(np.rint(median * np.exp(inputs.length_spread * size)), 1, longest).astype(np.int64)
-    related = inputs.acceptance_with_length
-    common = related * size + np.sqrt(1.0 - related**2) * rng.standard_normal(requests)
-    logits = [
-        np.log(p) - np.log1p(-p) + inputs.acceptance_spread * _mixed(common, inputs.acceptance_common, rng)
-        for p in inputs.acceptance
-    ]
-    return Workload(length=length, acceptance=1.0 / (1.0 + np.exp(-np.stack(logits))))
-
-
-def _mixed(common: Floats, share: float, rng: np.random.Generator) -> Floats:
-    return np.sqrt(share) * common + np.sqrt(1.0 - share) * rng.standard_normal(len(common))
+    """All answers of one rollout."""
+    return draw_answers(inputs, int(inputs.requests), inputs.acceptance, seed)
 
 
 def setups(inputs: SpecActorInputs, work: Workload) -> dict[str, Setup]:

@@ -9,6 +9,7 @@ next one. This follows the text.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,15 +46,20 @@ def assign(
     Returns:
         (request, method) -> the worker that is to serve it. A worker may get no request.
     """
-    load = {name: worker.load for name, worker in workers.items()}
-    having: dict[str, list[str]] = {method: [] for method in methods}
-    for name, worker in workers.items():
-        having.setdefault(worker.method, []).append(name)
+    # method -> (load, order, name) of its workers that have places, the least loaded first
+    free: dict[str, list[tuple[int, int, str]]] = {method: [] for method in methods}
+    for order, (name, worker) in enumerate(workers.items()):
+        if worker.load < most and worker.method in free:
+            free[worker.method].append((worker.load, order, name))
+    for heap in free.values():
+        heapq.heapify(heap)
     pairs: dict[tuple[str, str], str] = {}
-    for request in sorted(acceptance, key=acceptance.__getitem__):
-        for method in (method for method in methods if (request, method) not in running):
-            chosen = min(having[method], key=load.__getitem__, default=None)
-            if chosen is not None and load[chosen] < most:
-                pairs[request, method] = chosen
-                load[chosen] += 1
+    for request in sorted(acceptance, key=acceptance.__getitem__) if any(free.values()) else ():
+        for method in (method for method in methods if free[method] and (request, method) not in running):
+            load, order, chosen = free[method][0]
+            pairs[request, method] = chosen
+            if load + 1 < most:
+                heapq.heapreplace(free[method], (load + 1, order, chosen))
+            else:
+                heapq.heappop(free[method])
     return pairs

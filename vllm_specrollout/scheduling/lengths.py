@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, deque
+from statistics import median
 
 _PER_PROBLEM = 64  # recent answers remembered of each problem
 _PROBLEMS = 65_536  # problems remembered; those seen least recently go first
@@ -31,6 +32,10 @@ class _Recent:
         """Mean of the lengths above `generated`; None if there are none."""
         longer = self.sorted[bisect.bisect_right(self.sorted, generated) :]
         return sum(longer) / len(longer) if longer else None
+
+    def median(self, newest: int) -> float:
+        """Of the newest lengths."""
+        return median(list(self._by_age)[-newest:])
 
 
 class Lengths:
@@ -65,6 +70,14 @@ class Lengths:
         if expected is None:
             expected = 1.5 * generated + 1.0
         return min(expected, float(max_total))
+
+    def median(self, problem_id: str, newest: int) -> float | None:
+        """Median length of the problem's newest answers; None: it has none.
+
+        With as many as a problem has answers in an epoch, it is the forecast of RhymeRL, section 6.2.
+        """
+        recent = self._problems.get(problem_id)
+        return None if recent is None else recent.median(max(newest, 1))
 
     @property
     def num_known(self) -> int:

@@ -24,6 +24,11 @@ def test_a_problems_own_answers_say_how_long_the_next_will_be() -> None:
     assert lengths.expected_total("b", 0, _FAR) == 10.0
 
 
+def test_the_median_is_that_of_the_newest_answers() -> None:
+    lengths = _known(a=[900, 10, 30, 20])
+    assert lengths.median("a", 3) == 20 and lengths.median("a", 99) == 25 and lengths.median("b", 3) is None
+
+
 def test_what_has_been_outgrown_no_longer_counts() -> None:
     lengths = _known(a=[100, 200, 300])
     assert lengths.expected_total("a", 100, _FAR) == 250.0
