@@ -74,6 +74,8 @@ class Open:
     # what it is a sample of
     problem: str
     is_resumable: bool
+    # tokens that its answer may have
+    most: int = _MOST_TOKEN
     # engine -> its copy there
     copies: dict[str, Piece] = field(default_factory=dict)
     # the longest that an engine which runs it no more has told
@@ -156,7 +158,14 @@ class Asking:
             tokens, request = _tokens(i, prompt), f"{self._batches}-{i}"
             seeded = self._seeded(one)
             keeps_state = any(_value(one, name) for name in _KEEPS_STATE)
-            found[request] = Open(request, tokens, seeded, _problem(one, tokens), not keeps_state)
+            found[request] = Open(
+                request,
+                tokens,
+                seeded,
+                _problem(one, tokens),
+                not keeps_state,
+                _value(one, "max_tokens") or _MOST_TOKEN,
+            )
         return found
 
     def _seeded(self, given: Any) -> Any:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm_specrollout.cluster.batch import Answer, GroupError, Open
+from vllm_specrollout.cluster.histopipe import homes_of_step
 from vllm_specrollout.cluster.ladder import Attach, Command, Copy, Engine, Move, Prices, Rules, decide
 from vllm_specrollout.cluster.reports import Given, Part, Report, Wanted
 from vllm_specrollout.errors import SpecRolloutError
+from vllm_specrollout.scheduling.lengths import Lengths
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -61,6 +64,7 @@ class Driver:
         self.listener: Callable[[str, Report], None] = lambda engine, report: None
         """Told of each report before it is taken in."""
         self.rules = rules
+        self._lengths = Lengths()
         self._lines, self._prices, self._clock = lines, Prices(), clock
         # (engine, run there) -> request; problem -> engine with its siblings
         self._runs: dict[tuple[str, str], str] = {}
@@ -76,8 +80,17 @@ class Driver:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, asked: Mapping[str, Open]) -> None:
-        """Further requests."""
+    def add(self, asked: Mapping[str, Open], step: int | None = None) -> None:
+        """Further requests.
+
+        Args:
+            step: of a trainer that has two in flight: problems are placed by HistoPipe.
+        """
+        if step is not None and self._lengths.num_known:
+            requests = Counter(own.problem for own in asked.values())
+            forecasts = {own.problem: self._expected(own) for own in asked.values()}
+            names, step_s = list(self.engines), self._prices.step_s
+            self._homes |= homes_of_step(forecasts, requests, names, step, step_s)
         self.open |= asked
         self.waiting += asked
         self._is_new = True
@@ -115,8 +128,17 @@ class Driver:
             return
         self._is_new, self._decided_at = False, now
         waiting = [(request, self.open[request].problem) for request in self.waiting]
-        for command in decide(waiting, self.engines, self.wanted.version, self._homes, self.rules, self._prices):
+        forecasts = {}
+        if self._lengths.num_known:
+            forecasts = {own.problem: self._expected(own) for own in (self.open[request] for request in self.waiting)}
+        for command in decide(
+            waiting, self.engines, self.wanted.version, self._homes, self.rules, self._prices, forecasts
+        ):
             self._follow(command)
+
+    def _expected(self, own: Open, tokens: int = 0) -> float:
+        """Tokens that its answer is expected to have, which has so many now."""
+        return self._lengths.expected_total(own.problem, tokens, own.most)
 
     def _follow(self, command: Command) -> None:
         if isinstance(command, Attach):
@@ -182,6 +204,8 @@ class Driver:
             copy.tokens += len(part.tokens)
             copy.gained += len(part.tokens)
             copy.steps += part.steps
+            if self._lengths.num_known:
+                copy.left = max(self._expected(own, copy.tokens) - copy.tokens, 1.0)
             if part.finish:
                 self._end(name, own, part)
 
@@ -190,6 +214,7 @@ class Driver:
             own.failure = GroupError(f"{name} refused request {own.request}: {part.reason}", "change the request")
         else:
             self.counts["disagreements"] += own.end(name, part.finish, part.reason)
+            self._lengths.observe(own.problem, len(own.copies[name].tokens))
         self._is_new = True
         for other in list(own.copies):
             self._stop(other, own.request, is_over=other == name)

@@ -200,6 +200,33 @@ def _sloped(
     return plan
 
 
+def homes_of_step(
+    forecasts: Mapping[str, float],
+    requests: Mapping[str, int],
+    engines: Sequence[str],
+    step: int,
+    step_s: Callable[[int], float | None],
+) -> dict[str, str]:
+    """HistoPipe: problem -> its engine in a step, with half as many ranks as engines where steps were measured.
+
+    Args:
+        requests: problem -> its requests.
+        step_s: requests at once -> seconds of a step; None: not known.
+    """
+    count = min(len(engines) // 2, len(forecasts))
+    groups = ranks(forecasts, max(count, 1))
+    # representative length -> requests
+    batches = {median(forecasts[one] for one in group): sum(requests[one] for one in group) for group in groups}
+
+    def tau(length: float, workers: int) -> float:
+        return length * (step_s(-(-batches[length] // workers)) or 0.0)
+
+    most = len(engines) - count + 1
+    if len(batches) == count > 1 and all(tau(length, k) for length in batches for k in range(1, most + 1)):
+        return pipeline(groups, engines, step, workers_of_ranks(list(batches), len(engines), tau))
+    return pipeline(ranks(forecasts, min(len(engines), len(forecasts))), engines, step)
+
+
 def growth(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     """beta: the 75th percentile of how problems' lengths grew from one epoch to the next; 1.1 at least."""
     rates = [after[problem] / before[problem] for problem in after if before.get(problem)]

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_specrollout.cluster.assignment import Worker, assign
+from vllm_specrollout.cluster.histopipe import Room, deal
 
 LADDERS = ("off", "race", "attach")
 
@@ -33,6 +34,8 @@ class Copy:
     # tokens and steps since this copy began
     gained: int = 0
     steps: int = 0
+    # that are expected yet; 0: nothing is known
+    left: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -143,17 +146,21 @@ def decide(
     homes: Mapping[str, str],
     rules: Rules,
     prices: Prices,
+    forecasts: Mapping[str, float] | None = None,
 ) -> list[Command]:
     """All that is to be done now.
 
     Args:
-        waiting: (request, problem) that nobody runs, in the order to deal them in.
+        waiting: (request, problem) that nobody runs.
         version: of the group's weights; an engine with others gets nothing.
         homes: problem -> engine that has its siblings, and so their history.
+        forecasts: problem -> tokens that its answers are expected to have; None: nothing is known.
     """
     able = {name: one for name, one in engines.items() if one.version == version}
-    dealt = _deal(waiting, able, homes)
-    idle = [name for name, one in able.items() if not one.running and name not in {one.engine for one in dealt}]
+    rooms = {name: Room(one.places - len(one.running), _tokens_left(one)) for name, one in able.items()}
+    dealt = [Run(engine, request) for request, engine in deal(waiting, rooms, forecasts or {}, homes).items()]
+    begun = {one.engine for one in dealt}
+    idle = [name for name, one in able.items() if not one.running and name not in begun]
     if rules.ladder == "off" or len(dealt) < len(waiting):
         return [*dealt, *_changes(able, {})]
     moves = _moves(able, idle, prices)
@@ -164,21 +171,9 @@ def decide(
     return [*dealt, *moves, *races, *_own_drafters(able, races)]
 
 
-def _deal(waiting: Sequence[tuple[str, str]], able: Mapping[str, Engine], homes: Mapping[str, str]) -> list[Run]:
-    """Siblings to one engine. Those of a full one wait, or move together to one that has nothing to do."""
-    load = {name: len(one.running) for name, one in able.items()}
-    own, out = dict(homes), []
-    for request, problem in waiting:
-        free = [name for name in able if load[name] < able[name].places]
-        if not free:
-            break
-        home, emptiest = own.get(problem), min(free, key=lambda name: load[name] / able[name].places)
-        if home not in able or (home not in free and not load[emptiest]):
-            home = own[problem] = emptiest
-        if home in free:
-            load[home] += 1
-            out.append(Run(home, request))
-    return out
+def _tokens_left(engine: Engine) -> float:
+    """That it has to generate yet; of what nothing is known of, each request counts as one."""
+    return sum(one.left or 1.0 for one in engine.running.values())
 
 
 def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> list[Move]:
@@ -198,13 +193,13 @@ def _moves(able: Mapping[str, Engine], idle: Sequence[str], prices: Prices) -> l
 def _pays(running: Mapping[str, Copy], chosen: Sequence[str], prices: Prices) -> bool:
     """Whether two smaller batches gain more than the prefill of what is moved costs.
 
-    How long an answer becomes is not known. Of lengths with a long tail it is expected to be as long again.
+    Where nothing is known of lengths, an answer is expected to be as long again: they have a long tail.
     """
     whole, left, moved = (prices.step_s(size) for size in (len(running), len(running) - len(chosen), len(chosen)))
     fill = prices.prefill_s(sum(running[request].prompt + running[request].tokens for request in chosen))
     if whole is None or left is None or moved is None or fill is None:
         return False
-    steps = sum(one.tokens / max(one.rate, 1.0) for one in running.values()) / len(running)
+    steps = sum((one.left or one.tokens) / max(one.rate, 1.0) for one in running.values()) / len(running)
     return steps * (whole - max(left, moved)) > fill
 
 

@@ -236,3 +236,24 @@ def test_without_an_engine_the_batch_fails_and_says_what_the_last_ones_said() ->
     world.kill("engine-0")
     with pytest.raises(GroupError, match="no engine is left: .*engine-1: killed"):
         world.kill("engine-1")
+
+
+def test_steps_in_flight_alternate_by_the_lengths_that_problems_had() -> None:
+    """HistoPipe: who gets the long problems in one step gets the short ones in the next."""
+    world = World(2, Rules())
+    for one in world.alive.values():
+        one.places = 4
+    world.settle()
+
+    def batch() -> dict[str, Any]:
+        params = [{"seed": i, "max_tokens": 30 if i < 2 else 3, "temperature": 1.0} for i in range(4)]
+        return asking.ask([[1, i] for i in range(4)], params)
+
+    asking, homes = Asking(0), []
+    for step in (None, 1, 2):
+        asked = batch()
+        world.driver.add(asked, step)
+        found = finish(world, asked)
+        homes.append([found[request].engine for request in asked])
+    assert homes[1] == ["engine-1", "engine-1", "engine-0", "engine-0"]
+    assert homes[2] == ["engine-0", "engine-0", "engine-1", "engine-1"]

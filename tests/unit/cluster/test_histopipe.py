@@ -12,6 +12,7 @@ from vllm_specrollout.cluster.histopipe import (
     Room,
     deal,
     growth,
+    homes_of_step,
     outliers,
     pipeline,
     ranks,
@@ -175,3 +176,14 @@ def test_the_last_tenth_migrates_where_it_outgrew_its_rank_and_the_prefill_pays(
     assert chosen(1.0) == [], "a prefill costs more than it brings"
     assert chosen(1e-5, dealt=19) == [], "more than a tenth of them run"
     assert chosen(1e-5, longest=500.0) == [], "it was as long before"
+
+
+def test_a_step_has_half_as_many_ranks_as_engines_where_steps_are_measured_and_else_one_for_each() -> None:
+    forecasts = {f"p{i}": 10.0 * (i + 1) for i in range(8)}
+    requests, engines = dict.fromkeys(forecasts, 4), ["a", "b", "c", "d"]
+    plain = homes_of_step(forecasts, requests, engines, 1, lambda batch: None)
+    assert [plain[f"p{i}"] for i in range(8)] == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    tiered = homes_of_step(forecasts, requests, engines, 1, lambda batch: 0.01 + 0.001 * batch)
+    assert [tiered[f"p{i}"] for i in range(4)] == ["a"] * 4, "the short rank needs one engine"
+    assert {tiered[f"p{i}"] for i in range(4, 8)} == {"b", "c", "d"}
+    assert {homes_of_step(forecasts, requests, engines, 2, lambda batch: None)["p0"]} == {"d"}

@@ -108,3 +108,19 @@ def test_prices_lie_on_the_line_between_what_was_measured_and_nowhere_else() -> 
     assert prices.prefill_s(3) == 1.5 and Prices().prefill_s(3) is None
     prices.stepped(1, 0.112)
     assert abs((prices.step_s(1) or 0.0) - 0.022) < 1e-12, "the newest has a tenth"
+
+
+def test_problems_with_long_answers_come_first_and_each_goes_where_the_least_is_left() -> None:
+    engines = {"a": engine({"r": Copy(1, 1, left=250.0)}), "b": engine()}
+    waiting = [(problem + "0", problem) for problem in "xyz"]
+    forecasts = {"x": 100.0, "y": 300.0, "z": 200.0}
+    found = decide(waiting, engines, 1, {}, Rules(), Prices(), forecasts)
+    assert found == [Run("b", "y0"), Run("a", "z0"), Run("b", "x0")]
+
+
+def test_what_is_left_is_what_a_move_gains_where_lengths_are_known() -> None:
+    prices = measured(fill_s=1e-4)
+    for left, moves in ((1000.0, 1), (1.0, 0)):
+        running = {f"r{i}": Copy(10, 400, 400, 400, left) for i in range(2)}
+        found = decided({"a": engine(running), "b": engine()}, ladder="race", prices=prices)
+        assert len(found) == moves

@@ -161,13 +161,15 @@ class SpecGroup:
 
     # --- what a trainer calls -----------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any) -> list[Answer]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None) -> list[Answer]:
         """Answer all prompts.
 
         Args:
             prompts: [R] token ids, or texts.
             params: `SamplingParams` or its arguments, for all prompts or [R] one for each. `n` is 1. `logprobs` is
                 unset, or 0 for those of the tokens themselves.
+            step: its number, for a trainer with two steps in flight: an engine then gets problems of like lengths,
+                short ones in odd steps where it gets long ones in even ones (RhymeRL, section 6). Unset: all are spread.
 
         Returns:
             [R] the answers, in the prompts' order.
@@ -176,10 +178,12 @@ class SpecGroup:
             ConfigError: prompts or parameters that cannot be used.
             GroupError: an engine refused a request, or none is left.
         """
-        found = dict(self.stream(prompts, params))
+        found = dict(self.stream(prompts, params, step=step))
         return [found[i] for i in range(len(prompts))]
 
-    def stream(self, prompts: Sequence[str | Sequence[int]], params: Any) -> Iterator[tuple[int, Answer]]:
+    def stream(
+        self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
+    ) -> Iterator[tuple[int, Answer]]:
         """(index of its prompt, answer) of each, as they end. As `generate`; several may go on at once."""
         if self._driver.wanted.asleep:
             raise GroupError("the group sleeps", "call `wake` before it is to answer")
@@ -188,7 +192,7 @@ class SpecGroup:
         asked = self._asking.ask([next(encoded) if isinstance(one, str) else one for one in prompts], params)
         places = {request: i for i, request in enumerate(asked)}
         with self._turnstile():
-            self._driver.add(asked)
+            self._driver.add(asked, step)
         try:
             while places:
                 ended = self._turn(places)
@@ -198,13 +202,17 @@ class SpecGroup:
             with self._turnstile():
                 self._driver.drop(places)  # after an error, or given up: what runs is of no use
 
-    async def agenerate(self, prompts: Sequence[str | Sequence[int]], params: Any) -> list[Answer]:
+    async def agenerate(
+        self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
+    ) -> list[Answer]:
         """As `generate`, for a driver that goes on meanwhile."""
-        return await asyncio.to_thread(self.generate, prompts, params)
+        return await asyncio.to_thread(self.generate, prompts, params, step=step)
 
-    async def astream(self, prompts: Sequence[str | Sequence[int]], params: Any) -> AsyncIterator[tuple[int, Answer]]:
+    async def astream(
+        self, prompts: Sequence[str | Sequence[int]], params: Any, *, step: int | None = None
+    ) -> AsyncIterator[tuple[int, Answer]]:
         """As `stream`."""
-        answers = self.stream(prompts, params)
+        answers = self.stream(prompts, params, step=step)
         over = object()
         try:
             while (found := await asyncio.to_thread(next, answers, over)) is not over:
