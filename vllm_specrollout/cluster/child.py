@@ -102,7 +102,7 @@ class Command:
             own |= {"VLLM_TARGET_DEVICE": "cpu", envs.USE_V2_MODEL_RUNNER: "0"}
         if self.devices is not None:
             threads = {"OMP_NUM_THREADS": str(len(self.devices.numbers))}
-            own |= threads if self.devices.kind == "cpu" else self.devices.environment
+            own |= threads if self.devices.kind == "cpu" else self.devices.environment()
         return own
 
 

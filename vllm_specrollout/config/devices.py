@@ -25,14 +25,18 @@ class Devices:
     def __str__(self) -> str:
         return f"{self.kind}:{','.join(map(str, self.numbers))}"
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process gets that is to run on these and no others, whatever its parent's environment says."""
+    def environment(self, ranks: int = 1) -> dict[str, str]:
+        """What a process gets that is to run on these and no others, whatever its parent's environment says.
+
+        Args:
+            ranks: that share the cores, where it begins so many.
+        """
         if self.kind == "cuda":
             # Ray would set the variable by the GPUs that it counts for the actor
             return {"CUDA_VISIBLE_DEVICES": self._visible(), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-        cores = ",".join(map(str, self.numbers))
-        return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(self.numbers))}
+        parts = [",".join(map(str, part.numbers)) for part in shares(self.numbers, ranks)]
+        threads = str(-(-len(self.numbers) // ranks))
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(parts), "OMP_NUM_THREADS": threads}
 
     def _visible(self) -> str:
         """As the driver of the GPUs counts them: this process may see some of the host's alone."""

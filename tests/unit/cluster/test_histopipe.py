@@ -179,7 +179,7 @@ def test_the_last_tenth_migrates_where_it_outgrew_its_rank_and_the_prefill_pays(
 
 
 def test_a_step_has_half_as_many_ranks_as_engines_where_steps_are_measured_and_else_one_for_each() -> None:
-    forecasts = {f"p{i}": 10.0 * (i + 1) for i in range(8)}
+    forecasts = {f"p{i}": (10.0 if i < 4 else 1000.0) + i for i in range(8)}
     requests, engines = dict.fromkeys(forecasts, 4), ["a", "b", "c", "d"]
     plain = homes_of_step(forecasts, requests, engines, 1, lambda batch: None)
     assert [plain[f"p{i}"] for i in range(8)] == ["a", "a", "b", "b", "c", "c", "d", "d"]

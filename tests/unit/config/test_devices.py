@@ -52,9 +52,12 @@ def test_cores_are_shared_out_evenly_or_in_turns() -> None:
 
 def test_a_process_sees_its_own_gpus_by_the_hosts_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert Devices("cuda", (1, 2)).environment["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert Devices("cuda", (1, 2)).environment()["CUDA_VISIBLE_DEVICES"] == "1,2"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b,GPU-c")
-    assert Devices("cuda", (2, 0)).environment["CUDA_VISIBLE_DEVICES"] == "GPU-c,GPU-a"
+    assert Devices("cuda", (2, 0)).environment()["CUDA_VISIBLE_DEVICES"] == "GPU-c,GPU-a"
     with pytest.raises(ConfigError, match="3 GPUs are visible"):
-        _ = Devices("cuda", (3,)).environment
-    assert Devices("cpu", (2, 3)).environment == {"VLLM_CPU_OMP_THREADS_BIND": "2,3", "OMP_NUM_THREADS": "2"}
+        _ = Devices("cuda", (3,)).environment()
+    assert Devices("cpu", (2, 3)).environment() == {"VLLM_CPU_OMP_THREADS_BIND": "2,3", "OMP_NUM_THREADS": "2"}
+    three = Devices("cpu", (2, 3, 5)).environment(2)
+    assert three == {"VLLM_CPU_OMP_THREADS_BIND": "2,3|5", "OMP_NUM_THREADS": "2"}
+    assert Devices("cpu", (4,)).environment(2)["VLLM_CPU_OMP_THREADS_BIND"] == "4|4"

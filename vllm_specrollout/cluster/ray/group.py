@@ -169,7 +169,7 @@ class SpecGroup:
             params: `SamplingParams` or its arguments, for all prompts or [R] one for each. `n` is 1. `logprobs` is
                 unset, or 0 for those of the tokens themselves.
             step: its number, for a trainer with two steps in flight: an engine then gets problems of like lengths,
-                short ones in odd steps where it gets long ones in even ones (RhymeRL, section 6). Unset: all are spread.
+                short ones in odd steps where it gets long ones in even ones (RhymeRL, section 6). Unset: spread.
 
         Returns:
             [R] the answers, in the prompts' order.

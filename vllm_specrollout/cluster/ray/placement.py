@@ -49,6 +49,11 @@ class Needs:
     cpus: float
     max_restarts: int
 
+    @property
+    def ranks(self) -> int:
+        """Of each engine."""
+        return int(self.engine.get("tensor_parallel_size", 1)) * int(self.engine.get("pipeline_parallel_size", 1))
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -130,10 +135,10 @@ def _places(needs: Needs, has_gpus: bool) -> list[_Place]:
     if devices is not None:
         drafters: Sequence[Devices | None] = needs.drafter_devices or [None] * count
         return [
-            _named(place, drafter if needs.has_drafters else None, needs.has_drafters)
+            _named(place, drafter if needs.has_drafters else None, needs)
             for place, drafter in zip(devices, drafters, strict=True)
         ]
-    ranks = float(needs.engine.get("tensor_parallel_size", 1)) if needs.gpus is None else needs.gpus
+    ranks = float(needs.ranks) if needs.gpus is None else needs.gpus
     if needs.has_drafters and ranks != int(ranks):
         raise ConfigError(
             f"`gpus` is {ranks}, and a drafter runs beside each engine",
@@ -144,16 +149,17 @@ def _places(needs: Needs, has_gpus: bool) -> list[_Place]:
     return [_Place({}, drafter, ranks + len(drafter))] * count
 
 
-def _named(place: Devices, drafter: Devices | None, has_drafter: bool) -> _Place:
+def _named(place: Devices, drafter: Devices | None, needs: Needs) -> _Place:
     """Devices that were named, or are shares of the host's."""
     if place.kind == "cpu":
         own = drafter or place
-        return _Place(place.environment, [f"{own.kind}:{number}" for number in own.numbers] if has_drafter else [], 0.0)
-    if has_drafter and drafter is None:
+        beside = [f"{own.kind}:{number}" for number in own.numbers] if needs.has_drafters else []
+        return _Place(place.environment(needs.ranks), beside, 0.0)
+    if needs.has_drafters and drafter is None:
         cause = "`devices` names GPUs of the engines, and none of their drafters"
         raise ConfigError(cause, 'name those as well, as in drafter_devices=["cuda:2", "cuda:3"]')
     if drafter is None or drafter.kind == "cpu":
-        return _Place(place.environment, [] if drafter is None else [f"cpu:{n}" for n in drafter.numbers], 0.0)
+        return _Place(place.environment(), [] if drafter is None else [f"cpu:{n}" for n in drafter.numbers], 0.0)
     first, both = len(place.numbers), Devices("cuda", (*place.numbers, *drafter.numbers))
     names = ",".join(str(first + i) for i in range(len(drafter.numbers)))
-    return _Place(both.environment, [f"cuda:{names}"], 0.0)
+    return _Place(both.environment(), [f"cuda:{names}"], 0.0)
