@@ -156,7 +156,7 @@ class Fleet(Engines):
             group = SpecGroup(
                 str(given.pop("model")),
                 engines=arm.engines,
-                ladder="race",
+                ladder="move",
                 engine={
                     **given,
                     "max_num_seqs": max(1, self._plan.batch // arm.engines),

@@ -300,7 +300,7 @@ def _decoupled(run: Mapping[str, Any]) -> str:
 
 
 LADDER: Columns = {
-    "ladder": "ladder",
+    "ladder": lambda row: row["ladder"] + (f": {row['chosen']}" if row["ladder"] == "auto" else ""),
     "makespan, s": "makespan_s",
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
     "moved": "moved",

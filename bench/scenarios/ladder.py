@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_specrollout.cluster import Answer, SpecGroup
-from vllm_specrollout.cluster.ladder import LADDERS
+from vllm_specrollout.cluster.ladder import LADDERS, Rules
+from vllm_specrollout.cluster.planner import choose_ladder
 from vllm_specrollout.cluster.reports import Report
-from vllm_specrollout.config import DRAFTERS
+from vllm_specrollout.scheduling.lengths import Lengths
 
 from ..policy import DRAFT
 from ..policy.reward import Problem, problems
@@ -27,9 +28,9 @@ from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
 from .decoupled import QUARTER, SMALL
 
-OFF = "off"
-NONE = "none"
-OWN = (NONE, *DRAFTERS[:2])
+AUTO = "auto"
+NONE, NGRAM = "none", "ngram"
+_COUNTS = ("moved", "raced", "lent")
 _MANY = 240  # problems of a whole batch, as a trainer has them; those that run here are the longest and some others
 
 
@@ -52,6 +53,8 @@ class Row:
     """One ladder."""
 
     ladder: str
+    # what `auto` came to in the last round
+    chosen: str
     identical: bool
     difference: str | None
     # of all rounds: requests that an idle engine took over or ran as well, and drafters that were lent
@@ -75,12 +78,24 @@ class TimedGroup(SpecGroup):
     # (engine, request) -> its newest of them
     _newest: dict[tuple[str, str], Bar]
 
-    def timed(self, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> tuple[list[Answer], float]:
-        """The answers, and the makespan in seconds."""
+    def timed(
+        self, ladder: str, prompts: Sequence[list[int]], params: Sequence[dict[str, Any]]
+    ) -> tuple[list[Answer], float]:
+        """The answers with a ladder, and the makespan in seconds. All ladders have the same engines and drafters."""
+        if ladder == AUTO:
+            ladder, _ = choose_ladder(self._profiles())
+        self._driver.rules = Rules(ladder)
+        # the same problems again, with all ladders: none may know how long their answers were
+        self._driver.lengths = Lengths()
         self.bars, self._newest, self.begin_s = [], {}, time.perf_counter()
         self._driver.listener = self.note
         answers = self.generate(prompts, params)
         return answers, time.perf_counter() - self.begin_s
+
+    def await_drafters(self) -> None:
+        """Until each engine's can draft."""
+        while not all(one["drafter"] for one in self.status()["engines"].values()):
+            self._turn({})
 
     def note(self, engine: str, report: Report) -> None:
         """What an engine tells of, before the driver takes it in."""
@@ -111,13 +126,13 @@ class Ladder(EngineScenario):
 
     size: str = flag("150M", "The policy's cost: that of a model of 30M, 150M or 400M.")
     workers: int = flag(4, "Engines, each on one core; where there are more than cores, they share.", within=(2, 64))
-    ladders: tuple[str, ...] = flag((OFF, "attach"), "Compared with the first.", "--ladder", choices=LADDERS)
+    ladders: tuple[str, ...] = flag(
+        ("off", "move", "race", "attach", AUTO), "Compared with the first.", "--ladder", choices=(*LADDERS, AUTO)
+    )
     drafter: str = flag(
         SMALL, "What is lent: a quarter of the target's cost, or a small one.", choices=(QUARTER, SMALL)
     )
-    own: tuple[str, ...] = flag(
-        (NONE,), "What workers draft with by themselves; history knows nothing of these problems.", choices=OWN
-    )
+    own: str = flag(NONE, "What workers draft with by themselves.", choices=(NONE, NGRAM))
     seqs: int = flag(2, "Requests that a worker runs at once.", within=(1, 256))
     requests: int = flag(8, "Requests: the longest of 240, and some others.", within=(2, _MANY))
     max_tokens: int = flag(2048, "Tokens after which an answer is cut: 512 would cut the tail.", within=(2, 1 << 16))
@@ -126,13 +141,9 @@ class Ladder(EngineScenario):
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     plot: Path | None = flag(None, "Draw who worked on what, in the last round.", is_setting=False)
 
-    @property
-    def _methods(self) -> tuple[str, ...]:
-        return tuple(name for name in self.own if name != NONE)
-
     def measure(self, session: Session) -> Found:
         folder, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        report = session.display.steps(2 + self.rounds + len(self.ladders) * (self.rounds + 2))
+        report = session.display.steps(3 + self.rounds + len(self.ladders) * (self.rounds + 1))
         params = [sampling(self.seed + i, self.max_tokens) for i in range(self.requests)]
         shape = {"seqs": self.seqs, "length": PROMPT_LEN + self.max_tokens, "width": 2 * PROMPT_LEN}
         prompts, truth = [], []
@@ -143,22 +154,28 @@ class Ladder(EngineScenario):
                     prompts.append(engines.encode(self._problems(number)))
                     truth.append(engines.run(STOCK, prompts[-1], params).token_ids)
         seconds: dict[str, list[float]] = {ladder: [] for ladder in self.ladders}
+        counts: dict[str, Counter[str]] = {ladder: Counter() for ladder in self.ladders}
         differences: dict[str, str] = {}
-        with ExitStack() as stack:
-            groups = {ladder: stack.enter_context(self._group(folder, ladder, report)) for ladder in self.ladders}
+        bars, chosen = {}, {}
+        with self._group(folder, report) as group:
             for number in range(self.rounds + 1):
-                for ladder, group in list(groups.items())[:: 1 if number % 2 else -1]:
+                for ladder in self.ladders[:: 1 if number % 2 else -1]:
                     report(f"{ladder}, round {number}", 0)
-                    answers, took = group.timed(prompts[number], params)
+                    before = Counter({name: group.status()[name] for name in _COUNTS})
+                    answers, took = group.timed(ladder, prompts[number], params)
                     for i, (answer, tokens) in enumerate(zip(answers, truth[number], strict=True)):
                         if answer.token_ids != tokens:
                             differences[ladder] = f"round {number}: request {i} differs, of {answer.engine}"
+                    status = group.status()
                     # the first one warms up
                     seconds[ladder] += [took] if number else []
+                    counts[ladder] += Counter({name: status[name] for name in _COUNTS}) - before
+                    bars[ladder], chosen[ladder] = group.bars, status["ladder"]
                     report("", 1)
-            bars = {ladder: group.bars for ladder, group in groups.items()}
-            counts = {ladder: group.status() for ladder, group in groups.items()}
-        rows = [self._row(ladder, seconds, counts[ladder], differences.get(ladder)) for ladder in self.ladders]
+        rows = [
+            self._row(ladder, chosen[ladder], seconds, counts[ladder], differences.get(ladder))
+            for ladder in self.ladders
+        ]
         return Found(model=title, rows=rows, more=bars)
 
     def _problems(self, round_: int) -> list[Problem]:
@@ -167,8 +184,8 @@ class Ladder(EngineScenario):
         longest = max(many, key=lambda problem: problem.size)
         return [longest, *[one for one in many if one is not longest][: self.requests - 1]]
 
-    def _group(self, model: Path, ladder: str, report: Any) -> TimedGroup:
-        report(f"starting the engines, ladder {ladder}", 0)
+    def _group(self, model: Path, report: Any) -> TimedGroup:
+        report("starting the engines and their drafters", 0)
         own = sorted(os.sched_getaffinity(0))
         length = PROMPT_LEN + self.max_tokens
         engine = {"dtype": self.dtype, "max_model_len": length, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
@@ -179,29 +196,35 @@ class Ladder(EngineScenario):
             devices=[f"cpu:{own[i % len(own)]}" for i in range(self.workers)],
             engine={**engine, "max_num_seqs": self.seqs, "seed": 0},
             spec_rollout={
-                "drafters": list(self._methods),
-                "placement": "decoupled",
+                "drafters": [] if self.own == NONE else [self.own],
                 "decoupled": {"window": self.window, "fan_out": self.fan_out},
             },
-            ladder=ladder,
-            drafters=[str(small)] if ladder == "attach" else [],
+            ladder="attach",
+            drafters=[str(small)],
             drafter_engine={**engine, "max_num_seqs": self.seqs},
         )
-        group.own = " and ".join(self._methods)
+        group.own = "" if self.own == NONE else self.own
+        group.await_drafters()
         report("", 1)
         return group
 
-    def _row(self, ladder: str, seconds: dict[str, list[float]], counts: dict[str, Any], difference: str | None) -> Row:
+    def _row(
+        self,
+        ladder: str,
+        chosen: str,
+        seconds: dict[str, list[float]],
+        counts: Counter[str],
+        difference: str | None,
+    ) -> Row:
         ratios = [base / own for base, own in zip(seconds[self.ladders[0]], seconds[ladder], strict=True)]
         times: dict[str, Any] = {"makespan_s": statistics.median(seconds[ladder])}
         times |= {"speedup": statistics.median(ratios), "quartiles": quartiles(ratios)}
         return Row(
             ladder=ladder,
+            chosen=chosen,
             identical=difference is None,
             difference=difference,
-            moved=counts["moved"],
-            raced=counts["raced"],
-            lent=counts["lent"],
+            **{name: counts[name] for name in _COUNTS},
             **(times if difference is None else {}),
         )
 

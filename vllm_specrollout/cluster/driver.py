@@ -64,7 +64,8 @@ class Driver:
         self.listener: Callable[[str, Report], None] = lambda engine, report: None
         """Told of each report before it is taken in."""
         self.rules = rules
-        self._lengths = Lengths()
+        self.lengths = Lengths()
+        """Of answers, by their problems."""
         self._lines, self._prices, self._clock = lines, Prices(), clock
         # (engine, run there) -> request; problem -> engine with its siblings
         self._runs: dict[tuple[str, str], str] = {}
@@ -86,7 +87,7 @@ class Driver:
         Args:
             step: of a trainer that has two in flight: problems are placed by HistoPipe.
         """
-        if step is not None and self._lengths.num_known:
+        if step is not None and self.lengths.num_known:
             requests = Counter(own.problem for own in asked.values())
             forecasts = {own.problem: self._expected(own) for own in asked.values()}
             names, step_s = list(self.engines), self._prices.step_s
@@ -129,7 +130,7 @@ class Driver:
         self._is_new, self._decided_at = False, now
         waiting = [(request, self.open[request].problem) for request in self.waiting]
         forecasts = {}
-        if self._lengths.num_known:
+        if self.lengths.num_known:
             forecasts = {own.problem: self._expected(own) for own in (self.open[request] for request in self.waiting)}
         for command in decide(
             waiting, self.engines, self.wanted.version, self._homes, self.rules, self._prices, forecasts
@@ -138,7 +139,7 @@ class Driver:
 
     def _expected(self, own: Open, tokens: int = 0) -> float:
         """Tokens that its answer is expected to have, which has so many now."""
-        return self._lengths.expected_total(own.problem, tokens, own.most)
+        return self.lengths.expected_total(own.problem, tokens, own.most)
 
     def _follow(self, command: Command) -> None:
         if isinstance(command, Attach):
@@ -204,7 +205,7 @@ class Driver:
             copy.tokens += len(part.tokens)
             copy.gained += len(part.tokens)
             copy.steps += part.steps
-            if self._lengths.num_known:
+            if self.lengths.num_known:
                 copy.left = max(self._expected(own, copy.tokens) - copy.tokens, 1.0)
             if part.finish:
                 self._end(name, own, part)
@@ -214,7 +215,7 @@ class Driver:
             own.failure = GroupError(f"{name} refused request {own.request}: {part.reason}", "change the request")
         else:
             self.counts["disagreements"] += own.end(name, part.finish, part.reason)
-            self._lengths.observe(own.problem, len(own.copies[name].tokens))
+            self.lengths.observe(own.problem, len(own.copies[name].tokens))
         self._is_new = True
         for other in list(own.copies):
             self._stop(other, own.request, is_over=other == name)

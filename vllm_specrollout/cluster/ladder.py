@@ -3,9 +3,9 @@
 `decide` asks only for what is not so already, so it may be called at any time, as often as one likes. It reads what it
 is given, and keeps nothing.
 
-An idle engine takes over a part of the fullest engine's requests, where the smaller batches repay the prefill. One that
-stays idle helps with `race` by running a straggler as well, with a model that drafts beside what its owner has; with
-`attach` its warm drafter drafts for the straggler's own engine.
+An idle engine takes over a part of the fullest engine's requests, where the smaller batches repay the prefill (`move`).
+One that stays idle runs a straggler as well (`race`), with a model that drafts beside what its owner has; or its warm
+drafter drafts for the straggler's own engine (`attach`).
 
 Source: SpecActor, sections 4.2 and 4.3; Algorithm 3 is `assign`.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from vllm_specrollout.cluster.assignment import Worker, assign
 from vllm_specrollout.cluster.histopipe import Room, deal
 
-LADDERS = ("off", "race", "attach")
+LADDERS = ("off", "move", "race", "attach")
 
 
 @dataclass(slots=True)
@@ -165,6 +165,8 @@ def decide(
         return [*dealt, *_changes(able, {})]
     moves = _moves(able, idle, prices)
     idle = [name for name in idle if name not in {one.engine for one in moves}]
+    if rules.ladder == "move":
+        return [*dealt, *moves, *_changes(able, {})]
     if rules.ladder == "attach":
         return [*dealt, *moves, *_lending(able, idle, rules.most)]
     races = _races(able, idle, rules.most)

@@ -145,7 +145,7 @@ def choose_ladder(profiles: Sequence[DrafterProfile]) -> tuple[str, tuple[str, .
     """
     gains = {one.drafter: plan_engine(one, 1)[0].gain for one in profiles}
     models = sorted((model for model, gain in gains.items() if gain >= WORTH), key=lambda model: -gains[model])
-    return ("attach", tuple(models)) if models else ("race", ())
+    return ("attach", tuple(models)) if models else ("move", ())
 
 
 def largest_window(draft: AffineTime, verify: AffineTime, limit: int) -> int:

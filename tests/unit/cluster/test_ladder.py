@@ -58,9 +58,9 @@ def test_half_of_the_fullest_ones_requests_move_where_smaller_batches_repay_the_
     running = {f"r{i}": long(400 + i) for i in range(4)}
     engines = {"a": engine(running), "b": engine()}
     moves = [Move("b", "r0", "a"), Move("b", "r1", "a")]
-    assert decided(engines, ladder="race", prices=measured(fill_s=1e-4)) == moves, "the shortest contexts"
-    assert decided(engines, ladder="race", prices=measured(fill_s=1e-1)) == [], "a prefill costs more than it brings"
-    assert decided(engines, ladder="race") == [], "nothing was measured"
+    assert decided(engines, ladder="move", prices=measured(fill_s=1e-4)) == moves, "the shortest contexts"
+    assert decided(engines, ladder="move", prices=measured(fill_s=1e-1)) == [], "a prefill costs more than it brings"
+    assert decided(engines, ladder="move") == [], "nothing was measured"
     assert decided(engines, prices=measured(fill_s=1e-4)) == []
 
 

@@ -203,4 +203,4 @@ def test_the_draft_ladder_has_what_gains_for_a_request_alone_the_best_first() ->
         known(drafter="slow", draft=AffineTime(0.0, 40.0)),
     )
     assert choose_ladder([slow, fair, fast]) == ("attach", ("fast", "fair"))
-    assert choose_ladder([slow]) == choose_ladder([]) == ("race", ())
+    assert choose_ladder([slow]) == choose_ladder([]) == ("move", ())

@@ -37,7 +37,7 @@ def _standin() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def group(_standin: None) -> Iterator[SpecGroup]:
-    with SpecGroup("model", engines=2, ladder="race", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as made:
+    with SpecGroup("model", engines=2, ladder="move", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as made:
         yield made
 
 
@@ -129,7 +129,7 @@ def test_an_engine_killed_amid_a_batch_costs_no_token_and_comes_back_with_the_gr
 def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
     """Of engines and of what stands below them, at any moment of a batch."""
     rng, seen = random.Random(5), dict[int, psutil.Process]()
-    with SpecGroup("model", engines=2, ladder="race", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as group:
+    with SpecGroup("model", engines=2, ladder="move", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as group:
         kills = 0
         while kills < 50:
             own = [one for one in psutil.Process().children(recursive=True) if "Actor" in " ".join(one.cmdline())]
@@ -174,6 +174,7 @@ def test_devices_are_what_an_engines_process_sees(group: SpecGroup) -> None:
         ({"engines": 0}, "`engines` is 0"),
         ({"ladder": "up"}, "`ladder` names 'up'"),
         ({"ladder": "attach"}, "`drafters` names none"),
+        ({"ladder": "race"}, "`drafters` names none"),
         ({"ladder": "race", "drafters": "auto"}, "`ladder` is 'race', and `drafters` is 'auto'"),
         ({"drafters": ["small"]}, "`ladder` is 'off'"),
         ({"drafters": "small", "ladder": "race"}, "`drafters` is 'small'"),
@@ -210,7 +211,7 @@ def test_a_batch_that_cannot_be_asked_is_refused_whole(group: SpecGroup, prompts
 def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
     """A drafter that gains is lent; of one that does not, and of none, nothing is begun."""
     good, bad = (known(name, fixed) for name, fixed in (("good", 1.0), ("bad", 40.0)))
-    for profiles, ladder, begun in (([bad, good], "attach", "good"), ([bad], "race", ""), ([], "race", "")):
+    for profiles, ladder, begun in (([bad, good], "attach", "good"), ([bad], "move", ""), ([], "move", "")):
         engine = {"profiles": profiles}
         with SpecGroup("model", engines=1, drafters="auto", cpus=0.4, devices=["cpu:0"], engine=engine) as group:
             group.generate([[1]], {"max_tokens": 20})

@@ -75,8 +75,8 @@ class SpecGroup:
     Args:
         model: folder or name.
         engines: how many.
-        ladder: `off`; `race`: an idle engine takes over requests, and runs stragglers as well where a model of its own
-            drafts; `attach`: it takes over requests, and its drafter drafts for the stragglers' engines.
+        ladder: `off`; `move`: an idle engine takes over requests where that pays; `race`: else it runs stragglers as
+            well, with its own drafter; `attach`: else its drafter drafts for the stragglers' engines.
         drafters: models that draft, warm beside each engine; of several, the engines have one in turns. `auto` chooses
             them and the ladder by what engines like these have measured (`planner.choose_ladder`).
         engine: further arguments of vLLM's engine; `max_num_seqs` is the most requests that one runs at once.
@@ -421,10 +421,10 @@ def _check(
         raise ConfigError(f"`drafters` is {drafters!r}", "give a list of models")
     if is_auto and ladder != "off":
         raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is 'auto'", "drop `ladder`: it is chosen as well")
-    if ladder == "attach" and not drafters:
-        raise ConfigError("`ladder` is 'attach', and `drafters` names none", "name the models that are to be lent")
-    if ladder == "off" and drafters:
-        raise ConfigError(f"`ladder` is 'off', and `drafters` is {list(drafters)!r}", "choose 'attach' or 'race'")
+    if ladder in ("race", "attach") and not drafters:
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` names none", "name the models that are to help")
+    if ladder in ("off", "move") and drafters:
+        raise ConfigError(f"`ladder` is {ladder!r}, and `drafters` is {list(drafters)!r}", "choose 'attach' or 'race'")
     if not spec_rollout:
         raise ConfigError(
             "`spec_rollout` is off, and without it no request can go on elsewhere",
