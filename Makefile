@@ -86,6 +86,7 @@ nightly-others: setup
 	$(call timed,all other tests,$(PYTEST) -m "$(LONG)" --dist worksteal)
 nightly-faults: setup
 	$(call timed,faults,SPECROLLOUT_SCHEDULES=10 $(PYTEST) --dist worksteal tests/faults)
+	$(call timed,300 schedules of groups,SPECROLLOUT_SCHEDULES=15 $(PYTEST) --dist worksteal tests/unit/cluster/test_driver.py)
 nightly-unlike: setup
 	$(call timed,unlike rows,$(PYTEST) -m "$(EVERY_CHANGE)" --dist loadfile --unlike-rows tests/e2e tests/integration)
 nightly-mutants: setup
