@@ -13,7 +13,7 @@ import typer
 import typer.core
 import typer.main
 
-from vllm_specrollout import patches
+from vllm_specrollout import __version__, patches
 from vllm_specrollout.cli import history, plan, processes, profile, replay
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
@@ -44,10 +44,25 @@ BENCHES = {
 app = typer.Typer(
     help="Lossless tree speculation for RL rollouts inside vLLM.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"vllm-specrollout {__version__}, vLLM {supported.installed_vllm() or 'not installed'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the versions, and end.")
+    ] = False,
+) -> None:
+    """Lossless tree speculation for RL rollouts inside vLLM."""
 
 
 @app.command()

@@ -59,7 +59,7 @@ class Report:
             sections.append(_lines(self.running, "running"))
         hints = [f"hint: {finding.name}: {finding.hint}" for finding in self.findings if finding.hint]
         verdict = "spec rollout works here" if self.is_healthy else "spec rollout does not work here (lines marked !)"
-        return "\n\n".join(part for part in (*sections, "\n".join(hints), verdict) if part)
+        return "\n\n".join(part for part in (verdict, "\n".join(hints), *sections) if part)
 
 
 def examine(model: Path | None = None, server: str = "") -> Report:
@@ -74,7 +74,7 @@ def examine(model: Path | None = None, server: str = "") -> Report:
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model is not None:
         drafted.append(_model_finding(model))
-    findings = [*_versions(), _core(), *_vllm_findings(), *_edited(), *_command()]
+    findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_edited(), *_command()]
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     return Report(tuple(findings), tuple(variables), tuple(drafted), tuple(running))
 
@@ -135,6 +135,15 @@ def _version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _plugins() -> list[Finding]:
+    """Whether vLLM loads the plugin, where `VLLM_PLUGINS` names those that it may load."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None or "spec_rollout" in named.split(","):
+        return []
+    way = f"add it: VLLM_PLUGINS={','.join(filter(None, (named, 'spec_rollout')))}"
+    return [Finding("plugin", f"not loaded: `VLLM_PLUGINS` is `{named}`, without `spec_rollout`", True, way)]
 
 
 def _core() -> Finding:

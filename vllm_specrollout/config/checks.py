@@ -177,7 +177,7 @@ def nearest(given: Any, known: Iterable[str]) -> list[str]:
     """The known name that the given one was perhaps meant to be; none: nothing resembles it."""
     # what is far longer than all of them resembles none, and comparing takes time
     is_name = isinstance(given, str) and len(given) <= 64
-    return difflib.get_close_matches(given, known, n=1, cutoff=0.4) if is_name else []
+    return difflib.get_close_matches(given, known, n=1, cutoff=0.6) if is_name else []
 
 
 def check_path(name: str, value: Any) -> str:

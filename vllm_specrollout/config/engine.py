@@ -261,15 +261,27 @@ def parse_request(value: Any, origin: str = "extra_args['spec_rollout']") -> Req
     return _build(RequestOptions, value, origin)
 
 
+_VLLMS = ("method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "prompt_lookup_max")
+
+
+def _way_out(key: Any, known: Mapping[str, Any], prefix: str) -> str:
+    """What to write in the place of an unknown key."""
+    if isinstance(key, str) and "." in key and key.partition(".")[0] in known:
+        outer, _, inner = key.partition(".")
+        return f'write {{"{outer}": {{"{inner}": ...}}}}'
+    if key in _VLLMS and not prefix:
+        return f'that is vLLM\'s: write {{"speculative_config": {{"{key}": ...}}}}'
+    near = nearest(key, known)
+    return f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
+
+
 def _build(cls: type, values: Mapping[str, Any], origin: str, prefix: str = "") -> Any:
     """Make a config dataclass from a mapping: unknown keys and wrong types are errors that name the nearest key."""
     known = declared(cls)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            near = nearest(key, known)
-            way = f"did you mean `{prefix}{near[0]}`?" if near else f"known keys: {', '.join(known)}"
-            raise ConfigError(f"unknown key `{prefix}{named(key)}` in `{origin}`", way)
+            raise ConfigError(f"unknown key `{prefix}{named(key)}` in `{origin}`", _way_out(key, known, prefix))
         one = known[key]
         if one.nested is not None:
             value = _build_nested(one.nested, value, origin, f"{prefix}{key}")

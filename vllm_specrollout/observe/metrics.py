@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout import _core
+from vllm_specrollout.observe.gain import Gain
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.types import MOST_NODES, SOURCES, DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
 
@@ -77,6 +78,17 @@ METRICS = (
     ),
     Metric("expected_tokens", "counter", "Tokens that drafts were expected to add.", (), (), THOUSANDTHS),
     Metric("gained_tokens", "counter", "Tokens that drafts added in the steps of which some were expected."),
+    Metric("request_steps", "counter", "Decode steps of all requests together, with drafts or without."),
+    Metric("output_tokens", "counter", "Tokens that these steps yielded."),
+    Metric("decode_seconds", "counter", "Seconds that these steps took.", (), (), THOUSANDTHS * THOUSANDTHS),
+    Metric(
+        "plain_seconds",
+        "counter",
+        "Seconds that plain steps would have taken for the same tokens, by the budget's estimate.",
+        (),
+        (),
+        THOUSANDTHS * THOUSANDTHS,
+    ),
     Metric("part_steps", "counter", "Steps of which a part was timed, on the V2 runner, by part.", ("part",)),
     Metric("part_ms", "counter", "Milliseconds that the part took in those steps.", ("part",), (), THOUSANDTHS),
     Metric("decoupled_drafters", "gauge", "Drafters in processes of their own that are ready to draft."),
@@ -109,6 +121,9 @@ class Metrics(Listener):
         # [MOST_NODES + 1] requests with a draft, by its nodes
         self._sizes = np.zeros(MOST_NODES + 1, np.int64)
         self._sums = [0] * len(_SUMS)
+        self._gain = Gain()
+        self.total = Gain()
+        """Since the engine's start, or since somebody put another one here."""
         # those with labels that are not known before, and gauges
         self._counts: dict[str, int] = {}
         self._was_on: bool | None = None
@@ -147,6 +162,8 @@ class Metrics(Listener):
                     self._version = version
                 self._nodes[_OF_VERSION, :] += (verified, accepted)
             self._sizes += np.bincount(trees.sizes, minlength=MOST_NODES + 1)
+        self._gain.add(record)
+        self.total.add(record)
         plan = record.plan
         if plan is None:
             return
@@ -192,11 +209,19 @@ class Metrics(Listener):
         counts, self._counts = self._counts, {}
         counts.update((name, count) for name, count in zip(_SUMS, self._sums, strict=True) if count)
         self._sums = [0] * len(_SUMS)
+        self._take_gain(counts)
         for size in np.flatnonzero(self._sizes).tolist():
             if size:
                 counts[f"tree_nodes/{size}"] = int(self._sizes[size])
         self._sizes[:] = 0
         return counts
+
+    def _take_gain(self, counts: dict[str, int]) -> None:
+        gain, self._gain = self._gain, Gain()
+        if gain.request_steps:
+            counts["request_steps"], counts["output_tokens"] = gain.request_steps, gain.output_tokens
+            counts["decode_seconds"] = round(gain.spent_ms * THOUSANDTHS)
+            counts["plain_seconds"] = round(gain.plain_ms * THOUSANDTHS)
 
     def _name_nodes(self) -> None:
         """The nodes counted so far get their names; those of the next version are other ones."""

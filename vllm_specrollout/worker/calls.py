@@ -15,6 +15,7 @@ from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.history.answers import Outcome
 from vllm_specrollout.history.epochs import EpochError
+from vllm_specrollout.observe.gain import Gain
 from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
@@ -225,7 +226,11 @@ class StatsMixin(_Base):
     model_runner: SpecRolloutV1 | SpecRolloutV2
 
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
-        """Totals of this worker since the last reset; see `Stats`."""
+        """Totals of this worker since the last reset; see `Stats`.
+
+        "speedup" is what plain decode steps would have taken over what decode steps took, by the budget's estimate;
+        None: it has none. "tokens_per_step" is of one request, over all its decode steps.
+        """
         runner = self.model_runner
         stats = dataclasses.asdict(runner.stats)
         stats["shape"], stats["shape_reason"] = runner.shape[0].value, runner.shape[1]
@@ -236,7 +241,9 @@ class StatsMixin(_Base):
         stats["withheld_checked"], stats["withheld_differing"] = withheld.checked, withheld.differing
         stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
+        gain = runner.metrics.total
+        stats["speedup"], stats["tokens_per_step"] = gain.speedup if gain.is_known else None, gain.tokens_per_step
         if reset:
-            runner.stats = Stats()
+            runner.stats, runner.metrics.total = Stats(), Gain()
             withheld.checked = withheld.differing = 0
         return stats

@@ -8,16 +8,19 @@ import logging
 import time
 from pathlib import Path
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_specrollout import drafters
+from vllm_specrollout import __version__, drafters
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.observe.metrics import Metrics
+from vllm_specrollout.observe.signs import Signs
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.speculator import Speculator
+from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile
 
@@ -78,6 +81,22 @@ def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str)
     return Recorder(header, ThreadSink(path), time.perf_counter)
 
 
+def announce(vllm_config: VllmConfig, runner: str, shape: tuple[DraftMode, str]) -> None:
+    """One line that says that it is on, and what it does for this model.
+
+    Args:
+        runner: `V1` or `V2`.
+        shape: what may be drafted, and why not more.
+    """
+    config, platform = config_of(vllm_config), vllm_config.device_config.device_type
+    what = {DraftMode.TREE: "trees", DraftMode.CHAIN: "chains", DraftMode.OFF: "nothing"}[shape[0]]
+    logger.info(
+        "Spec rollout %s is on (vLLM %s, %s runner, %s): drafters %s, budget %s; %s drafted for this model%s",
+        *(__version__, vllm.__version__, runner, platform, ", ".join(config.sources) or "none yet", config.budget),
+        *(what, f" ({shape[1]})" if shape[1] else ""),
+    )
+
+
 def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, Metrics]:
     """Of several tensor-parallel ranks only the first one gets drafters.
 
@@ -95,7 +114,7 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     proposers = drafters.build(config, vocabulary) if is_first_rank() else []
     metrics = Metrics(config.sources)
     recorder = recorder_of(config, vllm_config, runner)
-    listeners = [metrics] if recorder is None else [metrics, recorder]
+    listeners = [metrics, Signs(), *([] if recorder is None else [recorder])]
     speculator = Speculator(
         proposers, budget, vocab_size=vocabulary.size, listeners=listeners, time_share=config.time_share
     )

@@ -38,7 +38,7 @@ from vllm_specrollout.worker.models.decoupled import sampling_on_v1
 from vllm_specrollout.worker.models.drafter import ModelDrafter, tell
 from vllm_specrollout.worker.request import RequestBook, RequestEntry
 from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, step_of, waiting_of
-from vllm_specrollout.worker.speculate import make_speculator
+from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, held_at_one, row_layout, sample_drafts
 
@@ -108,6 +108,7 @@ class SpecRolloutV1(_Base):
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
             self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way
         decoupled.join(self)
+        announce(self.vllm_config, "V1", self.shape)
         if self.shape[0] is not DraftMode.TREE:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])

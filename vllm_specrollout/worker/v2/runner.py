@@ -31,7 +31,7 @@ from vllm_specrollout.worker.drafting import Drafting, begin_step, drafted_token
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
-from vllm_specrollout.worker.speculate import make_speculator
+from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
@@ -111,6 +111,7 @@ class SpecRolloutV2(_Base):
             return
         self.shape = model_shape(self)
         self.desk = Desk(self.shape[0])
+        announce(self.vllm_config, "V2", self.shape)
         self.verifier = TreeVerifier(self.sampler, self.max_draft_tokens)
         if (connector := getattr(self, "aux_output_connector", None)) is not None:
             self.experts = RoutedExperts(connector)
