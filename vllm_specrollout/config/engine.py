@@ -337,6 +337,11 @@ def load_text(text: str, origin: str) -> Any:
             raise ConfigError(f"{where} cannot be read: {said}", "check the file's permissions and encoding") from None
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{where} has more than {MOST_BYTES} characters", "name a file with a JSON object in it")
+    elif os.path.isfile(os.path.join(path, "config.json")):
+        raise ConfigError(
+            f"`{origin}` is {shown_path(stripped)}, a model's folder",
+            "put the model before the flag, as in `vllm serve MODEL --spec-rollout`",
+        )
     else:
         raise ConfigError(
             f"`{origin}` is {shown_path(stripped)}: neither JSON nor an existing file",

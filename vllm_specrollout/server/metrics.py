@@ -32,7 +32,9 @@ def count_drafts(original: Callable[..., None]) -> Callable[..., None]:
         if not self.spec_decoding_prom.spec_decoding_enabled:
             # who reads them by position expects as many as `--speculative-config` asked for
             asked = (config.speculative_config or {}).get("num_speculative_tokens")
-            positions = SimpleNamespace(num_speculative_tokens=min(asked or MAX_NODES, config.max_draft_tokens))
+            # and no draft is deeper than this
+            most = min(asked or MAX_NODES, config.max_draft_tokens, config.max_depth)
+            positions = SimpleNamespace(num_speculative_tokens=most)
             self.spec_decoding_prom = self._spec_decoding_cls(positions, LABELS, self.per_engine_labelvalues)
 
     return __init__

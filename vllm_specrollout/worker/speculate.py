@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from vllm_specrollout.worker.common import config_of, is_first_rank
 from vllm_specrollout.worker.profiling import seed_from_profile
 
 logger = logging.getLogger("vllm.specrollout")
+
+_REPLICA = "VERL_REPLICA_RANK"
 
 
 def vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
@@ -90,6 +93,12 @@ def announce(vllm_config: VllmConfig, runner: str, shape: tuple[DraftMode, str])
     """
     config, platform = config_of(vllm_config), vllm_config.device_config.device_type
     what = {DraftMode.TREE: "trees", DraftMode.CHAIN: "chains", DraftMode.OFF: "nothing"}[shape[0]]
+    is_one_of_several = vllm_config.parallel_config.data_parallel_size > 1 or bool(os.environ.get(_REPLICA))
+    if is_one_of_several and "history" in config.drafters and not config.history.dir:
+        logger.warning(
+            "Spec rollout: this engine is one of several, and its history is its own: answers of the others draft"
+            ' nothing here. Set {"history": {"dir": FOLDER}}, one folder for all engines of a host'
+        )
     logger.info(
         "Spec rollout %s is on (vLLM %s, %s runner, %s): drafters %s, budget %s; %s drafted for this model%s",
         *(__version__, vllm.__version__, runner, platform, ", ".join(config.sources) or "none yet", config.budget),

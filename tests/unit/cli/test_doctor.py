@@ -89,3 +89,16 @@ def test_environment_variables_that_matter_are_shown(without_vllm, monkeypatch):
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", '{"max_depth": 3}')
     shown = {finding.name: finding.value for finding in doctor.examine().variables}
     assert shown["VLLM_SPEC_ROLLOUT"] == '{"max_depth": 3}' and shown["VLLM_USE_V2_MODEL_RUNNER"] == "unset"
+
+
+def test_plugins_that_vllm_may_load_have_to_name_this_one(without_vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    (finding,) = [one for one in doctor.examine().findings if one.name == "plugin"]
+    assert finding.is_problem and finding.hint == "add it: VLLM_PLUGINS=other,spec_rollout"
+    for named in ("spec_rollout", "other,spec_rollout"):
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+        assert not [one for one in doctor.examine().findings if one.name == "plugin"]
+
+
+def test_the_verdict_comes_first(without_vllm):
+    assert doctor.examine().as_text().startswith("spec rollout does not work here")
