@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_specrollout.cluster.ray.group import Answer, GroupError, SpecGroup
+    from vllm_specrollout.cluster.ray.trainer import lend
 
-__all__ = ["Answer", "GroupError", "SpecGroup"]
+__all__ = ["Answer", "GroupError", "SpecGroup", "lend"]
 
 
 def __getattr__(name: str) -> Any:
     """A group is looked for when it is asked for: it needs Ray, and nothing else here does."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm_specrollout.cluster.ray import trainer
     from vllm_specrollout.errors import UnsupportedError
 
+    if name == "lend":
+        return trainer.lend  # its actors bring Ray
     try:
         from vllm_specrollout.cluster.ray import group
     except ModuleNotFoundError as error:
