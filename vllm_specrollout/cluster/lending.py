@@ -192,7 +192,7 @@ class Lending:
 
     def _take(self, own: _Own, found: Mapping[str, Any]) -> None:
         """How it stands."""
-        steps, running = found["steps"], found["running"]
+        steps, running, was_out = found["steps"], found["running"], own.stands.version is None
         own.first = {request: own.first.get(request, (tokens, steps)) for request, (_, tokens) in running.items()}
         own.stands = Engine(
             version=0,
@@ -211,7 +211,10 @@ class Lending:
             },
         )
         own.verified, own.accepted = found["verified"], found["accepted"]
-        own.is_fresh = True
+        # while it was left out, what it has borrowed was lent to others
+        stale = own.stands.lent if was_out else {}
+        own.todo += [("detach_drafter", (LENT + lender,)) for lender in stale]
+        own.is_fresh = not stale
         if own.may_warm:
             own.wrong = ""
         if self._warm is not None and own.may_warm and not found["model"]:
@@ -228,9 +231,10 @@ class Lending:
             own.todo.append(("assign_drafter", (name, requests)))
         else:
             self.lent += 1
-            lent[lender] = command.requests
             address = self._engines[lender].stands.drafter
             own.todo.append(("attach_drafter", (name, address, None, None, requests)))
+        if requests:
+            lent[lender] = command.requests
 
     def _ask_next(self, own: _Own) -> None:
         if own.call is not None:
