@@ -15,17 +15,14 @@ def __getattr__(name: str) -> Any:
     """A group is looked for when it is asked for: it needs Ray, and nothing else here does."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm_specrollout.cluster.ray import trainer
     from vllm_specrollout.errors import UnsupportedError
 
-    if name == "lend":
-        return trainer.lend  # its actors bring Ray
     try:
-        from vllm_specrollout.cluster.ray import group
+        from vllm_specrollout.cluster.ray import group, trainer
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise UnsupportedError(
             "a group of engines needs Ray, and it is not installed", "pip install 'vllm-specrollout[cluster]'"
         ) from None
-    return getattr(group, name)
+    return getattr(trainer if name == "lend" else group, name)

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import ray
+
+from vllm_specrollout.cluster.batch import GroupError
 from vllm_specrollout.cluster.lending import PATIENCE_S, Ask, Lending
 
 
@@ -31,6 +34,8 @@ def asking(actor: Any) -> Ask:
     """How the engine in this actor is asked."""
 
     def ask(method: str, args: tuple[Any, ...]) -> Future[Sequence[Any]]:
+        if not ray.is_initialized():  # a call would begin it anew
+            raise GroupError("Ray has ended, and with it the engines", "call `close` of what `lend` returned before")
         return actor.__ray_call__.remote(inside, method, args).future()
 
     return ask
