@@ -6,6 +6,7 @@ methods of their workers. It never waits for one: an engine that does not answer
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -112,7 +113,8 @@ class Lending:
             for name in names:
                 if (own := self._engines.pop(name, None)) is not None:
                     for lender in own.stands.lent:
-                        own.ask("detach_drafter", (LENT + lender,))
+                        with contextlib.suppress(Exception):  # it may be gone already
+                            own.ask("detach_drafter", (LENT + lender,))
 
     def status(self) -> dict[str, Any]:
         """In plain values. Nodes are those of drafters elsewhere, in the steps of the engines that are there."""
@@ -161,7 +163,8 @@ class Lending:
         if own.call is None:
             return
         if not own.call.done():
-            if self._clock() - own.asked_at > PATIENCE_S:
+            # one that was never heard may still start
+            if own.stands.version is not None and self._clock() - own.asked_at > PATIENCE_S:
                 self._leave_out(name, own, "it does not answer")
             return
         call, own.call = own.call, None
