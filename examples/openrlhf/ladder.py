@@ -18,12 +18,12 @@ from typing import Any
 import rollout
 from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT
 
-SPEC_ROLLOUT = {"placement": "decoupled", "drafters": ["history"]}
-"""All that an actor needs: it can be lent drafters. Its own one is begun by `lend`."""
-SHORT, LONG = 16, 400
+SPEC_ROLLOUT = {"placement": "decoupled", "drafters": [], "budget": "fixed"}
+"""An actor needs the placement alone. Here nothing drafts but what is lent, so that its help can be seen."""
+SHORT, LONG = 16, 1200
 START_S = 1200.0
 # a rounded logit may resolve a tie otherwise
-rollout.DTYPE = "float32"
+rollout.DTYPE, rollout.MAX_MODEL_LEN = "float32", 2048
 
 
 def roll_out(actors: list[Any], prompts: list[list[int]]) -> list[list[int]]:

@@ -21,10 +21,12 @@ import rollout
 from vllm_specrollout.bench.policy import CHECKPOINT, DRAFT
 
 OVERRIDES = [
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.spec_rollout={placement: decoupled, drafters: [history]}",
+    # servers need the placement alone; here nothing drafts but what is lent, so that its help can be seen
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.spec_rollout={placement: decoupled, drafters: [], budget: fixed}",
     f"actor_rollout_ref.rollout.router_config_path={Path(__file__).with_name('ladder.yaml')}",
 ]
-SHORT, LONG = 16, 400
+LENGTHS = ["actor_rollout_ref.rollout.max_model_len=2048"]
+SHORT, LONG = 16, 1200
 START_S = 1200.0
 # a rounded logit may resolve a tie otherwise
 rollout.DTYPE = "float32"
@@ -90,11 +92,11 @@ def main() -> int:
         object_store_memory=200 << 20,
         runtime_env={"env_vars": rollout.ENVIRONMENT},
     )
-    config = rollout.configuration(given.model, [])
+    config = rollout.configuration(given.model, LENGTHS)
     stock = rollout.start(config, {})
     wanted = asyncio.run(roll_out(config, get_router_handle({"stock": stock}), prompts))
     ray.kill(stock)
-    config = rollout.configuration(given.model, OVERRIDES)
+    config = rollout.configuration(given.model, LENGTHS + OVERRIDES)
     servers = {str(rank): rollout.start(config, {}, rank) for rank in range(2)}
     router = get_router_handle(servers, config.actor_rollout_ref.rollout.router_config_path)
     is_right = check(config, router, prompts, wanted, given.rounds)

@@ -25,6 +25,7 @@ BEAT_S = 0.5
 """Seconds between two looks at the engines."""
 PATIENCE_S = 10.0
 """Seconds without an answer after which an engine is left out."""
+_MOST_SAID = 16  # of what is wrong with one engine
 LENT = "lent by "
 """Before a lender's name: what its drafter is called where it is attached."""
 
@@ -53,8 +54,9 @@ class _Own:
     may_warm: bool = True
     verified: int = 0
     accepted: int = 0
-    # what was wrong the last time; empty: nothing
+    # what is wrong, empty: nothing; and what was said of it
     wrong: str = ""
+    said: set[str] = field(default_factory=set)
 
 
 class Lending:
@@ -189,7 +191,9 @@ class Lending:
         own.todo.clear()
 
     def _complain(self, name: str, own: _Own, wrong: str) -> None:
-        if wrong != own.wrong:
+        # said once: an engine that takes in weights is silent for long, and that comes back
+        if wrong not in own.said and len(own.said) < _MOST_SAID:
+            own.said.add(wrong)
             logger.warning("Spec rollout: drafters are not lent as they could be: engine %s: %s", name, wrong)
         own.wrong = wrong
 

@@ -186,8 +186,8 @@ def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
     assert busy.borrowed == {"b": ["r1"]} and other.borrowed == {"b": ["r2"]}
     with caplog.at_level(logging.WARNING, "vllm.specrollout"):
         if way == "raises":
-            failing.failure = "the actor died"
-            stage.beats()
+            for failing.failure in ("the actor died", "", "the actor died"):
+                stage.beats()
         elif way == "hangs":
             failing.held = []
             stage.beats(int(PATIENCE_S / 0.5) + 5)
@@ -203,6 +203,7 @@ def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
     failing.release()
     stage.beats()
     assert busy.borrowed == {"b": ["r1"]}, "it is back"
+    assert not stage.lending.status()["engines"]["b"]["wrong"]
 
 
 def test_others_are_helped_while_one_does_not_answer() -> None:
