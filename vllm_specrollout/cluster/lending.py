@@ -25,6 +25,7 @@ BEAT_S = 0.5
 """Seconds between two looks at the engines."""
 PATIENCE_S = 10.0
 """Seconds without an answer after which an engine is left out."""
+_NOBODY = {"cause": "none of its ranks drafts", "hint": "ask the engine that has the first rank"}
 _MOST_SAID = 16  # of what is wrong with one engine
 LENT = "lent by "
 """Before a lender's name: what its drafter is called where it is attached."""
@@ -172,7 +173,7 @@ class Lending:
         call, own.call = own.call, None
         try:
             # of its ranks, those that do not draft say nothing
-            found: Mapping[str, Any] = next((one for one in call.result() if one), {})
+            found: Mapping[str, Any] = next((one for one in call.result() if one), _NOBODY)
         except Exception as error:  # whatever its owner's calls raise
             self._leave_out(name, own, f"{type(error).__name__}: {error}")
             return

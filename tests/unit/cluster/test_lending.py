@@ -44,7 +44,8 @@ class Fake:
         if self.failure:
             future.set_exception(RuntimeError(self.failure))
         elif method in self.refusals:
-            future.set_result([{"cause": self.refusals[method], "hint": "do otherwise"}, {}])
+            wrong = {"cause": self.refusals[method], "hint": "do otherwise"} if self.refusals[method] else {}
+            future.set_result([wrong, {}])
         else:
             future.set_result([getattr(self, method)(*args), {}])
 
@@ -176,7 +177,7 @@ def test_a_drafter_that_dies_is_taken_back_and_lent_again_once_it_drafts() -> No
     assert busy.borrowed == {"b": ["r1"]}
 
 
-@pytest.mark.parametrize("way", ["raises", "hangs", "is removed"])
+@pytest.mark.parametrize("way", ["raises", "hangs", "says nothing", "is removed"])
 def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +189,9 @@ def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
         if way == "raises":
             for failing.failure in ("the actor died", "", "the actor died"):
                 stage.beats()
+        elif way == "says nothing":
+            failing.refusals["spec_rollout_standing"] = ""
+            stage.beats()
         elif way == "hangs":
             failing.held = []
             stage.beats(int(PATIENCE_S / 0.5) + 5)
@@ -200,6 +204,7 @@ def test_an_engine_that_fails_is_left_out_and_what_it_lent_is_taken_back(
     if way == "is removed":
         stage.lending.add({"b": failing.ask})
     failing.failure = ""
+    failing.refusals.clear()
     failing.release()
     stage.beats()
     assert busy.borrowed == {"b": ["r1"]}, "it is back"
