@@ -189,7 +189,6 @@ class Lending:
     def _leave_out(self, name: str, own: _Own, wrong: str) -> None:
         self._complain(name, own, wrong)
         own.stands.version = None
-        own.todo.clear()
 
     def _complain(self, name: str, own: _Own, wrong: str) -> None:
         # said once: an engine that takes in weights is silent for long, and that comes back
