@@ -211,7 +211,7 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     standing, now = seen["standing"], stage.ask("spec_rollout_standing")
     assert standing["attached"] == {"other": ["2"]}
     assert [prompt for prompt, _ in standing["running"].values()] == [4] * 4
-    assert all(0 < tokens < 20 for _, tokens in standing["running"].values())
+    assert all(0 <= tokens < 20 for _, tokens in standing["running"].values())
     assert now["steps"] > standing["steps"] > 0
     assert now["verified"] >= now["accepted"] > 0
 
