@@ -77,21 +77,25 @@ def epochs(inputs: RhymeRLInputs, own_spread: float, rng: np.random.Generator, c
     return one(), one()
 
 
+def medians(lengths: Floats) -> dict[str, float]:
+    """Problem (its number) -> what HistoPipe forecasts by, in its next epoch."""
+    return {str(i): length for i, length in enumerate(np.median(lengths, axis=1).tolist())}
+
+
 def ranked(inputs: RhymeRLInputs, own_spread: float, count: int, seed: int) -> tuple[float, float, float, float]:
     """A column of Table 2, in percent."""
     before, now = epochs(inputs, own_spread, np.random.default_rng(seed), int(inputs.problems))
-    past = dict(enumerate(np.median(before, axis=1).tolist()))
-    groups = histopipe.ranks({str(p): length for p, length in past.items()}, count)
+    past = medians(before)
+    groups = histopipe.ranks(past, count)
     # answers that are as long as those of a rank by their real order
     bounds = np.quantile(now, np.arange(1, count) / count)
-    beta = histopipe.growth(past, dict(enumerate(np.median(now, axis=1).tolist())))
+    beta = histopipe.growth(past, medians(now))
     shares = np.zeros(4)
     for number, group in enumerate(groups):
-        problems = [int(name) for name in group]
-        own = np.sort(now[problems].ravel())
+        own = np.sort(now[[int(problem) for problem in group]].ravel())
         wrong = np.searchsorted(bounds, own, side="right") > number
         last = np.arange(len(own)) >= (1.0 - histopipe.LAST) * len(own)
-        beyond = own > beta * past[problems[-1]]
+        beyond = own > beta * past[group[-1]]
         shares += [(~wrong).sum(), (wrong & ~last).sum(), (wrong & last & ~beyond).sum(), (wrong & last & beyond).sum()]
     first, second, third, fourth = (100.0 * shares / now.size).tolist()
     return first, second, third, fourth
@@ -168,8 +172,8 @@ class Training:
         """[W] seconds of each worker."""
         inputs = self._inputs
         before, now = epochs(inputs, inputs.own_spread[0], self._rng, int(inputs.prompts))
-        past = {f"p{i}": length for i, length in enumerate(np.median(before, axis=1).tolist())}
-        groups = histopipe.ranks(past, int(inputs.ranks))
+        past = medians(before)
+        groups = histopipe.ranks(past, min(int(inputs.ranks), len(self._names)))
         homes = {problem: self._names[i % len(self._names)] for i, problem in enumerate(past)}
         if self._arm.is_pipelined:
             means = [float(np.mean([past[problem] for problem in group])) for group in groups]
@@ -181,7 +185,7 @@ class Training:
         if self._arm.is_pipelined:
             self._migrate(batches, {homes[p]: (i, past[group[-1]]) for i, group in enumerate(groups) for p in group})
         self.answers += now.size
-        self._beta = histopipe.growth(past, dict(zip(past, np.median(now, axis=1).tolist(), strict=True)))
+        self._beta = histopipe.growth(past, medians(now))
         return np.asarray([self._seconds(batches[name], late.get(name, [])) for name in self._names])
 
     def _seconds(self, lengths: Sequence[float], late: Sequence[tuple[float, float]]) -> float:
