@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 from vllm_specrollout.bench.studies.answers import AnswersInputs, draw_answers
@@ -86,6 +87,7 @@ def site_of(inputs: WhatIfInputs, engines: int, drafter: str, arm: str) -> Site:
     )
 
 
+@lru_cache(maxsize=1)
 def drawn(inputs: WhatIfInputs, engines: int, drafter: str, seed: int) -> tuple[Workload, dict[str, float]]:
     """Answers, and the forecasts of their problems: medians of the epoch before."""
     own = inputs.history_acceptance if drafter == "history" else inputs.head_acceptance
