@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,8 +230,9 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
         assert stage.is_ready(name), "it stays warm"
     assert list(stage.drafter.links) == ["drafter"]
     assert standing["attached"] == {"second": ["3", "7"]}
-    running = Counter(prompt for prompt, _ in standing["running"].values())
-    assert running and running <= Counter(len(request.prompt) for request in stage.requests), "some are over already"
+    # some are over already, and some have several samples
+    prompts = {prompt for prompt, _ in standing["running"].values()}
+    assert prompts and prompts <= {len(request.prompt) for request in stage.requests}
     now = stage.ask("spec_rollout_standing")
     assert now["steps"] > standing["steps"] > 0
     assert now["verified"] >= now["accepted"] > standing["accepted"] > 0
