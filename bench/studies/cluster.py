@@ -126,11 +126,6 @@ class _Worker:
         self.steps, self.at, self.step_ms = 0.0, 0.0, 1.0
         self.paces: dict[str, _Pace] = {}
 
-    def advance(self, now: float) -> None:
-        if now > self.at:
-            self.steps += (now - self.at) / self.step_ms if self.paces else 0.0
-            self.at = now
-
 
 def simulate(work: Workload, site: Site, first: Mapping[str, str]) -> Outcome:
     """Run a batch to its last answer's end.
@@ -203,9 +198,12 @@ class _Batch:
         self._outcome.tokens += self._tokens(worker, pace) - pace.began
 
     def _advance(self, worker: _Worker) -> None:
-        if worker.paces and self._now > worker.at:
-            self._outcome.busy_ms += self._now - worker.at
-        worker.advance(self._now)
+        passed = self._now - worker.at
+        if passed > 0.0:
+            worker.at = self._now
+            if worker.paces:
+                self._outcome.busy_ms += passed
+                worker.steps += passed / worker.step_ms
 
     def _tokens(self, worker: _Worker, pace: _Pace) -> float:
         return pace.tokens + pace.each * (worker.steps - pace.since)

@@ -24,7 +24,7 @@ ENVIRONMENT = {
     # the worker loads its extension by name
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
 }
-LENGTH = 160
+LENGTH, MAX_MODEL_LEN = 160, 512
 DTYPE = "bfloat16"
 
 Answers = list[list[int]]
@@ -42,7 +42,7 @@ def start(model: Path, variables: dict[str, str]) -> Any:
         tensor_parallel_size=1,
         seed=42,
         distributed_executor_backend="uni",
-        max_model_len=512,
+        max_model_len=MAX_MODEL_LEN,
         # all prompts fit: on CPU, stock vLLM fails on a seeded request whose prompt it computes in pieces
         max_num_batched_tokens=16384,
         enable_prefix_caching=True,

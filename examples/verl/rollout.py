@@ -66,7 +66,7 @@ def configuration(model: Path, overrides: list[str]) -> Any:
         return compose("ppo_trainer", [*given, *overrides])
 
 
-def start(config: Any, variables: dict[str, str]) -> Any:
+def start(config: Any, variables: dict[str, str], rank: int = 0) -> Any:
     """verl's server as an actor."""
     import ray
     from verl.workers.rollout.replica import RolloutMode
@@ -80,7 +80,7 @@ def start(config: Any, variables: dict[str, str]) -> Any:
             model_config=config.actor_rollout_ref.model,
             rollout_mode=RolloutMode.STANDALONE,
             workers=[],
-            replica_rank=0,
+            replica_rank=rank,
             node_rank=0,
             gpus_per_node=1,
             nnodes=1,

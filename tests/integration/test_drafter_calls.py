@@ -1,4 +1,4 @@
-"""After a sleep that threw its weights away, a drafter has them again or is off; the engine wakes up either way."""
+"""Calls of a worker on drafters: weights after a sleep that threw them away, a warm drafter, how the engine stands."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class Asleep:
 
     def wake_up(self, tags: list[str] | None) -> None:
         self.told.append(tags)
+
+    def shutdown(self) -> None:
+        self.told.append("the end")
 
 
 class Worker(DrafterMixin, Asleep):
@@ -86,6 +89,8 @@ def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypa
         lambda: worker.detach_drafter("one"),
         lambda: worker.assign_drafter("one", None),
         worker.drafters_state,
+        worker.spec_rollout_standing,
+        lambda: worker.spec_rollout_warm("small"),
     ):
         answer = call()
         assert "`placement` is `coupled`" in answer["cause"] and '{"placement": "decoupled"}' in answer["hint"]
@@ -94,3 +99,63 @@ def test_an_engine_that_is_not_decoupled_says_so_and_how_to_make_it_one(monkeypa
 def test_ranks_that_do_not_draft_have_no_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "is_first_rank", lambda: False)
     assert Worker().attach_drafter("one", "ipc:///x") == Worker().drafters_state() == {}
+    assert Worker().spec_rollout_warm("small") == Worker().spec_rollout_standing() == {}
+
+
+class Warm:
+    """In the place of a warm drafter."""
+
+    def __init__(self, model: str) -> None:
+        self.process, self.address = SimpleNamespace(command=SimpleNamespace(model=model)), ""
+        self.is_stopped = False
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def test_a_warm_drafter_is_begun_once_and_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, Any, Any]] = []
+
+    def warm(runner: Any, model: str, devices: Any, engine_args: Any) -> Warm:
+        if not model:
+            raise ConfigError("a drafter has an empty `model`", "name one")
+        begun.append((model, devices, engine_args))
+        return Warm(model)
+
+    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
+    monkeypatch.setattr(calls.decoupled, "attached", lambda runner: None)
+    monkeypatch.setattr(calls.decoupled, "warm", warm)
+    worker = Worker()
+    assert worker.spec_rollout_warm("") == {"cause": "a drafter has an empty `model`", "hint": "name one"}
+    for model in ("small", "other"):
+        assert worker.spec_rollout_warm(model, ["cpu:1"], {"seed": 1}) == {"model": "small"}
+    assert begun == [("small", ["cpu:1"], {"seed": 1})]
+    worker.shutdown()
+    assert worker._warm.is_stopped and worker.told == ["the end"]
+
+
+def test_an_engine_says_how_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {"its own": SimpleNamespace(only=None), "lent": SimpleNamespace(only=frozenset({"b", "a"}))}
+    monkeypatch.setattr(calls, "is_first_rank", lambda: True)
+    monkeypatch.setattr(calls.decoupled, "attached", lambda runner: SimpleNamespace(links=links))
+    worker = Worker()
+    worker.model_runner.standing = lambda: {"a": (5, 2)}
+    worker.model_runner.step = SimpleNamespace(number=7)
+    worker.model_runner.metrics = SimpleNamespace(nodes_of={("decoupled", "decoupled_alternatives"): (9, 4)}.get)
+    worker.model_runner.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=32))
+    found = worker.spec_rollout_standing()
+    assert found.pop("host")
+    assert found == {
+        "running": {"a": (5, 2)},
+        "steps": 7,
+        "places": 32,
+        "drafter": "",
+        "model": "",
+        "attached": {"lent": ["a", "b"]},
+        "verified": 9,
+        "accepted": 4,
+    }
+    worker._warm = Warm("small")
+    worker._warm.address = "ipc://x"
+    found = worker.spec_rollout_standing()
+    assert (found["drafter"], found["model"]) == ("ipc://x", "small")

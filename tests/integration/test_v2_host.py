@@ -161,11 +161,13 @@ def test_a_request_that_ends_while_it_is_preempted_is_told_with_what_it_had(tick
     assert recorder.forgotten == ["aborted", "comes back"] and host.get("aborted") is None
     host.settle()
     assert [ending.request_id for ending in host.unfinished()] == ["aborted", "comes back"]
+    assert host.standing() == {"aborted": (3, 1), "comes back": (3, 1)}
     host.end("aborted", 1, FinishReason.ABORTED)
     host.leave("aborted")
     host.add(request("comes back", tokens=(1, 2, 3, 8)))
     assert told == [("aborted", [7], FinishReason.ABORTED)]
     assert host.unfinished() == [], "the one is over, the other one begins"
+    assert list(host.standing()) == ["comes back"]
 
 
 def test_an_answer_that_ended_before_new_weights_is_said_to_be_of_the_old_ones(ticking):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.trainers,
     # several servers one after the other, each a minute to start where nothing else runs
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not (FOLDER / "ray").is_dir(), reason="verl, OpenRLHF and Ray are not here: `make trainers`"),
+    pytest.mark.skipif(not (FOLDER / "verl").is_dir(), reason="verl and OpenRLHF are not here: `make trainers`"),
 ]
 
 
@@ -65,3 +66,11 @@ def test_openrlhfs_actor_answers_as_stock_through_pauses_and_new_weights(command
     assert int(pause.split()[2]) > 0
     assert lines[-1].startswith("ours, other weights: ")
     assert lines[-1].endswith(f"the first weights again: {count} are as before")
+
+
+@pytest.mark.parametrize("trainer", ["verl", "openrlhf"])
+def test_an_idle_engines_drafter_helps_the_other_ones_straggler_and_answers_are_stocks(trainer: str) -> None:
+    *rounds, lent = [line for line in run(f"examples/{trainer}/ladder.py") if " of 8 " in line or "lent" in line]
+    assert rounds == ["ours: 8 of 8 answers are those of stock"] * 3
+    found = re.fullmatch(r"drafters lent (\d+) times: (\d+) tokens verified, (\d+) accepted", lent)
+    assert found is not None and all(int(count) > 0 for count in found.groups())

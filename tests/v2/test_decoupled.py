@@ -196,6 +196,7 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
             # it was told of all requests, with all their tokens
             until(lambda: stage.has_answered("other", 1))
             stage.ask("assign_drafter", "other", ["2"])
+            seen.update(standing=stage.ask("spec_rollout_standing"))
             assert {one["name"] for one in stage.ask("drafters_state")["other"]["requests"].values()} <= {"2"}
             stage.ask("assign_drafter", "other", None)
         elif step == 4:
@@ -207,6 +208,12 @@ def test_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     assert stage.runner.stats.accepted > accepted
     assert seen["opened"] >= 4 and seen["trees"] > 0 and seen["waited_s"] == 0.0 and not seen["error"]
     assert list(stage.drafter.links) == ["drafter"]
+    standing, now = seen["standing"], stage.ask("spec_rollout_standing")
+    assert standing["attached"] == {"other": ["2"]}
+    assert [prompt for prompt, _ in standing["running"].values()] == [4] * 4
+    assert all(0 <= tokens < 20 for _, tokens in standing["running"].values())
+    assert now["steps"] > standing["steps"] > 0
+    assert now["verified"] >= now["accepted"] > 0
 
 
 @pytest.mark.identity

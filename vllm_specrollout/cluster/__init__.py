@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_specrollout.cluster.ray.group import Answer, GroupError, SpecGroup
+    from vllm_specrollout.cluster.ray.trainer import lend
 
-__all__ = ["Answer", "GroupError", "SpecGroup"]
+__all__ = ["Answer", "GroupError", "SpecGroup", "lend"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,11 +18,11 @@ def __getattr__(name: str) -> Any:
     from vllm_specrollout.errors import UnsupportedError
 
     try:
-        from vllm_specrollout.cluster.ray import group
+        from vllm_specrollout.cluster.ray import group, trainer
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise UnsupportedError(
             "a group of engines needs Ray, and it is not installed", "pip install 'vllm-specrollout[cluster]'"
         ) from None
-    return getattr(group, name)
+    return getattr(trainer if name == "lend" else group, name)

@@ -6,7 +6,7 @@ anyway. Counting must cost a step microseconds: it sees flat arrays of the whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +117,8 @@ class Metrics(Listener):
         self._sources = tuple(sources)
         # [_BY_SOURCE, SOURCES] nodes; the last two rows are of one version of the weights
         self._nodes = np.zeros((len(_BY_SOURCE), SOURCES), np.int64)
+        # those that have got their names, since the engine began
+        self._named = np.zeros_like(self._nodes)
         self._version = 0
         # [MOST_NODES + 1] requests with a draft, by its nodes
         self._sizes = np.zeros(MOST_NODES + 1, np.int64)
@@ -203,6 +205,12 @@ class Metrics(Listener):
         self._add("decoupled_trees", trees)
         self._add("decoupled_wasted_nodes", wasted)
 
+    def nodes_of(self, sources: Collection[str]) -> tuple[int, int]:
+        """Nodes of these drafters that were verified, and that were accepted, since the engine began."""
+        own = [i for i, name in enumerate(self._sources) if name in sources]
+        verified, accepted = (self._named + self._nodes)[[_VERIFIED, _ACCEPTED]][:, own].sum(axis=1).tolist()
+        return verified, accepted
+
     def take(self) -> dict[str, int]:
         """The counts so far, which are forgotten here."""
         self._name_nodes()
@@ -229,6 +237,7 @@ class Metrics(Listener):
             name = self._sources[source] if source < len(self._sources) else "unknown"
             version = f"/{self._version}" if row in _OF_VERSION else ""
             self._add(f"{_BY_SOURCE[row]}/{name}{version}", int(self._nodes[row, source]))
+        self._named += self._nodes
         self._nodes[:] = 0
 
     def _decided(self, is_on: bool, reason: str, nodes: int) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_specrollout.cluster.child import WarmDrafter
 from vllm_specrollout.cluster.profiles import kept, of_engine
+from vllm_specrollout.config import DECOUPLED_SOURCES
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.history.answers import Outcome
@@ -40,6 +43,8 @@ class DrafterMixin(_Base):
     # where the drafter's weights came from last, and out of which folder they may not; None: as the engine was started
     _drafter_place: tuple[Path, Path | None] | None = None
     _has_lost_weights = False
+    # for other engines to attach; None: there is none
+    _warm: WarmDrafter | None = None
 
     def spec_rollout_load_drafter(self, path: str, below: str | None = None) -> dict[str, Any]:
         """Other weights for the model that drafts; see `swap`. An error comes back as its cause and hint, and whether
@@ -104,6 +109,52 @@ class DrafterMixin(_Base):
     def drafters_state(self) -> dict[str, Any]:
         """All drafters that are attached, as `DecoupledDrafter.state`."""
         return self._elsewhere(lambda own: own.state())
+
+    def spec_rollout_warm(
+        self, model: str, devices: Sequence[str] = (), engine_args: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Begin a drafter beside this engine, for others to attach while this one is idle. It ends with the engine.
+
+        Args:
+            devices: such as `cpu:2` or `cuda:1`, as this process counts them; empty: the host's cores.
+            engine_args: of the drafter's engine, where they are others than this one's.
+        """
+
+        def begin(own: DecoupledDrafter) -> dict[str, Any]:
+            if self._warm is None:
+                self._warm = decoupled.warm(self.model_runner, model, devices, engine_args or {})
+            return {"model": self._warm.process.command.model}
+
+        return self._elsewhere(begin)
+
+    def spec_rollout_standing(self) -> dict[str, Any]:
+        """How this engine stands among others, for `cluster.lending`: what runs, and which drafters it has and borrows.
+
+        Returns:
+            "running": request -> tokens of its prompt, and of its answer. "steps" and "verified", "accepted" nodes of
+            drafters elsewhere, since it began. "attached": drafter -> the only requests that it drafts for.
+        """
+        return self._elsewhere(self._standing)
+
+    def _standing(self, own: DecoupledDrafter) -> dict[str, Any]:
+        runner, warm = self.model_runner, self._warm
+        verified, accepted = runner.metrics.nodes_of(DECOUPLED_SOURCES)
+        return {
+            "running": runner.standing(),
+            "steps": runner.step.number,
+            "places": runner.vllm_config.scheduler_config.max_num_seqs,
+            "host": socket.gethostname(),
+            "drafter": "" if warm is None else warm.address,
+            "model": "" if warm is None else warm.process.command.model,
+            "attached": {name: sorted(link.only) for name, link in own.links.items() if link.only is not None},
+            "verified": verified,
+            "accepted": accepted,
+        }
+
+    def shutdown(self) -> None:
+        if self._warm is not None:
+            self._warm.stop()
+        super().shutdown()
 
     def _elsewhere(self, what: Callable[[DecoupledDrafter], dict[str, Any]]) -> dict[str, Any]:
         if not is_first_rank():

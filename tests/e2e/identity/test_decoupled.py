@@ -190,6 +190,7 @@ def test_a_drafter_killed_amid_a_batch_is_begun_anew_and_drafts_for_the_same_bat
 
 def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
     seen: dict[str, dict[str, Any]] = {}
+    standing: dict[str, Any] = {}
     accepted: list[int] = []
 
     def state(name: str) -> dict[str, Any]:
@@ -207,6 +208,7 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
         if step == 8:
             accepted.append(stage.runner.stats.accepted)
             stage.ask("assign_drafter", "second", ["3", "7"])
+            standing.update(stage.ask("spec_rollout_standing"))
             assert {request["name"] for request in state("second")["requests"].values()} <= {"3", "7"}
             stage.ask("assign_drafter", "second", None)
         if step == 14:
@@ -227,6 +229,13 @@ def test_warm_drafters_come_and_go_within_one_batch(stage: Stage) -> None:
         assert seen[name]["waited_s"] == 0.0
         assert stage.is_ready(name), "it stays warm"
     assert list(stage.drafter.links) == ["drafter"]
+    assert standing["attached"] == {"second": ["3", "7"]}
+    # some are over already, and some have several samples
+    prompts = {prompt for prompt, _ in standing["running"].values()}
+    assert prompts and prompts <= {len(request.prompt) for request in stage.requests}
+    now = stage.ask("spec_rollout_standing")
+    assert now["steps"] > standing["steps"] > 0
+    assert now["verified"] >= now["accepted"] > standing["accepted"] > 0
 
 
 def test_windows_and_modes_change_within_a_batch_and_no_token_does(

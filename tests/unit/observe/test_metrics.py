@@ -46,6 +46,15 @@ def test_nodes_are_counted_for_the_drafter_that_proposed_them():
     assert metrics.take() == {}
 
 
+def test_nodes_of_some_drafters_are_known_since_the_engine_began_whatever_was_taken():
+    metrics, trees = Metrics(("history", "near", "far")), batch_of([from_sources(0, 1, 1, 2)])
+    metrics.stepped(record_of(trees, [[0, 1]]))
+    metrics.take()
+    metrics.stepped(record_of(trees, [[0, 1, 2, 3]]))
+    assert metrics.nodes_of(("near", "far")) == (6, 4)
+    assert metrics.nodes_of(("history",)) == (2, 2) and metrics.nodes_of(()) == (0, 0)
+
+
 def test_nodes_are_counted_by_the_targets_weights_too():
     metrics, trees = Metrics(("history", "model")), batch_of([from_sources(0, 1, 1)])
     for version in (0, 3):

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from vllm_specrollout.budgets.base import Backoff, Budget
 from vllm_specrollout.budgets.registry import make_budget
-from vllm_specrollout.cluster.child import Command, DrafterProcess
+from vllm_specrollout.cluster.child import Command, DrafterProcess, WarmDrafter
 from vllm_specrollout.cluster.duel import Duel
 from vllm_specrollout.cluster.line import Sampling
 from vllm_specrollout.cluster.link import SamplingOf
@@ -173,6 +173,16 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
         process = DrafterProcess(_command(started, vllm_config))
         drafter.link(started.name, Box(process.command.address), process)
     return drafter
+
+
+def warm(runner: Any, model: str, devices: Sequence[str], engine_args: Mapping[str, Any]) -> WarmDrafter:
+    """A drafter beside this engine, for others to attach; its engine is like this one's where nothing else is said.
+
+    Raises:
+        ConfigError: something cannot be used.
+    """
+    given = StartedDrafter(model=model, devices=tuple(devices), engine_args=dict(engine_args))
+    return WarmDrafter(_command(given, runner.vllm_config))
 
 
 def attached(runner: Any) -> DecoupledDrafter:

@@ -172,6 +172,10 @@ class SpecRolloutV1(_Base):
         running = [self.book.get(state) for state in self.requests.values() if state.output_token_ids]
         return [entry.ended(len(entry.state.output_token_ids), FinishReason.ABORTED, version) for entry in running]
 
+    def standing(self) -> dict[str, tuple[int, int]]:
+        """Request that runs, or was preempted -> tokens of its prompt, and of its answer so far."""
+        return {name: (one.num_prompt_tokens, len(one.output_token_ids)) for name, one in self.requests.items()}
+
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if not scheduled:

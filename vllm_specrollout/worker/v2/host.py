@@ -244,6 +244,11 @@ class Host:
         running = [r for r in known if r.length > r.num_prompt and r.request_id not in self._over]
         return over + [r.ended(r.length - r.num_prompt, FinishReason.ABORTED, version) for r in running]
 
+    def standing(self) -> dict[str, tuple[int, int]]:
+        """Request that runs, or was preempted -> tokens of its prompt, and of its answer so far."""
+        known = {**self._requests, **self._away}
+        return {name: (r.num_prompt, r.length - r.num_prompt) for name, r in known.items() if name not in self._over}
+
     def _tell_endings(self) -> None:
         for request_id, over in list(self._over.items()):
             if self._in_flight and over.request.length < over.request.num_prompt + over.num_tokens:

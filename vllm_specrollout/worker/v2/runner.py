@@ -94,6 +94,9 @@ class SpecRolloutV2(_Base):
     def unfinished(self) -> list[FinishedRequest]:
         return self.host.unfinished()
 
+    def standing(self) -> dict[str, tuple[int, int]]:
+        return self.host.standing()
+
     @property
     def drafter(self) -> Speculator:
         """The name under which trainers look for it."""

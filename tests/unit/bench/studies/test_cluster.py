@@ -48,7 +48,7 @@ def test_contexts_are_computed_before_the_first_step():
 
 def test_a_straggler_is_raced_by_or_drafted_for_from_an_engine_that_is_idle():
     work = mixed([4000, 10], [0.1, 0.9], 0.9)
-    alone, race, attach = (simulate(work, site(mode=mode, drafts=True), on(1, 1)) for mode in ladder.LADDERS)
+    alone, race, attach = (simulate(work, site(mode=mode, drafts=True), on(1, 1)) for mode in ("off", "race", "attach"))
     assert race.counts["races won"] == 1 and race.counts["run"] >= 1
     assert attach.counts["attach"] >= 1 and attach.tokens == pytest.approx(4010)
     assert max(race.makespan_ms, attach.makespan_ms) < 0.7 * alone.makespan_ms

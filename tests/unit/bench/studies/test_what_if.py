@@ -5,12 +5,12 @@ from vllm_specrollout.bench.studies.what_if import ARMS, WhatIfInputs, dealt, dr
 SMALL = msgspec.structs.replace(WhatIfInputs(), engines=(2, 4), failing=(4,), per_host=2, hosts_per_rack=1, requests=16)
 
 
-def test_every_arm_has_a_row_and_no_failure_loses_a_request():
+def test_every_arm_and_every_failure_has_a_row():
     report = run(SMALL, 0)
     scaled, failing = report.tables
     assert [row[:3] for row in scaled.rows[:2]] == [("2", "-", "plain"), ("2", "history", "drafts")]
     assert len(scaled.rows) == 2 * (2 * len(ARMS) - 1) and len(failing.rows) == 8
-    assert {row[-1] for row in failing.rows} == {"0"}
+    assert all(int(row[-1]) > 0 for row in failing.rows if row[3] == "10%"), "what ran there is run again"
 
 
 def test_drafts_pay_and_ladders_lose_nothing():
