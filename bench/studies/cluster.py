@@ -67,7 +67,7 @@ class Outcome:
     # tokens that copies generated, of all together
     tokens: float = 0.0
     busy_ms: float = 0.0
-    # of this process, in `decide`
+    # processor time of this process in `decide`
     decide_s: float = 0.0
 
     @property
@@ -259,11 +259,11 @@ class _Batch:
             self._has_changed = False
             for worker in self._workers.values():
                 self._report(worker)
-            begun = time.perf_counter()
+            begun = time.process_time()
             engines = {name: worker.view for name, worker in self._workers.items()}
             waiting = [(request, f"p{int(request[1:]) // self._site.samples}") for request in self._waiting]
             commands = ladder.decide(waiting, engines, 1, {}, self._site.rules, self._prices)
-            self._outcome.decide_s += time.perf_counter() - begun
+            self._outcome.decide_s += time.process_time() - begun
             self._carry_out(commands)
         if not self._events:
             raise RuntimeError(f"{len(self._length) - len(self._finish)} requests are lost: nothing more would happen")

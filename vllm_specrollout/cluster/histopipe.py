@@ -236,12 +236,12 @@ def growth(before: Mapping[str, float], after: Mapping[str, float]) -> float:
 def outliers(
     running: Mapping[str, int], dealt: int, longest: float, beta: float, pays: Callable[[Sequence[str]], bool]
 ) -> list[str]:
-    """Requests of an engine that are to go on elsewhere: the last tenth of a rank, far longer than it ever was.
+    """Requests of an engine that are to go on elsewhere: the last tenth of a rank, far longer than it was expected.
 
     Args:
         running: request -> tokens of its answer.
         dealt: requests that the engine began the step with.
-        longest: answer of its problems in the last epoch.
+        longest: forecast of its problems: the paper's historical lengths are medians, too.
         pays: whether moving these gains more than computing their contexts again costs (`ladder._pays`).
     """
     if len(running) > LAST * dealt:

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm_specrollout.bench.studies import rollout
 from vllm_specrollout.bench.studies.group import Mode
 from vllm_specrollout.bench.studies.rollout import Racing, Reconfiguration, simulate
 
@@ -67,6 +68,12 @@ def test_the_lowest_acceptance_is_raced_for_first():
     plan = Racing(most=1, windows=(4, 4), attach_ms=0.0)
     done = simulate(work, setup(groups=4, drafters=(DRAFTER, OTHER), racing=plan))
     assert done.winner[1] == 3
+
+
+def test_races_are_what_the_engines_own_algorithm_assigns(monkeypatch):
+    work = mixed([2000, 5], 0.0, 1.0)
+    monkeypatch.setattr(rollout, "assign", lambda rates, methods, workers, *, most, running: {})
+    assert simulate(work, setup(**TWO_GROUPS, racing=RACING)).races == 0
 
 
 def test_reconfiguration_is_asked_every_so_many_tokens():
