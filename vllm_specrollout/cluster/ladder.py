@@ -239,9 +239,12 @@ def _lending(able: Mapping[str, Engine], idle: Sequence[str], most: int) -> list
     """Idle engines lend their drafters to stragglers of their hosts (Algorithm 3), and take them back for work of their
     own. A drafter draws for any number of engines at once, and has b_max requests of them all."""
     out: list[Attach] = []
-    for host in dict.fromkeys(one.host for one in able.values()):
-        here = {name: one for name, one in able.items() if one.host == host}
-        lenders = {name: here[name].method for name in idle if name in here and here[name].drafter}
+    hosts: dict[str, dict[str, Engine]] = {}
+    for name, one in able.items():
+        hosts.setdefault(one.host, {})[name] = one
+    is_idle = set(idle)
+    for here in hosts.values():
+        lenders = {name: one.method for name, one in here.items() if name in is_idle and one.drafter}
         owners = {request: name for name, one in here.items() for request in one.running}
         held = {
             (request, lender): name
