@@ -72,7 +72,11 @@ class Replica:
         self._news = asyncio.Event()
         # when the requests that run were others the last time
         self._changed_at = self._told_at = time.monotonic()
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**{"max_num_seqs": 32, **engine}))
+        given: dict[str, Any] = {"max_num_seqs": 32, **engine}
+        if given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1) > 1:
+            # in an actor, vLLM would place ranks by Ray, which has given the devices to this one
+            given.setdefault("distributed_executor_backend", "mp")
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
         self._warm: WarmDrafter | None = None
         self._drafter_engine, self._drafter_devices = drafter_engine or {}, drafter_devices
 
