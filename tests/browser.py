@@ -53,9 +53,7 @@ class Tab:
             self._note(answer)
 
     def size(self, width: int, height: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def is_dark(self, value: bool) -> None:
         features = [{"name": "prefers-color-scheme", "value": "dark" if value else "light"}]
@@ -83,7 +81,12 @@ class Tab:
         self.drag((x, y), (x, y))
 
     def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        for kind, (x, y) in (("mouseMoved", begin), ("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
+        for kind, (x, y) in (
+            ("mouseMoved", begin),
+            ("mousePressed", begin),
+            ("mouseMoved", end),
+            ("mouseReleased", end),
+        ):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, path: Path) -> None:

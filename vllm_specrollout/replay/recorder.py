@@ -31,7 +31,6 @@ from vllm_specrollout.types import (
     TreeBatch,
 )
 
-
 _MOST_PAUSES = 64
 """Pauses without a record that are remembered; more than any engine has steps in flight."""
 

@@ -69,21 +69,22 @@ function sideAxis(drawing, most, text) {
   }
 }
 
+function highest(values, first, last) {
+  let most = 0;
+  for (let i = first; i <= last; i++) most = Math.max(most, values[i]);
+  return most;
+}
+
 function drawOverTime() {
   const steps = D.steps;
   const running = canvas("running", 110);
   const columns = columnsOf(running.width);
-  const most = Math.max(1, ...columns.map(([, first, last]) => Math.max(steps.running[first], steps.running[last])));
+  const tops = columns.map(([x, first, last]) => [x, highest(steps.running, first, last), highest(steps.waiting, first, last)]);
+  const most = tops.reduce((best, [, top]) => Math.max(best, top), 1);
   shadeTails(running);
   sideAxis(running, most * 1.05, (value) => `${Math.round(value)}`);
   const y = (value) => running.height - 1 - (value / (most * 1.05)) * (running.height - 8);
-  for (const [x, first, last] of columns) {
-    let top = 0;
-    let waiting = 0;
-    for (let i = first; i <= last; i++) {
-      top = Math.max(top, steps.running[i]);
-      waiting = Math.max(waiting, steps.waiting[i]);
-    }
+  for (const [x, top, waiting] of tops) {
     running.context.fillStyle = colour.area;
     running.context.fillRect(x, y(top), 1.5, running.height - 1 - y(top));
     running.context.fillStyle = colour.wait;
@@ -108,7 +109,7 @@ function drawSpeed(columns) {
     for (let i = first; i <= last; i++) [tokens, ran] = [tokens + D.steps.tokens[i], ran + D.steps.running[i]];
     return [x, ran ? tokens / ran : 0];
   });
-  const most = 1.05 * Math.max(2, ...means.map(([, mean]) => mean));
+  const most = 1.05 * means.reduce((best, [, mean]) => Math.max(best, mean), 2);
   sideAxis(drawing, most, (value) => `${+value.toFixed(1)}`);
   for (const [x, mean] of means) {
     drawing.context.fillStyle = speedColour(mean);

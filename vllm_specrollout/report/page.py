@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vllm_specrollout.replay.records import Trace
+from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.report.rollouts import Steps, rollouts_of, steps_of
 from vllm_specrollout.report.walk import Ints, Walk, walk
 
@@ -29,32 +29,36 @@ PARTS = 24
 """Into so many a request's steps are divided for its bar, which shows the mean of each."""
 SPEED = 10
 """The mean tokens per step of a part are kept in tenths, in a byte."""
-MOST_BYTES = 25_000_000
-"""Of steps and trees; with the summary, 20,000 requests stay below 30 MB."""
+MOST_MB = 29
+"""Megabytes of a page, which a browser opens in a second or two."""
 _BLOCK_ROWS = 1 << 14
 _HERE = Path(__file__).parent
 _SCRIPTS = ("data.js", "chart.js", "table.js", "request.js", "page.js")
 
 
-def page_of(trace: Trace, name: str, most_bytes: int = MOST_BYTES) -> str:
+def page_of(trace: Trace, name: str, most_bytes: int = MOST_MB * 1_000_000) -> str:
     """The page.
 
     Args:
         name: of the trace's file, for the title.
-        most_bytes: of the steps and trees of single requests, packed; half of them, at most, for the steps.
+        most_bytes: of the page; the summary is never left out, and of the rest half, at most, are steps.
 
     Raises:
         TraceError: the trace has no step, speaks of requests that it does not have, or is too long.
     """
+    if not trace.steps:
+        raise TraceError("the trace holds no step, so there is nothing to draw", "record until a request has run")
+    # a file's name may hold bytes that no page can
+    name = name.encode(errors="replace").decode()
     table = walk(trace)
     steps = steps_of(trace, table)
-    order = _latest_first(table)
-    blocks = _Blocks(table, order)
-    step_blocks, block_of = blocks.packed(blocks.steps, most_bytes // 2)
-    left = most_bytes - sum(map(len, step_blocks))
-    # trees say nothing without the steps that they belong to
-    tree_blocks, trees_of = blocks.packed(lambda ids: _trees(trace, table, ids), left, num_most=len(step_blocks))
     summary = summary_of(trace, table, steps, name)
+    left = most_bytes - len(_assembled(name, [("summary", _packed(summary))]))
+    blocks = _Blocks(table, _latest_first(table))
+    step_blocks, block_of = blocks.packed(blocks.steps, left // 2)
+    left -= sum(map(len, step_blocks))
+    # trees say nothing without the steps that they belong to
+    tree_blocks, trees_of = blocks.packed(lambda ids: _trees(trace, table, ids), left, len(step_blocks))
     summary["requests"] |= {"block": block_of.tolist(), "trees": trees_of.tolist()}
     islands = [("summary", _packed(summary))]
     islands += [(f"steps{i}", block) for i, block in enumerate(step_blocks)]

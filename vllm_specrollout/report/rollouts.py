@@ -78,7 +78,7 @@ def steps_of(trace: Trace, table: Walk) -> Steps:
     for i, timing in enumerate(timings):
         if timing is not None:
             running[i], waiting[i] = max(timing.batch, running[i]), timing.waiting
-    is_last = (running <= ending) & (waiting == 0)
+    is_last = (ending > 0) & (running <= ending) & (waiting == 0)
     end = np.maximum.accumulate(np.array([step.at_ms for step in trace.steps], np.float64))
     begin = np.concatenate([end[:1], end[:-1]])
     for i in [0, *(1 + np.flatnonzero(is_last[:-1]))][:count]:
@@ -106,8 +106,10 @@ def _sums(step: npt.NDArray[np.int32], values: npt.NDArray[Any], count: int) -> 
 
 
 def rollouts_of(trace: Trace, table: Walk, steps: Steps) -> list[Rollout]:
-    """In their order; steps without a request belong to the rollout that follows."""
+    """In their order; steps without a request belong to the rollout that follows, or else to the last one."""
     edges = np.unique(np.concatenate([[0], 1 + np.flatnonzero(steps.is_last), [len(trace.steps)]])).tolist()
+    if len(edges) > 2 and not steps.running[edges[-2] :].any():
+        del edges[-2]
     return [_rollout(trace, table, steps, slice(*own)) for own in pairwise(edges)]
 
 

@@ -27,7 +27,7 @@ PROMPT = "prompt"
 LEFT_OUT = "left out"
 NOTHING_PROPOSED = "nothing proposed"
 NOT_ASKED = "not asked"
-_FOREVER = 1 << 50
+_FOREVER, _MOST_GAINED = 1 << 50, (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class _Walker:
         if self._num_rows > MOST_ROWS:
             raise TraceError(f"the trace has more than {MOST_ROWS} steps of requests", "record a shorter run")
         verdicts = (self._nodes[ids], self._accepted[ids])
-        columns = (ids, np.full(len(ids), i), position - old, *verdicts, why, self._tree[ids])
+        columns = (ids, np.full(len(ids), i), np.minimum(position - old, _MOST_GAINED), *verdicts, why, self._tree[ids])
         self._rows.append(tuple(column[ran].astype(np.int32) for column in columns))
         over = position >= length
         self._runs[ids[over]] = False
