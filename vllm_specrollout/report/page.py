@@ -31,7 +31,7 @@ SPEED = 10
 """The mean tokens per step of a part are kept in tenths, in a byte."""
 MOST_MB = 29
 """Megabytes of a page, which a browser opens in a second or two."""
-_BLOCK_ROWS = 1 << 14
+_BLOCK_ROWS = 1 << 11
 _HERE = Path(__file__).parent
 _SCRIPTS = ("data.js", "chart.js", "table.js", "request.js", "page.js")
 
