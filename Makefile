@@ -45,7 +45,7 @@ LONG := (identity or nightly) and not gpu and not trainers and not versions
 # what, and its command: run it, and say how long it took
 timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$code
 PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
-	history drafters replay patches server/asking.py server/reports.py worker/withheld.py)
+	history drafters replay report patches server/asking.py server/reports.py worker/withheld.py)
 
 .PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup

@@ -146,7 +146,7 @@ def test_a_stretch_of_time_that_is_dragged_over_is_looked_at_and_a_double_click_
 def test_requests_are_found_by_number_and_by_problem(tab: browser.Tab, real: Path) -> None:
     opened(tab, real)
     problem = read_trace(TRACE).arrivals[5].problem_id
-    for typed, expected in (("5", "1 requests"), (problem, None), ("no such problem", "0 requests")):
+    for typed, expected in (("#5", "1 requests"), (problem, None), ("no such problem", "0 requests")):
         tab.ask(f"(() => {{ const f = document.querySelector('#find'); f.value = {typed!r};"
                 " f.dispatchEvent(new Event('input')); })()")  # fmt: skip
         assert text_of(tab, "#found") == (expected or "2 requests")

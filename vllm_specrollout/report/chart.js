@@ -167,7 +167,8 @@ function drawBar(context, request, y, tall, width) {
     const [left, right] = [Math.max(xOf(from, width), LEFT), Math.min(xOf(to, width), width - RIGHT)];
     const at = request * D.parts + part;
     context.fillStyle = $("colour").value === "why" ? view.colours[D.whys[at]] : speedColour(D.speed[at] / 10);
-    context.fillRect(left, y, Math.max(right - left, 0.7), tall - gap);
+    // on whole pixels, or neighbours leave seams
+    context.fillRect(Math.round(left), y, Math.max(Math.round(right) - Math.round(left), 1), tall - gap);
   }
   if (tall >= 11) {
     context.fillStyle = colour.soft;

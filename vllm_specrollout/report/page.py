@@ -22,7 +22,7 @@ import numpy as np
 
 from vllm_specrollout.replay.records import Trace, TraceError
 from vllm_specrollout.report.rollouts import Steps, rollouts_of, steps_of
-from vllm_specrollout.report.walk import Ints, Walk, walk
+from vllm_specrollout.report.walk import Ints, Walk, sources_of, walk
 
 FORMAT = 1
 PARTS = 24
@@ -32,6 +32,8 @@ SPEED = 10
 MOST_MB = 29
 """Megabytes of a page, which a browser opens in a second or two."""
 _BLOCK_ROWS = 1 << 11
+# more than where a request's blocks are takes in the summary, and than what stands around a block
+_PLACE_BYTES, _AROUND_BYTES = 12, 64
 _HERE = Path(__file__).parent
 _SCRIPTS = ("data.js", "chart.js", "table.js", "request.js", "page.js")
 
@@ -53,7 +55,7 @@ def page_of(trace: Trace, name: str, most_bytes: int = MOST_MB * 1_000_000) -> s
     table = walk(trace)
     steps = steps_of(trace, table)
     summary = summary_of(trace, table, steps, name)
-    left = most_bytes - len(_assembled(name, [("summary", _packed(summary))]))
+    left = most_bytes - len(_assembled(name, [("summary", _packed(summary))])) - _PLACE_BYTES * len(trace.arrivals)
     blocks = _Blocks(table, _latest_first(table))
     step_blocks, block_of = blocks.packed(blocks.steps, left // 2)
     left -= sum(map(len, step_blocks))
@@ -175,7 +177,7 @@ class _Blocks:
         block_of = np.full(len(self._table.start) - 1, -1, np.int64)
         for number, ids in enumerate(self._blocks[:num_most]):
             block = _packed({"ids": ids.tolist(), **content(ids)})
-            most_bytes -= len(block)
+            most_bytes -= len(block) + _AROUND_BYTES
             if most_bytes < 0:
                 break
             found.append(block)
@@ -200,9 +202,6 @@ def _trees(trace: Trace, table: Walk, ids: Ints) -> dict[str, Any]:
     drafts = [tree for tree in trees if tree is not None]
     answers = [trace.ends[i].token_ids if i in trace.ends else [] for i in ids.tolist()]
     nats = np.array(_flat(tree.nats for tree in drafts), np.float64)
-    sources = _flat(
-        tree.source if isinstance(tree.source, list) else [tree.source] * len(tree.token_ids) for tree in drafts
-    )
     return {
         "lengths": [len(answer) for answer in answers],
         "answers": _flat(answers),
@@ -210,7 +209,7 @@ def _trees(trace: Trace, table: Walk, ids: Ints) -> dict[str, Any]:
         "tokens": _flat(tree.token_ids for tree in drafts),
         "parents": _flat(tree.parents for tree in drafts),
         "percent": np.rint(100 * np.exp(nats / -1000)).astype(int).tolist(),
-        "sources": sources,
+        "sources": _flat(sources_of(tree) for tree in drafts),
     }
 
 

@@ -214,14 +214,14 @@ function treeParts(tree, i) {
   // what the target sampled where it left the tree
   if (after !== undefined) nodes.push({ token: after, parent: path.length ? path[path.length - 1] : -1, isSampled: true });
   const rows = placed(nodes);
-  const [wide, tall] = [63, 26];
-  const width = 62 + wide * Math.max(...nodes.map((one) => one.depth)) + 20;
+  const [wide, tall] = [57, 25];
+  const width = 60 + wide * Math.max(...nodes.map((one) => one.depth)) + 20;
   const own = svg("svg", { width, height: rows * tall + 8, role: "img", "aria-label": "The draft tree of the step" });
   const at = (one) => [8 + wide * one.depth, 6 + tall * one.row];
   const root = { depth: 0, row: nodes.length ? Math.min(...nodes.filter((one) => one.parent < 0).map((one) => one.row)) : 0 };
   for (const one of nodes) {
     const [from, to] = [at(one.parent < 0 ? root : nodes[one.parent]), at(one)];
-    const line = `M${from[0] + 52} ${from[1] + 9} C${from[0] + 59} ${from[1] + 9} ${to[0] - 7} ${to[1] + 9} ${to[0]} ${to[1] + 9}`;
+    const line = `M${from[0] + 50} ${from[1] + 9} C${from[0] + 55} ${from[1] + 9} ${to[0] - 5} ${to[1] + 9} ${to[0]} ${to[1] + 9}`;
     const isStrong = one.isTaken || one.isSampled;
     own.append(svg("path", { d: line, fill: "none", stroke: isStrong ? colour("--ink") : colour("--faint"), "stroke-width": isStrong ? 2 : 1 }));
   }
@@ -256,11 +256,11 @@ function box([x, y], one) {
   const group = svg("g", {});
   const shade = one.isRoot || one.isSampled ? colour("--panel") : drafterColour(one.source);
   const isSure = one.isTaken || one.isRoot || one.isSampled;
-  const look = { x, y, width: 52, height: 18, rx: 4, fill: shade, "fill-opacity": isSure ? 1 : 0.28 };
+  const look = { x, y, width: 50, height: 18, rx: 4, fill: shade, "fill-opacity": isSure ? 1 : 0.28 };
   if (one.isRoot || one.isSampled) Object.assign(look, { stroke: colour("--ink"), "stroke-dasharray": one.isSampled ? "3 2" : "none" });
   group.append(svg("rect", look));
   const ink = one.isTaken ? "#ffffff" : colour("--ink");
-  const text = svg("text", { x: x + 26, y: y + 13, "text-anchor": "middle", style: `fill:${ink}` }, one.token === undefined ? "prompt" : `${one.token}`);
+  const text = svg("text", { x: x + 25, y: y + 13, "text-anchor": "middle", style: `fill:${ink}` }, one.token === undefined ? "prompt" : `${one.token}`);
   const said = one.isRoot ? "the last token before the step" : one.isSampled ? "sampled by the target, behind what it accepted"
     : `${D.drafters[one.source]} gave it ${one.percent} %${one.isTaken ? ", accepted" : ""}`;
   group.append(text, svg("title", {}, said));

@@ -55,7 +55,8 @@ function drawHead() {
 
 function drawTable() {
   const wanted = $("find").value.trim().toLowerCase();
-  const isWanted = (i) => !wanted || `${i}` === wanted || problemName(i).toLowerCase().includes(wanted);
+  const isNamed = (i) => `${i}` === wanted || problemName(i).toLowerCase().includes(wanted);
+  const isWanted = (i) => !wanted || (wanted.startsWith("#") ? `#${i}` === wanted : isNamed(i));
   table.order = D.requests.ran.filter((i) => inView(i) && isWanted(i)).sort(compare(COLUMNS[table.by][1]));
   if (table.falls) table.order.reverse();
   $("found").textContent = `${count(table.order.length)} requests`;
@@ -72,7 +73,6 @@ function drawLines() {
     const line = element("div", undefined, "row");
     line.style.top = `${(first + place) * LINE}px`;
     line.append(...COLUMNS.map(([, , text]) => element("span", text(request))));
-    line.lastChild.title = line.children[1].title = "";
     line.children[1].title = problemName(request);
     line.append(element("canvas"));
     line.addEventListener("click", () => openRequest(request));

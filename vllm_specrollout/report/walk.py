@@ -7,9 +7,9 @@ nobody looked at for a while nothing better is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -127,25 +127,19 @@ class _Walker:
 
     def _sources(self, before: Step, step: Step) -> tuple[Ints, Ints]:
         """Nodes of each drafter: proposed for the step, and accepted in it."""
-        columns = list(_columns(before.candidates))
-        proposed = np.zeros(SOURCES, np.int64)
-        for *_, source in columns:
-            proposed += np.bincount(source, minlength=SOURCES)
-        taken = {one.request: one.accepted for one in step.verified if one.accepted}
-        paths = [(one, column) for one, column in zip(before.candidates, columns, strict=True) if one.request in taken]
-        if not paths:
-            return proposed, np.zeros(SOURCES, np.int64)
-        ends, start = self._trace.ends, np.cumsum([0, *(len(tokens) for _, (tokens, _, _) in paths)])
-        ahead = np.full((len(paths), MOST_NODES), -1, np.int32)
-        counts = np.zeros(len(paths), np.int32)
-        for row, (one, _) in enumerate(paths):
-            took = min(taken[one.request], MOST_NODES)
-            truth = ends[one.request].token_ids[one.position : one.position + took] if one.request in ends else []
-            ahead[row, : len(truth)] = truth
-            counts[row] = len(truth)
-        tokens, parents, source = (np.concatenate([column[k] for _, column in paths]) for k in range(3))
-        walked, nodes = _core.follow(start.astype(np.int32), parents, tokens, ahead, counts)
-        return proposed, np.bincount(source[np.repeat(start[:-1], walked) + nodes], minlength=SOURCES)
+        drafts, ends = before.candidates, self._trace.ends
+        start = np.cumsum([0, *(len(one.token_ids) for one in drafts)]).astype(np.int32)
+        tokens, parents = _column(one.token_ids for one in drafts), _column(one.parents for one in drafts)
+        source = _column(sources_of(one) for one in drafts)
+        taken = {one.request: one.accepted for one in step.verified if one.request in ends}
+        ahead, counts = np.full((len(drafts), MOST_NODES), -1, np.int32), np.zeros(len(drafts), np.int32)
+        for row, one in enumerate(drafts):
+            if took := min(taken.get(one.request, 0), MOST_NODES):
+                truth = ends[one.request].token_ids[one.position : one.position + took]
+                ahead[row, : len(truth)], counts[row] = truth, len(truth)
+        walked, nodes = _core.follow(start, parents, tokens, ahead, counts)
+        accepted = source[np.repeat(start[:-1], walked) + nodes]
+        return np.bincount(source, minlength=SOURCES), np.bincount(accepted, minlength=SOURCES)
 
     def _step(self, i: int, before: Step, step: Step, running: Ints) -> Ints:
         """Rows of the step's requests; returns those that run on."""
@@ -220,8 +214,10 @@ def _named(step: Step) -> list[int]:
     return [one.request for one in step.verified] + [one.request for one in step.candidates]
 
 
-def _columns(candidates: Sequence[Candidates]) -> Iterator[tuple[npt.NDArray[np.int32], ...]]:
-    """Tokens, parents and sources of each draft."""
-    for one in candidates:
-        tokens = np.asarray(one.token_ids, np.int32)
-        yield tokens, np.asarray(one.parents, np.int32), np.full(len(tokens), one.source, np.int32)
+def sources_of(one: Candidates) -> list[int]:
+    """The drafter of each node."""
+    return one.source if isinstance(one.source, list) else [one.source] * len(one.token_ids)
+
+
+def _column(lists: Iterable[list[int]]) -> npt.NDArray[np.int32]:
+    return np.fromiter(chain.from_iterable(lists), np.int32)

@@ -79,5 +79,5 @@ def _draft(request: int, position: int, right: int, answer: list[int], wrong: li
     tokens = answer[position : position + right] + wrong[begin : begin + nodes - right]
     # the last node stands beside the first wrong one
     parents = [*range(-1, nodes - 2), right - 1]
-    source: int | list[int] = [0] * right + [1] * (nodes - right) if request % 3 else 0
+    source: int | list[int] = [k % 2 for k in range(nodes)] if request % 3 else 0
     return Candidates(request, position, tokens, parents, [300 + 50 * i for i in range(nodes)], source)
