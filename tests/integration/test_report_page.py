@@ -124,7 +124,7 @@ def test_the_branch_that_was_taken_is_the_answers_own(tab: browser.Tab, real: Pa
                 number, position, accepted = one.request, at[one.request], one.accepted
     opened(tab, real, f"#request={number}")
     tab.wait_for("!!document.querySelector('#step svg')")
-    taken, sampled = tokens_of(tab, "/, accepted$/"), tokens_of(tab, "/^sampled/")
+    taken, sampled = tokens_of(tab, "/, accepted$/"), tokens_of(tab, "/: sampled/")
     answer = trace.ends[number].token_ids
     assert sorted(taken) == sorted(answer[position : position + accepted]) and accepted > 3
     assert sampled == [answer[position + accepted]]

@@ -22,6 +22,7 @@ function bytesOf(base64) {
 
 async function openData() {
   D = await unpack("summary");
+  D.words = $("words") ? await unpack("words") : {};
   const r = D.requests;
   N = r.tokens.length;
   D.speed = bytesOf(D.speed);
@@ -102,6 +103,14 @@ const count = (value) => value.toLocaleString("en-US");
 const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} %` : "-");
 const speedText = (speed) => (speed === speed ? speed.toFixed(2) : "-");
 const problemName = (request) => D.requests.problems[D.requests.problem[request]];
+
+/** A token as its text, with what cannot be seen made visible; its number where the page has no text. */
+function wordOf(token, most = Infinity) {
+  const text = D.words[token];
+  if (text === undefined || text === "") return `${token}`;
+  const shown = text.replace(/ /g, "\u2423").replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5");
+  return shown.length > most ? `${shown.slice(0, most - 1)}\u2026` : shown;
+}
 
 // --- colours
 

@@ -38,12 +38,15 @@ _HERE = Path(__file__).parent
 _SCRIPTS = ("data.js", "chart.js", "table.js", "request.js", "page.js")
 
 
-def page_of(trace: Trace, name: str, most_bytes: int = MOST_MB * 1_000_000) -> str:
+def page_of(
+    trace: Trace, name: str, most_bytes: int = MOST_MB * 1_000_000, text_of: Callable[[int], str] | None = None
+) -> str:
     """The page.
 
     Args:
         name: of the trace's file, for the title.
         most_bytes: of the page; the summary is never left out, and of the rest half, at most, are steps.
+        text_of: a token's text; None: the page has numbers alone.
 
     Raises:
         TraceError: the trace has no step, speaks of requests that it does not have, or is too long.
@@ -55,14 +58,16 @@ def page_of(trace: Trace, name: str, most_bytes: int = MOST_MB * 1_000_000) -> s
     table = walk(trace)
     steps = steps_of(trace, table)
     summary = summary_of(trace, table, steps, name)
-    left = most_bytes - len(_assembled(name, [("summary", _packed(summary))])) - _PLACE_BYTES * len(trace.arrivals)
+    words = [] if text_of is None else [("words", _packed(_words(trace, text_of)))]
+    left = most_bytes - len(_assembled(name, [("summary", _packed(summary)), *words]))
+    left -= _PLACE_BYTES * len(trace.arrivals)
     blocks = _Blocks(table, _latest_first(table))
     step_blocks, block_of = blocks.packed(blocks.steps, left // 2)
     left -= sum(map(len, step_blocks))
     # trees say nothing without the steps that they belong to
     tree_blocks, trees_of = blocks.packed(lambda ids: _trees(trace, table, ids), left, len(step_blocks))
     summary["requests"] |= {"block": block_of.tolist(), "trees": trees_of.tolist()}
-    islands = [("summary", _packed(summary))]
+    islands = [("summary", _packed(summary)), *words]
     islands += [(f"steps{i}", block) for i, block in enumerate(step_blocks)]
     islands += [(f"trees{i}", block) for i, block in enumerate(tree_blocks)]
     return _assembled(name, islands)
@@ -124,6 +129,13 @@ def _requests(trace: Trace, table: Walk) -> dict[str, Any]:
         "accepted": _by_request(table, table.accepted).tolist(),
     }
     return {**columns, "problems": list(problems), "statuses": list(statuses)}
+
+
+def _words(trace: Trace, text_of: Callable[[int], str]) -> dict[str, str]:
+    """Text of every token that a draft or an answer has."""
+    used = {token for step in trace.steps for one in step.candidates for token in one.token_ids}
+    used.update(token for end in trace.ends.values() for token in end.token_ids)
+    return {str(token): text_of(token).encode(errors="replace").decode() for token in sorted(used)}
 
 
 def _by_request(table: Walk, values: np.ndarray) -> Ints:

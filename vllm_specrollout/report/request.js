@@ -179,6 +179,10 @@ function drawStep() {
   const proposed = tree ? `${tree.tokens.length} nodes proposed, ` : "";
   parts.push(element("p", `${D.reasons[rows.why[i]]}: ${proposed}${rows.nodes[i]} verified, ${rows.accepted[i]} accepted; `
     + `${rows.gained[i]} tokens gained`));
+  if (open.drafts && $("words")) {
+    const gained = open.drafts.answer.slice(rows.position[i], rows.position[i] + rows.gained[i]);
+    parts.push(element("p", `gained: ${gained.map((token) => wordOf(token)).join("")}`));
+  }
   if (tree) parts.push(...treeParts(tree, i));
   else if (rows.nodes[i] > 0 || !open.drafts) {
     const why = open.drafts ? "The trace does not hold this draft."
@@ -260,10 +264,11 @@ function box([x, y], one) {
   if (one.isRoot || one.isSampled) Object.assign(look, { stroke: colour("--ink"), "stroke-dasharray": one.isSampled ? "3 2" : "none" });
   group.append(svg("rect", look));
   const ink = one.isTaken ? "#ffffff" : colour("--ink");
-  const text = svg("text", { x: x + 25, y: y + 13, "text-anchor": "middle", style: `fill:${ink}` }, one.token === undefined ? "prompt" : `${one.token}`);
+  const text = svg("text", { x: x + 25, y: y + 13, "text-anchor": "middle", style: `fill:${ink}` }, one.token === undefined ? "prompt" : wordOf(one.token, 7));
   const said = one.isRoot ? "the last token before the step" : one.isSampled ? "sampled by the target, behind what it accepted"
     : `${D.drafters[one.source]} gave it ${one.percent} %${one.isTaken ? ", accepted" : ""}`;
-  group.append(text, svg("title", {}, said));
+  const named = one.token === undefined ? "" : `token ${one.token}${D.words[one.token] ? ` "${D.words[one.token]}"` : ""}: `;
+  group.append(text, svg("title", {}, named + said));
   return group;
 }
 
@@ -274,6 +279,6 @@ function treeLegend(nodes) {
     item.append(dot(drafterColour(source)), D.drafters[source]);
     own.append(item);
   }
-  own.append(element("span", "numbers are token ids; full colour: accepted; dashed: sampled by the target itself"));
+  own.append(element("span", `${$("words") ? "" : "numbers are token ids; "}full colour: accepted; dashed: sampled by the target itself`));
   return own;
 }

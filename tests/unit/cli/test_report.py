@@ -9,7 +9,8 @@ from tests.unit.report.pages import islands
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
-TRACE = Path(__file__).parents[2] / "traces" / "long_tail.jsonl.zst"
+ROOT = Path(__file__).parents[3]
+TRACE = ROOT / "tests" / "traces" / "long_tail.jsonl.zst"
 
 
 def run(*arguments):
@@ -31,9 +32,22 @@ def test_a_page_is_no_larger_than_it_may_be(tmp_path, monkeypatch):
     from vllm_specrollout.cli import report
 
     seen = []
-    monkeypatch.setattr(report, "page_of", lambda trace, name, most: seen.append(most) or "")
+    monkeypatch.setattr(report, "page_of", lambda trace, name, most, text_of: seen.append(most) or "")
     run(TRACE, "--out", tmp_path / "x.html", "--most-mb", "7")
     assert seen == [7_000_000]
+
+
+def test_tokens_have_their_text_where_the_models_folder_is_named(tmp_path):
+    page = tmp_path / "x.html"
+    run(TRACE, "--out", page, "--tokenizer", ROOT / "bench" / "policy" / "checkpoint")
+    data = islands(page.read_text())
+    tokens = {token for name, block in data.items() if name.startswith("trees") for token in block["answers"]}
+    assert data["words"]["263"] == " +" and tokens <= {int(token) for token in data["words"]}
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="whose tokenizer.json cannot be read"):
+        run(TRACE, "--out", tmp_path / "x.html", "--tokenizer", tmp_path)
 
 
 @pytest.mark.parametrize(

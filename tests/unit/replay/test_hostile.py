@@ -1,4 +1,7 @@
-"""A trace that nobody recorded so is refused with `TraceError`, or replays and is drawn: no other error, no hang, no gigabytes."""
+"""A trace that nobody recorded so is refused with `TraceError`, or replays, and is drawn.
+
+No other error, no hang, no gigabytes.
+"""
 
 from __future__ import annotations
 
