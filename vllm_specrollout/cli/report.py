@@ -27,7 +27,7 @@ def report_command(
         Path | None, typer.Option(help="A model's folder: the page then shows its tokens' text.", show_default=False)
     ] = None,
     most_mb: Annotated[
-        int, typer.Option(help="Megabytes of the page, about; what does not fit is left out, trees first.")
+        int, typer.Option(help="Most megabytes of the page; what does not fit is left out, trees first.")
     ] = MOST_MB,
 ) -> None:
     """Draw a recorded rollout: one HTML page without a network, and tracks for Perfetto."""
