@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests import browser
 from tests.unit.report.pages import made_up
 from vllm_specrollout.replay.files import read_trace
+from vllm_specrollout.replay.records import Trace
 from vllm_specrollout.report.page import page_of
 
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here: `apt-get install chromium`")
@@ -112,22 +114,38 @@ def test_the_line_of_the_request_that_ended_last_stands_first_and_a_click_opens_
     assert tab.ask("document.querySelector('#drawer').hidden") and not tab.errors
 
 
+def side_branch(trace: Trace) -> tuple[int, int, list[int]]:
+    """(request, position, answer from there) of the step that accepted most, one of its nodes not the first child."""
+    found = (0, 0, 0)
+    for before, step in pairwise(trace.steps):
+        accepted = {one.request: one.accepted for one in step.verified}
+        for draft in before.candidates:
+            answer = trace.ends[draft.request].token_ids[draft.position :]
+            node, is_aside, most = -1, False, min(accepted.get(draft.request, 0), len(answer) - 1)
+            for token in answer[: max(most, 0)]:
+                children = [k for k, parent in enumerate(draft.parents) if parent == node]
+                (node,) = (k for k in children if draft.token_ids[k] == token)
+                is_aside |= node != children[0]
+            if is_aside:
+                found = max(found, (most, draft.request, draft.position))
+    most, request, position = found
+    return request, position, trace.ends[request].token_ids[position : position + most + 1]
+
+
 def test_the_branch_that_was_taken_is_the_answers_own(tab: browser.Tab, real: Path) -> None:
     trace = read_trace(TRACE)
-    # the step whose tree yielded most of all, which is the one that the page shows first
-    number, position, accepted = 0, 0, 0
-    for before, step in zip(trace.steps, trace.steps[1:], strict=False):
-        at = {one.request: one.position for one in before.candidates}
-        for one in step.verified:
-            fits = one.accepted + at[one.request] < len(trace.ends[one.request].token_ids)
-            if one.accepted > accepted and fits:
-                number, position, accepted = one.request, at[one.request], one.accepted
+    number, position, answer = side_branch(trace)
+    assert len(answer) > 3
     opened(tab, real, f"#request={number}")
-    tab.wait_for("!!document.querySelector('#step svg')")
+    tab.wait_for("!!document.querySelector('#step h3')")
+    keys = [*["ArrowLeft"] * 200, *["ArrowRight"] * 200]
+    for key in keys:
+        tab.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+        is_there = f": tokens {position} to " in text_of(tab, "#step h3")
+        if is_there:
+            break
     taken, sampled = tokens_of(tab, "/, accepted$/"), tokens_of(tab, "/: sampled/")
-    answer = trace.ends[number].token_ids
-    assert sorted(taken) == sorted(answer[position : position + accepted]) and accepted > 3
-    assert sampled == [answer[position + accepted]]
+    assert is_there and sorted(taken) == sorted(answer[:-1]) and sampled == answer[-1:]
     pictured(tab, "request")
 
 
