@@ -48,7 +48,7 @@ function drawCards() {
     [percent(total("accepted"), total("verified")), "of verified nodes accepted",
       `${count(total("accepted"))} of ${count(total("verified"))}`],
     [percent(steps - total("steps_off"), steps), "of steps had drafts", `${count(steps - total("steps_off"))} of ${count(steps)}`],
-    [seconds(tail), "tail", `${percent(tail, busy)} of the makespan, with fewer than half of the most`],
+    [seconds(tail), "tail", `${percent(tail, busy)} of the makespan`],
     [count(Math.max(0, ...all.map((one) => one.most_running))), "ran at once, at most", `${count(D.header.max_num_seqs)} may`],
   ];
   $("cards").replaceChildren(...cards.map(([value, title, more]) => {
