@@ -158,7 +158,8 @@ class _Walker:
         position = np.minimum(np.where(told >= 0, told, old + 1 + self._accepted[ids]), length)
         self._position[ids] = position
         why = self._whys(ids, len(new), before, step)
-        ran = position > old
+        # a request may end with nothing of what its last step verified
+        ran = (position > old) | (self._nodes[ids] > 0)
         self._num_rows += int(ran.sum())
         if self._num_rows > MOST_ROWS:
             raise TraceError(f"the trace has more than {MOST_ROWS} steps of requests", "record a shorter run")

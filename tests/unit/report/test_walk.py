@@ -156,6 +156,16 @@ def test_a_request_without_an_end_runs_to_the_end_of_the_file():
     assert table.gained.sum() == 50
 
 
+def test_a_draft_that_was_verified_for_an_answer_that_had_ended_is_counted_and_yields_nothing():
+    steps = (
+        Step(at_ms=1.0, views=1, candidates=(Candidates.of(0, 2, tree([5, 6], [-1, 0])),)),
+        Step(at_ms=2.0, verified=(Verified(0, 2, 2),)),
+    )
+    trace = trace_of([[1, 2]])
+    table = walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+    assert table.gained.tolist() == [2, 0] and table.nodes.tolist() == [0, 2]
+
+
 def test_a_record_of_a_request_that_never_came_is_refused():
     trace = trace_of([[1, 2, 3]])
     steps = (Step(at_ms=0.0), Step(at_ms=1.0, verified=(Verified(7, 1, 1),)))
