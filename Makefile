@@ -45,9 +45,9 @@ LONG := (identity or nightly) and not gpu and not trainers and not versions
 # what, and its command: run it, and say how long it took
 timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begin)) s"; exit $$code
 PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
-	history drafters replay patches server/asking.py server/reports.py worker/withheld.py)
+	history drafters replay report patches server/asking.py server/reports.py worker/withheld.py)
 
-.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
+.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -82,7 +82,7 @@ nightly-sanitizers: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 60)
 nightly-v2: setup
 	$(call timed,kernels and the V2 runner,$(PYTEST) -m "$(LONG)" --dist worksteal tests/kernels tests/v2)
-nightly-others: setup
+nightly-others: setup browser
 	$(call timed,all other tests,$(PYTEST) -m "$(LONG)" --dist worksteal)
 nightly-faults: setup
 	$(call timed,faults,SPECROLLOUT_SCHEDULES=10 $(PYTEST) --dist worksteal tests/faults)
@@ -93,6 +93,11 @@ nightly-mutants: setup
 	$(call timed,mutants,$(MAKE) --no-print-directory mutants)
 nightly-cuda: cuda-wheel
 	$(call timed,vLLM for CUDA,$(PYTEST) tests/versions/test_cuda_wheel.py)
+
+# for the tests of pages, which are skipped without it
+browser:
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } \
+		|| echo "no Chromium: the tests of pages are skipped"
 
 unit: setup
 	$(PYTEST) --hypothesis-profile quick tests/unit tests/csrc --ignore tests/unit/server --ignore tests/unit/bench

@@ -79,6 +79,7 @@ setup(
     package_dir=package_dir,
     package_data={
         "vllm_specrollout": ["*.pyi"],
+        "vllm_specrollout.report": ["*.html", "*.css", "*.js"],
         "vllm_specrollout.bench.index": ["*.json.gz"],
         "vllm_specrollout.bench.policy": ["checkpoint/*", "draft/*", "head/*"],
     },

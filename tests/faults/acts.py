@@ -19,9 +19,11 @@ from tests.faults.schedule import Act
 from tests.faults.stand_ins import Plain
 from tests.faults.target import VOCAB
 from tests.unit.replay.builders import ListSink
+from tests.unit.report.pages import trace_of
 from vllm_specrollout.budgets.fixed import FixedBudget
 from vllm_specrollout.observe.probation import FIRST_PATIENCE
 from vllm_specrollout.replay.records import Arrival, End
+from vllm_specrollout.report.walk import walk
 
 MOST_STEPS = 3000
 MOST_ASKED = 200
@@ -247,4 +249,9 @@ class Scheduled(Engine):
         assert came == went and came, "a trace lacks ends"
         for _, stretches in self.timeline.segments():
             assert all(a.end <= b.first for a, b in itertools.pairwise(stretches)), "stretches overlap"
+        trace = trace_of(sink)
+        table = walk(trace)
+        told = [one for step in trace.steps for one in step.verified]
+        assert table.nodes.sum() == sum(one.drafted for one in told), "a picture lacks drafts"
+        assert table.accepted.sum() == sum(one.accepted for one in told), "a picture lacks accepted nodes"
         self.seen.add("a trace")

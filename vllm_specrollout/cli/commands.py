@@ -14,7 +14,7 @@ import typer.core
 import typer.main
 
 from vllm_specrollout import __version__, patches
-from vllm_specrollout.cli import history, plan, processes, profile, replay
+from vllm_specrollout.cli import history, plan, processes, profile, replay, report
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
@@ -212,6 +212,7 @@ app.add_typer(history.app, name="history")
 
 app.command("drafter")(processes.serve_drafts)
 app.command("replay")(replay.replay_command)
+app.command("report")(report.report_command)
 app.command("profile")(profile.profile)
 app.command("train-head")(training_command.train_head)
 

@@ -108,7 +108,8 @@ class SpecRolloutConfig:
     """V1 runner on CPU: where this host rounds the attention of a row otherwise among others of its request (bfloat16
     with AMX), drafted rows attend one by one. It costs time, and takes most ties away (docs/concepts/exactness.md)."""
     record: Annotated[str | None, FILE] = None
-    """File that keeps what `specrollout replay` needs; packed if it ends in `.zst` or `.gz`; an older one is lost."""
+    """File that keeps what `specrollout replay` and `report` need; packed if it ends in `.zst` or `.gz`; an older one
+    is lost."""
     ngram: NgramConfig = field(default_factory=NgramConfig)
     history: HistoryConfig = field(default_factory=HistoryConfig)
     oracle: OracleConfig = field(default_factory=OracleConfig)

@@ -1,4 +1,4 @@
-"""Steps as listeners ask about them: their plans, and what each request verified."""
+"""Steps as listeners ask about them: their plans, why these are as they are, and what each request verified."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ class OpenPlans(Generic[Note]):
         notes = [note for _, note in self._notes]
         self._notes.clear()
         return notes
+
+
+def why(plan: StepPlan) -> str:
+    """The plan's reason; an `off` before it, where drafters were not even asked."""
+    return plan.reason if plan.is_on or plan.reason == "off" else f"off: {plan.reason}"
 
 
 def verified_by_request(record: StepRecord) -> dict[str, tuple[int, int]]:

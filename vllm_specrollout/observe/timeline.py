@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
+from vllm_specrollout.observe.steps import OpenPlans, verified_by_request, why
 from vllm_specrollout.types import (
     BoolArray,
     DraftLimits,
@@ -308,7 +308,7 @@ def _reasons_of(plan: StepPlan, asked: BoolArray, proposed: BoolArray, kept: Boo
     Args:
         asked, proposed, kept: [R] bool: drafters were asked for it; knew something; and something of that was chosen.
     """
-    own = plan.reason if plan.is_on or plan.reason == "off" else f"off: {plan.reason}"
+    own = why(plan)
     is_any_kept = bool(kept.any())
     reasons = []
     for was_asked, was_proposed, was_kept in zip(asked.tolist(), proposed.tolist(), kept.tolist(), strict=True):

@@ -6,6 +6,7 @@ does, so a trace holds what its drafters were asked for. To record wide trees, r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from vllm_specrollout.budgets.step_cost import Timing
 from vllm_specrollout.observe.listener import Listener
-from vllm_specrollout.observe.steps import OpenPlans, verified_by_request
+from vllm_specrollout.observe.steps import OpenPlans, verified_by_request, why
 from vllm_specrollout.replay.files import Sink
 from vllm_specrollout.replay.records import OPEN, Arrival, Candidates, End, Header, Step, Verified, round_ms
 from vllm_specrollout.trees.batch import merge_select
@@ -30,6 +31,9 @@ from vllm_specrollout.types import (
     TreeBatch,
 )
 
+_MOST_PAUSES = 64
+"""Pauses without a record that are remembered; more than any engine has steps in flight."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
@@ -38,6 +42,7 @@ class _Drafts:
     # milliseconds since the recording began, when drafters were asked
     at_ms: float
     ask_ms: float
+    reason: str
     views: int
     candidates: tuple[Candidates, ...]
 
@@ -61,6 +66,8 @@ class Recorder(Listener):
         self._answers: dict[str, list[int]] = {}
         self._num_requests = 0
         self._plans: OpenPlans[_Drafts] = OpenPlans()
+        # (plans before it, reason) of each pause whose step is not over
+        self._pauses: deque[tuple[int, str]] = deque(maxlen=_MOST_PAUSES)
         # of the last step that is over, which is written when the drafts that follow it are known
         self._step: Step | None = None
         self._num_steps = 0
@@ -94,15 +101,21 @@ class Recorder(Listener):
                 for i, ((number, position), size) in enumerate(zip(places, trees.sizes.tolist(), strict=True))
                 if size
             )
-        self._plans.add(plan, _Drafts(at_ms, draft_ms, batch.size, found))
+        self._plans.add(plan, _Drafts(at_ms, draft_ms, why(plan), batch.size, found))
 
     def paused(self, num_requests: int, reason: str) -> None:
         self._decided_ms = self._now_ms()
+        self._pauses.append((self._plans.num_added, reason))
 
     def stepped(self, record: StepRecord) -> None:
         drafts = self._plans.take(record.plan)
         if drafts is not None:
             self._put(drafts)
+            # pauses before that plan never became steps
+            while self._pauses and self._pauses[0][0] < self._plans.num_gone:
+                self._pauses.popleft()
+        elif record.plan is None and self._pauses and self._step is not None:
+            self._step = msgspec.structs.replace(self._step, reason=self._pauses.popleft()[1])
         before = self._step
         self._flush()
         # the V1 runner decides on the coming step as soon as it knows the verdicts, and tells of this one later
@@ -113,7 +126,8 @@ class Recorder(Listener):
             for request_id, (nodes, accepted) in verified_by_request(record).items()
             if (number := self._numbers.get(request_id, self._ended.get(request_id))) is not None
         ]
-        self._open(at_ms, record.timing, tuple(verified))
+        sources = tuple(np.bincount(record.trees.source).tolist()) if record.trees.num_nodes else ()
+        self._open(at_ms, record.timing, tuple(verified), sources)
         timing = record.timing
         begin_ms = at_ms if self._lag else None if before is None else before.at_ms
         is_full = timing is None or timing.waiting > 0 or timing.batch >= self._max_num_seqs
@@ -154,11 +168,17 @@ class Recorder(Listener):
     def _now_ms(self) -> float:
         return (self._clock() - self._begin) * 1e3
 
-    def _open(self, at_ms: float, timing: StepTiming | None, verified: tuple[Verified, ...] = ()) -> None:
+    def _open(
+        self,
+        at_ms: float,
+        timing: StepTiming | None,
+        verified: tuple[Verified, ...] = (),
+        sources: tuple[int, ...] = (),
+    ) -> None:
         if self._lag:
             timing, self._late = self._late, timing
         cost = None if timing is None else Timing.of(timing)
-        self._step = Step(at_ms=round_ms(at_ms), timing=cost, verified=verified)
+        self._step = Step(at_ms=round_ms(at_ms), timing=cost, verified=verified, sources=sources)
         self._num_steps += 1
 
     def _put(self, drafts: _Drafts) -> None:
@@ -167,7 +187,12 @@ class Recorder(Listener):
             self._open(drafts.at_ms, None)
         assert self._step is not None
         ask_ms = round_ms(drafts.ask_ms)
-        found = {"ask_ms": ask_ms, "views": drafts.views, "candidates": drafts.candidates}
+        found = {
+            "ask_ms": ask_ms,
+            "views": drafts.views,
+            "reason": drafts.reason,
+            "candidates": drafts.candidates,
+        }
         self._step = msgspec.structs.replace(self._step, **found)
 
     def _flush(self) -> None:

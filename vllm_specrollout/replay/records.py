@@ -135,9 +135,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ste
     ask_ms: Ms = 0.0
     # requests that were drafted for, with or without success
     views: Count = 0
+    # why the coming step has its drafts, or none; empty: the budget was not asked
+    reason: str = ""
     # of the step `Header.lag` records before this one; None: not known
     timing: Timing | None = None
     verified: tuple[Verified, ...] = ()
+    # drafter -> its nodes among those that this step verified; empty: there are none
+    sources: tuple[Count, ...] = ()
     candidates: tuple[Candidates, ...] = msgspec.field(default=(), name="drafts")
 
 

@@ -1,4 +1,7 @@
-"""A trace that nobody recorded so is refused with `TraceError`, or replays: no other error, no hang, no gigabytes."""
+"""A trace that nobody recorded so is refused with `TraceError`, or replays, and is drawn.
+
+No other error, no hang, no gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ from vllm_specrollout.replay import files, records
 from vllm_specrollout.replay.files import ThreadSink, TraceWriter, read_trace, write_trace
 from vllm_specrollout.replay.records import Record, Step, TraceError
 from vllm_specrollout.replay.simulate import replay
+from vllm_specrollout.report.page import page_of
+from vllm_specrollout.report.perfetto import trace_events
 
 PATIENCE_S = 60  # no test waits so long unless it fails
 WEIRD: list[Any] = [
@@ -60,10 +65,22 @@ def _paths(node: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def _is_told(path: Path, budget: str) -> bool:
     """Whether the file, whatever it holds, yields a result with a makespan, or a refusal with a way out."""
     try:
-        found = replay(read_trace(path), make_budget(SpecRolloutConfig(budget=budget)))
+        trace = read_trace(path)
+        found = replay(trace, make_budget(SpecRolloutConfig(budget=budget)))
     except TraceError as error:
         return bool(error.cause and error.hint)
     return math.isfinite(found.makespan_ms) and found.makespan_ms >= 0
+
+
+def _is_drawn(path: Path) -> bool:
+    """Whether the file, whatever it holds, has a page and tracks, or is refused with a way out."""
+    try:
+        trace = read_trace(path)
+        return bool(page_of(trace, path.name)) and all(
+            event.get("dur", 0) >= 0 for event in trace_events(trace)["traceEvents"]
+        )
+    except TraceError as error:
+        return bool(error.cause and error.hint)
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +104,7 @@ def test_a_trace_with_any_value_in_any_place_is_refused_or_replays(
         one[key] = data.draw(st.sampled_from(WEIRD), label="value")
     path = folder / "t.jsonl"
     path.write_text("\n".join(map(json.dumps, found)) + "\n")
-    assert _is_told(path, data.draw(st.sampled_from(names()), label="budget"))
+    assert _is_told(path, data.draw(st.sampled_from(names()), label="budget")) and _is_drawn(path)
 
 
 @settings(max_examples=100, deadline=None)
@@ -104,7 +121,7 @@ def test_a_trace_with_damaged_bytes_is_refused_or_replays(
         changed[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
     path = folder / f"t.{suffix}"
     path.write_bytes(changed)
-    assert _is_told(path, "auto")
+    assert _is_told(path, "auto") and _is_drawn(path)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,38 @@ def test_drafts_stand_in_the_record_before_the_step_that_verifies_them(runner, i
     assert [arrival.step for arrival in trace.arrivals] == [0, 0, 0]
 
 
+@ORDERS
+def test_each_record_says_why_the_coming_step_has_its_drafts_or_none(runner, is_late):
+    rollout, sink = recorded(runner, is_late, pauses=frozenset({3, 4, 8}))
+    steps = trace_of(sink).steps
+    for i, step in enumerate(steps[:-1], 1):
+        assert step.reason == ("drafts do not pay" if i in (3, 4, 8) else "fixed"), i
+
+
+def test_a_pause_before_a_plan_whose_step_came_is_forgotten_and_one_behind_it_is_not():
+    engine = Engine()
+    engine.step()
+    # the step of this pause never comes: its requests have ended
+    engine.recorder.paused(1, "off")
+    plan = engine.plan([view("a", [3])], [TREE])
+    engine.recorder.paused(1, "drafts do not pay")
+    engine.step(plan, [[0]])
+    engine.step()
+    engine.step()
+    engine.recorder.closed()
+    assert [step.reason for step in engine.of(Step)] == ["fixed", "drafts do not pay", "", ""]
+
+
+def test_a_record_has_the_verified_nodes_of_each_drafter():
+    engine = Engine()
+    mixed = [TREE, chain([4, 5], source=2)]
+    plan = engine.plan([view("a", [3]), view("b", [3])], mixed)
+    engine.step(plan, [[0], []])
+    engine.step()
+    engine.recorder.closed()
+    assert [step.sources for step in engine.of(Step)] == [(), (4, 0, 2), ()]
+
+
 def test_what_is_recorded_is_what_listeners_were_told():
     engine = Engine()
     engine.recorder.admitted(view("a", [10]))

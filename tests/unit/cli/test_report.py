@@ -1,0 +1,103 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.report.pages import islands
+from vllm_specrollout.cli.commands import app
+from vllm_specrollout.errors import ConfigError, SpecRolloutError
+
+ROOT = Path(__file__).parents[3]
+TRACE = ROOT / "tests" / "traces" / "long_tail.jsonl.zst"
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_a_page_and_tracks_are_written_for_their_owner_alone(tmp_path):
+    page, tracks = tmp_path / "x.html", tmp_path / "x.json"
+    said = run(TRACE, "--out", page, "--perfetto", tracks).splitlines()
+    assert [line.split(" (")[0] for line in said] == [f"wrote {page}", f"wrote {tracks}"]
+    assert islands(page.read_text())["summary"]["file"] == TRACE.name
+    assert json.loads(tracks.read_text())["traceEvents"]
+    assert {path.stat().st_mode & 0o777 for path in (page, tracks)} == {0o600}
+
+
+def test_a_page_is_no_larger_than_it_may_be(tmp_path, monkeypatch):
+    from vllm_specrollout.cli import report
+
+    seen = []
+    monkeypatch.setattr(report, "page_of", lambda trace, name, most, text_of: seen.append(most) or "")
+    run(TRACE, "--out", tmp_path / "x.html", "--most-mb", "7")
+    assert seen == [7_000_000]
+
+
+def test_tokens_have_their_text_where_the_models_folder_is_named(tmp_path):
+    page = tmp_path / "x.html"
+    run(TRACE, "--out", page, "--tokenizer", ROOT / "bench" / "policy" / "checkpoint")
+    data = islands(page.read_text())
+    tokens = {token for name, block in data.items() if name.startswith("trees") for token in block["answers"]}
+    assert data["words"]["263"] == " +" and tokens <= {int(token) for token in data["words"]}
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="whose tokenizer.json cannot be read"):
+        run(TRACE, "--out", tmp_path / "x.html", "--tokenizer", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "cause", "hint"),
+    [
+        (None, "cannot be read: No such file or directory", "name an existing trace"),
+        (b"not a trace\n", "is not a trace: its first line is no header", "give a file that"),
+        (b'{"trace":"vllm-specrollout trace","version":9}\n', "is a trace of version 9", "record it again"),
+        ("damaged", "line 3 of", "record the trace again"),
+        ("header", "the trace holds no step", "record until a request has run"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_one_clear_error(tmp_path, content, cause, hint):
+    path, out = tmp_path / "t.jsonl", tmp_path / "x.html"
+    if content in ("damaged", "header"):
+        import zstandard
+
+        with open(TRACE, "rb") as packed:
+            lines = zstandard.ZstdDecompressor().stream_reader(packed).read().split(b"\n")
+        content = b"\n".join([*lines[:2], b'{"kind":"step"', *lines[3:]]) if content == "damaged" else lines[0] + b"\n"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecRolloutError) as error:
+        run(path, "--out", out)
+    assert cause in error.value.cause and hint in error.value.hint and not out.exists()
+
+
+def test_a_file_that_stops_in_the_middle_is_drawn_as_far_as_it_goes(tmp_path):
+    import zstandard
+
+    with open(TRACE, "rb") as packed:
+        content = zstandard.ZstdDecompressor().stream_reader(packed).read()
+    path, out = tmp_path / "t.jsonl.gz", tmp_path / "x.html"
+    path.write_bytes(gzip.compress(content[: len(content) // 2])[:-40])
+    run(path, "--out", out)
+    summary = islands(out.read_text())["summary"]
+    assert summary["is_cut"] and "no end" in summary["requests"]["statuses"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ((), "neither `--out` nor `--perfetto` is given"),
+        (("--out", "/"), "`--out` is `/`, which is a folder"),
+        (("--out", "no/x.html"), "`--out` is `no/x.html`, whose folder does not exist"),
+        (("--perfetto", "no/x.json"), "`--perfetto` is `no/x.json`, whose folder does not exist"),
+        (("--out", "x.html", "--most-mb", "0"), "`--most-mb` is 0, outside 1 to 1000"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_read(arguments, cause):
+    with pytest.raises(ConfigError) as error:
+        run("no such trace", *arguments)
+    assert error.value.cause == cause

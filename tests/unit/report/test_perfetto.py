@@ -1,0 +1,116 @@
+"""Tracks for Perfetto, against the rules of Chrome's trace events (its "JSON object format")."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+
+from tests.unit.report.pages import made_up
+from vllm_specrollout.replay.files import read_trace
+from vllm_specrollout.report.perfetto import DRAFTERS, ENGINE, REQUESTS, trace_events
+from vllm_specrollout.report.walk import walk
+
+TRACES = sorted((Path(__file__).parents[2] / "traces").glob("*.jsonl.zst"))
+WHOLE = {"type": "integer", "minimum": 0}
+TRACK = {"pid": {"enum": [ENGINE, DRAFTERS, REQUESTS]}, "tid": WHOLE}
+KINDS = {
+    "X": {
+        "properties": {
+            **TRACK, "ph": {}, "cat": {"type": "string"}, "name": {"type": "string", "minLength": 1}, "ts": WHOLE,
+            "dur": WHOLE, "args": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
+        },
+        "required": ["pid", "tid", "ph", "cat", "name", "ts", "dur", "args"],
+    },
+    "C": {
+        "properties": {
+            **TRACK, "ph": {}, "name": {"type": "string", "minLength": 1}, "ts": WHOLE,
+            "args": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}},
+        },
+        "required": ["pid", "tid", "ph", "name", "ts", "args"],
+    },
+    "M": {
+        "properties": {
+            **TRACK, "ph": {}, "args": {"type": "object", "minProperties": 1, "maxProperties": 1},
+            "name": {"enum": ["process_name", "process_sort_index", "thread_name", "thread_sort_index"]},
+        },
+        "required": ["pid", "tid", "ph", "name", "args"],
+    },
+}  # fmt: skip
+EVENT = [
+    {
+        "type": "object",
+        "additionalProperties": False,
+        **kind,
+        "properties": kind["properties"] | {"ph": {"const": name}},
+    }
+    for name, kind in KINDS.items()
+]
+SCHEMA = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "traceEvents": {"type": "array", "items": {"oneOf": EVENT}},
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "otherData": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=[TRACES[-1], None], ids=["long_tail", "made up"])
+def drawn(request):
+    trace = made_up(40, 8, 40.0, seed=5) if request.param is None else read_trace(request.param)
+    return trace, msgspec.json.decode(msgspec.json.encode(trace_events(trace)))
+
+
+def tracks(found, pid):
+    """Track -> its slices."""
+    slices = defaultdict(list)
+    for event in found["traceEvents"]:
+        if event["ph"] == "X" and event["pid"] == pid:
+            slices[event["tid"]].append(event)
+    return slices
+
+
+def test_it_is_what_chrome_says_trace_events_are(drawn):
+    jsonschema.validate(drawn[1], SCHEMA)
+
+
+def test_no_slice_of_a_track_begins_before_the_one_before_it_has_ended(drawn):
+    for pid in (ENGINE, DRAFTERS, REQUESTS):
+        own = tracks(drawn[1], pid)
+        assert own
+        for slices in own.values():
+            ends = [one["ts"] + one["dur"] for one in slices]
+            assert all(end <= after["ts"] for end, after in zip(ends[:-1], slices[1:], strict=True))
+
+
+def test_every_track_with_a_slice_has_a_name_and_there_is_one_per_request_and_drafter(drawn):
+    trace, found = drawn
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"}
+    assert {(pid, tid) for pid in (ENGINE, DRAFTERS, REQUESTS) for tid in tracks(found, pid)} <= set(names)
+    assert [names[DRAFTERS, i + 1] for i in range(2)] == list(trace.header.drafters)
+    assert len([pid for pid, _ in names if pid == REQUESTS]) == len(trace.arrivals)
+    assert names[REQUESTS, 1] == f"request 0 {trace.arrivals[0].problem_id}"
+
+
+def test_slices_and_counters_add_up_to_the_record(drawn):
+    trace, found = drawn
+    table = walk(trace)
+    for tid, slices in tracks(found, REQUESTS).items():
+        assert sum(one["args"]["tokens"] for one in slices) == len(trace.ends[tid - 1].token_ids)
+        own = slice(table.start[tid - 1], table.start[tid])
+        assert sum(one["args"]["steps"] for one in slices) == len(table.step[own])
+        assert [one["name"] for one in slices][0] == "prompt"
+    steps = tracks(found, ENGINE)[1]
+    nodes = [sum(one.drafted for one in step.verified) for step in trace.steps]
+    assert [one["args"]["nodes"] for one in steps] == nodes
+    counted = [e["args"]["nodes"] for e in found["traceEvents"] if e["ph"] == "C" and e["name"] == "nodes"]
+    assert counted == nodes
+    by_drafter = tracks(found, DRAFTERS)
+    accepted = [sum(one["args"]["accepted"] for one in by_drafter[i + 1]) for i in range(2)]
+    assert accepted == table.accepted_by.sum(axis=0).tolist() and min(accepted) > 0
+    assert np.sum(accepted) <= sum(one.accepted for step in trace.steps for one in step.verified)
