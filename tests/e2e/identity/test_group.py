@@ -259,7 +259,7 @@ def test_two_ranks_an_engine_and_drafters_chosen_by_what_an_earlier_group_measur
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     requests, wanted, _ = truth
     settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "tensor_parallel_size": 2}
-    more: dict[str, Any] = {"engine": settings, "devices": ["cpu:0", "cpu:1"], "spec_rollout": DRAFTS}
+    more: dict[str, Any] = {"engine": settings, "devices": ["cpu:0-1"] * 2, "spec_rollout": DRAFTS}
     own = {"drafter_engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 26}}
     with SpecGroup(path, ladder="attach", drafters=[path], **own, **more) as group:
         end = time.monotonic() + 900
