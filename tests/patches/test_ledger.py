@@ -29,6 +29,7 @@ OURS = {
         "runner.replanning",
         "link.window",
         "runner.placing.duel",
+        "runner.metrics.total",
         "runner.shape",
         "runner.desk",
         "runner.self_check",

@@ -181,8 +181,9 @@ def workers_of_ranks(
         return None
     plan = min(found)[1]
     for _ in range(workers - sum(plan)):
-        # those that no slope needs, of which the paper says nothing, go where it takes longest
-        plan[max(range(len(plan)), key=lambda i: (tau(lengths[i], plan[i]), i))] += 1
+        # those that no slope needs, of which the paper says nothing, go where it takes longest; a first rank that is
+        # faster would make the line steeper
+        plan[max(range(min(1, last), len(plan)), key=lambda i: (tau(lengths[i], plan[i]), i))] += 1
     return plan
 
 

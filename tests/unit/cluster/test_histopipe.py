@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_specrollout.cluster.histopipe import (
@@ -141,6 +141,7 @@ def test_no_rank_need_be_faster_than_the_trainer() -> None:
 
 
 @given(lengths=st.lists(st.floats(0.5, 20.0), min_size=2, max_size=4).map(sorted), spare=st.integers(0, 5))
+@example(lengths=[10.0, 15.0, 15.0, 15.0], spare=4)
 def test_no_other_plan_has_a_lower_line(lengths, spare) -> None:
     workers = len(lengths) + spare
 
