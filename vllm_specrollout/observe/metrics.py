@@ -1,4 +1,4 @@
-"""Prometheus metrics: names, help, and the worker's counters.
+"""Metrics: names and help of Prometheus', the worker's counters, and the lines of its log that say what they bring.
 
 A worker counts into plain numbers under text keys (`metric/label/label`), which travel on what goes to the frontend
 anyway. Counting must cost a step microseconds: it sees flat arrays of the whole batch, and nothing per request.
@@ -6,15 +6,28 @@ anyway. Counting must cost a step microseconds: it sees flat arrays of the whole
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_specrollout import _core
-from vllm_specrollout.observe.gain import Gain
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
-from vllm_specrollout.types import MOST_NODES, SOURCES, DraftLimits, RequestBatch, StepPlan, StepRecord, TreeBatch
+from vllm_specrollout.types import (
+    MOST_NODES,
+    SOURCES,
+    DraftLimits,
+    FinishedRequest,
+    RequestBatch,
+    RequestView,
+    StepPlan,
+    StepRecord,
+    TreeBatch,
+)
+
+logger = logging.getLogger("vllm.specrollout")
 
 PREFIX = "vllm:spec_rollout_"
 MARK = "spec_rollout/"
@@ -25,6 +38,9 @@ VERSION = "weights_version"
 """The label of series that are dropped once their weights are old."""
 _MOST_REASONS = 32
 """Different reasons a worker tells; any further one is `other`, so that labels stay few."""
+EVERY_S = 60.0
+LEAST_S = 10.0
+"""Of a rollout that is shorter nothing is said: a server's single requests would fill the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +123,92 @@ _BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_veri
 _SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
 
 
+@dataclass(slots=True)
+class Gain:
+    """Of decode steps alone: prompts cost the same with drafts and without."""
+
+    # steps of all requests, and what these got
+    request_steps: int = 0
+    output_tokens: int = 0
+    # that the steps took; and that plain steps would have taken, where the budget knows
+    spent_ms: float = 0.0
+    plain_ms: float = 0.0
+    is_known: bool = False
+
+    def add(self, record: StepRecord) -> None:
+        timing, plan = record.timing, record.plan
+        if timing is None or not timing.is_decode_only or not timing.batch or timing.step_ms <= 0.0:
+            return
+        self.request_steps += timing.batch
+        self.output_tokens += timing.tokens
+        self.spent_ms += timing.step_ms
+        plain = 0.0 if plan is None else plan.plain_ms
+        # a step without drafts is a plain one
+        self.is_known |= plain > 0.0
+        self.plain_ms += plain * timing.tokens / timing.batch if timing.nodes and plain > 0.0 else timing.step_ms
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one request."""
+        return self.output_tokens / max(self.request_steps, 1)
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_ms / self.spent_ms if self.spent_ms else 1.0
+
+
+class Signs:
+    """Signs of life: lines of the log that say what drafting brings, whatever vLLM's own statistics are set to.
+
+    One line a minute while requests run, and one when the last of them is over. What it says is of the time since the
+    line before it; tokens per step are of all steps, those without drafts among them.
+
+    Args:
+        say: takes the line.
+        clock: seconds, from any zero.
+    """
+
+    def __init__(self, say: Callable[[str], None] = logger.info, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._running: set[str] = set()
+        self._gain, self._drafted, self._accepted = Gain(), 0, 0
+        # when the first step was over that the next line is about
+        self._since: float | None = None
+
+    def admitted(self, view: RequestView) -> None:
+        self._running.add(view.request_id)
+
+    def finished(self, ending: FinishedRequest) -> None:
+        self._running.discard(ending.request_id)
+        if not self._running and self._since is not None and self._clock() - self._since >= LEAST_S:
+            self._tell("rollout over")
+
+    def stepped(self, record: StepRecord) -> None:
+        self._gain.add(record)
+        self._drafted += record.trees.num_nodes
+        self._accepted += len(record.result.accepted)
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        if now - self._since >= EVERY_S:
+            self._tell(f"{len(self._running)} requests run")
+
+    def _tell(self, what: str) -> None:
+        gain, share = self._gain, self._accepted / max(self._drafted, 1)
+        if gain.request_steps:
+            times = f", {gain.speedup:.2f} times plain decoding by estimate" if gain.is_known else ""
+            drafts = f"{share:.0%} of {self._drafted} draft tokens accepted" if self._drafted else "no drafts"
+            self._say(f"Spec rollout: {what}; {gain.tokens_per_step:.2f} tokens a step, {drafts}{times}")
+        self._gain, self._drafted, self._accepted, self._since = Gain(), 0, 0, None
+
+
 class Metrics(Listener):
     """Counts since the last `take`: in arrays while steps go on, with names once they are read."""
 
-    def __init__(self, sources: Sequence[str]) -> None:
+    def __init__(self, sources: Sequence[str], signs: Signs | None = None) -> None:
         """Args:
         sources: names of the engine's drafters; a node's source is an index into them.
         """
+        self._signs = Signs() if signs is None else signs
         self._sources = tuple(sources)
         # [_BY_SOURCE, SOURCES] nodes; the last two rows are of one version of the weights
         self._nodes = np.zeros((len(_BY_SOURCE), SOURCES), np.int64)
@@ -130,6 +225,12 @@ class Metrics(Listener):
         self._counts: dict[str, int] = {}
         self._was_on: bool | None = None
         self._reasons: set[str] = set()
+
+    def admitted(self, view: RequestView) -> None:
+        self._signs.admitted(view)
+
+    def finished(self, ending: FinishedRequest) -> None:
+        self._signs.finished(ending)
 
     def planned(
         self,
@@ -166,6 +267,7 @@ class Metrics(Listener):
             self._sizes += np.bincount(trees.sizes, minlength=MOST_NODES + 1)
         self._gain.add(record)
         self.total.add(record)
+        self._signs.stepped(record)
         plan = record.plan
         if plan is None:
             return

@@ -18,7 +18,7 @@ from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.history.answers import Outcome
 from vllm_specrollout.history.epochs import EpochError
-from vllm_specrollout.observe.gain import Gain
+from vllm_specrollout.observe.metrics import Gain
 from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled

@@ -18,7 +18,6 @@ from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.observe.metrics import Metrics
-from vllm_specrollout.observe.signs import Signs
 from vllm_specrollout.replay.recorder import Recorder
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.types import DraftMode
@@ -123,7 +122,7 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     proposers = drafters.build(config, vocabulary) if is_first_rank() else []
     metrics = Metrics(config.sources)
     recorder = recorder_of(config, vllm_config, runner)
-    listeners = [metrics, Signs(), *([] if recorder is None else [recorder])]
+    listeners = [metrics, *([] if recorder is None else [recorder])]
     speculator = Speculator(
         proposers, budget, vocab_size=vocabulary.size, listeners=listeners, time_share=config.time_share
     )

@@ -27,8 +27,9 @@ from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.cluster.child import Command, WarmDrafter
 from vllm_specrollout.cluster.link import Mail, MatchCounts, OwnPlan
 from vllm_specrollout.cluster.messages import Message
+from vllm_specrollout.cluster.profiles import draft_line
 from vllm_specrollout.cluster.rates import Mode
-from vllm_specrollout.cluster.reconfigure import Group, draft_line
+from vllm_specrollout.cluster.reconfigure import Group
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.drafters.decoupled import connect
 

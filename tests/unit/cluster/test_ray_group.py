@@ -213,7 +213,7 @@ def test_drafters_and_the_ladder_are_chosen_by_what_is_known_of_them() -> None:
     good, bad = (known(name, fixed) for name, fixed in (("good", 1.0), ("bad", 40.0)))
     for profiles, ladder, begun in (([bad, good], "attach", "good"), ([bad], "move", ""), ([], "move", "")):
         engine = {"profiles": profiles}
-        with SpecGroup("model", engines=1, drafters="auto", cpus=0.4, devices=["cpu:0"], engine=engine) as group:
+        with SpecGroup("model", engines=1, drafters="auto", cpus=0.1, devices=["cpu:0"], engine=engine) as group:
             group.generate([[1]], {"max_tokens": 20})
             status = group.status()
             assert status["ladder"] == ladder and status["engines"]["engine-0"]["drafter"] == begun
@@ -223,6 +223,11 @@ def known(drafter: str, fixed_ms: float) -> Any:
     verify = {1: AffineTime(0.3, 13.0, 0.05)}
     own = DrafterProfile(draft=AffineTime(0.0, fixed_ms), verify=verify, among=(0.8, 0.9), drafter=drafter)
     return msgspec.to_builtins(own, str_keys=True)
+
+
+def test_a_group_that_ray_has_no_place_for_says_what_is_missing(group: SpecGroup) -> None:
+    with pytest.raises(GroupError, match="needs 5000 CPU and 0 GPU of Ray, which has .* free"):
+        SpecGroup("model", engines=1, cpus=5000.0, start_s=1.0)
 
 
 def test_a_group_whose_engine_refuses_its_model_says_why(group: SpecGroup) -> None:

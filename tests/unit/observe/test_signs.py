@@ -6,8 +6,7 @@ import pytest
 
 from tests.trees import batch_of, chain
 from tests.unit.observe.engine import ending, record_of, timing_of, view
-from vllm_specrollout.observe.gain import Gain
-from vllm_specrollout.observe.signs import EVERY_S, LEAST_S, Signs
+from vllm_specrollout.observe.metrics import EVERY_S, LEAST_S, Gain, Signs
 from vllm_specrollout.types import EMPTY_TREE, StepPlan, StepRecord
 
 

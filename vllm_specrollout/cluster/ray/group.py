@@ -151,6 +151,7 @@ class SpecGroup:
             self._calls = Calls(self._placement.actors)
             self._driver = Driver(self._calls, list(self._placement.actors), Rules(ladder, most))
             self._driver.equip(Rules(ladder, most), models)
+            self._placement.wait(start_s)
             self._await_all(start_s)
             if is_auto:
                 ladder, models = choose_ladder(self._profiles())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +13,15 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from vllm_specrollout.cluster.batch import GroupError
 from vllm_specrollout.cluster.ray.actor import Actor
 from vllm_specrollout.config.devices import Devices, shares
 from vllm_specrollout.errors import ConfigError
 
+logger = logging.getLogger("vllm.specrollout")
+
+_SAY_S = 10.0
+"""Seconds that a group may wait for its place before the log says so."""
 # an actor that is killed takes its processes with it; Ray takes this where it is started, and nowhere else
 _LOCAL: dict[str, Any] = {
     "include_dashboard": False,
@@ -78,7 +85,7 @@ class Placement:
         self.actors: dict[str, Any] = {}
         """Engine -> its actor."""
         self._bundles: Any = None
-        self._owns_ray = _connect(max(1, round(needs.count * needs.cpus)))
+        self._owns_ray = _connect(max(os.cpu_count() or 1, math.ceil(needs.count * needs.cpus)))
         try:
             # of 2.55, Ray declares no types for this
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0  # type: ignore[no-untyped-call]
@@ -102,6 +109,20 @@ class Placement:
             runtime_env={"env_vars": dict(place.environment)},
         ).remote(needs.replica, dict(needs.engine), dict(needs.drafter_engine), list(place.drafter))
 
+    def wait(self, most_s: float) -> None:
+        """Until Ray has set aside what the actors need.
+
+        Raises:
+            GroupError: it has not.
+        """
+        if self._bundles.wait(min(most_s, _SAY_S)):
+            return
+        wanted, free = _total(self._bundles.bundle_specs), _total([ray.available_resources()])  # type: ignore[no-untyped-call]
+        cause = f"the group needs {wanted} of Ray, which has {free} free"
+        logger.warning("Spec rollout: %s; it is waited for", cause)
+        if not self._bundles.wait(max(most_s - _SAY_S, 0.0)):
+            raise GroupError(f"{cause}, and had no more for {most_s:.0f} s", "close what holds it, or ask for less")
+
     def close(self) -> None:
         """End the actors, each with all its processes, and Ray where it was started here."""
         for actor in self.actors.values():
@@ -113,6 +134,11 @@ class Placement:
         if self._owns_ray:
             self._owns_ray = False
             ray.shutdown()
+
+
+def _total(resources: Sequence[Mapping[str, float]]) -> str:
+    """Of all of them, for a person."""
+    return " and ".join(f"{sum(one.get(kind, 0.0) for one in resources):g} {kind}" for kind in ("CPU", "GPU"))
 
 
 def _connect(cpus: int) -> bool:
