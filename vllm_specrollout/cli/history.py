@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,11 @@ import typer
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history import upkeep
 
-app = typer.Typer(help="Look into, merge, trim or remove kept answers.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Look into, merge, trim or remove kept answers; serve them to engines on several nodes.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 Paths = Annotated[list[Path], typer.Argument(help="History files, or directories of them.", show_default=False)]
 
@@ -92,3 +98,28 @@ def clear(paths: Paths, yes: Annotated[bool, typer.Option("--yes", "-y", help="D
     with _disk_errors(paths[0]):
         freed = upkeep.clear(found)
     typer.echo(f"{len(found)} files removed, {freed} bytes")
+
+
+@app.command()
+def serve(
+    folder: Annotated[Path, typer.Argument(help="Where answers are kept: a folder on a local disk.")],
+    listen: Annotated[str, typer.Option(help="Where engines find it: tcp://HOST:PORT[/KEY] or ipc://PATH.")],
+    max_mib: Annotated[int, typer.Option(min=1, max=1 << 30, help="Disk, in MiB; beyond it the oldest go.")] = 65536,
+) -> None:
+    """Keep the answers of engines on several nodes, and give them to all of these, until this command is stopped.
+
+    It prints the address at which engines find it: behind tcp, that ends with a key, without which nobody gets in. An
+    engine has {"history": {"dir": FOLDER, "url": ADDRESS}} in `--spec-rollout`, with a folder on its own disk.
+    """
+    from vllm_specrollout.cluster.archive import Archive
+
+    is_over = threading.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: is_over.set())
+    with _disk_errors(folder):
+        archive = Archive(folder, listen, max_mib << 20)
+        typer.echo(f"keeps histories at {archive.address}")
+        try:
+            archive.serve(is_over.is_set)
+        finally:
+            archive.close()

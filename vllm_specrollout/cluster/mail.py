@@ -1,4 +1,4 @@
-"""Mail: messages over ZeroMQ between engines and the drafters that serve them. Nothing here waits but `Office.wait`.
+"""Mail: messages over ZeroMQ between engines and the drafters that serve them. Nothing here waits but `wait`.
 
 A drafter has an `Office`, at which any number of engines post; an engine has a `Box` there. What is full drops what
 comes, and says so. Between hosts a key protects what is said: whoever serves makes it, and the address that others are
@@ -17,15 +17,17 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.backend
+from msgspec import Struct
 from zmq.utils import z85
 
-from vllm_specrollout.cluster.messages import MOST_BYTES, Message, MessageError, decode, encode
+from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError, decode, encode
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -90,14 +92,16 @@ class Office:
     Args:
         address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one. Behind tcp a key may stand, so that engines find
             this end again once it was begun anew; else one is made.
+        read: what bytes say; by default, between an engine and a drafter.
 
     Raises:
         ConfigError: no such address.
         MailError: it is in use, or not this host's.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, read: Callable[[bytes], Any] = decode) -> None:
         where = parse(address)
+        self._read = read
         if where.path is not None:
             _claim(where.path)
         self.malformed = self.dropped = 0
@@ -118,7 +122,7 @@ class Office:
             os.chmod(where.path, 0o600)
             self._file = (where.path, os.stat(where.path))
 
-    def receive(self) -> Iterator[tuple[bytes, Message]]:
+    def receive(self) -> Iterator[tuple[bytes, Any]]:
         """What has come, in order: from which engine, and what it says."""
         for _ in range(_MOST_AT_ONCE):
             try:
@@ -128,7 +132,7 @@ class Office:
             if (message := _read(self, rest)) is not None:
                 yield name, message
 
-    def send(self, engine: bytes, message: Message) -> bool:
+    def send(self, engine: bytes, message: Struct) -> bool:
         """False: it is gone, or does not keep up; nothing was sent."""
         return _sent(self, [engine, encode(message)])
 
@@ -161,13 +165,15 @@ class Box:
 
     Args:
         address: of the drafter.
+        read: what bytes say; by default, between an engine and a drafter.
 
     Raises:
         ConfigError: no such address, or one of tcp without a key.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, read: Callable[[bytes], Any] = decode) -> None:
         where = parse(address)
+        self._read = read
         if where.path is None and not where.key:
             cause = f"`{address}` has no key"
             raise ConfigError(cause, "give the whole address that the drafter prints: tcp://HOST:PORT/KEY")
@@ -195,7 +201,7 @@ class Box:
             self.close()
             raise
 
-    def receive(self) -> Iterator[Message]:
+    def receive(self) -> Iterator[Any]:
         """What has come, in order."""
         # to ask first costs a tenth of the exception that says that there is nothing, and numbers cost less than enums
         for _ in range(_MOST_AT_ONCE):
@@ -205,9 +211,13 @@ class Box:
             if (message := _read(self, [self._socket.recv(zmq.NOBLOCK)])) is not None:
                 yield message
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: Struct) -> bool:
         """False: the drafter does not keep up; nothing was sent."""
         return _sent(self, encode(message))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has come."""
+        return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLIN))
 
     def close(self) -> None:
         _end(self._context)
@@ -263,12 +273,12 @@ def _bind(made: zmq.Socket[bytes], where: Address) -> None:
         raise MailError(cause, "choose an address of this host that is free") from None
 
 
-def _read(end: Office | Box, frames: list[bytes]) -> Message | None:
+def _read(end: Office | Box, frames: list[bytes]) -> Any:
     """What came, if it is a message; what is none is counted, and said once."""
     try:
         if len(frames) != 1:
             raise MessageError(f"a message came in {len(frames)} parts, not 1")
-        return decode(frames[0])
+        return end._read(frames[0])
     except MessageError as error:
         if not end.malformed:
             logger.warning("a message was dropped, and others like it will be without a word: %s", error)

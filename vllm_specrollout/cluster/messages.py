@@ -120,7 +120,7 @@ MOST_BYTES = 8 << 20
 """Of a message: what may be longer is cut into several by whoever sends it."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Struct) -> bytes:
     """
     Raises:
         MessageError: it is too long to be sent.

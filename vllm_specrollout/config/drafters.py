@@ -56,6 +56,9 @@ class HistoryConfig:
 
     dir: Annotated[str, FILE] = ""
     """Directory that keeps the answers across restarts; empty: they are kept in memory only."""
+    url: str = ""
+    """Where `specrollout history serve` listens, as it prints it: answers of engines on other nodes draft as well.
+    Needs `dir`, one folder for all engines of a node; what comes takes at most `max_disk_mib` more."""
     epochs: Annotated[int, Range(0, 1024)] = 2
     """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
     siblings: bool = True
@@ -90,6 +93,9 @@ class HistoryConfig:
         if not self.epochs and not self.siblings:
             cause = "`history.epochs` is 0 and `history.siblings` is false, so that no answer may draft"
             raise ConfigError(cause, "allow one of them, or leave `history` out of `drafters`")
+        if self.url and not self.dir:
+            cause = "`history.url` is given, and `history.dir` is not"
+            raise ConfigError(cause, "name a folder on a local disk in `history.dir`, for what comes from other nodes")
         check_order(self, "history.", "min_match", "max_match")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specrollout._core import HistoryIndex, propose_history, sync_history
+from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome
@@ -76,6 +77,7 @@ class HistoryDrafter(BaseDrafter):
         background = Background("specrollout-history-store").submit
         self.store = store if store is not None else HistoryStore(config, background, vocabulary)
         self.cache = cache if cache is not None else IndexCache(config, self.store, self._make_index)
+        self.courier = Courier(config, vocabulary) if config.url else None
         self._live: dict[str, _Live] = {}
         self.hits, self.lookups = 0, 0
         # of the cache when it was asked last, and the steps until it is asked again, if nothing changes before
@@ -212,6 +214,7 @@ class HistoryDrafter(BaseDrafter):
         return {
             "store": dataclasses.asdict(self.store.stats()),
             "library": dataclasses.asdict(self.cache.stats()),
+            "courier": None if self.courier is None else self.courier.as_dict(),
             "lookups": self.lookups,
             "hits": self.hits,
             "hit_rate": self.hits / self.lookups if self.lookups else 0.0,
@@ -221,3 +224,5 @@ class HistoryDrafter(BaseDrafter):
         """Write what is left to write, unless the disk stands still; nothing drafts afterwards."""
         self.cache.close()
         self.store.close()
+        if self.courier is not None:
+            self.courier.close()

@@ -44,7 +44,7 @@ _SCHEMA = (
     # all that is asked of a problem before its answers are read, and all that is counted
     "CREATE INDEX by_problem ON answers(problem, epoch, count)",
 )
-_INSERT = f"INSERT INTO answers({_COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT = f"INSERT OR REPLACE INTO answers(id, {_COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 # of an answer; what is larger is no answer, and is not read
 _MOST_BYTES = 1 << 26
 # answers dropped in one go, between which others may write and read
@@ -77,6 +77,14 @@ class Row(NamedTuple):
     # as `encode_tokens` makes them
     tail: bytes
     tokens: bytes
+
+
+class Reward(NamedTuple):
+    """Of an answer that is at rest."""
+
+    reward: float
+    number: int
+    request: bytes
 
 
 class Located(NamedTuple):
@@ -177,6 +185,8 @@ class Database:
             if writes and (damage := self.integrity()) != "ok":
                 # what goes into it might not be found again
                 raise sqlite3.DatabaseError(damage)
+            # a number grows with time, and is given out once, by whichever file of this name
+            self._last = self.newest() if writes else 0
         except sqlite3.Error as error:
             self.close()
             raise _worded(path, error) from None
@@ -253,6 +263,30 @@ class Database:
         for found in self._connection.execute(f"SELECT {_COLUMNS} FROM answers ORDER BY id"):
             yield Row(*found)
 
+    def rows_behind(self, number: int, oldest: int, most: int) -> Iterator[tuple[int, Row]]:
+        """(number, row) of those behind a number and since an epoch, in the order they were written."""
+        size = "length(problem) + length(request) + length(tail) + length(tokens)"
+        found = f"SELECT id FROM answers WHERE id>? AND epoch>=? AND {size} <= {_MOST_BYTES} ORDER BY id LIMIT ?"
+        for (one,) in self._all(found, (number, oldest, most)):
+            if (row := self.row(one)) is not None:
+                yield one, row
+
+    def newest(self) -> int:
+        """Number of the answer that was written last; 0: there is none."""
+        return self._one("SELECT max(id) FROM answers") or 0
+
+    def earliest_epoch(self) -> int:
+        return self._one("SELECT min(epoch) FROM answers") or 0
+
+    def rewards(self, oldest: int) -> list[Reward]:
+        """Of the answers since an epoch."""
+        which = "WHERE epoch>=? AND typeof(reward)='real'"
+        return [Reward(*one) for one in self._all(f"SELECT reward, id, request FROM answers {which}", (oldest,))]
+
+    def changes(self) -> int:
+        """Another number whenever some other process, or connection, has written."""
+        return self._one("PRAGMA data_version")
+
     def latest_epoch(self) -> int:
         """Of its answers, and the last that was begun; what no index could hold is passed over."""
         begun = self._one("SELECT epoch FROM about")
@@ -302,20 +336,27 @@ class Database:
         self._connection.execute(f"PRAGMA wal_autocheckpoint={max(32, num_bytes // _PAGE)}")
         self._connection.execute(f"PRAGMA journal_size_limit={max(32 * _PAGE, num_bytes)}")
 
-    def write(self, rows: Sequence[Row], rewards: Sequence[tuple[float, int, bytes]], epoch: int | None) -> list[int]:
+    def write(self, rows: Sequence[Row], rewards: Sequence[Reward], epoch: int | None) -> list[int]:
         """Write all of it or nothing; returns the answers' numbers.
 
         Args:
-            rewards: of answers that are there: reward, number, request.
+            rewards: of answers that are there.
             epoch: the one that has begun.
         """
+        first = max(self._last + 1, time.time_ns() // 1000)
+        numbers = list(range(first, first + len(rows)))
+        self.put(list(zip(numbers, rows, strict=True)), rewards, epoch)
+        return numbers
+
+    def put(self, rows: Sequence[tuple[int, Row]], rewards: Sequence[Reward], epoch: int | None) -> None:
+        """As `write`, under numbers that are given; what has such a number already is replaced."""
         with self._transaction():
-            numbers = [self._connection.execute(_INSERT, row).lastrowid or 0 for row in rows]
+            self._connection.executemany(_INSERT, [(number, *row) for number, row in rows])
             # a number may be another answer's by now
             self._connection.executemany("UPDATE answers SET reward=? WHERE id=? AND request=?", rewards)
             if epoch is not None:
                 self._connection.execute("UPDATE about SET epoch=?", (epoch,))
-        return numbers
+        self._last = max([self._last, *(number for number, _ in rows)])
 
     def sync(self) -> None:
         """Wait until all that was written is on disk."""

@@ -32,6 +32,8 @@ from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
 
+_OURS = re.compile(r"([0-9a-f]{16}\.)?answers-[0-9]{4,5}\.history")
+"""Names of files that an engine writes, or the courier that it has (cluster/courier.py)."""
 # of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
 # that its file server no longer knows
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ESTALE)
@@ -255,11 +257,11 @@ class Folder:
     def remove_stale(self, oldest: int, most_bytes: int) -> None:
         """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
 
-        Only files that this engine might have written: named like its own, of its vocabulary, and nobody's now.
+        Only files that an engine here might have written or fetched: named so, of its vocabulary, and nobody's now.
         """
         stale: list[tuple[float, Path, int]] = []
         for path in self._readers:
-            if path != self.own.path and re.fullmatch(r"answers-[0-9]{4,5}\.history", path.name):
+            if path != self.own.path and _OURS.fullmatch(path.name):
                 # one that its file server no longer knows is nobody's to remove
                 with contextlib.suppress(OSError):
                     stale.append((path.stat().st_mtime, path, size_of(path)))

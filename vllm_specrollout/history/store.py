@@ -21,7 +21,17 @@ from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import shown
 from vllm_specrollout.history.answers import Answer, Outcome, StoreStats
-from vllm_specrollout.history.database import ERRORS, Counts, Database, Located, Row, answer_of, as_bytes, row_of
+from vllm_specrollout.history.database import (
+    ERRORS,
+    Counts,
+    Database,
+    Located,
+    Reward,
+    Row,
+    answer_of,
+    as_bytes,
+    row_of,
+)
 from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
@@ -345,7 +355,9 @@ class HistoryStore:
                 epoch = self._epoch if self._epoch > self._epoch_written else None
             if not few and not due and epoch is None:
                 return
-            rewards = [(reward, kept.number, as_bytes(kept.request_id)) for kept, reward in due if reward is not None]
+            rewards = [
+                Reward(reward, kept.number, as_bytes(kept.request_id)) for kept, reward in due if reward is not None
+            ]
             numbers = self._folder.own.write([row for _, row in few], rewards, epoch)
             with self._lock:
                 self._epoch_written = self._epoch_written if epoch is None else epoch

@@ -66,7 +66,7 @@ def test_inspect_counts_what_a_file_holds(folder):
 
 def test_inspect_says_what_is_damaged_or_being_written(folder):
     path = folder / "answers-0000.history"
-    change(path, "UPDATE answers SET tokens=x'00' WHERE id=3")
+    change(path, "UPDATE answers SET tokens=x'00' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 2)")
     lock = Lock(path)
     report = upkeep.inspect(path)
     assert (report.damaged, report.answers, report.is_being_written, report.integrity) == (1, 7, True, "ok")

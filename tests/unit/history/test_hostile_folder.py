@@ -214,19 +214,20 @@ def test_small_rows_of_long_answers_are_expanded_one_at_a_time_and_not_before_th
 
 
 _LIES = (
-    "UPDATE answers SET count=1 WHERE id=2",
-    "UPDATE answers SET count='many' WHERE id=2",
-    "UPDATE answers SET tokens='text' WHERE id=2",
-    "UPDATE answers SET tokens=zeroblob(1 << 27) WHERE id=2",
-    "UPDATE answers SET tokens=NULL WHERE id=2",
-    "UPDATE answers SET tail=(SELECT tokens FROM answers WHERE count=100) WHERE id=2",
-    "UPDATE answers SET status=-1 WHERE id=2",
-    "UPDATE answers SET status=3 WHERE id=2",
-    "UPDATE answers SET problem='p' WHERE id=2",
-    "UPDATE answers SET epoch='last' WHERE id=2",
-    "UPDATE answers SET version=x'00' WHERE id=2",
-    "UPDATE answers SET reward='good' WHERE id=2",
-    "UPDATE answers SET request=x'ff' WHERE id=2",
+    "UPDATE answers SET count=1 WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET count='many' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET tokens='text' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET tokens=zeroblob(1 << 27) WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET tokens=NULL WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET tail=(SELECT tokens FROM answers WHERE count=100)"
+    " WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET status=-1 WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET status=3 WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET problem='p' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET epoch='last' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET version=x'00' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET reward='good' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    "UPDATE answers SET request=x'ff' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
 )
 
 

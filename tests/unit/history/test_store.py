@@ -276,7 +276,10 @@ def test_an_answer_whose_tokens_are_damaged_costs_itself_alone(on_disk, make_ans
     store = HistoryStore(on_disk)
     for name in "abc":
         store.append(make_answer(name))
-    change(store._folder.own.path, "UPDATE answers SET tokens=x'ff00ff' WHERE id=2")
+    change(
+        store._folder.own.path,
+        "UPDATE answers SET tokens=x'ff00ff' WHERE id=(SELECT id FROM answers ORDER BY id LIMIT 1 OFFSET 1)",
+    )
     assert names(store) == ["a", "c"] and store.stats().damaged == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.history.stored import answers_in
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.answers import Answer
-from vllm_specrollout.history.database import Database, row_of
+from vllm_specrollout.history.database import Database, Reward, row_of
 from vllm_specrollout.history.store import PER_MIB, HistoryStore
 
 MakeAnswer = Callable[..., Answer]
@@ -193,11 +193,13 @@ def test_a_reward_never_reaches_another_answer_that_has_its_number_by_now(
     database = Database(tmp_path / "a.history", writes=True)
     store = HistoryStore(HistoryConfig(dir=str(tmp_path / "kept")))
     store.append(make_answer("a"))
-    row = store._folder.own.row(1)
-    assert row is not None and database.write([row], (), None) == [1]
+    (row,) = store._folder.own.rows()
+    (number,) = database.write([row], (), None)
     database.drop_oldest(1)
-    assert database.write([row._replace(request=b"b")], [(1.0, 1, b"a")], None) == [1]
-    database.write((), [(1.0, 1, b"a")], None)
+    assert database.write([row], (), None)[0] > number, "none is given out twice"
+    database.drop_oldest(1)
+    database.put([(number, row._replace(request=b"b"))], [Reward(1.0, number, b"a")], None)
+    database.write((), [Reward(1.0, number, b"a")], None)
     assert [(one.request, one.reward) for one in database.rows()] == [(b"b", None)]
 
 

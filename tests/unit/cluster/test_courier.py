@@ -1,0 +1,314 @@
+"""Answers of one node's folder at the engines of another one, whoever is killed or slow on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zmq")
+
+from vllm_specrollout.cluster import courier as module
+from vllm_specrollout.cluster.archive import Archive, Bring, Has, Mirrors, Page, Refused, Want, kind_of, portion, read
+from vllm_specrollout.cluster.courier import Courier
+from vllm_specrollout.cluster.messages import MessageError, encode
+from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.database import Database, HistoryError, Reward, row_of
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.types import FinishReason
+
+KIND = kind_of(ANY_VOCABULARY)
+ROOM = 1 << 30
+HEX = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+
+
+def until(is_so: Callable[[], object], patience_s: float = 60.0) -> None:
+    end = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def answer(request: str, problem: str = "p", epoch: int = 0, tokens: int = 3, reward: float | None = None) -> Answer:
+    token_ids = np.arange(tokens, dtype=np.int32)
+    return Answer(problem, request, epoch, 0, FinishReason.FINISHED, token_ids, token_ids[:2], reward)
+
+
+class Node:
+    """A folder, an engine's store in it, and its courier."""
+
+    def __init__(self, folder: Path, url: str, vocabulary: Vocabulary = ANY_VOCABULARY, epochs: int = 2) -> None:
+        config = HistoryConfig(dir=str(folder), url=url, epochs=epochs)
+        self.store = HistoryStore(config, vocabulary=vocabulary)
+        self.courier = Courier(config, vocabulary)
+
+    def found(self, problem: str | None = "p") -> dict[str, float | None]:
+        """Request -> reward, of the answers that this node can draft from."""
+        self.store._folder.refresh()
+        read_ = (self.store.read(place) for place in self.store.find(problem))
+        return {one.request_id: one.reward for one in read_ if one is not None}
+
+    def close(self) -> None:
+        self.store.close()
+        self.courier.close()
+
+
+class Served:
+    """An archive in a thread."""
+
+    def __init__(self, folder: Path, address: str, most_bytes: int = ROOM) -> None:
+        self.archive = Archive(folder, address, most_bytes)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self.archive.serve, args=(self._over.is_set,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.archive.close()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, address: str) -> Iterator[Callable[..., Node]]:
+    made = list[Node]()
+
+    def make(name: str, **given: object) -> Node:
+        made.append(Node(tmp_path / name, address, **given))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path, address: str) -> Iterator[Served]:
+    one = Served(tmp_path / "archive", address)
+    yield one
+    one.close()
+
+
+def test_an_answer_of_one_node_drafts_on_another(served: Served, nodes: Callable[..., Node]) -> None:
+    first, second = nodes("a"), nodes("b")
+    first.store.append(answer("x", reward=0.5))
+    second.store.append(answer("y"))
+    until(lambda: first.found() == second.found() == {"x": 0.5, "y": None})
+    assert first.courier.brought == first.courier.fetched == 1
+
+
+def test_a_reward_that_comes_late_reaches_what_was_fetched_before(served: Served, nodes: Callable[..., Node]) -> None:
+    first, second = nodes("a"), nodes("b")
+    first.store.append(answer("x"))
+    until(lambda: second.found() == {"x": None})
+    first.store.report_reward("x", 2.0)
+    until(lambda: second.found() == {"x": 2.0})
+
+
+def test_an_epoch_that_one_node_has_begun_is_known_to_the_others_with_its_first_answer(
+    served: Served, nodes: Callable[..., Node]
+) -> None:
+    first, second = nodes("a"), nodes("b")
+    first.store.append(answer("x"))
+    first.store.begin_epoch(3)
+    first.store.append(answer("y", epoch=3))
+    until(lambda: "y" in second.found() and second.store._folder.latest_epoch == 3)
+
+
+def test_what_comes_while_the_archive_is_gone_reaches_all_once_it_is_back(
+    tmp_path: Path, address: str, nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.3)
+    first, second = nodes("a"), nodes("b")
+    first.store.append(answer("early"))
+    until(lambda: "did not answer" in first.courier.problem)
+    for number in range(3):
+        one = Served(tmp_path / "archive", address)
+        first.store.append(answer(f"x{number}"))
+        until(lambda number=number: set(second.found()) == {"early", *(f"x{i}" for i in range(number + 1))})
+        one.close()
+        first.store.report_reward(f"x{number}", 1.0)
+    one = Served(tmp_path / "archive", address)
+    until(lambda: second.found() == {"early": None, "x0": 1.0, "x1": 1.0, "x2": 1.0})
+    until(lambda: not first.courier.problem)
+    one.close()
+
+
+def test_an_archive_that_lost_its_folder_is_given_all_again(
+    tmp_path: Path, address: str, nodes: Callable[..., Node]
+) -> None:
+    first = nodes("a")
+    first.store.append(answer("x"))
+    for folder in ("one", "other"):
+        one = Served(tmp_path / folder, address)
+        until(lambda folder=folder: any((tmp_path / folder).glob("*.history")))
+        until(lambda one=one: any(one.archive._mirrors.upto.values()))
+        one.close()
+
+
+def test_of_the_engines_of_one_folder_one_has_the_courier_and_then_the_next(
+    served: Served, nodes: Callable[..., Node]
+) -> None:
+    first = nodes("a")
+    until(lambda: first.courier.as_dict()["goes"])
+    second, far = nodes("a"), nodes("b")
+    second.store.append(answer("y"))
+    until(lambda: far.found() == {"y": None})
+    assert not second.courier.as_dict()["goes"] and second.found() == {"y": None}, "it is no answer of another node"
+    first.courier.close()
+    until(lambda: second.courier.as_dict()["goes"])
+
+
+def test_an_answer_in_another_vocabulary_stays_where_it_is(served: Served, nodes: Callable[..., Node]) -> None:
+    first = nodes("a", vocabulary=Vocabulary("A", 100, "of-a"))
+    second, third = (nodes(name, vocabulary=Vocabulary("B", 100, "of-b")) for name in "bc")
+    first.store.append(answer("x"))
+    second.store.append(answer("y"))
+    until(lambda: third.found() == {"y": None})
+    assert first.found() == {"x": None} and not first.courier.fetched
+
+
+def test_what_no_longer_drafts_is_neither_fetched_nor_kept(served: Served, nodes: Callable[..., Node]) -> None:
+    first, second = nodes("a", epochs=1), nodes("b", epochs=1)
+    first.store.append(answer("old", epoch=0))
+    until(lambda: second.found() == {"old": None})
+    first.store.begin_epoch(5)
+    first.store.append(answer("new", epoch=5))
+    until(lambda: second.courier.fetched == 2)
+    until(lambda: [row.request for _, one in second.courier._mirrors or () for row in one.rows()] == [b"new"])
+    first.store.append(answer("newer", epoch=5))
+    until(lambda: second.courier.fetched == 3 and set(second.found()) == {"new", "newer"})
+
+
+def test_an_answer_too_long_for_a_message_stays_at_home_and_holds_nothing_up(
+    served: Served, nodes: Callable[..., Node]
+) -> None:
+    first, second = nodes("a"), nodes("b")
+    rng = np.random.default_rng(0)
+    long = answer("long")
+    long = Answer(
+        "p", "long", 0, 0, FinishReason.FINISHED, rng.integers(0, 1 << 30, 2_000_000).astype(np.int32), long.prompt_tail
+    )
+    for one in (answer("before"), long, answer("behind")):
+        first.store.append(one)
+    until(lambda: set(second.found()) == {"before", "behind"})
+
+
+def test_many_answers_come_in_portions_and_each_once(served: Served, nodes: Callable[..., Node]) -> None:
+    first, second = nodes("a"), nodes("b")
+    for number in range(1000):
+        first.store.append(answer(f"{number}", problem=f"{number % 7}", tokens=500))
+    until(lambda: second.courier.fetched == 1000)
+    assert len(second.found(None)) == 1000
+
+
+def test_the_archive_keeps_within_its_room_and_the_oldest_epochs_go(tmp_path: Path) -> None:
+    mirrors = Mirrors(tmp_path, 1 << 18)
+    rng = np.random.default_rng(0)
+    for epoch in range(6):
+        tokens = rng.integers(0, 1 << 30, 40_000).astype(np.int32)
+        row = row_of(Answer("p", f"{epoch}", epoch, 0, FinishReason.FINISHED, tokens, tokens[:2]))
+        mirrors.put(f"{epoch % 2:016x}.answers-0000", KIND, [(epoch + 1, row)], (), epoch)
+        mirrors.trim()
+        assert sum(one.used_bytes() for _, one in mirrors) <= 1 << 18
+    left = sorted(row.epoch for _, one in mirrors for row in one.rows())
+    assert left and left == list(range(6 - len(left), 6)) and len(left) < 6
+    assert mirrors.upto == {f"{0:016x}.answers-0000": 5, f"{1:016x}.answers-0000": 6}, (
+        "what went is not asked for again"
+    )
+    mirrors.close()
+
+
+def test_a_folder_has_one_archive(tmp_path: Path, served: Served) -> None:
+    with pytest.raises(HistoryError, match="is being written by another process"):
+        Archive(tmp_path / "archive", f"ipc://{tmp_path}/t", ROOM)
+
+
+def test_rows_and_rewards_brought_twice_are_kept_once(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM)
+    name, row = f"{7:016x}.answers-0000", row_of(answer("x"))
+    for turn in range(2):
+        found = archive.answer(Bring(turn, name, KIND, 1, ((5, row),), (Reward(1.0, 5, b"x"),)))
+        assert isinstance(found, Has) and (found.turn, found.upto) == (turn, 5)
+    page = archive.answer(Want(3, "0" * 16, KIND, 0, {}, found.life, 1))
+    assert isinstance(page, Page) and page.rows == ((5, row._replace(reward=1.0)),)
+    assert (page.seen, page.rewards) == (2, ((name, Reward(1.0, 5, b"x")),)), "the one that it had not seen"
+    archive.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", encode(Has(1, 2, "z" * 16)), encode(Bring(0, "../../x", KIND, 0, (), ()))]
+)
+def test_bytes_that_are_no_message_are_an_error_and_no_more(data: bytes) -> None:
+    with pytest.raises(MessageError, match="are no message"):
+        read(data)
+
+
+def test_random_bytes_from_anybody_change_nothing(served: Served, address: str, nodes: Callable[..., Node]) -> None:
+    from vllm_specrollout.cluster.mail import Box
+
+    box, rng = Box(address), np.random.default_rng(1)
+    whole = encode(Bring(0, f"{7:016x}.answers-0000", KIND, 1, ((5, row_of(answer("x"))),), ()))
+    for _ in range(200):
+        data = bytearray(whole)
+        data[rng.integers(len(data))] = rng.integers(256)
+        with contextlib.suppress(Exception):
+            box._socket.send(bytes(data[: rng.integers(len(data) + 1)]), 1)
+    first, second = nodes("a"), nodes("b")
+    first.store.append(answer("z"))
+    until(lambda: "z" in second.found())
+    box.close()
+
+
+def test_what_an_archive_cannot_keep_it_refuses_with_the_reason(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM)
+    name = f"{7:016x}.answers-0000"
+    archive.answer(Bring(0, name, kind_of(Vocabulary("A", 100, "a")), 0, (), ()))
+    found = archive.answer(Bring(1, name, kind_of(Vocabulary("B", 100, "b")), 0, (), ()))
+    assert isinstance(found, Refused) and "another vocabulary" in found.reason
+    assert isinstance(archive.answer(Has(2, 0, "0" * 16)), Refused)
+    archive.close()
+
+
+def test_a_portion_ends_where_a_message_would_be_full(tmp_path: Path) -> None:
+    source, rng = Database(tmp_path / "a.history", True), np.random.default_rng(0)
+    drawn = [rng.integers(0, 1 << 30, 200_000).astype(np.int32) for _ in range(5)]
+    rows = [row_of(Answer("p", "x", 0, 0, FinishReason.FINISHED, tokens, tokens[:1])) for tokens in drawn]
+    numbers = source.write(rows, (), None)
+    seen, behind = list[int](), 0
+    while True:
+        few, upto = portion(source, behind)
+        if upto == behind:
+            break
+        assert len(encode(Bring(0, f"{7:016x}.answers-0000", KIND, 0, few, ()))) < 4 << 20
+        seen, behind = [*seen, *(number for number, _ in few)], upto
+    assert seen == numbers
+
+
+def test_an_url_without_a_folder_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="`history.dir` is not"):
+        SpecRolloutConfig(history=HistoryConfig(url=f"tcp://h:1/{secrets.token_hex(32)}"))
+
+
+def test_an_url_without_a_key_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no key"):
+        Courier(HistoryConfig(dir=str(tmp_path), url="tcp://h:1"))
