@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,45 @@ def test_what_the_file_says_reaches_the_lending_which_follows_the_servers(verl: 
     router.remove_servers(["a"])
     assert router.lending.names == {"b", "c", "d"}
     assert router.get_status()["lending"] == {"lent": 7} and router.get_status()["active_servers"] == 3
+
+
+def groups(router: Any, problems: list[int], samples: int) -> dict[int, Counter[str]]:
+    """Problem -> on which servers its samples run; all of a problem come, and then those of the next one."""
+    return {
+        problem: Counter(router.acquire_server(f"{problem}-{i}", prompt_ids=[problem, 1])[0] for i in range(samples))
+        for problem in problems
+    }
+
+
+def test_samples_of_a_problem_run_together_and_no_replica_has_more_than_another(verl: Any) -> None:
+    router = verl[0].ProblemRouter({f"s{i}": object() for i in range(8)}, {"router_class": "x"})
+    assert router.require_acquire_fields() == ["prompt_ids"]
+    for epoch in range(2):
+        found = groups(router, [*range(64)] if epoch else [*range(63, -1, -1)], 16)
+        assert all(len(own) == 1 for own in found.values())
+        assert set(router.get_status()["servers"].values()) == {128}
+        for own in found.values():
+            for server, count in own.items():
+                for _ in range(count):
+                    router.release_server(server)
+
+
+def test_a_replica_with_too_many_requests_gets_none_until_others_have_as_many(verl: Any) -> None:
+    router = verl[0].ProblemRouter({"a": object(), "b": object()}, {"slack": 4})
+    (own,) = groups(router, [7], 20).values()
+    assert sorted(own.values()) == [8, 12]
+
+
+def test_a_further_turn_goes_where_the_first_went_and_a_replica_that_left_gets_nothing(verl: Any) -> None:
+    router = verl[0].ProblemRouter(SERVERS, {})
+    first, _ = router.acquire_server("r", prompt_ids=[1])
+    other = next(name for name in SERVERS if name != first)
+    for _ in range(3):
+        router.acquire_server("x", prompt_ids=[2])
+    assert router.acquire_server("r", prompt_ids=[1, 2, 3])[0] == first
+    router.remove_servers([first])
+    assert router.acquire_server("r", prompt_ids=[1])[0] != first
+    assert router.acquire_server("s", prompt_ids=[1])[0] != first and other in router.get_all_servers()
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one(verl: Any) -> None:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.nightly
 
 DECOUPLED = {
     "drafters": [], "budget": "fixed", "max_draft_tokens": 16, "placement": "decoupled",
-    "decoupled": {"reconfigure": "goodput"},
+    "decoupled": {"reconfigure": "goodput", "window": 4},
 }  # fmt: skip
 WARM = ("first", "second")
 

@@ -245,11 +245,11 @@ def join(runner: Any) -> None:
     if (kind := config.decoupled.reconfigure) != "off":
         runner.replanning = Replanning(drafter, learning, printed=kind == "paper")
         runner.spec_rollout.listeners.append(runner.replanning)
-    if runner.model_drafter is not None:
-        runner.placing = Placing(runner)
-        runner.spec_rollout.listeners.append(runner.placing)
+    placing = None if runner.model_drafter is None else Placing(runner)
+    if placing is not None:
+        runner.spec_rollout.listeners.append(placing)
     if config.profile != "off":
-        _plan(runner, drafter)
+        _plan(runner, drafter, placing)
     most_s, begin_s = config.decoupled.start_s, time.monotonic()
     while missing := [link for link in drafter.links.values() if not link.is_there]:
         drafter.receive()
@@ -277,10 +277,10 @@ def _keeper(vllm_config: Any) -> Callable[[DrafterProfile], None]:
     return keep
 
 
-def _plan(runner: Any, drafter: DecoupledDrafter) -> None:
+def _plan(runner: Any, drafter: DecoupledDrafter, placing: Placing | None) -> None:
     """Begin as is planned with what is known of the drafters: with which window, and in which of two places."""
     config, batch = config_of(runner.vllm_config), runner.vllm_config.scheduler_config.max_num_seqs
-    if config.decoupled.window and runner.placing is None:
+    if config.decoupled.window and placing is None:
         return
     known = {one.drafter: one for one in of_engine(kept(), key_of(runner.vllm_config))}
     for link in drafter.links.values():
@@ -289,8 +289,8 @@ def _plan(runner: Any, drafter: DecoupledDrafter) -> None:
             continue
         ahead, best = plan_engine(profile, batch)
         link.window = config.decoupled.window or ahead.window
-        if runner.placing is not None and link.name == SINGLE:
-            runner.placing.duel = Duel(int(best.mode is Mode.DECOUPLED))
+        if placing is not None and link.name == SINGLE:
+            placing.duel = Duel(int(best.mode is Mode.DECOUPLED))
         logger.info(
             "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times plain decoding",
             *(link.name, link.window, ahead.tokens_per_step, ahead.gain),
