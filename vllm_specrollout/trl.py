@@ -20,7 +20,7 @@ _COUNTS = ("drafted", "accepted", "request_steps", "output_tokens", "decode_s", 
 
 
 def log_drafts(trainer: Any) -> Any:
-    """Have a trainer of TRL log what drafts bring in its engine (`vllm_mode="colocate"`); of several ranks, the first's.
+    """Have a trainer of TRL log what drafts bring in its engine (`vllm_mode="colocate"`), of the rank that logs.
 
     Raises:
         ConfigError: the trainer has no engine, or one without spec rollout.

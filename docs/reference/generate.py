@@ -112,7 +112,11 @@ def cli_page() -> str:
     group = typer.main.get_command(app)
     parts = ["# Command line\n"]
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        if command.hidden:
+        if command.hidden and name not in group.commands["dev"].commands:  # type: ignore[attr-defined]
+            continue
+        if name == "dev":
+            names = ", ".join(f"`{one}`" for one in sorted(command.commands))
+            parts.append(f"## `specrollout dev`\n\n{command.help} It lists {names}, which need no `dev` before them.\n")
             continue
         parts.append(f"## `specrollout {name}`\n\n{_first_paragraph(command.help)}\n")
         if name != "bench":

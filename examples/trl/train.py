@@ -102,7 +102,12 @@ def stats(trainer: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    from vllm_specrollout.config import envs
+    from vllm_specrollout.trl import log_drafts
+
     trainer = make_trainer(options().parse_args())
+    if envs.wants_spec_rollout():
+        log_drafts(trainer)
     trainer.train()
     if counts := stats(trainer):
         print(f"{counts['accepted']} of {counts['drafted']} drafted tokens were accepted in {counts['steps']} steps")

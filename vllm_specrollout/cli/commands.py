@@ -14,7 +14,8 @@ import typer.core
 import typer.main
 
 from vllm_specrollout import __version__, patches
-from vllm_specrollout.cli import history, plan, processes, profile, replay, report
+from vllm_specrollout.cli import history, plan, processes, profile, replay, report, status
+from vllm_specrollout.config.checks import nearest
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
 from vllm_specrollout.patches import supported
 from vllm_specrollout.training import command as training_command
@@ -86,7 +87,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command("schema")
 def print_schema() -> None:
     """Print the JSON schema of what `--spec-rollout` takes: all keys, with types, limits, defaults and meanings."""
     from vllm_specrollout.config.schema import schema
@@ -94,7 +94,6 @@ def print_schema() -> None:
     typer.echo(json.dumps(schema(), indent=2))
 
 
-@app.command("patches")
 def list_patches(
     update_fingerprints: Annotated[
         bool, typer.Option("--update-fingerprints", help="Record the installed vLLM's source as the known one.")
@@ -160,7 +159,9 @@ class _Benches(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, name: str) -> Any:
         if name not in BENCHES:
-            return None
+            near = nearest(name, BENCHES)
+            way = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(BENCHES)}"
+            raise ConfigError(f"there is no benchmark `{name}`", way)
         module = _import_bench(name, f"vllm_specrollout.bench.{BENCHES[name][0]}")
         return _as_command(name, getattr(module, f"bench_{name}"))
 
@@ -198,7 +199,13 @@ def _bench() -> None:
     """Benchmarks against stock vLLM: same model, same seeds, outputs compared token by token."""
 
 
-app.add_typer(bench, name="bench")
+dev = typer.Typer(help="What developers need.", no_args_is_help=True, rich_markup_mode=None)
+for group in (app, dev):
+    # those who know them call them without `dev`
+    is_hidden = group is app
+    group.add_typer(bench, name="bench", hidden=is_hidden)
+    group.command("schema", hidden=is_hidden)(print_schema)
+    group.command("patches", hidden=is_hidden)(list_patches)
 
 
 @app.command("simulate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -207,14 +214,15 @@ def _simulate() -> None:
     raise ConfigError("`specrollout simulate` is now `specrollout bench study`", "it takes the same arguments")
 
 
-app.add_typer(plan.app, name="plan")
-app.add_typer(history.app, name="history")
-
-app.command("drafter")(processes.serve_drafts)
-app.command("replay")(replay.replay_command)
+app.command("status")(status.status)
 app.command("report")(report.report_command)
+app.add_typer(history.app, name="history")
 app.command("profile")(profile.profile)
+app.command("replay")(replay.replay_command)
 app.command("train-head")(training_command.train_head)
+app.add_typer(plan.app, name="plan")
+app.command("drafter")(processes.serve_drafts)
+app.add_typer(dev, name="dev")
 
 
 def run() -> None:

@@ -279,8 +279,9 @@ class StatsMixin(_Base):
     def spec_rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """Totals of this worker since the last reset; see `Stats`.
 
-        "speedup" is what plain decode steps would have taken over what decode steps took, by the budget's estimate;
-        None: it has none. "tokens_per_step" is of one request, over all its decode steps.
+        "decode_s" is what decode steps took, and "plain_s" what plain ones would have, by the budget's estimate (it
+        counts steps of which it has none as plain); "speedup" is their quotient; None: there is no estimate.
+        "tokens_per_step" is of one request, over all its decode steps.
         """
         runner = self.model_runner
         stats = dataclasses.asdict(runner.stats)
@@ -293,6 +294,7 @@ class StatsMixin(_Base):
         stats["request_reasons"] = runner.desk.reasons()
         stats["failures"] = dict(runner.spec_rollout.guard.failures)
         gain = runner.metrics.total
+        stats["decode_s"], stats["plain_s"] = gain.spent_ms / 1e3, gain.plain_ms / 1e3
         stats["speedup"], stats["tokens_per_step"] = gain.speedup if gain.is_known else None, gain.tokens_per_step
         if reset:
             runner.stats, runner.metrics.total = Stats(), Gain()

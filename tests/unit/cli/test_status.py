@@ -1,0 +1,165 @@
+"""What a server's metrics say of its drafts, in one line first."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from typer.testing import CliRunner
+
+from vllm_specrollout.cli.commands import app
+from vllm_specrollout.cli.status import PREFIX, SELF_CHECK, judge, parse, read_metrics
+from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.observe.metrics import METRICS
+
+BASE = ("model_name", "engine")
+
+
+class Shown:
+    """Metrics as a server of some engines shows them, made as the server makes them."""
+
+    def __init__(self, engines: int = 1) -> None:
+        self.registry, self.engines = CollectorRegistry(), engines
+        kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge}
+        self.made = {
+            metric.name: kinds[metric.kind](
+                PREFIX + metric.name, metric.help, (*BASE, *metric.labels), registry=self.registry
+            )
+            for metric in METRICS
+            if metric.kind in kinds
+        }
+        for engine in range(engines):
+            self.set("is_on", 1, engine=engine)
+            self.set("drafters_alive", 2, engine=engine)
+
+    def set(self, name: str, value: float, *labels: str, engine: int = 0) -> None:
+        child = self.made[name].labels("m", str(engine), *labels)
+        if isinstance(self.made[name], Gauge):
+            child.set(value)
+        else:
+            child.inc(value)
+
+    def decode(self, steps: int, tokens: int, took: float, plain: float, engine: int = 0) -> None:
+        names = ("request_steps", "output_tokens", "decode_seconds", "plain_seconds")
+        for name, value in zip(names, (steps, tokens, took, plain), strict=True):
+            self.set(name, value, engine=engine)
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+    def says(self) -> str:
+        return judge(parse(self.text())).as_text()
+
+
+def test_a_server_that_gains_is_paying_and_each_drafter_has_its_share() -> None:
+    shown = Shown(engines=2)
+    for engine, tokens in ((0, 30), (1, 50)):
+        shown.decode(10, tokens, 1.0, 2.0, engine)
+        shown.set("verified_nodes", 40, "history", engine=engine)
+        shown.set("accepted_nodes", 10 + engine * 10, "history", engine=engine)
+    first, *more = shown.says().splitlines()
+    assert first == "paying: 4.00 tokens a step, 2.00 times plain decoding by estimate"
+    assert more == ["  history         38% of 80 draft tokens accepted"]
+
+
+def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> None:
+    shown = Shown()
+    shown.decode(10, 11, 2.0, 1.0)
+    assert shown.says() == "on, and not paying: 1.10 tokens a step, 0.50 times plain decoding by estimate"
+
+
+def test_a_pause_has_the_commonest_reason_and_what_was_gained_before() -> None:
+    shown = Shown()
+    shown.decode(10, 15, 1.0, 1.2)
+    shown.set("is_on", 0)
+    for choice, reason, count in (("on", "pays", 50), ("off", "drafts do not pay", 30), ("off", "off", 2)):
+        shown.set("decisions", count, choice, reason)
+    assert shown.says().splitlines() == [
+        "paused: drafts do not pay",
+        "  so far          1.50 tokens a step, 1.20 times plain decoding by estimate",
+    ]
+
+
+def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
+    shown = Shown()
+    shown.decode(10, 15, 1.0, 1.2)
+    shown.set("failures", 5, "history")
+    assert shown.says().startswith("paying"), "one that is left goes on"
+    shown.set("drafters_alive", 0)
+    assert shown.says().splitlines()[0] == "failing: no drafter is left; history failed; the server's log says more"
+    assert "  failed          history: 5 times" in shown.says()
+
+
+def test_a_server_whose_check_of_itself_has_ended_drafting_is_failing() -> None:
+    shown = Shown()
+    shown.decode(10, 10, 1.0, 1.0)
+    shown.set("is_on", 0)
+    shown.set("decisions", 3, "off", SELF_CHECK)
+    assert shown.says().startswith("failing: self-check")
+
+
+def test_a_server_that_has_done_nothing_is_on_and_a_stock_one_is_off() -> None:
+    assert Shown().says() == "on: nothing was decoded yet"
+    off = judge(parse("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1.0\n"))
+    assert off.as_text().startswith("off: ") and not off.is_well
+
+
+def test_between_two_looks_only_what_came_since_counts() -> None:
+    shown = Shown()
+    shown.decode(10, 10, 1.0, 1.0)
+    before = parse(shown.text())
+    shown.decode(10, 40, 1.0, 3.0)
+    found = judge(parse(shown.text()), before)
+    assert (found.tokens_per_step, found.speedup) == (4.0, 3.0)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, Shown]]:
+    shown = Shown()
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(self.path, "").encode()
+            self.send_response(200 if body else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    own = HTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=own.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{own.server_port}", shown
+    own.shutdown()
+    own.server_close()
+    thread.join()
+
+
+def test_the_command_says_it_and_ends_with_1_where_somebody_must_act(server: tuple[str, Shown]) -> None:
+    url, shown = server
+    shown.decode(10, 15, 1.0, 1.2)
+    done = CliRunner().invoke(app, ["status", url])
+    assert done.exit_code == 0 and done.stdout.startswith("paying: 1.50")
+    watched = json.loads(CliRunner().invoke(app, ["status", url, "--json", "--over", "0.01"]).stdout)
+    assert watched["verdict"] == "idle" and watched["engines"] == 1, "nothing was decoded meanwhile"
+    shown.set("failures", 1, "ngram")
+    shown.set("drafters_alive", 0)
+    assert CliRunner().invoke(app, ["status", url]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "cause"), [("/other", "none of vLLM's"), ("/nothing", "shows no metrics"), (None, "is no address")]
+)
+def test_an_address_that_says_nothing_is_an_error(server: tuple[str, Shown], path: str | None, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        read_metrics("localhost:8000" if path is None else server[0] + path)

@@ -1,0 +1,177 @@
+"""`specrollout status`: is a server's spec rollout on, does it pay, and if not, why. It reads what /metrics says."""
+
+from __future__ import annotations
+
+import http.client
+import json as json_module
+import os
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from vllm_specrollout.errors import ConfigError
+
+PREFIX = "vllm:spec_rollout_"
+_TIMEOUT_S = 10.0
+_PAYS = 1.0
+SELF_CHECK = "self-check"
+
+Series = dict[str, list[tuple[dict[str, str], float]]]
+"""Metric, without `PREFIX` -> (labels, value) of each of its series."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a server's engines did, all together, since they began or between two looks."""
+
+    # `off`, `failing`, `paused`, `losing`, `paying`, or `idle`: it is on, and has decoded nothing
+    verdict: str
+    # why it is paused or failing; else empty
+    why: str
+    engines: int
+    tokens_per_step: float | None
+    # time of plain decode steps, by estimate, over the time taken
+    speedup: float | None
+    # nodes that were verified, and the share of them that was accepted; by drafter
+    verified: dict[str, int]
+    accepted: dict[str, float]
+    # what failed and was contained -> times
+    failures: dict[str, int]
+
+    @property
+    def is_well(self) -> bool:
+        return self.verdict not in ("off", "failing")
+
+    def as_text(self) -> str:
+        """The verdict first."""
+        times = "" if self.speedup is None else f", {self.speedup:.2f} times plain decoding by estimate"
+        brings = "" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f} tokens a step{times}"
+        first = {
+            "off": "off: the server decodes with stock vLLM",
+            "failing": f"failing: {self.why}; the server's log says more",
+            "paused": f"paused: {self.why}",
+            "losing": f"on, and not paying: {brings}",
+            "paying": f"paying: {brings}",
+            "idle": "on: nothing was decoded yet",
+        }[self.verdict]
+        lines = [first]
+        if self.verdict in ("paused", "failing") and brings:
+            lines.append(f"  so far          {brings}")
+        for name, count in sorted(self.verified.items()):
+            lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")
+        lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
+        if self.verdict == "off":
+            lines.append("\nhint: `vllm serve MODEL --spec-rollout`; `specrollout doctor` says whether it works here")
+        return "\n".join(lines)
+
+
+def read_metrics(url: str, key: str = "") -> Series:
+    """Our metrics of a server.
+
+    Args:
+        url: such as `http://localhost:8000`.
+        key: of the server, if it asks for one.
+
+    Raises:
+        ConfigError: it does not answer, or is no server of vLLM's.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"`{url}` is no address of a server", "give one like http://localhost:8000")
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(url.rstrip("/") + "/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"`{url}` shows no metrics: {error}",
+            "is the server up, and at that address? A key belongs in VLLM_API_KEY",
+        ) from None
+    if "vllm:" not in text:
+        raise ConfigError(
+            f"`{url}` shows metrics, and none of vLLM's",
+            "give the address of a vLLM server; one with `--disable-log-stats` has none: leave that out",
+        )
+    return parse(text)
+
+
+def parse(text: str) -> Series:
+    """Our metrics in the text that Prometheus reads; counters without their `_total`."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: Series = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith(PREFIX):
+            for sample in family.samples:
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                found.setdefault(name, []).append((sample.labels, sample.value))
+    return found
+
+
+def judge(now: Series, before: Series | None = None) -> Status:
+    """What a server did since it began, or since an earlier look at it."""
+    if "is_on" not in now:
+        return Status(
+            verdict="off", why="", engines=0, tokens_per_step=None, speedup=None, verified={}, accepted={}, failures={}
+        )
+
+    def sums(name: str, label: str = "") -> Counter[str]:
+        total = Counter[str]()
+        for series, sign in ((now, 1.0), (before or {}, -1.0)):
+            for labels, value in series.get(name, ()):
+                total[labels.get(label, "")] += sign * value  # type: ignore[assignment]
+        return total
+
+    steps, tokens = sums("request_steps")[""], sums("output_tokens")[""]
+    took, plain = sums("decode_seconds")[""], sums("plain_seconds")[""]
+    verified, accepted = sums("verified_nodes", "source"), sums("accepted_nodes", "source")
+    failures = {part: int(count) for part, count in sums("failures", "part").items() if count >= 1}
+    alive = [value for _, value in now.get("drafters_alive", ())]
+    speedup = plain / took if took > 0 and plain > 0 else None
+    verdict, why = "idle", ""
+    if failures and alive and not any(alive):
+        verdict, why = "failing", f"no drafter is left; {', '.join(sorted(failures))} failed"
+    elif steps and not any(value for _, value in now["is_on"]):
+        why = _latest_reason(sums("decisions", "reason"), now)
+        # that one has ended drafting for good
+        verdict = "failing" if why == SELF_CHECK else "paused"
+    elif steps:
+        verdict = "losing" if speedup is not None and speedup < _PAYS else "paying"
+    return Status(
+        verdict=verdict,
+        why=why,
+        engines=len(now["is_on"]),
+        tokens_per_step=tokens / steps if steps else None,
+        speedup=speedup,
+        verified={name: int(count) for name, count in verified.items() if count >= 1},
+        accepted={name: accepted[name] / count for name, count in verified.items() if count >= 1},
+        failures=failures,
+    )
+
+
+def _latest_reason(reasons: Counter[str], now: Series) -> str:
+    """Of the decisions not to draft, the commonest."""
+    off = {labels["reason"] for labels, _ in now.get("decisions", ()) if labels.get("choice") == "off"}
+    own = [(count, reason) for reason, count in reasons.items() if reason in off]
+    return max(own)[1] if own else "no step was decided on"
+
+
+def status(
+    url: Annotated[str, typer.Argument(help="A running server, as http://localhost:8000.", show_default=False)],
+    over: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Seconds to watch it; 0: all since it began.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether a server's spec rollout is on, whether it pays, and if not, why (exit status 1: off, or failing)."""
+    key = os.environ.get("VLLM_API_KEY", "")
+    before = None
+    if over:
+        before = read_metrics(url, key)
+        time.sleep(over)
+    found = judge(read_metrics(url, key), before)
+    typer.echo(json_module.dumps(asdict(found), indent=2) if json else found.as_text())
+    if not found.is_well:
+        raise typer.Exit(1)
