@@ -67,7 +67,7 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml $(CORE) $(FOLD
 
 demo: setup
 	@mkdir -p out
-	$(BIN)/specrollout bench rollout --plot out/rollout.png
+	$(BIN)/specrollout bench rollout --plot out/rollout.png --report out/rollout.html
 
 test: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 10)

@@ -229,6 +229,8 @@ class Rollout(EngineScenario):
             # an untrained policy says anything, control characters too
             yield "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
         yield from explained_text(found.more.explained)
+        if self.report is not None:
+            yield f"\nour rollouts, request by request: open {self.report.absolute()} in a browser"
 
     def draw(self, found: Found, path: Path) -> None:
         plot_rollout(found.more.pair, self.batch, self.title(found), path)

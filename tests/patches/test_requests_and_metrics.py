@@ -139,3 +139,11 @@ def test_the_log_line_needs_no_configuration():
     lines = []
     log.log(lambda text, *values: lines.append(text % values))
     assert "Mean acceptance length: 4.00" in lines[0]
+
+
+@pytest.mark.parametrize("key", ["spec-rollout", "specrollout", "SpecRollout", "SPEC_ROLLOUT"])
+def test_a_key_that_is_ours_but_for_its_spelling_is_an_error_where_drafts_are_on(key):
+    with pytest.raises(ConfigError, match=f"unknown key `{key}`") as error:
+        validate({key: {"enabled": False}})
+    assert error.value.hint == "did you mean `spec_rollout`?"
+    assert validate({key: {"enabled": False}}, is_on=False) and validate({"other": 1})

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import http.client
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +23,20 @@ from vllm_specrollout.replay.files import read_trace
 from vllm_specrollout.report.page import MOST_MB, page_of
 from vllm_specrollout.report.perfetto import trace_events
 
+ROUTE = "/spec_rollout/rollout"
+_TIMEOUT_S = 60.0
+_SERVED = (
+    'serve with VLLM_PLUGINS=spec_rollout and --spec-rollout \'{"record": "FILE"}\'; a key belongs in VLLM_API_KEY'
+)
+
 
 def report_command(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A recorded rollout.", show_default=False)],
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help="A recorded rollout, or the URL of a server that records.", show_default=False
+        ),
+    ],
     out: Annotated[Path | None, typer.Option(help="Write the page to this file.", show_default=False)] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write tracks for ui.perfetto.dev to this file.", show_default=False)
@@ -37,11 +55,45 @@ def report_command(
     for path, flag in ((out, "--out"), (perfetto, "--perfetto")):
         flags.check_writable(path, flag)
     text_of = None if tokenizer is None else _texts(tokenizer)
-    recorded = read_trace(trace)
+    with _local(trace) as path:
+        recorded = read_trace(path)
     if out is not None:
-        _write(out, "--out", page_of(recorded, trace.name, most_mb * 1_000_000, text_of).encode())
+        _write(
+            out, "--out", page_of(recorded, trace.rpartition("/")[2] or trace, most_mb * 1_000_000, text_of).encode()
+        )
     if perfetto is not None:
         _write(perfetto, "--perfetto", msgspec.json.encode(trace_events(recorded)))
+
+
+@contextmanager
+def _local(trace: str) -> Iterator[Path]:
+    """The file, or what a server has recorded so far, while it is read."""
+    if not trace.startswith(("http://", "https://")):
+        yield Path(trace)
+        return
+    key = os.environ.get("VLLM_API_KEY", "")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        request = urllib.request.Request(trace.rstrip("/") + ROUTE, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            # its ending says how it is packed
+            suffix = Path(answer.headers.get_filename() or "").suffix
+            with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+                shutil.copyfileobj(answer, file)
+                file.flush()
+                yield Path(file.name)
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"`{trace}` gives no recording: {_said(error)}", _SERVED) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(f"`{trace}` gives no recording: {error}", _SERVED) from None
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The server's own words, where they are ours."""
+    try:
+        return str(msgspec.json.decode(error.read())["error"]["message"]).partition("\n")[0]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return str(error)
 
 
 def _texts(folder: Path) -> Callable[[int], str]:

@@ -169,6 +169,11 @@ def write_trace(path: Path, trace: Trace) -> None:
         writer.close()
 
 
+def recorded_by(path: Path, engine: int) -> Path:
+    """Where an engine of a data-parallel group records, if `record` names that path."""
+    return path.with_name(f"dp{engine}-{path.name}")
+
+
 def read_trace(path: Path) -> Trace:
     """Read a trace; one that stops in the middle is read as far as it goes, and `is_cut` says so.
 

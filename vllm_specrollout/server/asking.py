@@ -10,9 +10,11 @@ import inspect
 import json
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
+from vllm_specrollout.replay.files import recorded_by
 
 _SETTINGS = "spec_rollout"  # our entry in vLLM's `additional_config`
 _OFF = "spec rollout is off in this engine"
@@ -110,6 +112,29 @@ def check_keeps_history(engine: Any) -> None:
             f"this engine keeps no history; its drafters are {json.dumps(drafters)}",
             f"start it with --spec-rollout '{json.dumps({'drafters': ['history', *drafters]})}'",
         )
+
+
+def recording(engine: Any, number: int) -> Path:
+    """The file into which an engine records its rollout.
+
+    Args:
+        number: of several engines behind one client, which.
+
+    Raises:
+        UnsupportedError: it records none.
+    """
+    check_is_on(engine)
+    path = (_settings(engine) or {}).get("record")
+    if not path:
+        raise UnsupportedError("this engine records no rollout", 'start it with --spec-rollout \'{"record": "FILE"}\'')
+    own = recorded_by(Path(path), number)
+    # a data-parallel engine has a file of its own
+    found = own if own.exists() or number else Path(path)
+    if not found.is_file():
+        raise UnsupportedError(
+            f"there is no recording of engine {number}", "is it on another node? Read the file there"
+        )
+    return found
 
 
 def check_is_on(engine: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.security import HTTPBearer
 from msgspec import Meta, Struct, defstruct
 from starlette.datastructures import Headers, State
@@ -30,7 +30,7 @@ from vllm_specrollout.config import envs
 from vllm_specrollout.config.checks import MOST_ID
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError, UnsupportedError, named
 from vllm_specrollout.server import reports
-from vllm_specrollout.server.asking import Check, Conversation, aask, check_has_model, check_is_on
+from vllm_specrollout.server.asking import Check, Conversation, aask, check_has_model, check_is_on, recording
 from vllm_specrollout.server.reports import MAX_EPOCH, MAX_INDEX, MAX_REWARDS
 from vllm_specrollout.server.settings import readable_errors
 
@@ -95,6 +95,7 @@ HINTS = {
     "index": "give the index of the choice, from 0, or leave it out when there is one choice",
     "path": "give the path of a head's folder, or of its safetensors file, below the folder of " + envs.DRAFTERS,
     "epoch": "give a whole number from 0, or null for the next epoch",
+    "engine": "give the number of a data-parallel engine, from 0",
 }
 
 
@@ -240,11 +241,25 @@ async def read_drafters(request: Request) -> Any:
     return await _ask(request, reports.reading_drafters(), check_is_on)
 
 
-async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:
+async def read_rollout(request: Request) -> Any:
+    """What the engine has recorded: a file for `specrollout report`. Of several engines, `engine` says which."""
+    engine = _engine(request)
+    number = request.query_params.get("engine", "0")
+    if not re.fullmatch("[0-9]{1,4}", number):
+        raise BodyError(HTTPStatus.UNPROCESSABLE_ENTITY, f"`engine` is {named(number)}", "engine", "engine")
+    path = recording(engine, int(number))
+    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+
+def _engine(request: Request) -> Any:
     engine = getattr(request.app.state, _STATE, None)
     if engine is None:
         raise UnsupportedError("this server has no engine", "send the request to a server that generates")
-    return await aask(engine, conversation, check)
+    return engine
+
+
+async def _ask(request: Request, conversation: Conversation[Any], check: Check | None = None) -> Any:
+    return await aask(_engine(request), conversation, check)
 
 
 _ROUTES = (
@@ -253,7 +268,9 @@ _ROUTES = (
     ("POST", "/drafter", load_drafter, SpecRolloutDrafterPath, DrafterVersion),
     ("GET", "/history", read_history, None, History),
     ("GET", "/drafters", read_drafters, None, Drafters),
+    ("GET", "/rollout", read_rollout, None, None),
 )
+_FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 _REFUSALS = {
     400: "The body is not JSON.",
     401: "The server has a key, and the request has not.",
@@ -276,7 +293,7 @@ def make_router(may_pass: Callable[[Headers], bool] | None, max_bytes: int = env
     router = APIRouter(prefix=PREFIX, tags=["spec rollout"], dependencies=described)
     for method, path, work, kind, gives in _ROUTES:
         left_out = {400, 403, 413, 422} if kind is None else {403} if work is not load_drafter else set()
-        told: dict[int | str, dict[str, Any]] = {200: _content(gives)}
+        told: dict[int | str, dict[str, Any]] = {200: _FILE if gives is None else _content(gives)}
         for status in sorted(_REFUSALS.keys() - left_out):
             shape = Unauthorized if status == 401 else ErrorResponse
             told[status] = {"description": _REFUSALS[status], **_content(shape)}
@@ -301,7 +318,8 @@ def _guarded(work: Any, kind: Any, may_pass: Callable[[Headers], bool], max_byte
             return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
         try:
             given = () if kind is None else (await read_body(request, kind, max_bytes),)
-            return JSONResponse(await work(request, *given))
+            found = await work(request, *given)
+            return found if isinstance(found, Response) else JSONResponse(found)
         except BodyError as error:
             return answer(error.status, f"{error.cause}\n\nhint: {error.hint}", error.name)
         except SpecRolloutError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,9 +92,12 @@ def check_options(original: Callable[..., Any]) -> Callable[..., Any]:
         given = _given_ids(kwargs.get("prompt", args[1] if len(args) > 1 else None))
         request = original(self, *args, **kwargs)
         extra = getattr(request.sampling_params, "extra_args", None)
-        if extra and settings.KEY in extra:
+        if extra:
             try:
-                _check(self.vllm_config, request, extra[settings.KEY], given)
+                if settings.KEY in extra:
+                    _check(self.vllm_config, request, extra[settings.KEY], given)
+                elif settings.is_on(self.vllm_config):
+                    _check_names(extra)
             except SpecRolloutError as error:
                 raise _client_error()(error.cause, error.hint) from None
         return request
@@ -105,6 +109,13 @@ def _given_ids(prompt: Any) -> Sequence[int] | None:
     """The token ids that a client hands to the engine; None: the front end has made them, and may have cut them."""
     is_raw = isinstance(prompt, Mapping) and "type" not in prompt
     return prompt.get("prompt_token_ids") if is_raw else None
+
+
+def _check_names(extra: Mapping[str, Any]) -> None:
+    """Others' options are none of ours; one that is ours but for its spelling would be ignored without a word."""
+    for key in extra:
+        if isinstance(key, str) and len(key) < 32 and re.sub("[^a-z]", "", key.lower()) == "specrollout":
+            raise ConfigError(f"unknown key `{key}` in `extra_args`", f"did you mean `{settings.KEY}`?")
 
 
 def _check(vllm_config: Any, request: Any, options: Any, given: Sequence[int] | None) -> None:

@@ -59,14 +59,14 @@ def recorder_of(config: SpecRolloutConfig, vllm_config: VllmConfig, runner: str)
     """
     if config.record is None or not is_first_rank():
         return None
-    from vllm_specrollout.replay.files import ThreadSink
+    from vllm_specrollout.replay.files import ThreadSink, recorded_by
     from vllm_specrollout.replay.records import Header
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     path = Path(config.record)
     if parallel.data_parallel_size > 1:
         # every engine of a data-parallel group writes its own
-        path = path.with_name(f"dp{parallel.data_parallel_rank}-{path.name}")
+        path = recorded_by(path, parallel.data_parallel_rank)
     header = Header(
         model=vllm_config.model_config.model,
         runner=runner,

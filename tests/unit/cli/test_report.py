@@ -1,11 +1,15 @@
 import gzip
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import uvicorn
 from typer.testing import CliRunner
 
 from tests.unit.report.pages import islands
+from tests.unit.server.conftest import FakeEngine, wired
 from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
@@ -85,6 +89,53 @@ def test_a_file_that_stops_in_the_middle_is_drawn_as_far_as_it_goes(tmp_path):
     run(path, "--out", out)
     summary = islands(out.read_text())["summary"]
     assert summary["is_cut"] and "no end" in summary["requests"]["statuses"]
+
+
+@pytest.fixture
+def server(request):
+    """A server whose engine has the settings that are asked for."""
+    settings = request.param
+    engine = FakeEngine(set(), settings)
+    own = uvicorn.Server(uvicorn.Config(wired(engine), port=0, log_level="error"))
+    thread = threading.Thread(target=own.run, daemon=True)
+    thread.start()
+    while not own.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{own.servers[0].sockets[0].getsockname()[1]}"
+    own.should_exit = True
+    thread.join()
+
+
+RECORDING = {"drafters": ["ngram"], "record": str(TRACE)}
+
+
+@pytest.mark.parametrize("server", [RECORDING], indirect=True)
+def test_what_a_server_has_recorded_is_drawn_by_its_address(server, tmp_path):
+    page = tmp_path / "x.html"
+    run(server + "/", "--out", page)
+    run(TRACE, "--out", tmp_path / "y.html")
+    found, wanted = (islands(path.read_text())["summary"] for path in (page, tmp_path / "y.html"))
+    assert {**found, "file": ""} == {**wanted, "file": ""}
+
+
+@pytest.mark.parametrize(
+    ("server", "cause"),
+    [
+        ({"drafters": ["ngram"]}, "records no rollout"),
+        ({}, "spec rollout is off"),
+        (RECORDING | {"record": "/no"}, "no recording of engine 0"),
+    ],
+    indirect=["server"],
+)
+def test_a_server_that_has_no_recording_says_why(server, cause, tmp_path):
+    with pytest.raises(ConfigError, match=f"gives no recording: .*{cause}") as error:
+        run(server, "--out", tmp_path / "x.html")
+    assert '{"record": "FILE"}' in error.value.hint
+
+
+def test_an_address_where_nobody_listens_is_one_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match="gives no recording: .*refused"):
+        run("http://127.0.0.1:9", "--out", tmp_path / "x.html")
 
 
 @pytest.mark.parametrize(
