@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.replay.files import recorded_by
 
 _SETTINGS = "spec_rollout"  # our entry in vLLM's `additional_config`
 _OFF = "spec rollout is off in this engine"
@@ -127,6 +126,8 @@ def recording(engine: Any, number: int) -> Path:
     path = (_settings(engine) or {}).get("record")
     if not path:
         raise UnsupportedError("this engine records no rollout", 'start it with --spec-rollout \'{"record": "FILE"}\'')
+    from vllm_specrollout.replay.files import recorded_by  # numpy: not when the plugin is registered
+
     own = recorded_by(Path(path), number)
     # a data-parallel engine has a file of its own
     found = own if own.exists() or number else Path(path)

@@ -134,6 +134,51 @@ def pid_of(group: SpecGroup, name: str) -> int:
     return group._one(name, "pid")
 
 
+# groups of their own come first: beside the others' group they would find neither memory nor Ray's cores
+
+
+def test_three_engines_with_other_drafters_race_and_one_is_killed(path: str, truth: Any) -> None:
+    """A helper has a model that stragglers' owners lack; whoever ends first, the tokens are stock's."""
+    requests, wanted, _ = truth
+    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27}
+    drafter = {**ENGINE, "kv_cache_memory_bytes": 1 << 26}
+    more = {"engine": settings, "drafter_engine": drafter, "spec_rollout": DRAFTS}
+    with SpecGroup(path, engines=3, ladder="race", drafters=[path], **more) as group:
+        assert ask(group, requests) == wanted
+        end = time.monotonic() + 600
+        while not all(one["drafter"] for one in group.status()["engines"].values()):
+            assert time.monotonic() < end
+            group._turn({})
+        while not group.status()["raced"]:
+            assert time.monotonic() < end
+            assert ask(group, requests[:2]) == wanted[:2]
+        victim = pid_of(group, "engine-2")
+        once(group, lambda: bool(group._driver.open), lambda: os.kill(victim, signal.SIGKILL))
+        assert ask(group, requests) == wanted
+        assert group.status()["disagreements"] == 0
+
+
+def test_two_ranks_an_engine_and_drafters_chosen_by_what_an_earlier_group_measured(
+    path: str, truth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    requests, wanted, _ = truth
+    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "tensor_parallel_size": 2}
+    more: dict[str, Any] = {"engine": settings, "devices": ["cpu:0-1"] * 2, "spec_rollout": DRAFTS}
+    own = {"drafter_engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 26}}
+    with SpecGroup(path, ladder="attach", drafters=[path], **own, **more) as group:
+        end = time.monotonic() + 900
+        while not (known := group._profiles()):
+            assert time.monotonic() < end
+            assert ask(group, requests[:2]) == wanted[:2]
+    assert {one.drafter for one in known} == {path} and known[0].match().among(1) > 0.9
+    ladder, models = choose_ladder(known)
+    with SpecGroup(path, drafters="auto", **own, **more) as group:
+        assert group.status()["ladder"] == ladder
+        assert {one.method for one in group._driver.engines.values()} == set(models or [""])
+        assert ask(group, requests) == wanted
+
+
 def test_answers_of_a_group_are_stocks_and_an_idle_engines_drafter_helps(group: SpecGroup, truth: Any) -> None:
     requests, wanted, _ = truth
     assert ask(group, requests) == wanted
@@ -230,45 +275,3 @@ def test_rewards_epochs_and_sleep_reach_all_engines(group: SpecGroup, truth: Any
     begun = group.begin_epoch()
     assert group.begin_epoch() == begun + 1, "each engine is there, whatever it had begun by itself"
     assert ask(group, requests) == wanted
-
-
-def test_three_engines_with_other_drafters_race_and_one_is_killed(path: str, truth: Any) -> None:
-    """A helper has a model that stragglers' owners lack; whoever ends first, the tokens are stock's."""
-    requests, wanted, _ = truth
-    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27}
-    drafter = {**ENGINE, "kv_cache_memory_bytes": 1 << 26}
-    more = {"engine": settings, "drafter_engine": drafter, "spec_rollout": DRAFTS}
-    with SpecGroup(path, engines=3, ladder="race", drafters=[path], **more) as group:
-        assert ask(group, requests) == wanted
-        end = time.monotonic() + 600
-        while not all(one["drafter"] for one in group.status()["engines"].values()):
-            assert time.monotonic() < end
-            group._turn({})
-        while not group.status()["raced"]:
-            assert time.monotonic() < end
-            assert ask(group, requests[:2]) == wanted[:2]
-        victim = pid_of(group, "engine-2")
-        once(group, lambda: bool(group._driver.open), lambda: os.kill(victim, signal.SIGKILL))
-        assert ask(group, requests) == wanted
-        assert group.status()["disagreements"] == 0
-
-
-def test_two_ranks_an_engine_and_drafters_chosen_by_what_an_earlier_group_measured(
-    path: str, truth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    requests, wanted, _ = truth
-    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "tensor_parallel_size": 2}
-    more: dict[str, Any] = {"engine": settings, "devices": ["cpu:0-1"] * 2, "spec_rollout": DRAFTS}
-    own = {"drafter_engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 26}}
-    with SpecGroup(path, ladder="attach", drafters=[path], **own, **more) as group:
-        end = time.monotonic() + 900
-        while not (known := group._profiles()):
-            assert time.monotonic() < end
-            assert ask(group, requests[:2]) == wanted[:2]
-    assert {one.drafter for one in known} == {path} and known[0].match().among(1) > 0.9
-    ladder, models = choose_ladder(known)
-    with SpecGroup(path, drafters="auto", **own, **more) as group:
-        assert group.status()["ladder"] == ladder
-        assert {one.method for one in group._driver.engines.values()} == set(models or [""])
-        assert ask(group, requests) == wanted

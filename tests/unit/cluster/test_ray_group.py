@@ -125,6 +125,16 @@ def test_an_engine_killed_amid_a_batch_costs_no_token_and_comes_back_with_the_gr
     group.update_weights("load", number=0)
 
 
+def test_an_engine_that_has_just_died_is_left_out_of_what_all_are_asked(group: SpecGroup) -> None:
+    first, second = pids(group)
+    os.kill(first, signal.SIGKILL)
+    assert pids(group) == [second]
+    end = time.monotonic() + 120
+    while second in pids(group) and len(pids(group)) < 2:
+        assert time.monotonic() < end
+        group.generate([[1]], {"max_tokens": 20})
+
+
 @pytest.mark.nightly
 def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
     """Of engines and of what stands below them, at any moment of a batch."""

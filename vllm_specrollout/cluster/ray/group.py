@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -370,7 +370,14 @@ class SpecGroup:
         with self._turnstile():
             up = [name for name, one in self._driver.engines.items() if one.version is not None]
             refs = [self._calls.send(name, method, *args) for name in up]
-        return [_get(ref) for ref in refs]
+        found = []
+        for ref in refs:
+            # one that has died since is asked in its next life, the next time
+            with suppress(RayActorError):
+                found.append(_get(ref))
+        if not found:
+            raise GroupError("no engine is up", "ask again once one is: `status` says when")
+        return found
 
     def _one(self, name: str, method: str, *args: Any) -> Any:
         return _get(self._calls.send(name, method, *args))

@@ -98,6 +98,10 @@ class Placing(Listener):
         self._budgets = [runner.spec_rollout.budget, make_budget(config)]
         self._elsewhere.rest(True)
 
+    def begin_with(self, mode: Mode) -> None:
+        """What is planned is tried first."""
+        self.duel = Duel(int(mode is Mode.DECOUPLED))
+
     def stepped(self, record: StepRecord) -> None:
         timing = record.timing
         is_there = any(link.is_there for link in self._elsewhere.links.values())
@@ -290,7 +294,7 @@ def _plan(runner: Any, drafter: DecoupledDrafter, placing: Placing | None) -> No
         ahead, best = plan_engine(profile, batch)
         link.window = config.decoupled.window or ahead.window
         if placing is not None and link.name == SINGLE:
-            placing.duel = Duel(int(best.mode is Mode.DECOUPLED))
+            placing.begin_with(best.mode)
         logger.info(
             "Spec rollout: drafter `%s` is planned with a window of %d: %.2f tokens a step, %.2f times plain decoding",
             *(link.name, link.window, ahead.tokens_per_step, ahead.gain),
