@@ -158,16 +158,27 @@ def test_three_engines_with_other_drafters_race_and_one_is_killed(path: str, tru
         assert group.status()["disagreements"] == 0
 
 
-def test_two_ranks_an_engine_and_drafters_chosen_by_what_an_earlier_group_measured(
+def test_two_ranks_an_engine_share_a_batch(path: str, truth: Any) -> None:
+    requests, wanted, _ = truth
+    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "tensor_parallel_size": 2}
+    with SpecGroup(path, ladder="move", devices=["cpu:0-1"] * 2, engine=settings, spec_rollout=DRAFTS) as group:
+        assert [len(own) for own in group.collective_rpc("spec_rollout_stats")] == [2, 2]
+        assert ask(group, requests) == wanted
+        assert group.status()["disagreements"] == 0
+
+
+def test_drafters_are_chosen_by_what_an_earlier_group_measured(
     path: str, truth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     requests, wanted, _ = truth
-    settings = {**ENGINE, "kv_cache_memory_bytes": 1 << 27, "tensor_parallel_size": 2}
-    more: dict[str, Any] = {"engine": settings, "devices": ["cpu:0-1"] * 2, "spec_rollout": DRAFTS}
+    more: dict[str, Any] = {"engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 27}, "spec_rollout": DRAFTS}
     own = {"drafter_engine": {**ENGINE, "kv_cache_memory_bytes": 1 << 26}}
     with SpecGroup(path, ladder="attach", drafters=[path], **own, **more) as group:
-        end = time.monotonic() + 900
+        end = time.monotonic() + 600
+        while not all(one["drafter"] for one in group.status()["engines"].values()):
+            assert time.monotonic() < end
+            group._turn({})
         while not (known := group._profiles()):
             assert time.monotonic() < end
             assert ask(group, requests[:2]) == wanted[:2]
