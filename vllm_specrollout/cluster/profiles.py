@@ -97,7 +97,12 @@ class Learning(Listener):
         self._elsewhere, self._keep, self._cost = elsewhere, keep, StepCost()
         # requests and draft nodes of each of the last steps
         self._last: deque[tuple[int, int]] = deque(maxlen=_STEPS)
-        # link -> positions at which it is kept next
+        # model -> its ranks, of all links that it has had: one that is lent has a new link each time
+        self._ranks: dict[str, deque[int]] = {}
+        self._ranked: dict[str, int] = {}
+        # link -> itself, and the ranks of it that are there
+        self._taken: dict[str, tuple[Link, int]] = {}
+        # model -> positions at which it is kept next
         self._due: dict[str, int] = {}
 
     def stepped(self, record: StepRecord) -> None:
@@ -107,10 +112,21 @@ class Learning(Listener):
         self._cost.observe(timing)
         self._last.append((timing.batch, timing.nodes))
         for link in self._elsewhere.links.values():
-            if link.ranked >= self._due.get(link.name, LEAST_RANKS):
-                self._due[link.name] = 2 * link.ranked
-                if (found := self.profile(link)) is not None:
-                    self._keep(found)
+            self._take(link)
+            ranked = self._ranked.get(link.model, 0)
+            if ranked >= self._due.get(link.model, LEAST_RANKS) and (found := self.profile(link)) is not None:
+                self._due[link.model] = 2 * ranked
+                self._keep(found)
+
+    def _take(self, link: Link) -> None:
+        """Its ranks since it was looked at last."""
+        before, count = self._taken.get(link.name, (link, 0))
+        new = link.ranked - (count if before is link else 0)
+        if new > 0 and link.model:
+            self._taken[link.name] = link, link.ranked
+            self._ranked[link.model] = self._ranked.get(link.model, 0) + new
+            own = self._ranks.setdefault(link.model, deque(maxlen=MOST_RANKS))
+            own.extend(list(link.ranks)[-new:])
 
     def lines(self, link: Link) -> tuple[AffineTime, AffineTime] | None:
         """D and V of a drafter at the batch that runs; None: it drafted nothing yet, or there was no step."""
@@ -125,9 +141,11 @@ class Learning(Listener):
     def profile(self, link: Link) -> DrafterProfile | None:
         """What is known of a drafter; None: nothing yet."""
         lines = self.lines(link)
-        if lines is None or not link.ranks or not link.model:
+        self._take(link)
+        own = self._ranks.get(link.model)
+        if lines is None or not own:
             return None
-        ranks = "".join(str(min(rank, 8)) for rank in list(link.ranks)[-MOST_RANKS:])
+        ranks = "".join(str(min(rank, 8)) for rank in own)
         return DrafterProfile(draft=lines[0], verify={1: lines[1]}, ranks=ranks, drafter=link.model, device=link.device)
 
 

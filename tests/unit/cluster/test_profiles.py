@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_an_engine_keeps_what_it_learned_whenever_that_rests_on_twice_as_much() 
         21.6, rel=0.02
     )
     assert last.match().among(1) == pytest.approx(1 / 3, abs=0.01) and last.match().among(8) < 0.7, "9 is none of them"
+
+
+def test_a_drafter_that_is_lent_again_and_again_is_learned_over_all_its_links() -> None:
+    engine = Engine()
+    for number in range(3):
+        engine.link.beats.extend([BEAT] * 5)
+        engine.link.ranks += [number] * 100
+        engine.link.ranked += 100
+        engine.step()
+        # what the next one to be lent finds
+        engine.drafter.links["one"] = other = copy.copy(engine.link)
+        other.ranked, other.ranks = 0, deque()
+    (found,) = engine.kept
+    assert found.ranks == "0" * 100 + "1" * 100 + "2" * 100
 
 
 def test_nothing_is_kept_of_a_drafter_that_did_not_say_what_it_is_or_has_not_drafted() -> None:
