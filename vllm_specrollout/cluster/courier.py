@@ -244,7 +244,8 @@ class _Source:
     def __init__(self, file: Database) -> None:
         self.file = file
         self.upto = 0
-        self.life = ""
+        # of the archive that has said so; None: none has yet
+        self.life: str | None = None
         # number -> what was told
         self.rewards: dict[int, float] = {}
         # as the file counted them when it was looked at
