@@ -111,19 +111,24 @@ class Learning(Listener):
             return
         self._cost.observe(timing)
         self._last.append((timing.batch, timing.nodes))
-        for link in self._elsewhere.links.values():
+        for link in self._links():
             self._take(link)
             ranked = self._ranked.get(link.model, 0)
             if ranked >= self._due.get(link.model, LEAST_RANKS) and (found := self.profile(link)) is not None:
                 self._due[link.model] = 2 * ranked
                 self._keep(found)
 
+    def _links(self) -> list[Link]:
+        """Those that are there, and those that have gone since the last step: their requests ended as they went."""
+        there = self._elsewhere.links
+        return [*(one for one, _ in self._taken.values() if there.get(one.name) is not one), *there.values()]
+
     def _take(self, link: Link) -> None:
         """Its ranks since it was looked at last."""
         before, count = self._taken.get(link.name, (link, 0))
         new = link.ranked - (count if before is link else 0)
+        self._taken[link.name] = link, link.ranked
         if new > 0 and link.model:
-            self._taken[link.name] = link, link.ranked
             self._ranked[link.model] = self._ranked.get(link.model, 0) + new
             own = self._ranks.setdefault(link.model, deque(maxlen=MOST_RANKS))
             own.extend(list(link.ranks)[-new:])
