@@ -17,7 +17,6 @@ from vllm_specrollout.errors import ConfigError
 
 PREFIX = "vllm:spec_rollout_"
 _TIMEOUT_S = 10.0
-_PAYS = 1.0
 SELF_CHECK = "self-check"
 
 Series = dict[str, list[tuple[dict[str, str], float]]]
@@ -140,7 +139,7 @@ def judge(now: Series, before: Series | None = None) -> Status:
         # that one has ended drafting for good
         verdict = "failing" if why == SELF_CHECK else "paused"
     elif steps:
-        verdict = "losing" if speedup is not None and speedup < _PAYS else "paying"
+        verdict = "losing" if speedup is not None and speedup < 1.0 else "paying"
     return Status(
         verdict=verdict,
         why=why,

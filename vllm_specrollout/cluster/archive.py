@@ -263,7 +263,8 @@ class Archive:
             if isinstance(note, Want):
                 return self._given(note)
             return Refused(note.turn, "it asks nothing")
-        except (SpecRolloutError, *ERRORS) as error:
+        except (SpecRolloutError, OverflowError, *ERRORS) as error:
+            # a number that no database holds is an OverflowError; whoever sends it ends nothing here
             logger.warning("an engine's courier was refused: %s", error)
             return Refused(note.turn, f"{type(error).__name__}: {error}"[:1000])
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import vllm_specrollout
+from tests.unit.cli.served import serving
 from vllm_specrollout.cli import doctor
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
@@ -43,25 +42,12 @@ def test_an_engine_without_spec_rollout_is_refused() -> None:
 def server() -> Iterator[str]:
     """A server with a key, of two engines."""
 
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_right = self.path == "/spec_rollout/drafters" and self.headers["Authorization"] == "Bearer secret"
-            body = json.dumps({"engines": [SICK, {"budget": ALIVE, "drafters": {}}]}).encode()
-            self.send_response(200 if is_right else 401)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Any) -> tuple[int, str]:
+        is_right = path == "/spec_rollout/drafters" and headers["Authorization"] == "Bearer secret"
+        return (200 if is_right else 401), json.dumps({"engines": [SICK, {"budget": ALIVE, "drafters": {}}]})
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    own = HTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=own.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{own.server_port}"
-    own.shutdown()
-    own.server_close()
-    thread.join()
+    with serving(answer) as url:
+        yield url
 
 
 def test_doctor_says_which_drafters_of_a_server_work(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -15,10 +13,12 @@ pytest.importorskip("prometheus_client")
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from typer.testing import CliRunner
 
+from tests.unit.cli.served import serving
 from vllm_specrollout.cli.commands import app
-from vllm_specrollout.cli.status import PREFIX, SELF_CHECK, judge, parse, read_metrics
+from vllm_specrollout.cli.status import PREFIX, judge, parse, read_metrics
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.metrics import METRICS
+from vllm_specrollout.worker.withheld import SELF_CHECK
 
 BASE = ("model_name", "engine")
 
@@ -125,24 +125,12 @@ def test_between_two_looks_only_what_came_since_counts() -> None:
 def server() -> Iterator[tuple[str, Shown]]:
     shown = Shown()
 
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(self.path, "").encode()
-            self.send_response(200 if body else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Any) -> tuple[int, str]:
+        body = {"/metrics": shown.text(), "/other/metrics": "up 1\n"}.get(path, "")
+        return (200 if body else 404), body
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    own = HTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=own.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{own.server_port}", shown
-    own.shutdown()
-    own.server_close()
-    thread.join()
+    with serving(answer) as url:
+        yield url, shown
 
 
 def test_the_command_says_it_and_ends_with_1_where_somebody_must_act(server: tuple[str, Shown]) -> None:

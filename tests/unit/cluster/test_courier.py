@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ from vllm_specrollout.history.store import HistoryStore
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 from vllm_specrollout.types import FinishReason
 
+T = TypeVar("T")
 KIND = kind_of(ANY_VOCABULARY)
 ROOM = 1 << 30
-HEX = "0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,14 @@ def until(is_so: Callable[[], object], patience_s: float = 60.0) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def settled(read: Callable[[], T], wanted: T) -> T:
+    """What is read once it is as wanted, or at last: it is for the test to compare."""
+    end = time.monotonic() + 60.0
+    while (found := read()) != wanted and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
 
 
 def answer(request: str, problem: str = "p", epoch: int = 0, tokens: int = 3, reward: float | None = None) -> Answer:
@@ -112,16 +121,18 @@ def test_an_answer_of_one_node_drafts_on_another(served: Served, nodes: Callable
     first, second = nodes("a"), nodes("b")
     first.store.append(answer("x", reward=0.5))
     second.store.append(answer("y"))
-    until(lambda: first.found() == second.found() == {"x": 0.5, "y": None})
+    for one in (first, second):
+        assert settled(one.found, both := {"x": 0.5, "y": None}) == both
     assert first.courier.brought == first.courier.fetched == 1
 
 
 def test_a_reward_that_comes_late_reaches_what_was_fetched_before(served: Served, nodes: Callable[..., Node]) -> None:
     first, second = nodes("a"), nodes("b")
     first.store.append(answer("x"))
-    until(lambda: second.found() == {"x": None})
+    assert settled(second.found, {"x": None}) == {"x": None}
     first.store.report_reward("x", 2.0)
-    until(lambda: second.found() == {"x": 2.0})
+    assert settled(second.found, {"x": 2.0}) == {"x": 2.0}
+    assert second.courier.fetched == 1, "the reward came by itself"
 
 
 def test_an_epoch_that_one_node_has_begun_is_known_to_the_others_with_its_first_answer(
@@ -131,7 +142,8 @@ def test_an_epoch_that_one_node_has_begun_is_known_to_the_others_with_its_first_
     first.store.append(answer("x"))
     first.store.begin_epoch(3)
     first.store.append(answer("y", epoch=3))
-    until(lambda: "y" in second.found() and second.store._folder.latest_epoch == 3)
+    assert settled(second.found, {"y": None}) == {"y": None}, "the other's epoch is too far behind"
+    assert second.store._folder.latest_epoch == 3
 
 
 def test_what_comes_while_the_archive_is_gone_reaches_all_once_it_is_back(
@@ -160,8 +172,8 @@ def test_an_archive_that_lost_its_folder_is_given_all_again(
     first.store.append(answer("x"))
     for folder in ("one", "other"):
         one = Served(tmp_path / folder, address)
-        until(lambda folder=folder: any((tmp_path / folder).glob("*.history")))
-        until(lambda one=one: any(one.archive._mirrors.upto.values()))
+        kept = lambda one=one: [row.request for _, mirror in one.archive._mirrors for row in mirror.rows()]  # noqa: E731
+        assert settled(kept, [b"x"]) == [b"x"]
         one.close()
 
 
@@ -194,9 +206,11 @@ def test_what_no_longer_drafts_is_neither_fetched_nor_kept(served: Served, nodes
     first.store.begin_epoch(5)
     first.store.append(answer("new", epoch=5))
     until(lambda: second.courier.fetched == 2)
-    until(lambda: [row.request for _, one in second.courier._mirrors or () for row in one.rows()] == [b"new"])
+    kept = lambda: [row.request for _, one in second.courier._mirrors or () for row in one.rows()]  # noqa: E731
+    assert settled(kept, [b"new"]) == [b"new"]
     first.store.append(answer("newer", epoch=5))
-    until(lambda: second.courier.fetched == 3 and set(second.found()) == {"new", "newer"})
+    assert settled(kept, [b"new", b"newer"]) == [b"new", b"newer"]
+    assert second.courier.fetched == 3, "the old one is not fetched again"
 
 
 def test_an_answer_too_long_for_a_message_stays_at_home_and_holds_nothing_up(
@@ -210,7 +224,9 @@ def test_an_answer_too_long_for_a_message_stays_at_home_and_holds_nothing_up(
     )
     for one in (answer("before"), long, answer("behind")):
         first.store.append(one)
-    until(lambda: set(second.found()) == {"before", "behind"})
+    both = {"before": None, "behind": None}
+    assert settled(second.found, both) == both
+    assert first.courier.brought == 2 and set(first.found()) == {*both, "long"}
 
 
 def test_many_answers_come_in_portions_and_each_once(served: Served, nodes: Callable[..., Node]) -> None:
@@ -263,7 +279,7 @@ def test_bytes_that_are_no_message_are_an_error_and_no_more(data: bytes) -> None
         read(data)
 
 
-def test_random_bytes_from_anybody_change_nothing(served: Served, address: str, nodes: Callable[..., Node]) -> None:
+def test_random_bytes_from_anybody_end_nothing(served: Served, address: str, nodes: Callable[..., Node]) -> None:
     from vllm_specrollout.cluster.mail import Box
 
     box, rng = Box(address), np.random.default_rng(1)
@@ -275,8 +291,20 @@ def test_random_bytes_from_anybody_change_nothing(served: Served, address: str, 
             box._socket.send(bytes(data[: rng.integers(len(data) + 1)]), 1)
     first, second = nodes("a"), nodes("b")
     first.store.append(answer("z"))
-    until(lambda: "z" in second.found())
+    assert settled(lambda: "z" in second.found(), True)
+    assert served.archive._office.malformed, "it met some that are no message"
     box.close()
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1])
+def test_a_number_that_no_database_holds_is_refused_and_the_archive_goes_on(tmp_path: Path, number: int) -> None:
+    archive = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM)
+    name, row = f"{7:016x}.answers-0000", row_of(answer("x"))
+    found = archive.answer(Bring(0, name, KIND, 1, ((5, row._replace(version=number)),), ()))
+    assert isinstance(found, Refused) and "OverflowError" in found.reason
+    assert archive.answer(Bring(1, name, KIND, 1, ((5, row),), ())).turn == 1
+    assert [one.request for _, mirror in archive._mirrors for one in mirror.rows()] == [b"x"]
+    archive.close()
 
 
 def test_what_an_archive_cannot_keep_it_refuses_with_the_reason(tmp_path: Path) -> None:

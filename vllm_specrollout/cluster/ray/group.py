@@ -120,45 +120,38 @@ class SpecGroup:
         is_auto = drafters == AUTO
         models = () if is_auto else drafters
         _check(engines, ladder, models, spec_rollout, most, is_auto=is_auto)
-        if is_auto or models:
-            # an engine takes no drafters otherwise
-            spec_rollout = {"placement": "decoupled"} | (
-                dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
-            )
         for name, value in (("patience_s", patience_s), ("start_s", start_s)):
             check_range(name, value, 1.0, 86400.0)
-        places = _places("devices", devices, engines)
-        beside = _places("drafter_devices", drafter_devices, engines)
-        if beside is not None and places is None:
-            raise ConfigError("`drafter_devices` is given, and `devices` is not", "name both, or neither")
-        check_apart("devices", [*(places or ()), *(beside or ())])
+        places, beside = _both_places(devices, drafter_devices, engines)
+        has_drafters = is_auto or bool(models)
+        if has_drafters:
+            # an engine takes no drafters otherwise
+            given = dict(spec_rollout) if isinstance(spec_rollout, Mapping) else {}
+            spec_rollout = {"placement": "decoupled"} | given
+        arguments = {**(engine or {}), "model": model, "spec_rollout": spec_rollout}
         needs = Needs(
-            REPLICA,
-            {**(engine or {}), "model": model, "spec_rollout": spec_rollout},
-            drafter_engine or {},
-            engines,
-            is_auto or bool(models),
-            places,
-            beside,
-            gpus,
-            cpus,
-            max_restarts,
+            *(REPLICA, arguments, drafter_engine or {}, engines, has_drafters, places, beside),
+            *(gpus, cpus, max_restarts),
         )
         self._asking, self._patience_s = Asking(seed), patience_s
         self._next, self._lock = threading.Lock(), threading.RLock()
         self._placement = Placement(needs)
         try:
-            self._calls = Calls(self._placement.actors)
-            self._driver = Driver(self._calls, list(self._placement.actors), Rules(ladder, most))
-            self._driver.equip(Rules(ladder, most), models)
-            self._placement.wait(start_s)
-            self._await_all(start_s)
-            if is_auto:
-                ladder, models = choose_ladder(self._profiles())
-                self._driver.equip(Rules(ladder, most), models)
+            self._begin(Rules(ladder, most), models, start_s, is_auto=is_auto)
         except BaseException:
             self._placement.close()
             raise
+
+    def _begin(self, rules: Rules, models: Sequence[str], start_s: float, *, is_auto: bool) -> None:
+        """Wait for the engines, and have them begin the drafters that are to help."""
+        self._calls = Calls(self._placement.actors)
+        self._driver = Driver(self._calls, list(self._placement.actors), rules)
+        self._driver.equip(rules, models)
+        self._placement.wait(start_s)
+        self._await_all(start_s)
+        if is_auto:
+            ladder, models = choose_ladder(self._profiles())
+            self._driver.equip(Rules(ladder, rules.most), models)
 
     # --- what a trainer calls -----------------------------------------------------------------------------------------
 
@@ -390,6 +383,17 @@ def _places(name: str, devices: Sequence[str] | None, engines: int) -> list[Devi
     if len(devices) != engines:
         raise ConfigError(f"`{name}` names {len(devices)} places for {engines} engines", "name one for each")
     return [parse_devices(name, one) for one in devices]
+
+
+def _both_places(
+    devices: Sequence[str] | None, drafter_devices: Sequence[str] | None, engines: int
+) -> tuple[list[Devices] | None, list[Devices] | None]:
+    """Of each engine, and of each one's drafter."""
+    places, beside = _places("devices", devices, engines), _places("drafter_devices", drafter_devices, engines)
+    if beside is not None and places is None:
+        raise ConfigError("`drafter_devices` is given, and `devices` is not", "name both, or neither")
+    check_apart("devices", [*(places or ()), *(beside or ())])
+    return places, beside
 
 
 def _said(error: Exception) -> str:
