@@ -205,9 +205,8 @@ def versions_page() -> str:
     tested = json.loads((HERE.parents[1] / "tests" / "versions" / "tested.json").read_text(encoding="utf-8"))
     runs = {(version, runner): run for version, own in tested.items() for runner, run in own.items()}
     compared = ", ".join(next(iter(runs.values()))["features"])
-    rows = [
-        (v, *(_tested(runs.get((v, r))) for r in ("V1", "V2")), _yes(features.TABLE[v].models_draft)) for v in versions
-    ]
+    columns = ("V1", "V2", "V1 models", "V2 models")
+    rows = [(v, *(_tested(runs.get((v, one))) for one in columns)) for v in versions]
     fields = dataclasses.fields(features.Features)
     meanings = field_docs(features.Features)
     differences = [
@@ -217,11 +216,14 @@ def versions_page() -> str:
         [
             "# vLLM versions\n",
             "Any other version stays stock; asking for speculation there is an error that names the nearest ones.\n",
-            _table(("vLLM", "V1 runner", "V2 runner", "A model drafts"), rows),
+            _table(("vLLM", "V1 runner", "V2 runner", "models on V1", "models on V2"), rows),
             "A cell says what the short identity suite compared with stock vLLM of the same version. Each request ran"
             " twice with drafts: trees, then chains. No token differed, and drafts and branches were accepted."
-            f" Its features: {compared}. `make versions-test` runs it.\n",
+            f" Its features: {compared}. With models, an EAGLE-3 head and, where vLLM runs one, a small model drafted"
+            " for the same features. `make versions-test` runs all of it.\n",
             "- All of it ran on CPU: V1 as it is, V2 under Triton's interpreter. Nothing has run on a GPU.",
+            "- vLLM 0.30.0 itself runs no model that drafts on CPU, and on V2 small models are there from 0.31.0 on."
+            " Asking for one where it cannot run is an error.",
             "- 0.33.0 has no build for CPU. Its Python ran over the compiled files of 0.32.0, for these tests alone.",
             "- All other tests run on 0.32.0 only. On the others, what the suite does not cover is untested.",
             "- On CPU before 0.32.0, noise is a vector per token. It takes memory, so a step's drafts are limited.",

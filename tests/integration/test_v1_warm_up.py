@@ -33,8 +33,19 @@ class _Fails(_Method):
 class _Linear(LinearBase):
     def __init__(self, width: int, height: int, method: _Method) -> None:
         torch.nn.Module.__init__(self)
-        self.input_size_per_partition, self.output_size_per_partition = width, height
+        self.input_size, self.output_size = self.input_size_per_partition, self.output_size_per_partition = (
+            width,
+            height,
+        )
         self.quant_method = method
+
+
+class _Whole(LinearBase):
+    """One that each rank has whole, as a router of experts is."""
+
+    def __init__(self, width: int, height: int, method: _Method) -> None:
+        torch.nn.Module.__init__(self)
+        self.input_size, self.output_size, self.quant_method = width, height, method
 
 
 def _model(method: _Method) -> torch.nn.Module:
@@ -46,6 +57,12 @@ def test_one_layer_of_each_kind_is_run_for_every_number_of_rows() -> None:
     method = _Method()
     assert warm_up(_model(method), torch.float32, 3, clock=lambda: 0.0) == 3
     assert method.shapes == [(rows, width) for rows in (1, 2, 3) for width in (4, 8)]
+
+
+def test_a_layer_that_each_rank_has_whole_is_run_by_its_size() -> None:
+    method = _Method()
+    assert warm_up(torch.nn.Sequential(_Whole(4, 8, method)), torch.float32, 2, clock=lambda: 0.0) == 2
+    assert method.shapes == [(1, 4), (2, 4)]
 
 
 def test_layers_without_products_are_passed_over() -> None:

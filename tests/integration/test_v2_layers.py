@@ -174,9 +174,7 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="deco
     return SimpleNamespace(
         **{
             "is_encoder_decoder": False,
-            "supports_mm_inputs": False,
-            "uses_inputs_embeds": False,
-            "model_config": SimpleNamespace(logits_processors=None),
+            "model_config": SimpleNamespace(logits_processors=None, enable_prompt_embeds=False),
             "model_state": SimpleNamespace(num_new_sampled_tokens_per_step=1),
             "batch_sharder": None,
             "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs]),
@@ -212,7 +210,8 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="deco
         # the strictest rule wins
         (dict(specs=(FULL, MAMBA), shape="chain"), DraftMode.OFF, "recurrent"),
         (dict(attn_type="encoder_only"), DraftMode.OFF, "both directions"),
-        (dict(supports_mm_inputs=True), DraftMode.OFF, "multimodal"),
+        (dict(is_encoder_decoder=True), DraftMode.OFF, "encoder-decoder"),
+        (dict(model_config=SimpleNamespace(enable_prompt_embeds=True)), DraftMode.OFF, "prompt embeddings"),
         (dict(batch_sharder="any"), DraftMode.OFF, "sharded"),
     ],
     ids=str,

@@ -27,7 +27,22 @@ def requests() -> list[Case]:
     ]
 
 
-def answer(model: str, spec_rollout: object) -> dict[str, Any]:
+def make_the_model_fail_on_the_first_rank(worker: Any) -> None:
+    runner = worker.model_runner
+    runner.spec_rollout.guard.is_strict = False
+
+    def raises(batch: object, limits: object) -> None:
+        raise RuntimeError("out of ideas")
+
+    if runner.drafting.is_drafting:
+        runner.model_drafter.propose = raises
+
+
+def has_a_model(worker: Any) -> bool:
+    return worker.model_runner.model_drafter is not None
+
+
+def answer(model: str, spec_rollout: Any) -> dict[str, Any]:
     from vllm import LLM
 
     from tests.e2e.identity.compare import run
@@ -36,21 +51,35 @@ def answer(model: str, spec_rollout: object) -> dict[str, Any]:
         model, dtype="float32", tensor_parallel_size=2, enforce_eager=True,
         additional_config={"spec_rollout": spec_rollout}, **ENGINE,
     )  # fmt: skip
-    out = run(llm, requests())
-    stats = llm.collective_rpc("spec_rollout_stats") if spec_rollout else []
+
+    def tokens() -> list[list[int]]:
+        return [list(o.outputs[0].token_ids) for o in run(llm, requests())]
+
+    found: dict[str, Any] = {
+        "tokens": tokens(),
+        "stats": llm.collective_rpc("spec_rollout_stats") if spec_rollout else [],
+    }
+    if spec_rollout and "speculative_config" in spec_rollout:
+        llm.collective_rpc(make_the_model_fail_on_the_first_rank)
+        found["tokens after"], found["has model"] = tokens(), llm.collective_rpc(has_a_model)
     llm.llm_engine.engine_core.shutdown()
-    return {"tokens": [list(o.outputs[0].token_ids) for o in out], "stats": stats}
+    return found
 
 
 def main() -> None:
-    """Stock's answers, then ours, drafted by an oracle of stock's; in one process, whose imports take the longest."""
-    model, recorded = sys.argv[1:]
+    """Stock's answers, then ours, drafted by an oracle of stock's and by a model; in one process, whose imports take
+    the longest."""
+    model, recorded, drafter = sys.argv[1:]
     stock = answer(model, False)
     Path(recorded).write_text(json.dumps({str(i): tokens for i, tokens in enumerate(stock["tokens"])}))
     gc.collect()
+    own = {"budget": "fixed", "max_draft_tokens": 6}
     oracle = {"path": recorded, "accuracy": [0.5, 0.4], "seed": 3}
-    ours = answer(model, {"drafters": ["oracle"], "budget": "fixed", "max_draft_tokens": 6, "oracle": oracle})
-    print("RESULT" + json.dumps([stock, ours]))
+    by_oracle = answer(model, {**own, "drafters": ["oracle"], "oracle": oracle})
+    gc.collect()
+    given = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
+    by_model = answer(model, {**own, "drafters": [], "speculative_config": given})
+    print("RESULT" + json.dumps([stock, by_oracle, by_model]))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.versions import trees
-from tests.versions.suite import FEATURES, SHAPES
+from tests.versions.suite import FEATURES, SHAPES, models_of
 from vllm_specrollout import patches
 from vllm_specrollout.config import envs
 from vllm_specrollout.patches import features, supported
@@ -23,6 +23,7 @@ from vllm_specrollout.server.wrappers import stop_at_once
 
 TESTED = Path(__file__).with_name("tested.json")
 RUNS = [(version, runner) for version, row in features.TABLE.items() for runner in row.runners]
+WITH_MODELS = [(version, runner) for version, runner in RUNS if models_of(features.TABLE[version], runner)]
 
 
 @pytest.fixture
@@ -104,9 +105,9 @@ def _python(version: str, *arguments: str, **chosen: str) -> subprocess.Complete
     return subprocess.run(command, env=environment, cwd=trees.ROOT, capture_output=True, text=True, timeout=1500)
 
 
-def _run(version: str, runner: str) -> dict[str, Any]:
+def _run(version: str, *what: str) -> dict[str, Any]:
     chosen = {"VLLM_PLUGINS": "spec_rollout", envs.STRICT: "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    run = _python(version, "-m", "tests.versions.suite", runner, **chosen)
+    run = _python(version, "-m", "tests.versions.suite", *what, **chosen)
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -122,14 +123,36 @@ def test_drafts_yield_the_tokens_of_that_versions_stock(
     assert result["failures"] == []
     assert all(result["accepted"][shape] > 0 for shape in SHAPES) and result["branches"] > 0
     if request.config.getoption("--update-snapshots"):
-        known = json.loads(TESTED.read_text(encoding="utf-8")) if TESTED.exists() else {}
-        row = {key: result[key] for key in ("features", "requests", "tokens")} | {"ties": len(result["ties"])}
-        known.setdefault(version, {})[runner] = row
-        ordered = {one: dict(sorted(known[one].items())) for one in sorted(known)}
-        TESTED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        _remember(version, runner, {key: result[key] for key in ("features", "requests", "tokens")}, result["ties"])
+
+
+@pytest.mark.versions
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("version", "runner"), WITH_MODELS)
+def test_models_draft_and_the_tokens_are_that_versions_stocks(
+    version: str, runner: str, tree: Path | None, request: pytest.FixtureRequest
+) -> None:
+    result = _run(version, runner, "models")
+    kinds = models_of(features.TABLE[version], runner)
+    assert (result["vllm"], result["runner"]) == (version, runner)
+    assert result["failures"] == []
+    assert set(result["accepted"]) == set(kinds) and min(result["accepted"].values()) > 0 and result["branches"] > 0
+    if request.config.getoption("--update-snapshots"):
+        row = {"kinds": list(kinds), "requests": result["requests"], "tokens": result["tokens"]}
+        _remember(version, f"{runner} models", row, result["ties"])
+
+
+def _remember(version: str, what: str, row: dict[str, Any], ties: list[str]) -> None:
+    known = json.loads(TESTED.read_text(encoding="utf-8")) if TESTED.exists() else {}
+    known.setdefault(version, {})[what] = row | {"ties": len(ties)}
+    ordered = {one: dict(sorted(known[one].items())) for one in sorted(known)}
+    TESTED.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 
 def test_a_runner_is_called_supported_where_the_suite_has_passed_and_nowhere_else() -> None:
     known = json.loads(TESTED.read_text(encoding="utf-8"))
-    assert {(version, runner) for version, rows in known.items() for runner in rows} == set(RUNS)
-    assert all(row["features"] == list(FEATURES) for rows in known.values() for row in rows.values())
+    with_models = {(version, f"{runner} models") for version, runner in WITH_MODELS}
+    assert {(version, what) for version, rows in known.items() for what in rows} == {*RUNS, *with_models}
+    assert all(known[version][runner]["features"] == list(FEATURES) for version, runner in RUNS)
+    for version, runner in WITH_MODELS:
+        assert known[version][f"{runner} models"]["kinds"] == list(models_of(features.TABLE[version], runner))

@@ -83,6 +83,8 @@ def check(
     is_v2: bool,
     tensor_parallel_size: int,
     steps_together: bool = False,
+    is_multimodal: bool = False,
+    is_lacking: bool = False,
 ) -> None:
     """Refuse what cannot draft here.
 
@@ -91,6 +93,8 @@ def check(
         given: vLLM's `speculative_config`, as the user gave it.
         is_v1_on_gpu, is_v2: which of vLLM's runners the engine has; neither: the V1 runner on CPU.
         steps_together: data-parallel engines meet in every pass, as those of a mixture of experts do.
+        is_multimodal: the target takes more than text.
+        is_lacking: the installed vLLM itself runs no such model on this runner.
 
     Raises:
         UnsupportedError: the method, or something that it is configured with.
@@ -110,27 +114,19 @@ def check(
             " drafts by itself, and their passes would not meet",
             LEAVE_OUT,
         )
-    _check_runner(name, given, is_v1_on_gpu, tensor_parallel_size if is_v2 else None)
-    for key, cause in (
-        ("use_heterogeneous_vocab", "noise is shared token by token, so drafter and target need one vocabulary"),
-        ("use_local_argmax_reduction", "drafts are drawn with noise, so the whole distribution is needed"),
-        ("enable_adaptive_verification", "the budget chooses what is verified"),
-    ):
-        if given.get(key):
-            raise UnsupportedError(f"`{key}` is set in `{FLAG}`: {cause}", f"drop `{key}`, or leave spec rollout off")
-    if given.get("draft_sample_method", "greedy") != "greedy" or "rejection_sample_method" in given:
-        raise ConfigError(
-            f"`{FLAG}` says how drafts are sampled or rejected; under spec rollout they are drawn with the target's"
-            " noise and verified by exact match",
-            "drop `draft_sample_method` and `rejection_sample_method`",
-        )
-    given_size = given.get("draft_tensor_parallel_size") or tensor_parallel_size
-    if given_size != tensor_parallel_size:
+    if is_multimodal:
         raise UnsupportedError(
-            f"`{FLAG}` has `draft_tensor_parallel_size` {given_size}, and `--tensor-parallel-size` is"
-            f" {tensor_parallel_size}; beside spec rollout both are the same",
-            "leave `draft_tensor_parallel_size` out",
+            f"`{FLAG}` has method `{name}`, and the target takes more than text: only drafters without a model draft"
+            " beside it so far",
+            f"drop `{FLAG}`, or set `placement` to `decoupled` with a `draft_model`",
         )
+    if is_lacking:
+        raise UnsupportedError(
+            f"`{FLAG}` has method `{name}`, which the installed vLLM itself does not run on this model runner",
+            "take a newer vLLM, or drop the flag",
+        )
+    _check_runner(name, given, is_v1_on_gpu, is_v2)
+    _check_keys(given, tensor_parallel_size)
 
 
 def check_decoupled(given: Mapping[str, Any] | None) -> None:
@@ -205,26 +201,38 @@ def check_auto(config: SpecRolloutConfig) -> None:
         )
 
 
-def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, ranks_on_v2: int | None) -> None:
-    """Refuse what drafts on the other runner only.
+def _check_keys(given: Mapping[str, Any], tensor_parallel_size: int) -> None:
+    """Refuse what has no meaning under exact verification."""
+    for key, cause in (
+        ("use_heterogeneous_vocab", "noise is shared token by token, so drafter and target need one vocabulary"),
+        ("use_local_argmax_reduction", "drafts are drawn with noise, so the whole distribution is needed"),
+        ("enable_adaptive_verification", "the budget chooses what is verified"),
+    ):
+        if given.get(key):
+            raise UnsupportedError(f"`{key}` is set in `{FLAG}`: {cause}", f"drop `{key}`, or leave spec rollout off")
+    if given.get("draft_sample_method", "greedy") != "greedy" or "rejection_sample_method" in given:
+        raise ConfigError(
+            f"`{FLAG}` says how drafts are sampled or rejected; under spec rollout they are drawn with the target's"
+            " noise and verified by exact match",
+            "drop `draft_sample_method` and `rejection_sample_method`",
+        )
+    given_size = given.get("draft_tensor_parallel_size") or tensor_parallel_size
+    if given_size != tensor_parallel_size:
+        raise UnsupportedError(
+            f"`{FLAG}` has `draft_tensor_parallel_size` {given_size}, and `--tensor-parallel-size` is"
+            f" {tensor_parallel_size}; beside spec rollout both are the same",
+            "leave `draft_tensor_parallel_size` out",
+        )
 
-    Args:
-        ranks_on_v2: tensor-parallel ranks of an engine with the V2 runner; None: it has another.
-    """
+
+def _check_runner(name: str, given: Mapping[str, Any], is_v1_on_gpu: bool, is_v2: bool) -> None:
+    """Refuse what drafts on the other runner only."""
     if is_v1_on_gpu:
         raise UnsupportedError(
             f"`{FLAG}` has method `{name}`; on a GPU a model drafts beside spec rollout on vLLM's V2 runner only",
             "set `VLLM_USE_V2_MODEL_RUNNER=1`",
         )
-    if ranks_on_v2 is None:
-        return
-    if ranks_on_v2 > 1:
-        raise UnsupportedError(
-            f"`{FLAG}` has method `{name}`, and `--tensor-parallel-size` is {ranks_on_v2}; on vLLM's V2 runner a model"
-            " drafts beside spec rollout on one rank only so far",
-            LEAVE_OUT,
-        )
-    if name in ("medusa", "dflash") or given.get("parallel_drafting"):
+    if is_v2 and (name in ("medusa", "dflash") or given.get("parallel_drafting")):
         what = "`parallel_drafting`" if given.get("parallel_drafting") else f"method `{name}`"
         raise UnsupportedError(
             f"`{FLAG}` has {what}: one pass for all levels, which drafts beside spec rollout on vLLM's V1 runner only",

@@ -20,8 +20,6 @@ class Features:
 
     runners: tuple[Literal["V1", "V2"], ...]
     """The model runners that spec rollout supports: the identity suite has passed on them."""
-    models_draft: bool
-    """Whether a model of `--speculative-config` may draft: where all tests of models that draft have passed."""
     cpu_noise: Literal["integer", "vector"]
     """What a token's noise is drawn as on CPU's V1 runner: an integer that seeds Gumbel noise, or an exponential
     variate per entry of the vocabulary, as on CUDA."""
@@ -31,6 +29,12 @@ class Features:
     """Whether the V2 runner tells its processors of logits how long sequences may be."""
     captures_drafts: bool
     """Whether steps with drafts get CUDA graphs on the V2 runner: vLLM says which attention could replay them."""
+    cpu_models_draft: bool
+    """Whether vLLM itself runs a model that drafts on CPU's V1 runner: once, a kernel did not fit its launcher."""
+    v2_heads: Literal["target_dependent_ar", "autoregressive"]
+    """Where the V2 runner's speculator for heads is; the newer one is told how many levels to draft."""
+    v2_models: Literal["standalone_ar", "draft_model", ""]
+    """Where its speculator for small models is; empty: it has none."""
     speculates_by: Literal["config", "tokens"]
     """What makes the V1 runner give draft tokens rows of logits: `speculative_config`, or that some are scheduled."""
     counts_field: str
@@ -49,11 +53,13 @@ class Features:
 
 _NEWEST = Features(
     runners=("V1", "V2"),
-    models_draft=False,
     cpu_noise="integer",
     v2_noise="murmur",
     processors_know_lengths=True,
     captures_drafts=True,
+    cpu_models_draft=True,
+    v2_heads="target_dependent_ar",
+    v2_models="standalone_ar",
     speculates_by="config",
     counts_field="num_kv_fetch_reqs_by_stage",
     places_field="max_num_active_reqs",
@@ -62,11 +68,12 @@ _NEWEST = Features(
     returns_masks=True,
     pause_keyword=None,
 )
-_0_32 = replace(_NEWEST, models_draft=True, mask_stride="drafted")
+_0_32 = replace(_NEWEST, mask_stride="drafted")
 _0_31 = replace(
     _0_32,
-    models_draft=False,
     cpu_noise="vector",
+    v2_heads="autoregressive",
+    v2_models="draft_model",
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
     returns_masks=False,
@@ -77,12 +84,14 @@ _0_30 = replace(
     v2_noise="philox",
     processors_know_lengths=False,
     captures_drafts=False,
+    cpu_models_draft=False,
+    v2_models="",
     returns_experts=False,
     places_field="max_num_running_reqs",
 )
 
 TABLE: Mapping[str, Features] = {
-    "0.29.0": _0_30,
+    "0.29.0": replace(_0_30, cpu_models_draft=True),
     "0.30.0": _0_30,
     "0.31.0": _0_31,
     "0.32.0": _0_32,

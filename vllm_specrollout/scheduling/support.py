@@ -32,6 +32,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("max_tokens, stop, stop_token_ids, ignore_eos", TREE, "what follows a stop is dropped"),
     Rule("n > 1, logprobs, prompt_logprobs, logprob_token_ids", TREE, "taken from the target's rows"),
     Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", TREE, "the drafts leave no trace"),
+    Rule("multimodal models, with and without images", TREE, "behind the prompt, positions go on from where it ended"),
     Rule("tensor parallel", TREE, "rank 0 drafts, all ranks verify the same tree"),
     Rule("structured outputs (grammar, JSON schema, regex)", CHAIN, "the grammar follows one line of tokens"),
     Rule("penalties and bad_words, V2 runner", CHAIN, "its kernels find a row's history in the rows before it"),
@@ -68,7 +69,7 @@ TABLE: tuple[Rule, ...] = (
         "a rejected token cannot be taken back",
     ),
     Rule("multi-head latent attention on CPU", OFF, "its CPU kernel verifies one token at a time"),
-    Rule("encoder-decoder and multimodal models", OFF, "not verified to be exact"),
+    Rule("encoder-decoder models, XD-RoPE", OFF, "not verified to be exact"),
 )
 
 
@@ -104,8 +105,6 @@ def model_shape(hf_config: Mapping[str, Any]) -> tuple[DraftMode, str]:
     text = hf_config.get("text_config") or hf_config
     if hf_config.get("is_encoder_decoder"):
         return DraftMode.OFF, "encoder-decoder model"
-    if hf_config.get("vision_config") or hf_config.get("audio_config"):
-        return DraftMode.OFF, "multimodal model"
     kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
     recurrent = kinds - {"full_attention", "sliding_attention", "attention", "chunked_attention"}
     if recurrent or any(key in text for key in ("mamba_d_state", "ssm_cfg", "state_size", "linear_num_key_heads")):

@@ -78,8 +78,6 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
             engine = _choose_engine()
             if (given := _speculative_config(self)) is not None:
                 config = speculative_methods.moved(config, given)
-            if config.coupled_model is not None:
-                _check_models_draft()
             limits.check_engine_args(self, config, engine)
             limits.check_version(self, features.installed(), str(supported.installed_vllm()))
         with _on(self, config, engine):
@@ -120,15 +118,6 @@ def _speculative_config(engine_args: Any) -> dict[str, Any] | None:
     return given or None
 
 
-def _check_models_draft() -> None:
-    if not features.installed().models_draft:
-        able = ", ".join(version for version, row in features.TABLE.items() if row.models_draft)
-        raise UnsupportedError(
-            f"a model is to draft, and vLLM {supported.installed_vllm()} is installed: models draft on {able} so far",
-            'drop `--speculative-config`, set {"placement": "decoupled"}, or take that version',
-        )
-
-
 def _check_decoupled(config: SpecRolloutConfig, engine: engines.Engine, vllm_config: Any) -> None:
     on_cpu = engine in (engines.CPU_V1, engines.CPU_V2)
     speculative_methods.check_decoupled(config.speculative_config)
@@ -141,8 +130,9 @@ def _check_decoupled(config: SpecRolloutConfig, engine: engines.Engine, vllm_con
 def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Engine) -> None:
     from vllm.config import SpeculativeConfig
 
-    parallel = vllm_config.parallel_config
+    parallel, row = vllm_config.parallel_config, features.installed()
     resolved = SpeculativeConfig(**given, target_model_config=vllm_config.model_config, target_parallel_config=parallel)
+    has_models = bool(row.v2_models) or resolved.method != "draft_model"
     speculative_methods.check(
         str(resolved.method),
         given,
@@ -150,6 +140,8 @@ def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Eng
         is_v2=engine.uses_v2,
         steps_together=parallel.data_parallel_size > 1 and bool(vllm_config.model_config.is_moe),
         tensor_parallel_size=parallel.tensor_parallel_size,
+        is_multimodal=vllm_config.model_config.is_multimodal_model,
+        is_lacking=not (row.cpu_models_draft if engine is engines.CPU_V1 else has_models),
     )
 
 

@@ -18,6 +18,14 @@ class Case:
     problem_id: str
     prompt: list[int]
     params: dict[str, Any]
+    # None: text alone
+    image: Any = None
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The prompt, as vLLM takes it."""
+        shown = {} if self.image is None else {"multi_modal_data": {"image": self.image}}
+        return {"prompt_token_ids": self.prompt, **shown}
 
     def sampling(self, **spec_rollout: Any) -> SamplingParams:
         params = dict(self.params)

@@ -42,8 +42,9 @@ class Report:
 
 def run(llm: LLM, cases: Sequence[Case], **spec_rollout: Any) -> list[Any]:
     """All requests at once; the batch is as large as the engine allows and shrinks as they finish."""
-    prompts = [{"prompt_token_ids": case.prompt} for case in cases]
-    return llm.generate(prompts, [case.sampling(**spec_rollout) for case in cases], use_tqdm=False)
+    return llm.generate(
+        [case.asked for case in cases], [case.sampling(**spec_rollout) for case in cases], use_tqdm=False
+    )
 
 
 def compare(

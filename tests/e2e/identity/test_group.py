@@ -108,7 +108,7 @@ def ask(group: SpecGroup, requests: list[Any]) -> Tokens:
     return [one.token_ids for one in answers]
 
 
-def anew(requests: list[Any], number: int) -> list[Any]:
+def anew(requests: list[Any], number: object) -> list[Any]:
     """The same, as problems of which history knows nothing: else they would be over before anybody could help."""
     found = []
     for case in requests:
@@ -237,6 +237,7 @@ def test_answers_of_a_group_are_stocks_and_an_idle_engines_drafter_helps(group: 
 @pytest.mark.parametrize("victim", ["the actor", "its engine"])
 def test_requests_of_an_engine_killed_amid_a_batch_go_on_elsewhere(group: SpecGroup, truth: Any, victim: str) -> None:
     requests, wanted, _ = truth
+    requests = anew(requests, victim)
     name = "engine-0"
     actor = psutil.Process(pid_of(group, name))
     below = actor.children(recursive=True)

@@ -90,12 +90,16 @@ def test_where_no_model_drafts_yet_it_is_said() -> None:
         check("eagle", EAGLE, **on(is_v1_on_gpu=True))
     assert "VLLM_USE_V2_MODEL_RUNNER" in refusal.value.hint
     check("eagle", EAGLE, **on(is_v2=True))
-    with pytest.raises(UnsupportedError, match="`--tensor-parallel-size` is 2.*one rank only"):
-        check("eagle", EAGLE, **on(is_v2=True, tensor_parallel_size=2))
-    check("eagle", EAGLE, **on(tensor_parallel_size=2))
+    for is_v2 in (False, True):
+        check("eagle", EAGLE, **on(is_v2=is_v2, tensor_parallel_size=2))
     check("eagle3", {**EAGLE, "parallel_drafting": True}, **on())
     with pytest.raises(UnsupportedError, match="shared by data-parallel engines"):
         check("mtp", {}, **on(is_v2=True, steps_together=True))
+    with pytest.raises(UnsupportedError, match="takes more than text") as refusal:
+        check("eagle", EAGLE, **on(is_v2=True, is_multimodal=True))
+    assert "decoupled" in refusal.value.hint
+    with pytest.raises(UnsupportedError, match="`draft_model`, which the installed vLLM itself does not run"):
+        check("draft_model", {}, **on(is_v2=True, is_lacking=True))
     for name, given in (("medusa", EAGLE), ("dflash", EAGLE), ("eagle3", {**EAGLE, "parallel_drafting": True})):
         with pytest.raises(UnsupportedError, match="on vLLM's V1 runner only"):
             check(name, given, **on(is_v2=True))

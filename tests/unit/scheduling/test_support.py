@@ -36,8 +36,8 @@ def test_a_request_gets_what_can_be_done_exactly_and_a_reason(traits: RequestTra
         ({"model_type": "mamba2", "state_size": 128}, DraftMode.OFF),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, DraftMode.OFF),
         ({"model_type": "whisper", "is_encoder_decoder": True}, DraftMode.OFF),
-        ({"model_type": "llava", "vision_config": {}, "text_config": {}}, DraftMode.TREE),
-        ({"model_type": "llava", "vision_config": {"depth": 2}, "text_config": {}}, DraftMode.OFF),
+        ({"model_type": "llava", "vision_config": {"depth": 2}, "text_config": {}}, DraftMode.TREE),
+        ({"vision_config": {"depth": 2}, "text_config": {"layer_types": ["linear_attention"]}}, DraftMode.OFF),
     ],
 )
 def test_a_model_is_judged_from_its_config(config: dict[str, object], shape: DraftMode) -> None:

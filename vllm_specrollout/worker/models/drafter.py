@@ -77,14 +77,15 @@ class Ranks:
             try:
                 tokens = draw(logits)
             finally:
-                group.broadcast_object(tokens, src=0)
+                # each rank has a device of its own
+                group.broadcast_object(None if tokens is None else tokens.cpu(), src=0)
             return tokens
 
         def follow(logits: torch.Tensor) -> torch.Tensor:
             tokens = group.broadcast_object(None, src=0)
             if tokens is None:
                 raise Enough
-            return tokens
+            return tokens.to(logits.device)
 
         return lead if self._drafting.is_drafting else follow
 

@@ -109,7 +109,11 @@ class SpecRolloutCPURunner(SpecRolloutV1, CPUModelRunner):
         )
         if self.lays_out_chains:
             raw = rows_apart(raw, trees.node_start)
-        self.positions.numpy()[plan.node_rows] = plan.node_positions
+        positions = self.positions.numpy()
+        if self.uses_mrope:
+            # behind a prompt all dimensions go on alike, each from where the prompt left it
+            self.mrope_positions.cpu.numpy()[:, plan.node_rows] += plan.node_positions - positions[plan.node_rows]
+        positions[plan.node_rows] = plan.node_positions
         self.paths.plan, self._path_inputs = plan, raw
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:

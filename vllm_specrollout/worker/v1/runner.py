@@ -118,8 +118,8 @@ class SpecRolloutV1(_Base):
         return trees
 
     def _model_shape(self) -> tuple[DraftMode, str]:
-        if self.model_config.is_encoder_decoder or self.supports_mm_inputs or self.uses_mrope:
-            return DraftMode.OFF, "encoder-decoder or multimodal model"
+        if self.model_config.is_encoder_decoder or getattr(self, "uses_xdrope_dim", 0):
+            return DraftMode.OFF, "encoder-decoder model, or positions of XD-RoPE"
         if not are_builtin(self.input_batch.logitsprocs):
             return DraftMode.OFF, "custom logits processors may keep state that a draft would disturb"
         shape, reason = self._kv_shape()

@@ -13,6 +13,7 @@ import vllm.envs
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -61,12 +62,20 @@ def warm_up(
     return min(most_rows, MOST_ROWS)
 
 
+def text_model(runner: SpecRolloutCPURunner) -> torch.nn.Module:
+    """What decodes: of a multimodal model the part behind its encoders."""
+    model = runner.get_model()
+    return model.get_language_model() if supports_multimodal(model) else model
+
+
 def products_of(model: torch.nn.Module) -> Iterator[tuple[int, Product]]:
     """Width of the input, and the product, of one layer of each kind: layers of one shape share their kernels."""
     seen = set()
     for module in model.modules():
         if isinstance(module, LinearBase):
-            width, height = module.input_size_per_partition, module.output_size_per_partition
+            # one that each rank has whole knows of no parts
+            width = getattr(module, "input_size_per_partition", module.input_size)
+            height = getattr(module, "output_size_per_partition", module.output_size)
         elif isinstance(module, ParallelLMHead):
             width, height = module.embedding_dim, module.num_embeddings_per_partition
         else:
@@ -122,7 +131,7 @@ class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin
             self.model_runner.rows = ask_rows(runner)
             runner.drafting.withheld.is_exact = is_exact(runner)
             most = scheduler.max_num_seqs * (1 + config_of(self.vllm_config).max_draft_tokens)
-            warm_up(runner.get_model(), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
+            warm_up(text_model(runner), self.model_config.dtype, min(most, scheduler.max_num_batched_tokens))
         return super().compile_or_warm_up_model()
 
 
@@ -139,7 +148,7 @@ def ask_rows(runner: SpecRolloutCPURunner) -> RowsAlike | None:
         )
         rows = RowsAlike(
             attention=attention_alike(shape, dtype),
-            linear_from=linear_alike_from(products_of(runner.get_model()), dtype),
+            linear_from=linear_alike_from(products_of(text_model(runner)), dtype),
         )
     except Exception as error:  # a layer that wants more than its input, or a cache of another kind
         logger.info("Spec rollout: this host was not asked how it rounds rows: %s", error)
@@ -155,7 +164,7 @@ def is_exact(runner: SpecRolloutCPURunner) -> bool:
     if rows is None or vllm.envs.VLLM_CPU_ATTN_SPLIT_KV:  # at 1, keys are split by how many requests there are
         return False
     asked = (LinearBase, VocabParallelEmbedding)
-    others = (module for module in runner.get_model().modules() if not isinstance(module, asked))
+    others = (module for module in text_model(runner).modules() if not isinstance(module, asked))
     # a mixture of experts, for one, has products that were not asked
     if any(parameter.dim() > 1 for module in others for parameter in module.parameters(recurse=False)):
         return False

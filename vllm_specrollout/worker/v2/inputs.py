@@ -7,10 +7,11 @@ its nodes. Buffers that the attention kernel reads live as long as the engine, s
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -97,7 +98,8 @@ class TreeInputs:
             packed[self._ancestors - begin :].view(np.uint64),
         )
         end = self._ancestors + num_rows if self.by_ancestors else self._middle
-        async_tensor_h2d(packed[: end - begin], out=self._words[begin:end])
+        words = torch.from_numpy(packed[: end - begin])
+        self._words[begin:end].copy_(words.pin_memory() if PIN_MEMORY else words, non_blocking=True)
         halves = self._halves[2 * begin :]
         self.parents = halves[:num_logits]
         batch.input_ids.index_copy_(
@@ -111,9 +113,24 @@ class TreeInputs:
             self.set_plain()  # chains attend causally, which any kernel can do
 
     def shift_positions(self, positions: torch.Tensor) -> None:
-        """Rewrite positions in place: those of nodes follow their depth, not their place in the tree's order."""
+        """Rewrite positions [..., rows] in place: those of nodes follow their depth, not their place in the order."""
         if self._shift is not None:
-            positions[: len(self._shift)] += self._shift
+            positions[..., : len(self._shift)] += self._shift
+
+
+def follow_depths(rope: Any, inputs: TreeInputs) -> None:
+    """Have positions of several dimensions (M-RoPE) follow the nodes' depths, which go on alike in each of them.
+
+    Args:
+        rope: vLLM's `RopeState`.
+    """
+    stock = rope.prepare_positions
+
+    def prepare_positions(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        inputs.shift_positions(rope.positions)
+
+    rope.prepare_positions = prepare_positions
 
 
 def holds_prompt(scheduler_output: SchedulerOutput) -> bool:

@@ -16,22 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import set_eagle3_aux_hidden_state_layers
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-    TargetDependentARSpeculator,
-    prepare_decode_inputs,
-)
-from vllm.v1.worker.gpu.spec_decode.utils import get_drafter_hidden_states
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
@@ -46,6 +37,17 @@ from vllm_specrollout.worker.models.proposing import (
 )
 from vllm_specrollout.worker.v2.host import HostRequest, InFlight
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.speculators import (
+    HEADS,
+    MODELS,
+    attention_of,
+    decode_head,
+    draft_logits,
+    hidden_for_heads,
+    levels,
+    made,
+    prepare_decode_inputs,
+)
 
 
 class CounterNoise:
@@ -82,7 +84,7 @@ class ProposerV2(Proposer):
 
     def __init__(self, speculator: Any) -> None:
         # a small model is fed with the last token itself, a head with the hidden states before it
-        self.is_model = isinstance(speculator, StandaloneARSpeculator)
+        self.is_model = isinstance(speculator, MODELS)
         super().__init__(
             speculator,
             max_depth=speculator.num_speculative_steps,
@@ -98,7 +100,7 @@ class ProposerV2(Proposer):
         """In the place of `DraftModelSpeculator.sample_draft`."""
         if self._depth == 0:
             raise Enough
-        return self.draw(self.of_vllm.compute_draft_logits(hidden, 0))
+        return self.draw(draft_logits(self.of_vllm, hidden))
 
     def _pass(
         self, seats: Sequence[Seat], rows: Rows, index: Sequence[np.ndarray], next_tokens: np.ndarray, depth: int
@@ -164,15 +166,7 @@ class ProposerV2(Proposer):
         slots = tables.compute_slot_mappings(
             requests, buffers.query_start_loc[: num_requests + 1], places[:num_rows], num_rows, out=out
         )
-        shape = BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens=num_rows, num_reqs=num_requests)
-        metadata = speculator._build_attn_metadata(
-            num_reqs=num_requests,
-            batch_desc=shape,
-            query_start_loc_np=starts,
-            seq_lens_cpu_upper_bound=lengths,
-            step=0,
-            slot_mappings=slots,
-        )
+        metadata = attention_of(speculator, starts, lengths, slots)
         by_layer = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
         if self.is_model:
             self._run_model(num_rows, num_requests, metadata, by_layer, lengths, depth)
@@ -201,12 +195,9 @@ class ProposerV2(Proposer):
             speculator.max_num_reqs,
             advance_draft_positions=speculator.advance_draft_positions,
         )
-        one_each = BatchExecutionDescriptor(
-            CUDAGraphMode.NONE, num_tokens=num_requests, num_reqs=num_requests, uniform_token_count=1
-        )
         speculator.on_multi_step_decode_begin(num_requests)
         try:
-            speculator._multi_step_decode(num_requests, False, one_each, None, lengths, depth)
+            decode_head(speculator, num_requests, lengths, depth)
         finally:
             speculator.on_multi_step_decode_end(num_requests)
 
@@ -226,18 +217,8 @@ class ProposerV2(Proposer):
             seq_lens_cpu_upper_bound=lengths - 1,
         )
         none = torch.zeros(num_requests, dtype=torch.int32, device=ids.device)
-        with _levels(speculator, depth):
+        with levels(speculator, depth):
             speculator._multi_step_decode(batch, none, num_requests, False, None)
-
-
-@contextmanager
-def _levels(speculator: Any, depth: int) -> Iterator[None]:
-    """A speculator that drafts so many levels: a small model's loop asks for no number."""
-    most, speculator.num_speculative_steps = speculator.num_speculative_steps, depth
-    try:
-        yield
-    finally:
-        speculator.num_speculative_steps = most
 
 
 @dataclass(slots=True)
@@ -262,8 +243,8 @@ class ModelledV2(SpecRolloutV2):
         super().__init__(vllm_config, device)
         config = with_model(vllm_config)
         assert config.speculative_config is not None
-        self.draft_model = init_speculator(config, device, self.req_states)
-        if not isinstance(self.draft_model, (TargetDependentARSpeculator, StandaloneARSpeculator)):
+        self.draft_model = made(config, device, self.req_states)
+        if not isinstance(self.draft_model, (HEADS, *MODELS)):
             raise UnsupportedError(
                 f"vLLM drafts with {type(self.draft_model).__name__} here, which cannot be asked level by level",
                 "drop `--speculative-config`, or leave spec rollout off",
@@ -321,7 +302,7 @@ class ModelledV2(SpecRolloutV2):
 
     def _draft_into(self, scheduler_output: SchedulerOutput) -> None:
         super()._draft_into(scheduler_output)
-        if self.model_drafter is not None and not self.step.is_paused:
+        if self.model_drafter is not None and self._takes_in:
             tell(self, lambda drafter: drafter.flush_if_due())
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
@@ -345,7 +326,7 @@ class ModelledV2(SpecRolloutV2):
         elif self.takes_layers:
             hidden = torch.cat([layer[:rows] for layer in state.aux_hidden_states], dim=-1)
         else:
-            hidden = get_drafter_hidden_states(self.model, state.hidden_states)[:rows].clone()
+            hidden = hidden_for_heads(self.model, state.hidden_states)[:rows].clone()
         return Computed(
             batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int32),
             batch.num_computed_tokens_np + batch.num_scheduled_tokens,

@@ -37,7 +37,7 @@ from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.graphs import DraftGraphs, profiled_graphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
-from vllm_specrollout.worker.v2.inputs import TreeInputs, emptied, fill, holds_prompt
+from vllm_specrollout.worker.v2.inputs import TreeInputs, emptied, fill, follow_depths, holds_prompt
 from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -121,6 +121,8 @@ class SpecRolloutV2(_Base):
         if self.shape[0] is DraftMode.TREE:
             self.mover = SlotMover(self.kv_caches)
             install_tree_attention(self)
+            if (rope := getattr(self.model_state, "rope_state", None)) is not None:
+                follow_depths(rope, self.inputs)
         else:
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
@@ -195,10 +197,16 @@ class SpecRolloutV2(_Base):
         """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
         return DraftTokenIds(*drafted_tokens(self.step.trees))
 
+    @property
+    def _takes_in(self) -> bool:
+        """Whether the tokens of earlier steps are waited for: on every rank where a model drafts, by the same rows."""
+        is_on_all_ranks = self.model_drafter is not None and self.drafting.group is not None
+        return is_on_all_ranks or not self.step.is_paused
+
     def _draft_into(self, scheduler_output: SchedulerOutput) -> None:
         """Put drafts into the room that was left in the schedule; what stays empty is gone."""
         step = self.step
-        if not step.is_paused:
+        if self._takes_in:
             if self.host.num_in_flight and self.model_drafter is None:
                 # What vLLM does next, and then finds done. It turns its host buffers once more by that, which is safe:
                 # the wait for all earlier steps lies between. A model that drafts does so by the last step's tables,

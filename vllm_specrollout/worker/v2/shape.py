@@ -118,8 +118,8 @@ _STRICTEST_FIRST = (DraftMode.OFF, DraftMode.CHAIN, DraftMode.TREE)
 
 def model_shape(runner: Any) -> tuple[DraftMode, str]:
     """What may be drafted for the loaded model, and why not more."""
-    if runner.is_encoder_decoder or runner.supports_mm_inputs or runner.uses_inputs_embeds:
-        return DraftMode.OFF, "encoder-decoder or multimodal model, or prompt embeddings"
+    if runner.is_encoder_decoder or runner.model_config.enable_prompt_embeds:
+        return DraftMode.OFF, "encoder-decoder model, or prompt embeddings"
     if runner.model_config.logits_processors:
         return DraftMode.OFF, "custom logits processors may keep state that a draft would disturb"
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
