@@ -166,6 +166,10 @@ class Engine:
         """
         self.core.engine_core.engine_core.scheduler.is_reordering = longest_first
 
+    def dtype(self) -> str:
+        """Of the model, as it was resolved: `bfloat16`, for one."""
+        return str(self.core.vllm_config.model_config.dtype).removeprefix("torch.")
+
     def block_size(self) -> int:
         return int(self.core.vllm_config.cache_config.block_size)
 

@@ -37,6 +37,7 @@ def flag(
     parse: Callable[[str, str], Any] | None = None,
     is_default_shown: bool = True,
     is_setting: bool = True,
+    is_argument: bool = False,
 ) -> Any:
     """A field of a scenario, and what it does not say about its flag by itself.
 
@@ -45,9 +46,11 @@ def flag(
         within: least and most value, of each element where there are several.
         parse: (text, flag) -> value, of what is no plain type; None: by the type.
         is_setting: whether figures depend on it: the report tells it then.
+        is_argument: it is given without a flag.
     """
     keys = {"help": help, "names": names, "within": within, "choices": choices, "parse": parse}
-    metadata = {**keys, "is_default_shown": is_default_shown, "is_setting": is_setting}
+    kinds = {"is_default_shown": is_default_shown, "is_setting": is_setting, "is_argument": is_argument}
+    metadata = {**keys, **kinds}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -216,7 +219,9 @@ def command(scenario: type[Scenario], run: Callable[[Any], None] = run) -> Calla
         if one.name in parsers:
             kind, default = str, _as_text(default)
         names = known["names"] or (_name(one),)
-        option = typer.Option(*names, help=known["help"], show_default=known["is_default_shown"])
+        option: Any = typer.Option(*names, help=known["help"], show_default=known["is_default_shown"])
+        if known["is_argument"]:
+            option = typer.Argument(metavar=one.name.upper(), help=known["help"], show_default=False)
         more = {"default": default, "annotation": Annotated[kind, option]}
         parameters.append(inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, **more))
     execute.__name__ = f"bench_{scenario.bench}"

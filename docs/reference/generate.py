@@ -18,7 +18,7 @@ from typing import Any
 import typer.main
 
 from vllm_specrollout import config, patches
-from vllm_specrollout.cli.commands import BENCHES, app
+from vllm_specrollout.cli.commands import BENCHES, app, lazy_try
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.budgets import OPTIONS
 from vllm_specrollout.config.schema import field_docs
@@ -118,6 +118,8 @@ def cli_page() -> str:
             names = ", ".join(f"`{one}`" for one in sorted(command.commands))
             parts.append(f"## `specrollout dev`\n\n{command.help} It lists {names}, which need no `dev` before them.\n")
             continue
+        if name == "try":
+            command = lazy_try()
         parts.append(f"## `specrollout {name}`\n\n{_first_paragraph(command.help)}\n")
         if name != "bench":
             inner = sorted(getattr(command, "commands", {}).items())

@@ -20,6 +20,9 @@ HISTORY = (
     "tests/e2e/test_hostile_history.py::test_an_engine_over_a_poisoned_directory_answers_as_stock_and_keeps_its_own"
 )
 V2 = "tests/v2/test_identity.py"
+SEVERAL_DIMENSIONS = (
+    "tests/{}/test_multimodal.py::test_positions_of_several_dimensions_follow_the_drafts_and_the_tokens_are_stocks"
+)
 WITHHELD = "tests/e2e/test_withheld.py"
 REFUSAL, NO_DRAFTS = "a call is refused", "what it is about goes without drafts"
 
@@ -74,6 +77,8 @@ MUTANTS = (
     Mutant("drafted rows have the noise of the next position", (ABORTED, UNITED, RESUMED)),
     Mutant("scratch blocks are not copied", (ABORTED, UNITED)),
     Mutant("drafted rows are at the next position", (ABORTED, UNITED)),
+    Mutant("M-RoPE's positions follow the rows", (SEVERAL_DIMENSIONS.format("e2e/identity"),)),
+    Mutant("M-RoPE's positions follow the rows, V2 runner", (SEVERAL_DIMENSIONS.format("v2"),)),
     Mutant("drafted rows have their parents' grammar masks", (f"{EVERY_FEATURE}[llama-float32]",)),
     Mutant(
         "withheld verdicts are never compared",

@@ -24,7 +24,6 @@ def test_requests_with_images_and_without_draft_and_their_tokens_are_stocks(tmp_
     check_identity(path, "float32", requests, spec_rollout=TREE, inspect=drafted_trees, **ENGINE)
 
 
-@pytest.mark.nightly
 def test_positions_of_several_dimensions_follow_the_drafts_and_the_tokens_are_stocks(tmp_path: Path) -> None:
     requests = cases(6, VOCAB, seed=32, max_tokens=8, only=SOME)
     check_identity(turning_model(tmp_path), "float32", requests, spec_rollout=TREE, inspect=drafted_trees, **ENGINE)

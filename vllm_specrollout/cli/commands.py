@@ -214,6 +214,19 @@ def _simulate() -> None:
     raise ConfigError("`specrollout simulate` is now `specrollout bench study`", "it takes the same arguments")
 
 
+def lazy_try() -> Any:
+    """The command `try` itself, which comes with the benchmarks' engines."""
+    return _as_command("try", _import_bench("try", "vllm_specrollout.bench.scenarios.trial").bench_try)
+
+
+@app.command(
+    "try", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def _try(context: typer.Context) -> None:
+    """Your model and prompts: stock vLLM and spec rollout, tokens compared, and how fast."""
+    lazy_try()(context.args, prog_name="specrollout try")
+
+
 app.command("status")(status.status)
 app.command("report")(report.report_command)
 app.add_typer(history.app, name="history")

@@ -188,6 +188,25 @@ def _(module):
     instead(module, "node_seeds", make)
 
 
+@fault("M-RoPE's positions follow the rows", "vllm_specrollout.worker.v1.cpu_runner")
+def _(module):
+    def make(right):
+        def lays_out(self, trees):
+            before = self.mrope_positions.cpu.clone()
+            right(self, trees)
+            reached()
+            self.mrope_positions.cpu.copy_(before)
+
+        return lays_out
+
+    instead(module.SpecRolloutCPURunner, "_lay_out", make)
+
+
+@fault("M-RoPE's positions follow the rows, V2 runner", "vllm_specrollout.worker.v2.runner")
+def _(module):
+    instead(module, "follow_depths", lambda right: lambda rope, inputs: reached())
+
+
 @fault("scratch blocks are not copied", "vllm_specrollout.worker.v1.attention")
 def _(module):
     def make(right):
