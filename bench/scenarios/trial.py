@@ -27,7 +27,8 @@ from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row, ratio
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 
-_JUDGE = "judge"
+_JUDGE, _RIVAL, NONE = "judge", "vllm-ngram", "none"
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _MOST_ASKED = 32
 """Differences of an epoch that stock is asked about; the others are no proven ties."""
 
@@ -62,6 +63,8 @@ class Outcome:
     shape_reason: str
     # why requests got less than trees, and how many did
     request_reasons: dict[str, int]
+    # vLLM's own ngram, per epoch: its tokens per second by stock's. Empty: it was not asked for
+    rival: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class Trial(EngineScenario):
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")
     dtype: str = flag("auto", "auto, bfloat16 or float32.", choices=("auto", *DTYPES))
     kv_gib: int = flag(4, "GiB of KV cache, on CPU.", is_setting=False)
+    rival: str = flag(NONE, "Also vLLM's own ngram speculation.", choices=(NONE, "ngram"))
     spec_rollout: dict[str, Any] = flag({}, "What --spec-rollout would take, as JSON.")
     report: Path = flag(Path("specrollout-try.html"), "The page of our rollouts.", is_setting=False)
 
@@ -104,18 +108,21 @@ class Trial(EngineScenario):
         prompts = [ids for ids in tokens_of(self.model, read_prompts(self.prompts)[: self.most_prompts])]
         owners = [i for i in range(len(prompts)) for _ in range(self.samples)]
         asked = [prompts[i] for i in owners]
-        report = session.display.steps(2 * self.epochs + 5)
+        report = session.display.steps((2 if self.rival == NONE else 3) * (self.epochs + 2) + 1)
         record = session.scratch / "rollout.jsonl.zst"
         with Engines(self._arguments(prompts), report, kv_gib=self.kv_gib, is_verbose=self.verbose) as engines:
             engines.start(STOCK)
-            self._warm_up(engines, STOCK, asked, owners)
-            dtype = engines[STOCK].ask("dtype")
-            stock = [self._epoch(engines, STOCK, asked, owners, number) for number in range(self.epochs)]
+            stock = self._epochs(engines, STOCK, asked, owners)
             again = self._epoch(engines, STOCK, asked, owners, 0)
+            dtype = engines[STOCK].ask("dtype")
             engines.stop(STOCK)
+            rivals = []
+            if self.rival != NONE:
+                engines.start(_RIVAL, speculative_config=_NGRAM)
+                rivals = self._epochs(engines, _RIVAL, asked, owners)
+                engines.stop(_RIVAL)
             engines.start(OURS, {**self.spec_rollout, "record": str(record)})
-            self._warm_up(engines, OURS, asked, owners)
-            ours = [self._epoch(engines, OURS, asked, owners, number) for number in range(self.epochs)]
+            ours = self._epochs(engines, OURS, asked, owners)
             stats = engines.tell(OURS, "stats")
             engines.stop(OURS)
             pairs = [Pair(stock=one, ours=other) for one, other in zip(stock, ours, strict=True)]
@@ -128,6 +135,7 @@ class Trial(EngineScenario):
             shape=stats["shape"],
             shape_reason=stats["shape_reason"],
             request_reasons=stats["request_reasons"],
+            rival=[_rate(one) / _rate(other) for one, other in zip(rivals, stock, strict=False)],
         )
         title = Path(self.model).name if Path(self.model).exists() else self.model
         return Found(model=title, rows=rows, extra=asdict(more), more=more)
@@ -159,12 +167,13 @@ class Trial(EngineScenario):
             made.append(values)
         return made
 
-    def _warm_up(self, engines: Engines, name: str, asked: list[list[int]], owners: Sequence[int]) -> None:
-        """A few tokens of a full batch: kernels set themselves up."""
+    def _epochs(self, engines: Engines, name: str, asked: list[list[int]], owners: Sequence[int]) -> list[Run]:
+        """All epochs, behind a few tokens of a full batch, in which kernels set themselves up."""
         short = replace(self, max_tokens=min(WARM_UP_TOKENS, self.max_tokens))
         params = short._params(owners, self.epochs, is_ours=name == OURS)[: self.batch]
-        with engines.doing("warm-up"):
+        with engines.doing(f"warm-up, {name}"):
             engines.run(name, asked[: self.batch], params)
+        return [self._epoch(engines, name, asked, owners, number) for number in range(self.epochs)]
 
     def _epoch(self, engines: Engines, name: str, asked: list[list[int]], owners: Sequence[int], number: int) -> Run:
         with engines.doing(f"epoch {number + 1} of {self.epochs}, {name}"):
@@ -186,6 +195,9 @@ class Trial(EngineScenario):
         yield Table(found.rows, _COLUMNS)
         more: Outcome = found.more
         yield f"stock against itself, the first epoch again: {more.scatter:.2f}x; less than that is no finding"
+        if more.rival:
+            speeds = ", ".join(f"{one:.2f}x in epoch {i}" for i, one in enumerate(more.rival, 1))
+            yield f"vLLM's own ngram: {speeds}, by tokens per second; its tokens are not those of plain decoding"
         for text in dict.fromkeys(text for row in found.rows for text in [*row.differences, *row.ties]):
             yield f"  {text}"
         if more.shape != "tree":
@@ -211,6 +223,11 @@ def _asked(engines: Engines) -> Any:
         return engines[_JUDGE]
     except KeyError:
         return engines.start(_JUDGE, **JUDGE)
+
+
+def _rate(run: Run) -> float:
+    """Tokens per second: for answers that have other lengths."""
+    return run.num_tokens / run.wall_s
 
 
 def made_row(name: str, batch: int, pair: Pair, judged: Judged) -> TrialRow:
