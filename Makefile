@@ -1,5 +1,5 @@
 # make setup   a virtual environment with everything pinned (skipped when up to date)
-# make demo    the rollout of the shipped policy, with and without drafts
+# make demo    two epochs of the shipped policy: stock vLLM, its own ngram, and spec rollout; a page at the end
 # make test    what every change must pass: the C++ core under sanitizers, then all tests but the long ones
 # make nightly all that is too long for every change; before a release
 # make unit    the pure part of the tests: no engine, no vLLM, no torch, no benchmarks, fewer examples
@@ -67,7 +67,8 @@ $(VENV)/.installed: $(VENV)/.requirements setup.py pyproject.toml $(CORE) $(FOLD
 
 demo: setup
 	@mkdir -p out
-	$(BIN)/specrollout bench rollout --plot out/rollout.png --report out/rollout.html
+	$(BIN)/specrollout try $(POLICY) --prompts examples/prompts.jsonl --batch 8 --max-tokens 1024 --rival ngram --eager \
+		--kv-gib 1 --report out/rollout.html
 
 test: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 10)

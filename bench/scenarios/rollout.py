@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 from vllm_specrollout.cli import flags as cli_flags
 from vllm_specrollout.config import BUDGETS, MAX_NODES, SpecRolloutConfig
 from vllm_specrollout.observe.timeline import Segment, summarise
-from vllm_specrollout.replay.files import read_trace
-from vllm_specrollout.report.page import page_of
 
 from ..policy.reward import problems, reward
 from ..policy.tasks import Problem
@@ -82,7 +80,6 @@ class Rollout(EngineScenario):
     rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 1000))
     seed: int = flag(0, "Of the problems and of sampling.", within=(0, 1 << 30))
     plot: Path | None = flag(None, "Draw the running requests over time into this file.", is_setting=False)
-    report: Path | None = flag(None, "Record our runs, and draw them as a page into this file.", is_setting=False)
     is_explained: bool = flag(False, "Tell what was decided for the slowest requests, when and why.", "--explain")
     explain_requests: int = flag(3, "How many requests --explain tells of.", within=(1, 1000))
     show_samples: int = flag(3, "Answers to print.", is_setting=False)
@@ -94,7 +91,6 @@ class Rollout(EngineScenario):
     def check(self) -> None:
         super().check()
         cli_flags.in_range(self.show_samples, "--show-samples", 0, self.num_requests)
-        cli_flags.check_writable(self.report, "--report")
 
     def spec_rollout(self) -> dict[str, Any]:
         """Our engine's configuration."""
@@ -119,17 +115,13 @@ class Rollout(EngineScenario):
         chosen = problems(self.prompts, self.seed)
         with self.make_engines(folder, report, **shape) as engines:
             engines.start(STOCK)
-            record = session.scratch / "rollout.jsonl.zst"
-            engines.start(OURS, self.spec_rollout() | ({"record": str(record)} if self.report else {}))
+            engines.start(OURS, self.spec_rollout())
             prompts = [ids for ids in engines.encode(chosen) for _ in range(self.samples)]
             warm_up = self._warm_up(engines, chosen, prompts)
             rounds = [self._round(engines, chosen, prompts, number) for number in range(self.rounds)]
             pairs = [pair for pair, _ in rounds]
             times = self._step_times(engines, prompts, pairs)
             samples = self._samples(engines, chosen, pairs[-1].stock)
-        if self.report is not None:
-            # the warm-up and each round are rollouts of their own in it
-            self.report.write_text(page_of(read_trace(record), self.report.stem), encoding="utf-8")
         row = self._row([warm_up, *pairs], times)
         by_speedup = sorted(rounds, key=lambda one: one[0].stock.wall_s / one[0].ours.wall_s)
         pair, stretches = by_speedup[(len(rounds) - 1) // 2]
@@ -229,8 +221,6 @@ class Rollout(EngineScenario):
             # an untrained policy says anything, control characters too
             yield "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in one["answer"])
         yield from explained_text(found.more.explained)
-        if self.report is not None:
-            yield f"\nour rollouts, request by request: open {self.report.absolute()} in a browser"
 
     def draw(self, found: Found, path: Path) -> None:
         plot_rollout(found.more.pair, self.batch, self.title(found), path)
