@@ -6,7 +6,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +67,12 @@ def _app(
 
 @app.command()
 def doctor(
-    model: Annotated[Path | None, typer.Option(help="A model's folder: say what may be drafted for it.")] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A model's folder, or its name on the hub: say what may be drafted for it.", show_default=False
+        ),
+    ] = "",
     server: Annotated[
         str, typer.Option(help="A running server's address: say which of its drafters work.", show_default=False)
     ] = "",
@@ -81,7 +85,7 @@ def doctor(
     from vllm_specrollout.cli.device_check import check_device
     from vllm_specrollout.cli.doctor import examine
 
-    report = check_device(str(model or "")) if gpu else examine(model, server)
+    report = check_device(model) if gpu else examine(model, server)
     typer.echo(report.as_json() if as_json else report.as_text())
     if not report.is_healthy:
         raise typer.Exit(1)

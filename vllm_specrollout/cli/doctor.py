@@ -62,7 +62,7 @@ class Report:
         return "\n\n".join(part for part in (verdict, "\n".join(hints), *sections) if part)
 
 
-def examine(model: Path | None = None, server: str = "") -> Report:
+def examine(model: str = "", server: str = "") -> Report:
     """Look at this host, at a model's configuration if one is given, and at a running server if one is.
 
     Raises:
@@ -72,10 +72,11 @@ def examine(model: Path | None = None, server: str = "") -> Report:
     running = running_parts(ask_server(server, key)) if server else []
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
-    if model is not None:
+    if model:
         drafted.append(_model_finding(model))
-    findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_edited(), *_command()]
+    # before anything is looked at: asking the host of its rows sets one of them
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
+    findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_edited(), *_command()]
     return Report(tuple(findings), tuple(variables), tuple(drafted), tuple(running))
 
 
@@ -217,14 +218,23 @@ def _command() -> list[Finding]:
     return [Finding("`vllm` command", cause, hint=way)]
 
 
-def _model_finding(model: Path) -> Finding:
-    path = model / "config.json" if model.is_dir() else model
+def _config_file(model: str) -> Path:
+    """Of a folder, or the file itself; else of that name on the hub, which is downloaded."""
+    path = Path(model)
+    if path.exists():
+        return path / "config.json" if path.is_dir() else path
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(model, "config.json"))
+
+
+def _model_finding(model: str) -> Finding:
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(_config_file(model).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"`--model` is `{model}`, but `{path}` cannot be read: {error}",
-            "give the folder of a downloaded model, or its config.json",
+            f"`--model` is `{model}`, whose config.json cannot be read: {str(error).partition(chr(10))[0]}",
+            "give a model's folder, its config.json, or its name on the hub",
         ) from None
     shape, reason = model_shape(config)
     return Finding(f"this model ({config.get('model_type', 'unknown')})", f"{shape.value:<5}  {reason or _ALL[shape]}")

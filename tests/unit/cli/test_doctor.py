@@ -76,13 +76,25 @@ def test_the_report_as_json_holds_what_the_text_holds(without_vllm):
 )
 def test_a_model_is_told_what_may_be_drafted_for_it(without_vllm, tmp_path, config, shape):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    line = doctor.examine(tmp_path).drafted[-1]
+    line = doctor.examine(str(tmp_path)).drafted[-1]
     assert line.name == f"this model ({config['model_type']})" and line.value.startswith(shape)
 
 
 def test_a_model_without_config_is_named(without_vllm, tmp_path):
-    with pytest.raises(ConfigError, match="config.json` cannot be read"):
-        doctor.examine(tmp_path)
+    with pytest.raises(ConfigError, match="whose config.json cannot be read"):
+        doctor.examine(str(tmp_path))
+
+
+def test_a_models_name_on_the_hub_will_do(without_vllm, monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def downloaded(name, file):
+        assert (name, file) == ("Qwen/Qwen3-0.6B", "config.json")
+        (tmp_path / file).write_text('{"model_type": "qwen3"}', encoding="utf-8")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", downloaded)
+    assert doctor.examine("Qwen/Qwen3-0.6B").drafted[-1].name == "this model (qwen3)"
 
 
 def test_environment_variables_that_matter_are_shown(without_vllm, monkeypatch):
