@@ -174,7 +174,7 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="deco
     return SimpleNamespace(
         **{
             "is_encoder_decoder": False,
-            "model_config": SimpleNamespace(logits_processors=None, enable_prompt_embeds=False),
+            "model_config": SimpleNamespace(logits_processors=None, enable_prompt_embeds=False, is_mm_prefix_lm=False),
             "model_state": SimpleNamespace(num_new_sampled_tokens_per_step=1),
             "batch_sharder": None,
             "kv_cache_config": SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s in specs]),
@@ -212,6 +212,13 @@ def runner_of(specs=(FULL,), shape="tree", kernel_block_size=16, attn_type="deco
         (dict(attn_type="encoder_only"), DraftMode.OFF, "both directions"),
         (dict(is_encoder_decoder=True), DraftMode.OFF, "encoder-decoder"),
         (dict(model_config=SimpleNamespace(enable_prompt_embeds=True)), DraftMode.OFF, "prompt embeddings"),
+        (
+            dict(
+                model_config=SimpleNamespace(logits_processors=None, enable_prompt_embeds=False, is_mm_prefix_lm=True)
+            ),
+            DraftMode.CHAIN,
+            "both directions",
+        ),
         (dict(batch_sharder="any"), DraftMode.OFF, "sharded"),
     ],
     ids=str,

@@ -33,6 +33,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("n > 1, logprobs, prompt_logprobs, logprob_token_ids", TREE, "taken from the target's rows"),
     Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", TREE, "the drafts leave no trace"),
     Rule("multimodal models, with and without images", TREE, "behind the prompt, positions go on from where it ended"),
+    Rule("models whose images attend in both directions", CHAIN, "a prompt may be computed beside branches"),
     Rule("tensor parallel", TREE, "rank 0 drafts, all ranks verify the same tree"),
     Rule("structured outputs (grammar, JSON schema, regex)", CHAIN, "the grammar follows one line of tokens"),
     Rule("penalties and bad_words, V2 runner", CHAIN, "its kernels find a row's history in the rows before it"),

@@ -15,6 +15,7 @@ from vllm_specrollout.patches import features
 
 CONFIG_KEY = "spec_rollout"
 CHAIN_ASKED = '`shape` is "chain"'
+IMAGES_BOTH_WAYS = "an image's tokens attend in both directions, and a prompt may be computed beside branches"
 REQUEST_METRICS_KEY = "spec_rollout_request_metrics"
 """In `additional_config`: how much each answer tells of its drafts, "summary" or "detailed"; absent: nothing."""
 ROWS_FOR_DRAFTS = True if features.installed().speculates_by == "config" else None

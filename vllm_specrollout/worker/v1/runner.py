@@ -31,7 +31,7 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 from vllm_specrollout.worker.arriving import fill_in
-from vllm_specrollout.worker.common import CHAIN_ASKED, ROWS_FOR_DRAFTS, Stats, config_of
+from vllm_specrollout.worker.common import CHAIN_ASKED, IMAGES_BOTH_WAYS, ROWS_FOR_DRAFTS, Stats, config_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting, begin_step, drafted_tokens, scheduled_trees
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import sampling_on_v1
@@ -123,6 +123,8 @@ class SpecRolloutV1(_Base):
         if not are_builtin(self.input_batch.logitsprocs):
             return DraftMode.OFF, "custom logits processors may keep state that a draft would disturb"
         shape, reason = self._kv_shape()
+        if shape is DraftMode.TREE and self.model_config.is_mm_prefix_lm:
+            return DraftMode.CHAIN, IMAGES_BOTH_WAYS
         if shape is DraftMode.TREE and self.shared_kv_cache_layers:
             return DraftMode.CHAIN, "layers share their KV cache"
         if shape is DraftMode.TREE and config_of(self.vllm_config).shape == "chain":

@@ -29,6 +29,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specrollout.kernels.tree_attention.launch import default_tile, shared_memory_of
 from vllm_specrollout.types import DraftMode
+from vllm_specrollout.worker.common import IMAGES_BOTH_WAYS
 
 _BACKENDS = frozenset(
     backend.get_path()
@@ -133,6 +134,8 @@ def model_shape(runner: Any) -> tuple[DraftMode, str]:
     found = [spec_shape(spec) for group in groups for spec in specs_of(group.kv_cache_spec)]
     if runner.spec_config.shape == "chain":
         found.append((DraftMode.CHAIN, '`shape` is "chain"'))
+    if runner.model_config.is_mm_prefix_lm:
+        found.append((DraftMode.CHAIN, IMAGES_BOTH_WAYS))
     if len(groups) != 1:
         found.append((DraftMode.CHAIN, "several KV cache groups"))
     for group in itertools.chain.from_iterable(runner.attn_groups):
