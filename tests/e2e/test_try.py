@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from bench.policy import CHECKPOINT
 from bench.policy.reward import problems
+from tests.unit.report.pages import islands
 
 
 @pytest.mark.nightly
@@ -33,4 +34,8 @@ def test_a_users_model_and_prompts_are_tried_in_one_command(tmp_path: Path) -> N
     rows = json.loads((tmp_path / "try.json").read_text(encoding="utf-8"))["rows"]
     assert [row["name"] for row in rows] == ["epoch 1", "epoch 2"]
     assert all(row["tokens_per_step"] > 1.0 for row in rows), "drafts were accepted"
-    assert (tmp_path / "try.html").stat().st_size > 10_000
+    # the warm-up, and the epochs
+    *_, first, second = islands((tmp_path / "try.html").read_text(encoding="utf-8"))["summary"]["rollouts"]
+    for row, drawn in zip(rows, (first, second), strict=True):
+        assert (drawn["requests"], drawn["tokens"]) == (8, row["output_tokens"])
+        assert drawn["verified"] / drawn["decoding"] == pytest.approx(row["nodes_per_step"])
