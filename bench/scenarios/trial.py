@@ -23,7 +23,7 @@ from vllm_specrollout.report.page import page_of
 from ..runner.engines import OURS, STOCK, WARM_UP_TOKENS, Engines
 from ..runner.models import DTYPES
 from ..runner.report import Columns, Found, Table, number
-from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row, ratio
+from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 
@@ -55,7 +55,7 @@ class TrialRow(Row):
 class Outcome:
     """What is told besides the rows."""
 
-    # stock's makespan of the first epoch by that of the same requests again
+    # of stock's makespan of the first epoch and that of the same requests again, the longer by the shorter
     scatter: float
     # where stock differs from itself then, in words; empty: nowhere
     itself: str
@@ -128,7 +128,7 @@ class Trial(EngineScenario):
             pairs = [Pair(stock=one, ours=other) for one, other in zip(stock, ours, strict=True)]
             rows = [self._row(engines, asked, owners, number, pair, dtype) for number, pair in enumerate(pairs)]
         self.report.write_text(page_of(read_trace(record), self.report.stem), encoding="utf-8")
-        scatter = ratio([Pair(stock=again, ours=stock[0])], [Pair(stock=stock[0], ours=again)])
+        scatter = max(stock[0].wall_s, again.wall_s) / min(stock[0].wall_s, again.wall_s)
         more = Outcome(
             scatter=scatter,
             itself="" if again.itself is None else again.itself.as_text("then"),
