@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.drafting_models import perturbed
-from tests.e2e.elsewhere import Elsewhere, decode, until
+from tests.e2e.elsewhere import Elsewhere, decode, placing_of, until
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB, check_identity, judged
 from tests.e2e.identity.compare import compare, run
@@ -137,7 +137,7 @@ def test_a_model_that_drafts_in_turns_here_and_elsewhere_changes_no_token(models
     with engine(path, "float32", is_ours=False, **ENGINE) as stock:
         truth = run(stock.llm, requests)
     with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
-        placing, here, elsewhere = ours.runner.placing, ours.runner.model_drafter, ours.runner.remote
+        placing, here, elsewhere = placing_of(ours), ours.runner.model_drafter, ours.runner.remote
         placing.duel = Restless()
         drafted = run(ours.llm, requests)
         placing.arrange(COUPLED)

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.e2e.drafting_models import perturbed
+from tests.e2e.elsewhere import placing_of
 from tests.e2e.identity.cases import cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
@@ -48,7 +49,7 @@ def test_changes_of_placement_change_no_token_and_end_with_the_drafter(models: P
     with engine(target, "float32", is_ours=False) as stock:
         truth = run(stock.llm, requests)
     with engine(target, "float32", is_ours=True, spec_rollout={**auto, "speculative_config": given}) as ours:
-        placing, threads = ours.runner.placing, torch.get_num_threads()
+        placing, threads = placing_of(ours), torch.get_num_threads()
         before = set().union(*cores())
         placing.duel = Restless()
         report = compare(requests, truth, run(ours.llm, requests), "float32")
