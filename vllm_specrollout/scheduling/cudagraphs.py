@@ -69,7 +69,7 @@ class GraphPlan:
         return len(self.target) + len(self.drafter)
 
     def first(self, limit: int) -> GraphPlan:
-        """The most useful graphs, of the drafter at most half of them.
+        """The most useful graphs; of the drafter at most half of them, or what the target leaves.
 
         Raises:
             ConfigError: a limit that leaves a model without a graph.
@@ -77,7 +77,7 @@ class GraphPlan:
         if limit < (least := 1 + bool(self.drafter)):
             hint = f"allow {least} or more, or capture none at all"
             raise ConfigError(f"a limit of {limit} graphs, where each model needs one", hint)
-        drafter = self.drafter[: limit // 2]
+        drafter = self.drafter[: max(limit // 2, limit - len(self.target))]
         return GraphPlan(self.target[: limit - len(drafter)], drafter)
 
 
