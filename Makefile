@@ -10,6 +10,7 @@
 # make versions       trees of the other supported vLLM versions, for tests
 # make versions-test  their source, and a short comparison with stock vLLM on each; tests/versions/tested.json remembers it
 # make docs    the generated reference pages
+# make site    the pages of docs/ as a site, in out/site
 # make lock    the hashes of all pins, from requirements/*.in into requirements/*.txt
 # make sbom    what is installed, with licences and dependencies, as CycloneDX (out/sbom.cdx.json)
 # make sanitize  the C++ core under ASan and UBSan, with random operations for SECONDS (60)
@@ -47,7 +48,7 @@ timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begi
 PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
 	history drafters replay report patches server/asking.py server/reports.py worker/withheld.py)
 
-.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs lock sbom sanitize faults
+.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs site lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -157,6 +158,16 @@ versions-test: versions
 docs: setup
 	$(BIN)/python docs/reference/generate.py
 	$(BIN)/python docs/benchmarks.py
+
+.site/.installed: requirements/site.txt
+	@rm -rf .site
+	$(PYTHON) -m venv .site
+	.site/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/site.txt
+	@touch $@
+
+site: .site/.installed
+	.site/bin/mkdocs build --strict --quiet
+	@echo "open out/site/index.html"
 
 .tools/.installed: requirements/tools.txt
 	@rm -rf .tools
