@@ -159,20 +159,15 @@ docs: setup
 	$(BIN)/python docs/reference/generate.py
 	$(BIN)/python docs/benchmarks.py
 
-.site/.installed: requirements/site.txt
-	@rm -rf .site
-	$(PYTHON) -m venv .site
-	.site/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/site.txt
-	@touch $@
-
 site: .site/.installed
 	.site/bin/mkdocs build --strict --quiet
 	@echo "open out/site/index.html"
 
-.tools/.installed: requirements/tools.txt
-	@rm -rf .tools
-	$(PYTHON) -m venv .tools
-	.tools/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/tools.txt
+# environments of their own, each with its pins
+.site/.installed .tools/.installed: .%/.installed: requirements/%.txt
+	@rm -rf .$*
+	$(PYTHON) -m venv .$*
+	.$*/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/$*.txt
 	@touch $@
 
 lock: .tools/.installed

@@ -105,7 +105,7 @@ class Trial(EngineScenario):
 
     def measure(self, session: Session) -> Found:
         assert self.prompts is not None
-        prompts = [ids for ids in tokens_of(self.model, read_prompts(self.prompts)[: self.most_prompts])]
+        prompts = tokens_of(self.model, read_prompts(self.prompts)[: self.most_prompts])
         owners = [i for i in range(len(prompts)) for _ in range(self.samples)]
         asked = [prompts[i] for i in owners]
         report = session.display.steps((2 if self.rival == NONE else 3) * (self.epochs + 2) + 1)
