@@ -38,13 +38,16 @@ def totals(ours: Engine, *, reset: bool = False) -> dict[str, Any]:
     return ours.llm.collective_rpc("spec_rollout_stats", args=(reset,))[0]
 
 
-def test_answers_are_stocks_though_many_verdicts_are_withheld(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_stocks_though_many_verdicts_are_withheld(
+    path: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     monkeypatch.setattr(withheld, "STEPS_PER_TOKEN", 1)
 
     def inspect(ours: Engine) -> None:
         stats = totals(ours)
         assert stats["withheld_checked"] > 30 and stats["withheld_differing"] == 0
-        assert ours.runner.drafting.withheld.is_exact and not ours.runner.drafting.withheld.held
+        own = ours.runner.drafting.withheld
+        assert own.is_exact != pytestconfig.getoption("--unlike-rows") and not own.held
 
     requests = cases(40, VOCAB, seed=11, max_tokens=30)
     # a small batch, since a step withholds one verdict at most
