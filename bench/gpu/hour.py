@@ -212,7 +212,7 @@ class Hour:
         begin, limit_s = time.monotonic(), min(command.limit_s, until - time.monotonic())
         place, printed = self._work / "report.json", self._work / "printed.txt"
         place.unlink(missing_ok=True)
-        arguments = [*command.arguments, *more, *(["--json", str(place)] if command.arguments[0] == "bench" else [])]
+        arguments = [*command.arguments, *more, *(["--out", str(place)] if command.arguments[0] == "bench" else [])]
         environment = {**os.environ, **caches.environment(self._work)}
         with printed.open("w") as tables:
             code = self._finished([*_CLI, *arguments], environment, tables, limit_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_module
+import json
 import statistics
 import sys
 import tempfile
@@ -71,7 +71,7 @@ def agreement(
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
     rounds: Annotated[int, typer.Option(help="Timed passes; the median errors count.")] = 3,
     size: Annotated[str | None, typer.Option(help="Inflate the policy to this size.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,
 ) -> None:
     """Run every budget in rounds on one engine, replay each on its round's recording, and compare the makespans."""
     with Display() as display:
@@ -83,9 +83,9 @@ def agreement(
         rounds_s = zip(row.predicted_s, row.measured_s, strict=True)
         times = "  ".join(f"{predicted:.2f}/{measured:.2f}" for predicted, measured in rounds_s)
         print(f"{row.name:<12}{row.error:>+8.1%}   {times}")
-    if json is not None:
+    if out is not None:
         values = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
-        json.write_text(json_module.dumps(values, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ _SIZES = ("batches", "drafts", "rounds", "repeats")
 
 
 def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a report of `specrollout bench ... --json`."""
+    """What is kept of a report of `specrollout bench ... --out`."""
     settings = {name: value for name, value in report.get("settings", {}).items() if name != "grpo"}
     return {
         "bench": report["bench"],

@@ -74,7 +74,7 @@ class Scenario:
     # whether rows whose outputs are stock's are drawn beside others whose are not
     draws_what_is_left: ClassVar[bool] = False
 
-    json: Path | None = flag(None, "Also write the report to this file.", is_setting=False)
+    out: Path | None = flag(None, "Also write the report to this file.", is_setting=False)
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
@@ -95,7 +95,7 @@ class Scenario:
 
     def check(self) -> None:
         """Refuse what cannot end well, before minutes are spent on it."""
-        cli_flags.check_writable(self.json, "--json")
+        cli_flags.check_writable(self.out, "--out")
         if (picture := getattr(self, "plot", None)) is not None:
             cli_flags.check_writable(picture, "--plot")
             if picture.suffix not in PICTURES:
@@ -186,9 +186,9 @@ def run(scenario: Scenario) -> None:
     with Display() as display, tempfile.TemporaryDirectory(prefix="specrollout-") as scratch:
         found = scenario.measure(Session(display, Path(scratch)))
     # first of all: what was measured is kept, whatever fails afterwards
-    if scenario.json is not None:
-        scenario.json.write_text(as_json(scenario.bench, scenario.settings(), found), encoding="utf-8")
-        display.out.print(f"wrote {scenario.json}", markup=False)
+    if scenario.out is not None:
+        scenario.out.write_text(as_json(scenario.bench, scenario.settings(), found), encoding="utf-8")
+        display.out.print(f"wrote {scenario.out}", markup=False)
     scenario.show(found, display.out)
     picture: Path | None = getattr(scenario, "plot", None)
     if picture is not None and (found.is_identical or scenario.draws_what_is_left):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,19 +36,19 @@ def bench_study(
     list_studies: Annotated[bool, typer.Option("--list", help="Say which studies there are.")] = False,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
     inputs: Annotated[Path | None, typer.Option(help="A TOML file of inputs that are to differ.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write inputs and results to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write inputs and results to this file.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw a picture (needs matplotlib).")] = None,
 ) -> None:
     """Simulate a published experiment event by event: our figures beside the paper's."""
-    out = Console(markup=False, highlight=False)
+    console = Console(markup=False, highlight=False)
     if list_studies:
         for name, (_, run) in STUDIES.items():
-            out.print(f"{name:<16}{(run.__doc__ or '').splitlines()[0]}", soft_wrap=True)
+            console.print(f"{name:<16}{(run.__doc__ or '').splitlines()[0]}", soft_wrap=True)
         return
     if study is None:
         raise ConfigError("no STUDY was named", f"choose from: {', '.join(STUDIES)}")
     flags.in_range(seed, "--seed", 0, 2**32 - 1)
-    flags.check_writable(json, "--json")
+    flags.check_writable(out, "--out")
     flags.check_writable(plot, "--plot")
     if plot is not None:
         # before anything is simulated
@@ -58,16 +58,16 @@ def bench_study(
     given = read_inputs(study, inputs)
     report = _run(study, given, seed, inputs)
     values = msgspec.to_builtins(given)
-    if not out.is_terminal:
-        out = Console(markup=False, highlight=False, width=160)
-    _print(report, values, out)
-    if json is not None:
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, width=160)
+    _print(report, values, console)
+    if out is not None:
         body = {"study": study, "seed": seed, "inputs": values, **msgspec.to_builtins(report)}
-        json.write_text(json_module.dumps(body, indent=1) + "\n", encoding="utf-8")
-        out.print(f"wrote {json}")
+        out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {out}")
     if plot is not None:
         _draw(report, plot)
-        out.print(f"wrote {plot}")
+        console.print(f"wrote {plot}")
 
 
 def read_inputs(study: str, path: Path | None = None) -> Inputs:

@@ -25,7 +25,7 @@ def test_a_users_model_and_prompts_are_tried_in_one_command(tmp_path: Path) -> N
     sizes = ["--samples", "2", "--batch", "8", "--max-tokens", "96", "--eager", "--kv-gib", "1", "--dtype", "float32"]
     done = subprocess.run(
         [Path(sys.executable).with_name("specrollout"), "try", str(CHECKPOINT), "--prompts", str(prompts), *sizes,
-         "--report", str(tmp_path / "try.html"), "--json", str(tmp_path / "try.json")],
+         "--report", str(tmp_path / "try.html"), "--out", str(tmp_path / "try.json")],
         capture_output=True, text=True, timeout=600, cwd=tmp_path, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -42,7 +42,7 @@ def measured(model, tmp_path):
     def run(function, *flags):
         app, report = typer.Typer(), tmp_path / "report.json"
         app.command()(function)
-        arguments = ["--model", model, "--dtype", "float32", "--rounds", 1, "--json", report, *flags]
+        arguments = ["--model", model, "--dtype", "float32", "--rounds", 1, "--out", report, *flags]
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         body = json.loads(report.read_text())
@@ -156,7 +156,7 @@ def test_a_soaked_server_loses_nothing_and_answers_as_stock(tmp_path):
     app.command()(bench_soak)
     flags = ["--hours", 0.002, "--rate", 6, "--max-tokens", 40, "--epoch-s", 2, "--mistake-s", 0.5, "--settle-s", 1]
     shares = ["--choices", 0.2, "--grammar", 0.2, "--leaving", 0.2, "--checked", 20]
-    arguments = [*flags, *shares, "--dtype", "float32", "--json", report]
+    arguments = [*flags, *shares, "--dtype", "float32", "--out", report]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     body = json.loads(report.read_text())
     rows = {row["name"]: row for row in body["rows"]}

@@ -99,7 +99,7 @@ def test_a_loop_of_all_engines_is_identical_where_promised_and_is_written_down(t
     report, picture, trace, save = (tmp_path / name for name in ("report.json", "picture.png", "trace", "saved"))
     flags = ["--quick", "--size", "30M", "--engines", "stock,ngram,ours", "--spec-rollout", json.dumps(OURS)]
     flags += ["--learning-rate", "1e-3", "--cache", tmp_path / "cache"]
-    result = invoke(*flags, "--json", report, "--plot", picture, "--trace", trace, "--save", save)
+    result = invoke(*flags, "--out", report, "--plot", picture, "--trace", trace, "--save", save)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert (save / "model.safetensors").is_file()

@@ -118,7 +118,7 @@ def test_doctor_finds_nothing_wrong(installed: Installed) -> None:
 def test_a_short_rollout_of_the_policy_has_stocks_tokens(installed: Installed) -> None:
     report = installed.folder / "report.json"
     size = ("--prompts", "2", "--samples", "2", "--batch", "2", "--max-tokens", "24", "--rounds", "1")
-    installed.run("specrollout", "bench", "rollout", *size, "--dtype", "float32", "--json", report)
+    installed.run("specrollout", "bench", "rollout", *size, "--dtype", "float32", "--out", report)
     rows = json.loads(report.read_text())["rows"]
     assert rows and all(row["identical"] for row in rows)
 

@@ -83,7 +83,7 @@ def plan_graphs_command(
     shape: Annotated[str | None, typer.Option(help="7B or 0.5B, instead of a folder; default: 7B.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Also plan for a drafting model: 7B, 0.5B or its folder.")] = None,
     limit: Annotated[str, typer.Option(help="Most graphs (`40`), or most memory (`600MiB`).")] = "64",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the plan to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the plan to this file.")] = None,
 ) -> None:
     """Plan CUDA graphs that several draft sizes share; estimate their memory beside that of one per size and batch."""
     sizes = flags.integers(draft, "--draft", 1, MAX_NODES)
@@ -91,7 +91,7 @@ def plan_graphs_command(
     flags.in_range(max_tokens, "--max-tokens", 1, 1 << 20)
     if model is not None and shape is not None:
         raise ConfigError("`--model` and `--shape` are both given", "give one: a shape stands for a model")
-    flags.check_writable(json_file, "--json")
+    flags.check_writable(out, "--out")
     named = flags.choice(shape or "7B", "--shape", tuple(SHAPES))
     memory = SHAPES[named] if model is None else read_shape(model)
     second = None if drafter is None else (SHAPES.get(drafter) or read_shape(Path(drafter), "--drafter"))
@@ -102,9 +102,9 @@ def plan_graphs_command(
     rows = _rows(plan, sizes, max_num_seqs, max_tokens, second is not None)
     figures = {name: _figures(part, memory, second) for name, part in rows.items()}
     _print_graphs(figures, plan)
-    if json_file is not None:
+    if out is not None:
         body = {"estimate": True, "schemes": figures, "plan": asdict(plan)}
-        json_file.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def read_shape(folder: Path, flag: str = "--model") -> GraphMemory:
@@ -202,7 +202,7 @@ def plan_decoupled_command(
     max_window: Annotated[int, typer.Option(help="Longest window, in tokens.")] = MOST_NODES,
     one_host: Annotated[bool, typer.Option("--one-host", help="Whole groups only, as on one host.")] = False,
     show: Annotated[int, typer.Option(help="Runners-up to print.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all plans to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write all plans to this file.")] = None,
     apply: Annotated[
         Path | None, typer.Option(help="Write the best plan to this file, for `--spec-rollout FILE`.")
     ] = None,
@@ -213,7 +213,7 @@ def plan_decoupled_command(
     flags.in_range(batch, "--batch", 1, _MOST_REQUESTS)
     flags.in_range(max_window, "--max-window", 1, MOST_NODES)
     flags.in_range(show, "--show", 0, 1000)
-    flags.check_writable(json_file, "--json")
+    flags.check_writable(out, "--out")
     flags.check_writable(apply, "--apply")
     plans = sorted(
         (
@@ -224,9 +224,9 @@ def plan_decoupled_command(
         key=lambda pair: -pair[0].tokens_per_s,
     )
     _print_plans(plans[: show + 1])
-    if json_file is not None:
+    if out is not None:
         best, *others = [{"drafter": known.drafter, **asdict(plan)} for plan, known in plans]
-        json_file.write_text(json.dumps({"estimate": True, "best": best, "others": others}, indent=2) + "\n", "utf-8")
+        out.write_text(json.dumps({"estimate": True, "best": best, "others": others}, indent=2) + "\n", "utf-8")
     if apply is not None:
         plan, known = plans[0]
         apply.write_text(json.dumps(configuration(plan, known), indent=2) + "\n", "utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,22 +24,22 @@ from vllm_specrollout.replay.simulate import Result, replay
 def replay_command(
     traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Recorded rollouts.", show_default=False)],
     strategy: Annotated[str, typer.Option(help="Budgets to run, with commas between them, or `all`.")] = "all",
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Of the budgets that draw lots.")] = 0,
 ) -> None:
     """Run budgets on recorded rollouts again, without an engine: who would have been done first?"""
     chosen = strategies(strategy)
-    flags.check_writable(json, "--json")
-    out = Console(markup=False, highlight=False)
+    flags.check_writable(out, "--out")
+    console = Console(markup=False, highlight=False)
     rows = list[dict[str, Any]]()
     for path in traces:
         trace = read_trace(path)
         found = run_all(trace, chosen, seed)
-        _print(path, trace, chosen, found, out)
+        _print(path, trace, chosen, found, console)
         rows += [_row(name, path.name, found[name]) for name in chosen]
-    if json is not None:
-        json.write_text(json_module.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        out.print(f"wrote {json}")
+    if out is not None:
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {out}")
 
 
 def strategies(text: str) -> tuple[str, ...]:

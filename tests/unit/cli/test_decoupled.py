@@ -20,7 +20,7 @@ def run(*arguments):
 
 
 def written(tmp_path, *arguments):
-    result = run("decoupled", *SIZES, "--json", tmp_path / "plan.json", *arguments)
+    result = run("decoupled", *SIZES, "--out", tmp_path / "plan.json", *arguments)
     assert result.exit_code == 0, result.exception
     return json.loads((tmp_path / "plan.json").read_text()), result.stdout
 

@@ -33,20 +33,20 @@ def test_the_table_says_that_its_figures_are_estimates():
 
 def test_a_models_folder_gives_the_same_plan_as_its_named_shape(model, tmp_path):
     for name, arguments in (("a", ["--shape", "7B"]), ("b", ["--model", model()])):
-        assert plan(*arguments, "--json", tmp_path / name).exit_code == 0
+        assert plan(*arguments, "--out", tmp_path / name).exit_code == 0
     assert json.loads((tmp_path / "a").read_text()) == json.loads((tmp_path / "b").read_text())
 
 
 def test_limits_hold_in_graphs_and_in_mib(tmp_path):
     for limit, field, most in (("20", "target_graphs", 20), ("0.25GiB", "estimated_mib", 256)):
-        assert plan("--limit", limit, "--json", tmp_path / "plan.json").exit_code == 0
+        assert plan("--limit", limit, "--out", tmp_path / "plan.json").exit_code == 0
         report = json.loads((tmp_path / "plan.json").read_text())
         assert report["estimate"] is True
         assert report["schemes"]["shared (the plan)"][field] <= most
 
 
 def test_a_drafting_model_has_graphs_of_its_own(tmp_path):
-    assert plan("--drafter", "0.5B", "--json", tmp_path / "plan.json").exit_code == 0
+    assert plan("--drafter", "0.5B", "--out", tmp_path / "plan.json").exit_code == 0
     schemes = json.loads((tmp_path / "plan.json").read_text())["schemes"]
     assert 0 < schemes["shared (the plan)"]["drafter_graphs"] < schemes["naive, every pair"]["drafter_graphs"]
 

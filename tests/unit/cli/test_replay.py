@@ -29,7 +29,7 @@ def test_three_traces_of_real_rollouts_ship() -> None:
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.partition(".")[0])
 def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_the_steps_it_took(path, tmp_path) -> None:
     out = tmp_path / "rows.json"
-    text = run(path, "--strategy", "all", "--json", out)
+    text = run(path, "--strategy", "all", "--out", out)
     rows = {row["name"]: row for row in json.loads(out.read_text())}
     assert tuple(rows) == names()
     columns = {"name", "trace", "makespan_s", "tokens_per_step", "wasted_nodes", "steps", "steps_off"}
@@ -43,7 +43,7 @@ def test_every_budget_runs_on_every_shipped_trace_and_the_recorded_one_takes_the
 
 def test_only_the_named_budgets_run_in_the_named_order(tmp_path) -> None:
     out = tmp_path / "rows.json"
-    run(TRACES[0], "--strategy", "off,fixed", "--json", out, "--seed", "3")
+    run(TRACES[0], "--strategy", "off,fixed", "--out", out, "--seed", "3")
     assert [row["name"] for row in json.loads(out.read_text())] == ["off", "fixed"]
 
 
@@ -51,8 +51,8 @@ def test_only_the_named_budgets_run_in_the_named_order(tmp_path) -> None:
     "inside, cause", [("", "which is a folder"), ("none/rows.json", "whose folder does not exist")]
 )
 def test_rows_that_could_not_be_written_are_refused_before_anything_is_read(tmp_path, inside, cause) -> None:
-    with pytest.raises(ConfigError, match=f"^`--json` is .*, {cause}"):
-        run(tmp_path / "no such trace", "--json", tmp_path / inside)
+    with pytest.raises(ConfigError, match=f"^`--out` is .*, {cause}"):
+        run(tmp_path / "no such trace", "--out", tmp_path / inside)
 
 
 def test_a_budget_that_does_not_exist_is_refused() -> None:

@@ -20,7 +20,7 @@ from vllm_specrollout.cli.commands import BENCHES
 from vllm_specrollout.errors import SpecRolloutError
 
 ROOT = Path(__file__).resolve().parents[4]
-# `bench WORD ... --json FILE`: what the word says, and a count of how often it was begun
+# `bench WORD ... --out FILE`: what the word says, and a count of how often it was begun
 FAKE = """
 import json, os, sys, time
 word, report = sys.argv[2], sys.argv[-1]

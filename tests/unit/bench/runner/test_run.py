@@ -39,7 +39,7 @@ def bench_that_finds(monkeypatch):
 def test_identical_outputs_end_with_status_0_and_a_report(model, tmp_path, bench_that_finds, make_run):
     fast, slow = make_run([[1, 2]], [0.5, 1.0]), make_run([[1, 2]], [2.0, 4.0])
     bench_that_finds(make_row("chain", 1, 3, [Pair(stock=slow, ours=fast)]))
-    result = run(decode.bench_engine, "--model", model, "--json", tmp_path / "report.json")
+    result = run(decode.bench_engine, "--model", model, "--out", tmp_path / "report.json")
     assert result.exit_code == 0
     assert "4.00x" in result.stdout
     assert json.loads((tmp_path / "report.json").read_text())["rows"][0]["speedup"] == 4.0
@@ -48,7 +48,7 @@ def test_identical_outputs_end_with_status_0_and_a_report(model, tmp_path, bench
 def test_outputs_that_differ_end_with_status_1_and_no_speed(model, tmp_path, bench_that_finds, make_run):
     fast, slow = make_run([[1, 3]], [0.5, 1.0]), make_run([[1, 2]], [2.0, 4.0])
     bench_that_finds(make_row("chain", 1, 3, [Pair(stock=slow, ours=fast)]))
-    result = run(decode.bench_engine, "--model", model, "--json", tmp_path / "report.json")
+    result = run(decode.bench_engine, "--model", model, "--out", tmp_path / "report.json")
     assert result.exit_code == 1
     assert "request 0, token 1: stock 2, ours 3" in result.stdout
     row = json.loads((tmp_path / "report.json").read_text())["rows"][0]
@@ -61,7 +61,7 @@ def test_outputs_that_differ_end_with_status_1_and_no_speed(model, tmp_path, ben
     [
         (decode.bench_engine, ["--size", "3M", "--model", "x"], "`--size` and `--model` are both given"),
         (decode.bench_engine, ["--model", "x"], "`--model` is `x`, which holds no config.json"),
-        (decode.bench_engine, ["--json", "no/where.json"], "`--json` is `no/where.json`, whose folder does not exist"),
+        (decode.bench_engine, ["--out", "no/where.json"], "`--out` is `no/where.json`, whose folder does not exist"),
         (decode.bench_engine, ["--draft", "65"], "`--draft` holds 65, outside 1 to 64"),
         (rollout.bench_rollout, ["--model", "x"], "`--model` is `x`, which holds no config.json"),
         (rollout.bench_rollout, ["--drafters", "oracle"], "`--drafters` is 'oracle', which does not exist"),

@@ -67,7 +67,7 @@ def test_a_commands_help_is_its_fields_and_its_own_flags_come_first():
     assert made.help == "Cook it."
     assert [option.opts for option in made.params][:3] == [["--pot"], ["--shares"], ["--cooks"]]
     assert made.params[0].help == "Pots at once." and made.params[0].default == "1,4"
-    assert {option.name: option.help for option in made.params}["json"] == "Also write the report to this file."
+    assert {option.name: option.help for option in made.params}["out"] == "Also write the report to this file."
 
 
 @pytest.mark.parametrize(

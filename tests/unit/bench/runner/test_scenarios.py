@@ -36,7 +36,7 @@ def measured(monkeypatch, tmp_path):
         function, arguments = SCENARIOS[name]
         app, report = typer.Typer(), tmp_path / "report.json"
         app.command()(function)
-        given = ["--model", model, "--rounds", 2, "--json", report, *arguments, *flags]
+        given = ["--model", model, "--rounds", 2, "--out", report, *arguments, *flags]
         result = CliRunner().invoke(app, [str(argument) for argument in given])
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
         return result.exit_code, json.loads(report.read_text()), result.stdout

@@ -63,5 +63,5 @@ def test_what_was_measured_is_written_even_where_it_cannot_be_shown(
             raise OSError("the terminal is gone")
 
     with pytest.raises(OSError, match="the terminal is gone"):
-        run(Mute(json=tmp_path / "report.json"))
+        run(Mute(out=tmp_path / "report.json"))
     assert len(json.loads((tmp_path / "report.json").read_text())["rows"]) == 2

@@ -26,7 +26,7 @@ def test_a_study_prints_its_inputs_and_every_row():
 
 def test_json_holds_inputs_tables_and_figures(tmp_path):
     out = tmp_path / "study.json"
-    run("tlt-cycles", "--json", out, "--seed", 3)
+    run("tlt-cycles", "--out", out, "--seed", 3)
     body = json.loads(out.read_text())
     assert body["study"] == "tlt-cycles" and body["seed"] == 3 and body["inputs"]["plain_ms"] == 4.1304
     assert len(body["tables"][0]["rows"]) == 8 and body["figures"]["worst cycle error"] < 0.02
@@ -67,7 +67,7 @@ def test_inputs_that_no_study_can_use_are_one_error_with_a_hint(tmp_path, body, 
         ([], "no STUDY was named"),
         (["tlt"], "`STUDY` names 'tlt', which does not exist"),
         (["tlt-cycles", "--seed", "-1"], "`--seed` is -1"),
-        (["tlt-cycles", "--json", "/nowhere/x.json"], "`--json` is `/nowhere/x.json`"),
+        (["tlt-cycles", "--out", "/nowhere/x.json"], "`--out` is `/nowhere/x.json`"),
         (["tlt-cycles", "--inputs", "/nowhere/x.toml"], "`/nowhere/x.toml` is no TOML file"),
     ],
 )
