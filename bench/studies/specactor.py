@@ -1,8 +1,8 @@
 """SpecActor, section 5.4: what each technique adds, from plain decoding to racing freed workers.
 
 Every arm runs the same answers with the same acceptances. Windows are planned once, for the batch at the beginning, as
-the paper has it; from `reconfigured` on they follow the batch. Beside it, a scan of what the printed model would need
-for decoupling to win 1.3x at batch 256.
+the paper has it; from `reconfigured` on they follow the batch. Beside it, what the product's own planner would do with
+these GPUs, and a scan of what the printed model would need for decoupling to win 1.3x at batch 256.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from vllm_specrollout.bench.studies.group import Mode, Workload
 from vllm_specrollout.bench.studies.report import Cell, Curve, Number, ResultTable, Share, StudyReport
 from vllm_specrollout.bench.studies.rollout import Outcome, Racing, Reconfiguration, Setup, simulate
 
-from vllm_specrollout.cluster.rates import coupled_rate, decoupled_rate, plain_rate, printed_rate
+from vllm_specrollout.cluster.planner import Plan, plan_devices
+from vllm_specrollout.cluster.planner import Workload as Planned
+from vllm_specrollout.cluster.rates import AffineTime, coupled_rate, decoupled_rate, plain_rate, printed_rate
 from vllm_specrollout.cluster.reconfigure import MAX_WINDOW
+from vllm_specrollout.cluster.rehearsal import Match
 
 ARMS = {
     "plain": ("", 1.0),
@@ -119,6 +122,36 @@ def setups(inputs: SpecActorInputs, work: Workload) -> dict[str, Setup]:
     return dict(zip(ARMS, arms, strict=True))
 
 
+def plans(inputs: SpecActorInputs, work: Workload, seed: int) -> tuple[Plan, ...]:
+    """What `plan_devices` says of the batch at the beginning: the best of each kind of group, fastest first.
+
+    Groups begin with as many requests as there are cheap rows or more, so that each row of a step is beyond the knee.
+    """
+    cheap, row = inputs.row_ms * inputs.knee_rows, inputs.row_ms
+    verify = AffineTime(inputs.request_ms + row, inputs.base_ms - cheap, row)
+    match = Match.of_shares((float(work.acceptance[0].mean()),), np.random.default_rng(seed))
+    planned = Planned(
+        draft=AffineTime(inputs.draft_request_ms[0], inputs.draft_ms[0]),
+        verify={int(inputs.verifier_gpus): verify},
+        match=match,
+        max_window=MAX_WINDOW,
+    )
+    return plan_devices(planned, int(inputs.gpus), len(work.length), seed=seed)
+
+
+def _planned(found: tuple[Plan, ...], requests: int) -> ResultTable:
+    """What all groups yield together, by rehearsal and as the paper's tau has it for that window."""
+    columns = ("groups", "drafting + verifying GPUs", "requests", "window", "tokens/s, rehearsed", "as tau has it")
+    rows = []
+    for one in found:
+        printed = "-" if one.printed_per_s is None else f"{one.printed_per_s * requests:,.0f}"
+        devices = f"{one.draft_gpus} + {one.verify_gpus}"
+        rows.append(
+            (one.mode.value, devices, str(one.batch), str(one.window), f"{one.total_tokens_per_s:,.0f}", printed)
+        )
+    return ResultTable("Algorithm 1 as the product plans, for the batch at the beginning", columns, tuple(rows))
+
+
 def run_arms(inputs: SpecActorInputs, seed: int) -> dict[str, Outcome]:
     """Every arm on the same answers."""
     work = draw_workload(inputs, seed)
@@ -140,13 +173,21 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
     planned = setups(inputs, draw_workload(inputs, seed))
     columns = ("arm", "groups", "window", "s", "ours", "paper", "faster in", "of plain", "idle", "waste", "races won")
     rows = tuple(_row(name, planned[name], arms, figures) for name in ARMS)
+    chosen = plans(inputs, draw_workload(inputs, seed), seed)
+    figures["planned tokens/s"] = chosen[0].total_tokens_per_s
     scanned, found, gains = scan(inputs)
     first = {name: own[0].running_curve() for name, own in arms.items()}
     curves = [Curve(name, tuple((ms / 1e3).tolist()), tuple(running.tolist())) for name, (ms, running) in first.items()]
     return StudyReport(
         title="SpecActor, section 5.4: ablation on DAPO-32B-20K, Qwen2.5-32B, 256 Hopper GPUs, TP 4",
-        tables=(ResultTable("mean of the rollouts, all arms on the same answers", columns, rows), scanned),
-        figures=figures | gains,
+        tables=(
+            ResultTable("mean of the rollouts, all arms on the same answers", columns, rows),
+            _planned(chosen, int(inputs.requests)),
+            scanned,
+        ),
+        figures=figures
+        | gains
+        | {f"planned {one.mode.value} tokens/s": one.total_tokens_per_s for one in chosen[::-1]},
         findings=(*_findings(figures), *found),
         curves=tuple(curves),
         axes=("seconds of the first rollout", "requests that run"),

@@ -1,7 +1,18 @@
 import msgspec
 import numpy as np
 import pytest
-from vllm_specrollout.bench.studies.specactor import ARMS, SpecActorInputs, draw_workload, run, run_arms, scan, setups
+from vllm_specrollout.bench.studies.specactor import (
+    ARMS,
+    SpecActorInputs,
+    draw_workload,
+    plans,
+    run,
+    run_arms,
+    scan,
+    setups,
+)
+
+from vllm_specrollout.cluster.rates import Mode
 
 
 def smaller(**values):
@@ -92,6 +103,16 @@ def test_windows_are_planned_for_the_batch_at_the_beginning():
     planned = setups(smaller(), draw_workload(smaller(), 0))
     assert planned["plain"].groups == 16 and planned["decoupled"].groups == 12
     assert planned["vanilla"].window <= planned["decoupled"].window
+
+
+def test_the_products_planner_finds_the_windows_of_the_arms_and_that_coupled_groups_yield_most_at_first():
+    inputs = SpecActorInputs()
+    work = draw_workload(inputs, 0)
+    found, arms = plans(inputs, work, 0), setups(inputs, work)
+    windows = {(one.mode, one.draft_gpus): one.window for one in found}
+    assert found[0].mode is Mode.COUPLED and windows[Mode.COUPLED, 0] == arms["vanilla"].window
+    assert windows[Mode.DECOUPLED, 1] == arms["decoupled"].window
+    assert found[0].total_tokens_per_s > found[1].total_tokens_per_s
 
 
 def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_rows():
