@@ -29,7 +29,7 @@ class Status:
 
     # `off`, `failing`, `paused`, `losing`, `paying`, or `idle`: it is on, and has decoded nothing
     verdict: str
-    # why it is paused or failing; else empty
+    # why it is paused or failing, or was at its last step; else empty
     why: str
     engines: int
     tokens_per_step: float | None
@@ -60,6 +60,8 @@ class Status:
         lines = [first]
         if self.verdict in ("paused", "failing") and brings:
             lines.append(f"  so far          {brings}")
+        elif self.why:
+            lines.append(f"  last step       paused: {self.why}")
         for name, count in sorted(self.verified.items()):
             lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")
         lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
@@ -131,15 +133,16 @@ def judge(now: Series, before: Series | None = None) -> Status:
     failures = {part: int(count) for part, count in sums("failures", "part").items() if count >= 1}
     alive = [value for _, value in now.get("drafters_alive", ())]
     speedup = plain / took if took > 0 and plain > 0 else None
+    choices = sums("decisions", "choice")
     verdict, why = "idle", ""
     if failures and alive and not any(alive):
         verdict, why = "failing", f"no drafter is left; {', '.join(sorted(failures))} failed"
-    elif steps and not any(value for _, value in now["is_on"]):
-        why = _latest_reason(sums("decisions", "reason"), now)
-        # that one has ended drafting for good
-        verdict = "failing" if why == SELF_CHECK else "paused"
     elif steps:
         verdict = "losing" if speedup is not None and speedup < 1.0 else "paying"
+        if not any(value for _, value in now["is_on"]):
+            why = _latest_reason(sums("decisions", "reason"), now)
+            # one has ended drafting for good; and a last request's last steps are often plain
+            verdict = "failing" if why == SELF_CHECK else "paused" if choices["off"] >= choices["on"] else verdict
     return Status(
         verdict=verdict,
         why=why,

@@ -80,12 +80,22 @@ def test_a_pause_has_the_commonest_reason_and_what_was_gained_before() -> None:
     shown = Shown()
     shown.decode(10, 15, 1.0, 1.2)
     shown.set("is_on", 0)
-    for choice, reason, count in (("on", "pays", 50), ("off", "drafts do not pay", 30), ("off", "off", 2)):
+    for choice, reason, count in (("on", "pays", 20), ("off", "drafts do not pay", 30), ("off", "off", 2)):
         shown.set("decisions", count, choice, reason)
     assert shown.says().splitlines() == [
         "paused: drafts do not pay",
         "  so far          1.50 tokens a step, 1.20 times plain decoding by estimate",
     ]
+
+
+def test_a_server_that_paused_at_its_last_step_alone_is_paying() -> None:
+    shown = Shown()
+    shown.decode(10, 15, 1.0, 1.2)
+    shown.set("is_on", 0)
+    for choice, reason, count in (("on", "pays", 50), ("off", "drafts do not pay", 1)):
+        shown.set("decisions", count, choice, reason)
+    first, *more = shown.says().splitlines()
+    assert first.startswith("paying: 1.50") and more == ["  last step       paused: drafts do not pay"]
 
 
 def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
