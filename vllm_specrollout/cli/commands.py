@@ -85,6 +85,7 @@ def doctor(
     from vllm_specrollout.cli.device_check import check_device
     from vllm_specrollout.cli.doctor import examine
 
+    typer.echo("asking vLLM, which takes some seconds to import ...", err=True)
     report = check_device(model) if gpu else examine(model, server)
     typer.echo(report.as_json() if as_json else report.as_text())
     if not report.is_healthy:

@@ -159,7 +159,8 @@ def _latest_reason(reasons: Counter[str], now: Series) -> str:
     """Of the decisions not to draft, the commonest."""
     off = {labels["reason"] for labels, _ in now.get("decisions", ()) if labels.get("choice") == "off"}
     own = [(count, reason) for reason, count in reasons.items() if reason in off]
-    return max(own)[1] if own else "no step was decided on"
+    reason = max(own)[1] if own else "no step was decided on"
+    return "its `budget` is `off`" if reason == "off" else reason
 
 
 def status(

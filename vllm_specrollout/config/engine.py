@@ -345,7 +345,7 @@ def load_text(text: str, origin: str) -> Any:
         )
     else:
         raise ConfigError(
-            f"`{origin}` is {shown_path(stripped)}: neither JSON nor an existing file",
+            f"`{origin}` is {shown_path(stripped)}: neither a JSON object nor an existing file",
             "give true, false, a JSON object in single quotes, or the path of a JSON file",
         )
     way = 'quote keys and text with ", and put the whole object in single quotes on the command line'

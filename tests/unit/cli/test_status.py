@@ -88,6 +88,14 @@ def test_a_pause_has_the_commonest_reason_and_what_was_gained_before() -> None:
     ]
 
 
+def test_a_budget_that_is_off_is_named() -> None:
+    shown = Shown()
+    shown.decode(10, 10, 1.0, 1.0)
+    shown.set("is_on", 0)
+    shown.set("decisions", 10, "off", "off")
+    assert shown.says().startswith("paused: its `budget` is `off`")
+
+
 def test_a_server_that_paused_at_its_last_step_alone_is_paying() -> None:
     shown = Shown()
     shown.decode(10, 15, 1.0, 1.2)
