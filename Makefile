@@ -18,6 +18,7 @@
 # make mutants  faults put into the engine, one at a time: the tests that must notice do
 # make compiled  what the kernels become on each GPU, by the installed Triton and an older one: tests/kernels/compiled.json
 # make cuda-wheel  the Python of vLLM as it is released for CUDA, which tests compare with the one that is installed
+# make wheels  portable wheels, for each of PYTHONS, in out/wheels
 # make trainers  verl and OpenRLHF in a folder of their own, and what their own classes do with this plugin
 # make trainers-fresh  the built wheel beside each trainer's own requirements, each in an environment made for it
 
@@ -30,6 +31,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	&& echo $$python && break; done)
+
+# that wheels are made for
+PYTHONS ?= python3.11 python3.12 python3.13
 
 REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
 # Python compiles what it imports; of these packages that is the smaller part
@@ -48,7 +52,7 @@ timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begi
 PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
 	history drafters replay report patches server/asking.py server/reports.py worker/withheld.py)
 
-.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs site lock sbom sanitize faults
+.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs site wheels lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -163,8 +167,22 @@ site: .site/.installed
 	.site/bin/mkdocs build --strict --quiet
 	@echo "open out/site/index.html"
 
+# for each Python, and tried in an empty environment of it where nothing can be compiled
+wheels: .wheels/.installed
+	@rm -rf out/wheels
+	for python in $(PYTHONS); do \
+		$$python -m pip wheel --quiet --no-deps --wheel-dir out/wheels/plain . || exit 1; \
+	done
+	PATH="$(CURDIR)/.wheels/bin:$$PATH" .wheels/bin/auditwheel repair --wheel-dir out/wheels out/wheels/plain/*.whl > /dev/null
+	for python in $(PYTHONS); do \
+		$$python -m venv --clear out/wheels/empty && CC=false CXX=false out/wheels/empty/bin/pip install --quiet \
+			--find-links out/wheels --only-binary :all: vllm-specrollout && out/wheels/empty/bin/specrollout --version || exit 1; \
+	done
+	@rm -rf out/wheels/plain out/wheels/empty
+	@ls out/wheels
+
 # environments of their own, each with its pins
-.site/.installed .tools/.installed: .%/.installed: requirements/%.txt
+.site/.installed .tools/.installed .wheels/.installed: .%/.installed: requirements/%.txt
 	@rm -rf .$*
 	$(PYTHON) -m venv .$*
 	.$*/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/$*.txt
