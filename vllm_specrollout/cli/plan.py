@@ -57,7 +57,7 @@ class _Plans(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    help="What to set up before an engine starts.\n\nWithout a command, the options are those of `plan decoupled`.",
+    help="What to set up before an engine starts.\n\n`plan OPTIONS` means `plan decoupled OPTIONS`.",
     cls=_Plans,
     no_args_is_help=True,
     rich_markup_mode=None,
