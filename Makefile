@@ -176,7 +176,7 @@ wheels: .wheels/.installed
 	PATH="$(CURDIR)/.wheels/bin:$$PATH" .wheels/bin/auditwheel repair --wheel-dir out/wheels out/wheels/plain/*.whl > /dev/null
 	for python in $(PYTHONS); do \
 		$$python -m venv --clear out/wheels/empty && CC=false CXX=false out/wheels/empty/bin/pip install --quiet \
-			--find-links out/wheels --only-binary :all: vllm-specrollout && out/wheels/empty/bin/specrollout --version || exit 1; \
+			--find-links out/wheels --only-binary :all: "vllm-specrollout==$$(sed -n "s/^version = \"\(.*\)\"/\1/p" pyproject.toml)" && out/wheels/empty/bin/specrollout --version || exit 1; \
 	done
 	@rm -rf out/wheels/plain out/wheels/empty
 	@ls out/wheels

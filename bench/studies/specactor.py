@@ -89,9 +89,13 @@ def draw_workload(inputs: SpecActorInputs, seed: int) -> Workload:
     return draw_answers(inputs, int(inputs.requests), inputs.acceptance, seed)
 
 
+def _verifier(inputs: SpecActorInputs) -> StepLine:
+    return StepLine(base=inputs.base_ms, request=inputs.request_ms, steep=inputs.row_ms, knee=inputs.knee_rows)
+
+
 def setups(inputs: SpecActorInputs, work: Workload) -> dict[str, Setup]:
     """One setup per arm."""
-    verifier = StepLine(base=inputs.base_ms, request=inputs.request_ms, steep=inputs.row_ms, knee=inputs.knee_rows)
+    verifier = _verifier(inputs)
     terms = zip(inputs.draft_ms, inputs.draft_request_ms, strict=True)
     drafters = tuple(StepLine(base=base, request=request) for base, request in terms)
     # groups whose drafter runs on the verifier's GPUs, and groups with a GPU of its own for it
@@ -125,10 +129,11 @@ def setups(inputs: SpecActorInputs, work: Workload) -> dict[str, Setup]:
 def plans(inputs: SpecActorInputs, work: Workload, seed: int) -> tuple[Plan, ...]:
     """What `plan_devices` says of the batch at the beginning: the best of each kind of group, fastest first.
 
-    Groups begin with as many requests as there are cheap rows or more, so that each row of a step is beyond the knee.
+    The planner takes a line: the verifier's beyond the knee, where groups begin, and right for coupled groups' batch.
     """
-    cheap, row = inputs.row_ms * inputs.knee_rows, inputs.row_ms
-    verify = AffineTime(inputs.request_ms + row, inputs.base_ms - cheap, row)
+    batch, row = len(work.length) / (inputs.gpus // inputs.verifier_gpus), inputs.row_ms
+    fixed = max(inputs.base_ms - row * inputs.knee_rows, 0.0)
+    verify = AffineTime((_verifier(inputs).ms(batch) - fixed) / batch, fixed, row)
     match = Match.of_shares((float(work.acceptance[0].mean()),), np.random.default_rng(seed))
     planned = Planned(
         draft=AffineTime(inputs.draft_request_ms[0], inputs.draft_ms[0]),
@@ -170,10 +175,11 @@ def run(inputs: SpecActorInputs, seed: int) -> StudyReport:
     figures["plain share with 64 running"] = float(
         np.mean([(one.running_curve()[1] >= 64 * len(one.busy_ms)).mean() for one in arms["plain"]])
     )
-    planned = setups(inputs, draw_workload(inputs, seed))
+    work = draw_workload(inputs, seed)
+    planned = setups(inputs, work)
     columns = ("arm", "groups", "window", "s", "ours", "paper", "faster in", "of plain", "idle", "waste", "races won")
     rows = tuple(_row(name, planned[name], arms, figures) for name in ARMS)
-    chosen = plans(inputs, draw_workload(inputs, seed), seed)
+    chosen = plans(inputs, work, seed)
     figures["planned tokens/s"] = chosen[0].total_tokens_per_s
     scanned, found, gains = scan(inputs)
     first = {name: own[0].running_curve() for name, own in arms.items()}

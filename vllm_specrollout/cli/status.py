@@ -60,7 +60,7 @@ class Status:
         lines = [first]
         if self.verdict in ("paused", "failing") and brings:
             lines.append(f"  so far          {brings}")
-        elif self.why:
+        elif self.verdict in ("paying", "losing") and self.why:
             lines.append(f"  last step       paused: {self.why}")
         for name, count in sorted(self.verified.items()):
             lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")

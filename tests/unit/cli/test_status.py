@@ -112,6 +112,7 @@ def test_a_server_whose_drafters_are_gone_is_failing_and_says_which() -> None:
     shown.set("failures", 5, "history")
     assert shown.says().startswith("paying"), "one that is left goes on"
     shown.set("drafters_alive", 0)
+    assert "last step" not in shown.says()
     assert shown.says().splitlines()[0] == "failing: no drafter is left; history failed; the server's log says more"
     assert "  failed          history: 5 times" in shown.says()
 

@@ -113,6 +113,8 @@ def test_the_products_planner_finds_the_windows_of_the_arms_and_that_coupled_gro
     assert found[0].mode is Mode.COUPLED and windows[Mode.COUPLED, 0] == arms["vanilla"].window
     assert windows[Mode.DECOUPLED, 1] == arms["decoupled"].window
     assert found[0].total_tokens_per_s > found[1].total_tokens_per_s
+    dear = msgspec.structs.replace(inputs, row_ms=0.08)
+    assert plans(dear, work, 0)[0].mode is Mode.PLAIN, "rows may cost more beyond the knee than the weights below it"
 
 
 def test_a_batch_of_256_wins_1_3_times_only_by_the_printed_tau_or_nearly_free_rows():
