@@ -123,15 +123,15 @@ def _speed(options: Options) -> Iterator[Command]:
     cells, taus, tokens, rounds = options.cells or "1x1024,32x1024", options.taus, "256", "3"
     if options.is_dry:
         cells, taus, tokens, rounds = options.cells or "2x64", taus[:1], "24", "1"
-    shared = ("--tokens", tokens, "--rounds", rounds, "--logit-std", "0.05", "--budget", options.budget)
-    for cell in cells.split(","):
-        own = ("--cells", cell, *shared, "--taus", ",".join(taus))
-        seconds = 30 * len(taus) * len(options.arms) + 15
-        arms = ("--arms", ",".join(options.arms), "--profile")
-        yield _device(options, "speed", cell, seconds, *own, *arms, is_large=True)
-        for rival in options.rivals:
-            other = ("--cells", cell, *shared, "--taus", taus[len(taus) // 2], "--arms", f"vllm-{rival}")
-            yield _device(options, "speed", f"vLLM {rival}, {cell}", 45, *other, is_large=True)
+    size = ("--cells", cells, "--tokens", tokens, "--rounds", rounds, "--logit-std", "0.05")
+    shared = (*size, "--budget", options.budget)
+    rows = len(cells.split(",")) * len(taus) * len(options.arms)
+    arms = ("--taus", ",".join(taus), "--arms", ",".join(options.arms), "--profile")
+    # one command for all cells: to start its engines takes longest
+    yield _device(options, "speed", cells, 15 + 15 * rows, *shared, *arms, is_large=True)
+    for rival in options.rivals:
+        other = ("--taus", taus[len(taus) // 2], "--arms", f"vllm-{rival}")
+        yield _device(options, "speed", f"vLLM {rival}, {cells}", 30, *shared, *other, is_large=True)
 
 
 def _memory(options: Options) -> Iterator[Command]:

@@ -34,7 +34,9 @@ def facts(worker: Any) -> dict[str, Any]:
     config, runner = worker.vllm_config, worker.model_runner
     compilation = config.compilation_config
     impls = [layer.impl for layer in compilation.static_forward_context.values() if hasattr(layer, "impl")]
-    managers = {"stock": getattr(runner, "cudagraph_manager", None), "drafts": getattr(runner, "draft_graphs", None)}
+    managers = {"stock": getattr(runner, "cudagraph_manager", None)}
+    if (own := getattr(runner, "draft_graphs", None)) is not None:
+        managers |= {"chains": own.chains, "trees": own.trees}
     on_cuda = worker.device.type == "cuda"
     return {
         "worker": type(worker).__qualname__,

@@ -165,7 +165,8 @@ class Device(EngineScenario):
         # functions are sent to workers, to make weights and to look
         changed = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "PYTHONFAULTHANDLER": "1"}
         if self.is_strict and not self.is_dry:
-            changed["VLLM_BATCH_INVARIANT"] = "1"
+            # the compiler would time variants that add up in other orders, and each engine choose its own
+            changed |= {"VLLM_BATCH_INVARIANT": "1", "TORCHINDUCTOR_DETERMINISTIC": "1"}
         return {**changed, **(IN_ONE_PROCESS if self.is_dry else {}), **(INTERPRETED if self.is_interpreted else {})}
 
     def measure(self, session: Session) -> Found:

@@ -27,9 +27,9 @@ from ..runner.rows import SPEEDS, Judged, Pair, Row, Run, grown, make_row
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..runner.ties import JUDGE, judge
 
-_JUDGE, _RIVAL, NONE = "judge", "vllm-ngram", "none"
+_RIVAL, NONE = "vllm-ngram", "none"
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-_MOST_ASKED = 32
+_MOST_ASKED = 512
 """Differences of an epoch that stock is asked about; the others are no proven ties."""
 
 
@@ -111,20 +111,20 @@ class Trial(EngineScenario):
         report = session.display.steps((2 if self.rival == NONE else 3) * (self.epochs + 2) + 1)
         record = session.scratch / "rollout.jsonl.zst"
         with Engines(self._arguments(prompts), report, kv_gib=self.kv_gib, is_verbose=self.verbose) as engines:
-            engines.start(STOCK)
-            stock = self._epochs(engines, STOCK, asked, owners)
-            again = self._epoch(engines, STOCK, asked, owners, 0)
-            dtype = engines[STOCK].ask("dtype")
-            engines.stop(STOCK)
+            engines.start(OURS, {**self.spec_rollout, "record": str(record)})
+            ours = self._epochs(engines, OURS, asked, owners)
+            stats = engines.tell(OURS, "stats")
+            engines.stop(OURS)
             rivals = []
             if self.rival != NONE:
                 engines.start(_RIVAL, speculative_config=_NGRAM)
                 rivals = self._epochs(engines, _RIVAL, asked, owners)
                 engines.stop(_RIVAL)
-            engines.start(OURS, {**self.spec_rollout, "record": str(record)})
-            ours = self._epochs(engines, OURS, asked, owners)
-            stats = engines.tell(OURS, "stats")
-            engines.stop(OURS)
+            # last, since it is asked about what differs
+            engines.start(STOCK, **JUDGE)
+            stock = self._epochs(engines, STOCK, asked, owners)
+            again = self._epoch(engines, STOCK, asked, owners, 0)
+            dtype = engines[STOCK].ask("dtype")
             pairs = [Pair(stock=one, ours=other) for one, other in zip(stock, ours, strict=True)]
             rows = [self._row(engines, asked, owners, number, pair, dtype) for number, pair in enumerate(pairs)]
         self.report.write_text(page_of(read_trace(record), self.report.stem), encoding="utf-8")
@@ -184,7 +184,7 @@ class Trial(EngineScenario):
     ) -> TrialRow:
         """No speed but of stock's tokens, or of others behind proven ties alone."""
         params = self._params(owners, number, is_ours=False)
-        judged = judge(lambda: _asked(engines), asked, params, [pair], dtype, {}, _MOST_ASKED)
+        judged = judge(lambda: engines[STOCK], asked, params, [pair], dtype, {}, _MOST_ASKED)
         return made_row(f"epoch {number + 1}", min(self.batch, len(asked)), pair, judged)
 
     def title(self, found: Found) -> str:
@@ -215,14 +215,6 @@ _COLUMNS: Columns = {
     "steps": lambda row: f"{row.stock_steps} -> {row.steps}",
     "makespan s": lambda row: f"{number(row.stock_makespan_s)} -> {number(row.makespan_s)}",
 }
-
-
-def _asked(engines: Engines) -> Any:
-    """Stock's engine that tells ties, started when the first difference is there."""
-    try:
-        return engines[_JUDGE]
-    except KeyError:
-        return engines.start(_JUDGE, **JUDGE)
 
 
 def _rate(run: Run) -> float:

@@ -22,6 +22,7 @@ MARK = "spec-rollout-device-check "
 """Before the line that is read."""
 _LOGIT_STD = 2.5
 """Standard deviation of the random model's logits: its answers are neither fixed nor uniform."""
+_KV_BYTES = 256 << 20
 # Qwen3's, small: two layers, four heads of queries for each of keys
 _SHAPE = {
     "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -98,7 +99,8 @@ def examine(model: str | None, folder: Path) -> dict[str, Any]:
         # interpreted kernels are seen in few steps, and no device replays a graph
         options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "enforce_eager": True}
     elif model is None:
-        options["gpu_memory_utilization"] = 0.3  # beside whatever else is there
+        # beside whatever else is there, and whatever that does meanwhile: nothing is measured
+        options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": _KV_BYTES}
     llm = vllm.LLM(
         model or str(folder),
         dtype="auto" if model else dtype,
