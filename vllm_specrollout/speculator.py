@@ -81,6 +81,8 @@ class Speculator(Contained):
         self.stopped = ""
         """Why nothing is drafted any more, fit to be a metric's label; empty: it is."""
         self.backoff = Backoff()
+        # requests of the step at hand, those included that are not drafted for
+        self._running = 0
         # steps whose time is not known yet
         self._untimed: deque[StepRecord] = deque()
         self._begun: set[str] = set()  # and not over
@@ -102,12 +104,12 @@ class Speculator(Contained):
 
         Asked once per step, before its requests are looked at, which takes time at large batches.
         """
-        self._step = step
+        self._step, self._running = step, num_requests
         if self.probation.next_due <= step:
             self._try_again(step)
         if self.stopped:
             reason = self.stopped
-        elif self.backoff.is_paused(step):
+        elif self.backoff.steps_left(step, num_requests):
             reason = "drafts do not pay"
         elif self._budget_does(lambda budget: int(budget.steps_off(num_requests))):
             reason = "off"
@@ -124,7 +126,7 @@ class Speculator(Contained):
             return NEVER
         off = self._budget_does(lambda budget: int(budget.steps_off(num_requests)))
         off = self.probation.steps_left(self.budget, step) if off is None else off
-        return max(self.backoff.steps_left(step), off)
+        return max(self.backoff.steps_left(step, num_requests), off)
 
     def propose(self, batch: RequestBatch, step: int) -> PlannedStep:
         """Plan the engine step `step`: draft trees for the requests of the batch, in its order."""
@@ -139,18 +141,17 @@ class Speculator(Contained):
             plan = StepPlan(nothing, "nothing proposed", pays=False, reach=np.zeros(0, np.float32))
             self._weigh(plan, step)
             if self.budget.backs_off and not self._asking.debts and not any(d.works_ahead for d in self.drafters):
-                self.backoff.asked(step, False)
+                self.backoff.asked(step, self._running, False)
             return self._planned(batch, limits, (), plan, begin)
         chosen = self._budget_does(lambda budget: self._chosen(budget, proposals, limits, batch))
         plan = chosen or StepPlan(nothing, RESTS, is_on=False, pays=False)
-        self.backoff.asked(step, bool(plan.pays))
-        self._weigh(plan, step)
+        self.backoff.asked(step, self._running, self._weigh(plan, step) or bool(plan.pays))
         return self._planned(batch, limits, proposals, plan, begin)
 
-    def _weigh(self, plan: StepPlan, step: int) -> None:
-        """Learn what expensive drafters brought. What goes wrong at that lies in what the budget made of them."""
-        if self.worth.asked:
-            self._budget_does(lambda budget: self.worth.learn(plan, step))
+    def _weigh(self, plan: StepPlan, step: int) -> bool:
+        """Learn what expensive drafters brought, and whether one that was tried for a request would pay for all. What
+        goes wrong at that lies in what the budget made of them."""
+        return bool(self.worth.asked and self._budget_does(lambda budget: self.worth.learn(plan, step)))
 
     def _planned(
         self,

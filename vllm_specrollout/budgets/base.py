@@ -163,32 +163,38 @@ def sound_plan(plan: StepPlan) -> StepPlan:
 
 
 class Backoff:
-    """Pauses drafting: after some steps in a row that did not pay, for ever longer, until one pays."""
+    """Pauses drafting: after some steps in a row that did not pay, for ever longer, until one pays.
+
+    What was found holds for about as many requests: with more than twice as many, or less than half, it is asked anew.
+    A rollout that begins would otherwise wait for the end of a pause from the last one's tail.
+    """
 
     def __init__(self) -> None:
         self._failed = 0
         self._pause = FIRST_PAUSE
         # the first step that may be asked again
         self._until = 0
+        # requests of the step that was asked last
+        self._size = 0
 
-    def is_paused(self, step: int) -> bool:
-        """Whether this engine step goes without drafts."""
-        return step < self._until
-
-    def steps_left(self, step: int) -> int:
+    def steps_left(self, step: int, num_requests: int) -> int:
         """How many steps from this one on go without drafts."""
-        return max(self._until - step, 0)
+        return 0 if is_other(num_requests, self._size) else max(self._until - step, 0)
 
-    def asked(self, step: int, paid: bool) -> None:
+    def asked(self, step: int, num_requests: int, paid: bool) -> None:
         """Drafters were asked in this step.
 
         Args:
             paid: whether that is expected to pay, the asking counted.
         """
-        if paid:
-            self._failed, self._pause = 0, FIRST_PAUSE
-            return
-        self._failed += 1
+        if paid or is_other(num_requests, self._size):
+            self._pause = FIRST_PAUSE
+        self._failed, self._size = 0 if paid else self._failed + 1, num_requests
         if self._failed >= PATIENCE:
             self._until = step + 1 + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def is_other(num_requests: int, size: int) -> bool:
+    """Whether what was found with a batch of this size says nothing of so many requests."""
+    return not size <= 2 * num_requests <= 4 * size

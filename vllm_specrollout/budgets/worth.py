@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specrollout.budgets.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE
+from vllm_specrollout.budgets.base import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE, is_other
 from vllm_specrollout.budgets.step_cost import PRICE_MEMORY, Price
 from vllm_specrollout.types import TENTHS, BoolArray, DraftLimits, FloatArray, StepPlan
 
@@ -25,17 +25,20 @@ class Merit:
         self.num_learned = 0
         # by the tenth of how sure the next token is without it: tokens that it adds to a request, and times seen
         self._tokens, self._seen = np.zeros(TENTHS), np.zeros(TENTHS, np.int64)
-        # steps between two tries where asking does not seem to pay, and the first step of the next one
-        self._pause, self._until = FIRST_PAUSE, 0
+        # steps between two tries where asking does not seem to pay, the first step of the next one, and requests of the
+        # step that it was asked in last
+        self._pause, self._until, self._size = FIRST_PAUSE, 0, 0
 
-    def may_try(self, step: int) -> bool:
-        return self.num_learned < PATIENCE or step >= self._until
+    def may_try(self, step: int, num_requests: int) -> bool:
+        return self.num_learned < PATIENCE or step >= self._until or is_other(num_requests, self._size)
 
-    def asked(self, step: int, *, pays: bool, is_try: bool) -> None:
+    def asked(self, step: int, num_requests: int, *, pays: bool, is_try: bool) -> None:
         """It was asked; whether that pays is what is believed now."""
-        if is_try and self.num_learned > PATIENCE:
-            self._pause = FIRST_PAUSE if pays else min(2 * self._pause, LONGEST_PAUSE)
-        self._until = step + 1 + self._pause
+        if pays or is_other(num_requests, self._size):
+            self._pause = FIRST_PAUSE
+        elif self.num_learned > PATIENCE:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._until, self._size = step + 1 + self._pause, num_requests
 
     def added(self, sure: FloatArray) -> npt.NDArray[np.float64]:
         """[R] tokens that it adds to each request; of a tenth never seen, as in the nearest one that was."""
@@ -91,7 +94,7 @@ class Worth:
         """[R] the requests that it is asked for, out of those that `may` [R] have drafts of it."""
         merit = self._merits.setdefault(name, Merit())
         wanted = _best(merit, price, without, may)
-        is_try = not wanted.any() and merit.may_try(step)
+        is_try = not wanted.any() and merit.may_try(step, len(may))
         if is_try and merit.num_learned < PATIENCE:
             # at first for all, to know what that takes; later for one: that says as much of its drafts, and takes less
             wanted = may
@@ -103,11 +106,16 @@ class Worth:
             self.asked[name] = price, wanted, without, is_try
         return wanted
 
-    def learn(self, plan: StepPlan, step: int) -> None:
-        """The step is planned: what expensive drafters have added to it is known."""
+    def learn(self, plan: StepPlan, step: int) -> bool:
+        """The step is planned: what expensive drafters have added to it is known.
+
+        Returns:
+            whether a drafter that was tried is worth more than it takes.
+        """
         asked, self.asked = self.asked, {}
         if not asked or plan.reach is None:
-            return
+            return False
+        found = False
         plans = [without for _, _, without, _ in asked.values()][1:] + [plan]
         for (name, (price, wanted, without, is_try)), with_it in zip(asked.items(), plans, strict=True):
             merit, count = self._merits[name], int(wanted.sum())
@@ -116,7 +124,9 @@ class Worth:
                 verify_ms = (with_it.expected_ms - without.expected_ms - price.of(count)) / count
             merit.learn(_sure(without)[wanted], (_tokens(with_it) - _tokens(without))[wanted], verify_ms)
             pays = bool(_best(merit, price, without, wanted).any()) if is_try else True
-            merit.asked(step, pays=pays, is_try=is_try)
+            merit.asked(step, len(wanted), pays=pays, is_try=is_try)
+            found |= is_try and pays
+        return found
 
     def drop(self, name: str) -> None:
         """The drafter is switched off."""

@@ -69,6 +69,27 @@ def test_a_drafter_that_has_become_good_is_asked_again_after_the_next_try() -> N
     assert len(asked) > 20 and asked[-10:] == list(range(250, 260))
 
 
+def test_a_try_that_pays_is_told_and_one_that_does_not_is_not() -> None:
+    for brings, is_told in ((0.95, True), (0.0, False)):
+        worth, told = Worth(), []
+        for number in range(300):
+            wanted = worth.wanted("model", price_of(1.0), plan([0.0, 0.0]), number, BOTH)
+            is_try = bool(wanted.any()) and worth.asked["model"][3]
+            after = np.where(wanted, 0.0 if number < PATIENCE + 2 else brings, 0.0)
+            found = worth.learn(plan(after.tolist(), PLAIN_MS + 1.0 * wanted.any()), number)
+            assert is_try or not found
+            told.append(found)
+        assert any(told) is is_told
+
+
+def test_with_another_number_of_requests_it_is_tried_at_once() -> None:
+    worth = Worth()
+    for number in range(200):
+        step(worth, number, [0.0, 0.0], [0.0, 0.0])
+    assert not any(step(worth, number, [0.0, 0.0], [0.0, 0.0]) for number in range(200, 204))
+    assert step(worth, 204, [0.0] * 5, [0.0] * 5)
+
+
 def test_later_tries_are_for_the_request_that_is_least_sure_alone() -> None:
     worth = Worth()
     asked = [step(worth, number, [0.3, 0.0, 0.2], [0.1] * 3, 3.0) for number in range(200)]
