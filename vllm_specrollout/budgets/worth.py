@@ -32,7 +32,7 @@ class Merit:
     def may_try(self, step: int, num_requests: int) -> bool:
         return self.num_learned < PATIENCE or step >= self._until or is_other(num_requests, self._size)
 
-    def asked(self, step: int, num_requests: int, *, pays: bool, is_try: bool) -> None:
+    def asked(self, step: int, num_requests: int, *, pays: bool) -> None:
         """It was asked; whether that pays is what is believed now."""
         if pays or is_other(num_requests, self._size):
             self._pause = FIRST_PAUSE
@@ -70,8 +70,8 @@ class Worth:
     def __init__(self) -> None:
         self._merits: dict[str, Merit] = {}
         # of the step at hand, by drafter, in the order of asking: its price, the requests [R] it is asked for, the plan
-        # without it, and whether that is a try
-        self.asked: dict[str, tuple[Price, BoolArray, StepPlan, bool]] = {}
+        # without it; and if that is a try, the requests that it may be asked for
+        self.asked: dict[str, tuple[Price, BoolArray, StepPlan, BoolArray | None]] = {}
 
     def narrowed(
         self, limits: DraftLimits, source: int, name: str, price: Price, without: StepPlan, step: int
@@ -86,7 +86,7 @@ class Worth:
         wanted = self.wanted(name, price, without, step, limits.wanted(source) > 0)
         others = np.full(len(wanted), 0xFFFFFFFF, np.uint32) if limits.drafters is None else limits.drafters
         # a try is to show what all levels bring, whatever they are worth for one request
-        token_ms = 0.0 if name in self.asked and self.asked[name][3] else limits.token_ms
+        token_ms = 0.0 if name in self.asked and self.asked[name][3] is not None else limits.token_ms
         drafters = np.where(wanted, others, others & ~np.uint32(1 << source))
         return replace(limits, drafters=drafters, token_ms=token_ms)
 
@@ -103,7 +103,7 @@ class Worth:
             least = np.flatnonzero(sure == sure.min())
             wanted = np.arange(len(may)) == least[step % len(least)]
         if wanted.any():
-            self.asked[name] = price, wanted, without, is_try
+            self.asked[name] = price, wanted, without, may if is_try else None
         return wanted
 
     def learn(self, plan: StepPlan, step: int) -> bool:
@@ -117,15 +117,15 @@ class Worth:
             return False
         found = False
         plans = [without for _, _, without, _ in asked.values()][1:] + [plan]
-        for (name, (price, wanted, without, is_try)), with_it in zip(asked.items(), plans, strict=True):
+        for (name, (price, wanted, without, tried)), with_it in zip(asked.items(), plans, strict=True):
             merit, count = self._merits[name], int(wanted.sum())
             verify_ms = 0.0
             if with_it.expected_ms > 0.0:
                 verify_ms = (with_it.expected_ms - without.expected_ms - price.of(count)) / count
             merit.learn(_sure(without)[wanted], (_tokens(with_it) - _tokens(without))[wanted], verify_ms)
-            pays = bool(_best(merit, price, without, wanted).any()) if is_try else True
-            merit.asked(step, len(wanted), pays=pays, is_try=is_try)
-            found |= is_try and pays
+            pays = tried is None or bool(_best(merit, price, without, tried).any())
+            merit.asked(step, len(wanted), pays=pays)
+            found |= tried is not None and pays
         return found
 
     def drop(self, name: str) -> None:

@@ -74,7 +74,7 @@ def test_a_try_that_pays_is_told_and_one_that_does_not_is_not() -> None:
         worth, told = Worth(), []
         for number in range(300):
             wanted = worth.wanted("model", price_of(1.0), plan([0.0, 0.0]), number, BOTH)
-            is_try = bool(wanted.any()) and worth.asked["model"][3]
+            is_try = bool(wanted.any()) and worth.asked["model"][3] is not None
             after = np.where(wanted, 0.0 if number < PATIENCE + 2 else brings, 0.0)
             found = worth.learn(plan(after.tolist(), PLAIN_MS + 1.0 * wanted.any()), number)
             assert is_try or not found
