@@ -316,16 +316,18 @@ def test_only_the_graphs_of_trees_are_captured_with_the_tree_kernel(monkeypatch)
 def test_the_memory_of_all_graphs_is_reckoned_from_two_of_each_kind(monkeypatch, shape, sets):
     from contextlib import contextmanager, nullcontext
 
-    free, held, wrapped = [10_000 << 20], [], []
+    held, wrapped = [], []
 
     class Sampled:
+        """The first makes a pool of 100 MiB, and each takes 3 MiB."""
+
         def __init__(self, runner, plan):
-            (self.bucket,) = plan.target
+            self._capture_descs = {CUDAGraphMode.FULL: list(plan.target)}
             held.append(weakref.ref(self))
 
         def capture(self, *args, progress_bar_desc, **kwargs):
-            # the first makes a pool of 100 MiB, and each takes 3 MiB
-            free[0] -= (103 if len(held) % 2 else 3) << 20
+            assert self._max_full_descs_to_capture == 2
+            self._capture_mem_samples += [103 << 20, 3 << 20]
             wrapped.append((progress_bar_desc.split()[-1], runner.inputs.by_ancestors, bool(installed)))
 
     @contextmanager
@@ -339,8 +341,6 @@ def test_the_memory_of_all_graphs_is_reckoned_from_two_of_each_kind(monkeypatch,
     monkeypatch.setattr(module, "attending_by_trees", installing)
     monkeypatch.setattr(module, "model_shape", lambda runner: (shape, ""))
     monkeypatch.setattr(module, "create_lora_capture_hook", lambda *args: None)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free[0], 0))
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     runner = _runner(
         inputs=SimpleNamespace(by_ancestors=False), maybe_setup_dummy_loras=lambda config: nullcontext(), **BARE
     )
@@ -349,10 +349,10 @@ def test_the_memory_of_all_graphs_is_reckoned_from_two_of_each_kind(monkeypatch,
     graphs = 64 if sets else 0
     assert found == (sets * 100 + graphs * 3) << 20
     assert runner.shape == before and not installed and all(made() is None for made in held)
-    trees, chains = [("trees", True, True)] * 2, [("chains", False, shape is DraftMode.TREE)] * 2
-    assert wrapped == {2: trees + chains, 1: chains, 0: []}[sets]
+    trees, chains = ("trees", True, True), ("chains", False, shape is DraftMode.TREE)
+    assert wrapped == {2: [trees, chains], 1: [chains], 0: []}[sets]
     # whatever fails there, the engine starts
-    monkeypatch.setattr(module, "_captured", None)
+    monkeypatch.setattr(module, "_capture", None)
     assert profiled_graphs(runner) == 0 and runner.shape == before
 
 

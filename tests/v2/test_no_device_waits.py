@@ -86,5 +86,5 @@ def test_only_the_named_event_is_waited_for() -> None:
         if method in ("synchronize", "wait_stream")
     }
     # before the first request, where all may wait
-    at_start = {("self_check.py", "part"), ("graphs.py", "_profiled")}
+    at_start = {("self_check.py", "part")}
     assert waits - at_start == {("host.py", "tokens_of"), ("host.py", "wait")}

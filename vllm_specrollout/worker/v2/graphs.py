@@ -20,7 +20,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
@@ -35,9 +34,6 @@ from vllm_specrollout.worker.v2.inputs import TreeInputs
 from vllm_specrollout.worker.v2.shape import model_shape
 
 logger = logging.getLogger("vllm.specrollout")
-
-_LEAST_BYTES = 1 << 20
-"""Of a graph, whatever the device says: vLLM's own `_MIN_PER_GRAPH_BYTES`."""
 
 
 def draft_sizes(max_draft_tokens: int) -> list[int]:
@@ -146,8 +142,12 @@ class DraftGraphs:
 
     def _guarded(self, runner: Any, plan: GraphPlan | None, what: str) -> Buckets | None:
         """One set of buckets; a capture that fails costs graphs, never the server."""
+        if plan is None:
+            return None
         try:
-            return _captured(runner, plan, what.partition(" ")[0] + "s")
+            buckets = Buckets(runner, plan)
+            _capture(runner, buckets, what.partition(" ")[0] + "s")
+            return buckets
         except CONTAINED as error:
             logger.warning("Spec rollout: no CUDA graphs for %s: %s: %s", what, type(error).__name__, error)
             self.failed[what] = in_words(error)
@@ -212,16 +212,19 @@ def profiled_graphs(runner: Any) -> int:
 
 
 def _profiled(runner: Any, plan: GraphPlan | None, what: str) -> int:
-    """Bytes of one set, reckoned as vLLM does: the largest makes the pool, and the next costs what each other will."""
+    """Bytes of one set, as vLLM measures and reckons them: around the captures of the largest alone.
+
+    What is computed before a capture takes memory as well, and gives it back.
+    """
     if plan is None:
         return 0
-    held, taken = [], [0, 0]
-    for i, bucket in enumerate(sorted(plan.target, reverse=True)[:2]):
-        before = torch.accelerator.get_memory_info()[0]
-        held.append(_captured(runner, GraphPlan((bucket,)), what))
-        torch.accelerator.synchronize()
-        taken[i] = before - torch.accelerator.get_memory_info()[0]
-    return int(taken[0] + (plan.num_graphs - 1) * max(taken[1], _LEAST_BYTES))
+    # here, as above
+    from vllm.v1.worker.gpu import cudagraph_utils as stock
+
+    buckets, samples = Buckets(runner, plan), list[int]()
+    buckets._max_full_descs_to_capture, buckets._capture_mem_samples = stock._FULL_GRAPH_PROFILING_SAMPLES, samples
+    _capture(runner, buckets, what)
+    return int(stock._extrapolate_full_graph_memory(samples, len(buckets._capture_descs[CUDAGraphMode.FULL])))
 
 
 def _uncaptured(
@@ -234,11 +237,8 @@ def _uncaptured(
     )
 
 
-def _captured(runner: Any, plan: GraphPlan | None, what: str) -> Buckets | None:
-    """One set of buckets; those of trees with no nodes in them: any may stand there later."""
-    if plan is None:
-        return None
-    buckets = Buckets(runner, plan)
+def _capture(runner: Any, buckets: Buckets, what: str) -> None:
+    """Those of trees with no nodes in them: any may stand there later."""
     runner.inputs.by_ancestors = what == "trees"
     try:
         buckets.capture(
@@ -256,4 +256,3 @@ def _captured(runner: Any, plan: GraphPlan | None, what: str) -> Buckets | None:
         )
     finally:
         runner.inputs.by_ancestors = False
-    return buckets
