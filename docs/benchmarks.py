@@ -26,7 +26,7 @@ command, interleaved. Every token of ours was compared, and a row of ours withou
 Speed-ups are medians over rounds, with quartiles in brackets: above 1, ours is faster. A commit with `+` had changed
 files. [How it is measured](reference/bench.md).
 
-No GPU has run any of this yet: [gpu.md](gpu.md).
+On a GPU ran what stands under [GPU](#gpu) and [Try](#try), and nothing else: [gpu.md](gpu.md).
 """
 _GRPO_TEXT = """Epoch after epoch of the same problems ([the loop](guides/rl-loop.md)), one run each, so without
 quartiles. Ratios are per generated token. Variants of ours ran afterwards, one by one: compare steps, not seconds."""
@@ -55,6 +55,10 @@ _TITLES = {
         "A server under load and faults: what it holds, and whether its answers are stock's.",
     ),
     "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
+    "try": (
+        "Try",
+        "`specrollout try`: engines one after the other, each with the whole device; epochs of the same prompts.",
+    ),
     "kernels": ("GPU", "Kernels beside FlashAttention 3, identity and speed on one GPU; [how](gpu.md)."),
 }
 _LIMITS = """## Limits
@@ -124,7 +128,8 @@ def _where(run: Mapping[str, Any]) -> str:
     host = run["host"]
     rounds = {row["rounds"] for row in run["rows"] if "rounds" in row}
     number_of = "" if len(rounds) != 1 else f", {max(rounds)} round{'s' if max(rounds) > 1 else ''}"
-    machine = f"{host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB, {host['system']}"
+    machine = f"{host['gpu']}; " if "gpu" in host else ""
+    machine += f"{host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB, {host['system']}"
     commands = run.get("commands") or [f"{run['command']}  # {_short(run['commit'])}"]
     lines = "\n".join(f"$ {command}" for command in commands)
     head = f"**{_what(run)}{number_of}.** {machine}; vLLM {run['vllm']}; behind each command its commit:"

@@ -96,7 +96,7 @@ def random(
 @app.command()
 def inflate(
     out: Annotated[Path, typer.Option(help="Folder to write the model into.")],
-    to: Annotated[str, typer.Option(help="30M, 150M or 400M parameters, embeddings not counted.")] = "150M",
+    to: Annotated[str, typer.Option(help="30M, 150M, 400M or 7B parameters, embeddings not counted.")] = "150M",
     source: Annotated[Path, typer.Option("--from", help="Qwen3 checkpoint to inflate.")] = CHECKPOINT,
 ) -> None:
     """Write a model with the same tokens as the policy at the cost of a larger one."""

@@ -74,6 +74,8 @@ SHAPES = {
     "30M": Shape(hidden=1024, num_layers=5, intermediate=1536, num_heads=8, num_kv_heads=4),
     "150M": Shape(hidden=1024, num_layers=12, intermediate=3072, num_heads=16, num_kv_heads=8),
     "400M": Shape(hidden=1024, num_layers=32, intermediate=3072, num_heads=16, num_kv_heads=8),
+    # for GPUs: Qwen3 8B's widths, with twice as many heads of half their size
+    "7B": Shape(hidden=4096, num_layers=36, intermediate=12288, num_heads=64, num_kv_heads=16),
 }
 
 

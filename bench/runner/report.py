@@ -19,6 +19,7 @@ import rich.table
 from rich.console import Console
 from rich.markup import escape
 
+from ..gpu.machine import describe
 from .rows import Row
 
 SCHEMA = 2
@@ -69,8 +70,10 @@ def as_json(bench: str, settings: Mapping[str, Any], found: Found) -> str:
 
 
 def host() -> dict[str, Any]:
-    """The machine, without its name."""
+    """The machine, without its name; `gpu` where it has one."""
+    device = describe()
     return {
+        **({"gpu": f"{device['gpu']}, driver {device['driver']}"} if device["gpu"] else {}),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -18,7 +18,10 @@ _ROW = (
     *("seed", "auto_to_best", "best_draft", "best", "switches", "steps_on", "steps_off", "length_ratio"),
 )
 """Fields kept of a row, where it has them."""
-_DEVICE = (*_ROW, "step_ms", "stock_ms", "busy_ms", "idle_ms", "roof_us", "times")
+_DEVICE = (
+    *(*_ROW, "step_ms", "stock_ms", "busy_ms", "idle_ms", "roof_us", "times"),
+    *("compared", "ties", "drafted", "accepted", "branches"),
+)
 """Fields kept of a row of a GPU's, where they may be told."""
 _SIZES = ("batches", "drafts", "rounds", "repeats")
 """Settings that say how much was measured, not what."""
@@ -97,6 +100,11 @@ def _met(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from _paired(report)
 
 
+def _on_device(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """As of the first hour, of a command on its own."""
+    return _first_hour({"runs": [{"step": report["bench"], "report": report}]})
+
+
 def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """What the row tells of these."""
     return {name: row[name] for name in names if row.get(name) is not None}
@@ -105,6 +113,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 _ROWS = {
     **{"grpo": _epochs, "drafters": _met, "gpu first hour": _first_hour},
     **dict.fromkeys(("index", "decoupled", "ladder", "soak"), _plain),
+    **dict.fromkeys(("kernels", "device"), _on_device),
 }
 """Scenario -> its reports' rows as they are kept; of all others, `_paired`."""
 
@@ -143,6 +152,13 @@ _ROLLOUT: Columns = {
     **same("name", "batch", "draft"),
     **_SHARED,
     "ideal": "ideal x",
+    "steps": lambda row: f"{row['stock_steps']} -> {row['steps']}",
+}
+_TRY: Columns = {
+    "epoch": "name",
+    **same("batch", "identical"),
+    **_SHARED,
+    "tokens/step": "tokens_per_step",
     "steps": lambda row: f"{row['stock_steps']} -> {row['steps']}",
 }
 _GRPO: Columns = {
@@ -197,10 +213,23 @@ _GPU: Columns = {
     "ours, us": _micros("ours"),
     "FA3, us": _micros("fa3 graph"),
     "roof, us": "roof_us",
+    "tokens compared": "compared",
+    "proven ties": lambda row: None if row.get("compared") is None else len(row["ties"]),
+    "accepted": "accepted",
     "step, ms": "step_ms",
     "stock's, ms": "stock_ms",
     "idle, ms": "idle_ms",
 }
+
+
+def _gpu(run: Mapping[str, Any]) -> str:
+    """The columns that say anything; of rows that are right or wrong, and no more, how many there are."""
+    shown = zip(_GPU.items(), *cells(run["rows"], _GPU, no="no"), strict=True)
+    columns = {title: show for (title, show), *column in shown if set(column) != {"-"}}
+    if len(columns) > 3:
+        return table(run["rows"], columns)
+    wrong = [row["name"] for row in run["rows"] if not row["passed"]]
+    return f"{len(run['rows'])} checks; wrong: {', '.join(wrong) or 'none'}."
 
 
 def _grpo(run: Mapping[str, Any]) -> str:
@@ -347,6 +376,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "ladder": _of(LADDER),
     "soak": _of(SOAK),
     "index": _of(INDEX),
-    "kernels": _of(_GPU),
+    "kernels": _gpu,
+    "try": _of(_TRY),
 }
 """Scenario, which is its file of bench/results too -> the table of one of its runs."""

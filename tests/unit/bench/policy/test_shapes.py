@@ -9,7 +9,7 @@ from vllm_specrollout.errors import ConfigError
 
 @pytest.mark.parametrize("size", SHAPES)
 def test_a_size_name_tells_the_number_of_parameters(size):
-    assert SHAPES[size].num_params() == pytest.approx(int(size[:-1]) * 1e6, rel=0.06)
+    assert SHAPES[size].num_params() == pytest.approx(int(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.06)
 
 
 @pytest.mark.parametrize("size", SHAPES)
