@@ -82,7 +82,7 @@ class Trial(EngineScenario):
     epochs: int = flag(2, "Times that all prompts are answered: spec rollout learns from each.", within=(1, 100))
     batch: int = flag(64, "Requests at once (max_num_seqs).", within=(1, 4096))
     max_tokens: int = flag(512, "Tokens after which an answer is cut.", within=(2, 1 << 20))
-    temperature: float = flag(1.0, "Of sampling.", within=(0.0, 100.0))
+    temperature: float = flag(1.0, "Of sampling.", within=(0.0, 2.0))
     tensor_parallel: int = flag(1, "Ranks of the engine (tensor_parallel_size).", within=(1, 64))
     gpu_memory: float = flag(0.9, "Share of a GPU's memory (gpu_memory_utilization).", within=(0.05, 1.0))
     is_eager: bool = flag(False, "Without or with CUDA graphs, in both.", "--eager/--graphs")

@@ -20,6 +20,9 @@ class Drafter(Protocol):
     """Kinds of nodes that it tells apart, which hold differently often: its own index and those behind it."""
     works_ahead: bool
     """Whether it drafts in a process of its own between the steps: that it has nothing yet says nothing of it."""
+    is_lookup: bool
+    """Whether it looks up what it says, for a little time per request: to choose the requests takes as long as to ask
+    for all of them."""
     is_in_step: bool
     """Whether it runs passes of the target's own workers. Then all ranks must agree on it: it is not tried again after
     a failure. What it takes is the budget's to weigh, and no time limit holds for it."""
@@ -59,6 +62,7 @@ class BaseDrafter:
 
     num_sources = 1
     works_ahead = False
+    is_lookup = False
     is_in_step = False
     is_resting = False
     """Whether it proposes nothing for now, and is not fed for it: another one does its work."""

@@ -59,6 +59,7 @@ class HistoryDrafter(BaseDrafter):
     """
 
     name = "history"
+    is_lookup = True
 
     def __init__(
         self,
