@@ -168,14 +168,15 @@ class Speculator(Contained):
 
     def _proposals(self, batch: RequestBatch, limits: DraftLimits, step: int) -> list[TreeBatch]:
         """The drafters' trees, of those that have any. Expensive ones come last, and are asked where the answers so far
-        leave something to bring; one that looks up is none. One that works ahead is asked always: that tells it which tokens hold, and without it
-        the drafter goes on behind old ones. One that has had more than its share of the time is not."""
+        leave something to bring; one that looks up is none. One that works ahead is asked always: that tells it which
+        tokens hold, and without it the drafter goes on behind old ones. One that has had more than its share of the
+        time is not."""
         step_ms, prices, self._asking.ms = limits.token_ms * batch.size, self._asking.prices, 0.0
         self.worth.asked.clear()
         debts = self._asking.debts
         asked = [d for d in self.drafters if d.name not in debts] if debts else self.drafters
-        free = [d.works_ahead or d.is_lookup for d in asked]
-        order = [(not f and prices[d.name].is_expensive(batch.size, step_ms), d) for f, d in zip(free, asked, strict=True)]
+        free = {d.name for d in asked if d.works_ahead or d.is_lookup}
+        order = [(d.name not in free and prices[d.name].is_expensive(batch.size, step_ms), d) for d in asked]
         order.sort(key=itemgetter(0))
         limit_ms = self._asking.limit_ms(batch.size)
         found: list[TreeBatch] = []
