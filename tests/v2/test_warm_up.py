@@ -27,6 +27,7 @@ from tests.launches import Key, watch
 from tests.v2.models import small_model
 from vllm_specrollout.worker import request
 from vllm_specrollout.worker.common import Stats
+from vllm_specrollout.worker.v2.self_check import SelfCheck
 from vllm_specrollout.worker.v2.worker import warm_up
 
 KERNELS = (
@@ -67,6 +68,26 @@ def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
         _rollout(ours)
     assert {name for name, *_ in keys} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move"}
     assert not (set(keys) - compiled)
+
+
+def test_the_self_check_checks_what_steps_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another variant of a kernel would be compiled for the check alone, and be the one that is checked."""
+    keys: list[Key] = watch(monkeypatch, *KERNELS)
+    compiled: set[Key] = set()
+    check = SelfCheck.run
+
+    def run_noted(self: SelfCheck) -> None:
+        compiled.update(keys)
+        keys.clear()
+        check(self)
+
+    monkeypatch.setattr(SelfCheck, "run", run_noted)
+    path = small_model(tmp_path, "qwen3", "float32")
+    given = {"max_draft_tokens": 24, "self_check": "always"}
+    with engine(path, "float32", is_ours=True, spec_rollout=given, **ENGINE) as ours:
+        assert ours.runner.self_check["state"] == "passed"
+    assert {name for name, *_ in keys} == {name for _, name in KERNELS}
+    assert not set(keys) - compiled
 
 
 def _vllms_kernels() -> list[tuple[Any, str]]:

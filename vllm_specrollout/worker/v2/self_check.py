@@ -325,13 +325,13 @@ def check_verify(runner: Any) -> str:
         # half of the nodes are what was sampled at their parents
         first = rows // 8 * 8
         wanted = sampled.cpu()[first + parents.cpu().clamp(min=0)]
-        drafts = torch.where(rows % 2 == 1, wanted, (wanted + 1) % vocab).to(device)
+        drafts = torch.where(rows % 2 == 1, wanted, (wanted + 1) % vocab).to(device, torch.int32)
         verdict = judge(
             logits, index, temperature, seeds, pos, drafts, parents, cu_rows,
-            width=8, use_fp64=verifier.sampler.use_fp64_gumbel, is_philox=verifier.is_philox,
+            width=verifier.width, use_fp64=verifier.sampler.use_fp64_gumbel, is_philox=verifier.is_philox,
         )  # fmt: skip
         lists = [each.tolist() for each in (sampled, drafts, parents, cu_rows)]
-        tokens, counts, paths = naive_judge(*lists, 8)
+        tokens, counts, paths = naive_judge(*lists, verifier.width)
         for what, ours, theirs in (
             ("tokens", verdict.token_ids, tokens),
             ("counts", verdict.num_sampled, counts),
@@ -366,7 +366,8 @@ def _check_layer(runner: Any, layer: Any) -> str:
         lengths, needed, contexts = lengths[:1], needed[:1], contexts[:1]
     # blocks in an order of their own: 0 is nobody's
     blocks = 1 + torch.randperm(sum(needed), generator=draw)
-    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    # as wide as a step's, by which kernels are compiled
+    table = torch.zeros(len(lengths), runner.block_tables.input_block_tables[0].stride(0), dtype=torch.int32)
     plain = torch.zeros(1 + sum(needed), heads, size, 2 * head_size)
     for r, (length, own) in enumerate(zip(lengths, blocks.split(needed), strict=True)):
         table[r, : len(own)] = own
