@@ -116,7 +116,7 @@ def _identity(step: str, options: Options) -> Iterator[Command]:
     if "tree" in options.arms:
         yield _device(options, step, "trees and ngram", 60, *size, *how, "--arms", "ngram,tree")
     if "chain" in options.arms:
-        yield _device(options, step, "chains, no tie allowed", 45, *size, *how, "--arms", "chain", "--strict")
+        yield _device(options, step, "chains, no tie allowed", 45, *size, *how, "--arms", "stock,chain", "--strict")
 
 
 def _speed(options: Options) -> Iterator[Command]:

@@ -86,7 +86,7 @@ class Device(EngineScenario):
     )
     arms: tuple[str, ...] = flag(
         OURS[:2],
-        "Ours: chain, tree, ngram (beside the tree's oracle); stock again; vLLM's own methods.",
+        "Ours: chain, tree, ngram (beside the tree's oracle); stock again (strict: each alone); vLLM's own methods.",
         choices=(*OURS, STOCK, *RIVALS),
     )
     taus: tuple[float, ...] = flag((4.0,), "Tokens a step that the oracle is to reach: 2, 4, 6.5.", parse=_taus)
@@ -283,6 +283,8 @@ class _Bench:
         engine, nodes, rounds = _engine_of(arm), self._nodes(tau), self._scenario.rounds
 
         def run(one: str | None) -> Run:
+            if one == STOCK and self._scenario.is_strict:
+                return self._alone(cell)
             return self._run(engine if one else STOCK, cell, arm, nodes if one and one in OURS else None)
 
         with self._engines.doing(f"{arm}, {tau:g} a step, {cell}"):
@@ -312,8 +314,10 @@ class _Bench:
         judged = Judged() if is_rival else self._judged(cell, arm, pairs)
         is_told, totals = not judged.differences, last.ours.totals
         shown = [replace(p, ours=replace(p.ours, token_ids=p.stock.token_ids)) for p in pairs] if is_told else pairs
+        is_alone = arm == STOCK and self._scenario.is_strict
         name = f"{arm}, {tau:g} a step, {cell}" if arm not in (STOCK, "ngram") else f"{arm}, {cell}"
-        is_identical, is_timed = is_told and not judged.ties, bool(self._scenario.rounds) and is_told
+        name = f"{arm}, each alone, {cell}" if is_alone else name
+        is_identical, is_timed = is_told and not judged.ties, bool(self._scenario.rounds) and is_told and not is_alone
         if totals is not None and not totals.drafted:
             judged.differences.append("nothing was drafted, so nothing was checked")
         parted = {one.request: one.position for one in partings(last.stock, last.ours)}
@@ -358,6 +362,14 @@ class _Bench:
                 break
             taught = run
         return taught
+
+    def _alone(self, cell: Cell) -> Run:
+        """Each request by itself, in stock's engine: whether rows of others change its own, as they should not."""
+        prompts, params = self._prime(STOCK, cell, STOCK), self._params(cell, STOCK)
+        runs = [
+            self._engines.run(STOCK, [prompt], [own], is_warm=True) for prompt, own in zip(prompts, params, strict=True)
+        ]
+        return replace(runs[0], token_ids=tuple(run.token_ids[0] for run in runs))
 
     def _run(self, name: str, cell: Cell, arm: str, nodes: int | None = None) -> Run:
         """The contexts come from the prefix cache, so the first step computes one token of each request."""
