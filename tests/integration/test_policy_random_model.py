@@ -56,7 +56,7 @@ def test_a_larger_vocabulary_keeps_the_tokenizer(tmp_path):
     ("arguments", "cause"),
     [
         ({"arch": "gpt2"}, "`arch` names 'gpt2', which does not exist"),
-        ({"size": "7B"}, "`size` names '7B', which does not exist"),
+        ({"size": "9B"}, "`size` names '9B', which does not exist"),
         ({"vocab_size": 10}, "`vocab_size` is 10, outside 407 to"),
         ({"sliding_window": 8}, "qwen3 has no sliding window, but 8 was given"),
         ({"num_layers": -1}, "`num_layers` is -1, outside 1 to"),

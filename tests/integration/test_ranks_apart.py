@@ -216,7 +216,7 @@ def test_on_v2_no_ranks_clock_decides_how_much_room_is_left(monkeypatch: pytest.
         )
         if rank == 0:
             for step in range(8):
-                drafting.speculator.backoff.asked(step, False)  # drafts have not paid here
+                drafting.speculator.backoff.asked(step, 2, False)  # drafts have not paid here
         runner = SimpleNamespace(
             drafting=drafting,
             host=SimpleNamespace(limits=lambda: [("a", 8), ("b", 2)]),

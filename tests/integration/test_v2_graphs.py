@@ -321,13 +321,12 @@ def test_the_memory_of_all_graphs_is_reckoned_from_two_of_each_kind(monkeypatch,
     class Sampled:
         """The first makes a pool of 100 MiB, and each takes 3 MiB."""
 
-        def __init__(self, runner, plan):
-            self._capture_descs = {CUDAGraphMode.FULL: list(plan.target)}
+        def __init__(self, runner, plan, samples):
+            self._capture_descs, self.samples = {CUDAGraphMode.FULL: list(plan.target)}, samples
             held.append(weakref.ref(self))
 
         def capture(self, *args, progress_bar_desc, **kwargs):
-            assert self._max_full_descs_to_capture == 2
-            self._capture_mem_samples += [103 << 20, 3 << 20]
+            self.samples += [103 << 20, 3 << 20]
             wrapped.append((progress_bar_desc.split()[-1], runner.inputs.by_ancestors, bool(installed)))
 
     @contextmanager

@@ -47,7 +47,10 @@ def test_gpu_rows_have_a_table_of_their_own():
     times = {"ours": {"median_us": 3.0, "low_us": 2.0, "high_us": 4.0}}
     rows = [{"step": "kernels", "name": "verify", "passed": True, "times": times, "roof_us": 1.0}]
     text = TABLES["kernels"]({"rows": rows})
-    assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | - | 1.00 | - | - | - |" in text
+    assert text.splitlines()[0] == "| step | name | right | ours, us | roof, us |"
+    assert "| kernels | verify | yes | 3.0 (2.0 to 4.0) | 1.00 |" in text
+    bare = [{"step": "kernels", "name": name, "passed": name == "right"} for name in ("right", "broken")]
+    assert TABLES["kernels"]({"rows": bare}) == "2 checks; wrong: broken."
 
 
 def test_no_kept_row_tells_a_speed_of_outputs_that_differ():

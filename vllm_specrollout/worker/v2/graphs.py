@@ -21,7 +21,14 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    _FULL_GRAPH_PROFILING_SAMPLES as _SAMPLES,
+)
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
+    _extrapolate_full_graph_memory,
+)
 from vllm.v1.worker.gpu.lora_utils import create_lora_capture_hook
 
 from vllm_specrollout.observe.guard import CONTAINED
@@ -85,9 +92,13 @@ def _plan(runner: Any, most_drafted: int, limit: int) -> GraphPlan | None:
 
 
 class Buckets(ModelCudaGraphManager):
-    """One set of buckets."""
+    """One set of buckets.
 
-    def __init__(self, runner: Any, plan: GraphPlan) -> None:
+    Args:
+        samples: the bytes that the largest few take are added to it, and no others are captured.
+    """
+
+    def __init__(self, runner: Any, plan: GraphPlan, samples: list[int] | None = None) -> None:
         self.plan = plan
         super().__init__(
             runner.vllm_config,
@@ -96,6 +107,8 @@ class Buckets(ModelCudaGraphManager):
             decode_query_len=1,
             lora_capture_cases=runner.lora_capture_cases,
         )
+        if samples is not None:
+            self._max_full_descs_to_capture, self._capture_mem_samples = _SAMPLES, samples
 
     def _init_candidates(self) -> None:
         for loras in self.lora_capture_cases:
@@ -218,13 +231,10 @@ def _profiled(runner: Any, plan: GraphPlan | None, what: str) -> int:
     """
     if plan is None:
         return 0
-    # here, as above
-    from vllm.v1.worker.gpu import cudagraph_utils as stock
-
-    buckets, samples = Buckets(runner, plan), list[int]()
-    buckets._max_full_descs_to_capture, buckets._capture_mem_samples = stock._FULL_GRAPH_PROFILING_SAMPLES, samples
+    samples: list[int] = []
+    buckets = Buckets(runner, plan, samples)
     _capture(runner, buckets, what)
-    return int(stock._extrapolate_full_graph_memory(samples, len(buckets._capture_descs[CUDAGraphMode.FULL])))
+    return int(_extrapolate_full_graph_memory(samples, len(buckets._capture_descs[CUDAGraphMode.FULL])))
 
 
 def _uncaptured(

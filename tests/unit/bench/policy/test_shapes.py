@@ -23,8 +23,8 @@ def test_width_and_depth_can_be_replaced():
 
 
 def test_an_unknown_size_names_the_known_ones():
-    with pytest.raises(ConfigError, match="`size` names '7B', which does not exist"):
-        shape_of_size("7B")
+    with pytest.raises(ConfigError, match="`size` names '9B', which does not exist"):
+        shape_of_size("9B")
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_hundredth():
