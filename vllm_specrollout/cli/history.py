@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+_NICE = 19
+"""Of an archive's process. At the usual 0, sharing two cores with an engine, a restart a second took the p99 of the
+engine's steps from 71 to 109 ms; now it takes it nowhere (66 and 67 ms)."""
 
 Paths = Annotated[list[Path], typer.Argument(help="History files, or directories of them.", show_default=False)]
 
@@ -111,6 +116,8 @@ def serve(
     It prints the address at which engines find it: behind tcp, that ends with a key, without which nobody gets in. An
     engine has {"history": {"dir": FOLDER, "url": ADDRESS}} in `--spec-rollout`, with a folder on its own disk.
     """
+    # engines of this host come first: nobody's step waits for an archive
+    os.nice(_NICE)
     from vllm_specrollout.cluster.archive import Archive
 
     is_over = threading.Event()
