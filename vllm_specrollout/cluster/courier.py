@@ -156,7 +156,8 @@ class Courier:
         source.upto = max(found.upto, source.upto)
         if found.life != self._life:
             self._life, self._seen = found.life, 0
-        source.life = found.life
+        # one that was begun meanwhile has not heard the rewards that were told before: the next look tells them all
+        source.life = source.life or found.life
 
     # --- from the archive --------------------------------------------------------------------------------------------
 

@@ -165,6 +165,33 @@ def test_what_comes_while_the_archive_is_gone_reaches_all_once_it_is_back(
     one.close()
 
 
+def test_rewards_are_told_again_to_an_archive_that_was_begun_between_two_questions(
+    tmp_path: Path, address: str, nodes: Callable[..., Node]
+) -> None:
+    node = nodes("a")
+    courier = node.courier
+    courier._ended.set()
+    courier._thread.join()
+    lives, heard = ["1" * 16], list[tuple[str, float]]()
+
+    def ask(note: Bring | Want) -> Has | Page:
+        if isinstance(note, Want):
+            return Page(note.turn, lives[-1], 0, ())
+        heard.extend((lives[-1], reward.reward) for reward in note.rewards)
+        if note.rows and len(node.store.find("p")) > 1:
+            lives.append("2" * 16)  # killed, and begun again
+        return Has(note.turn, 0 if not note.rows else max(number for number, _ in note.rows), lives[-1])
+
+    courier._ask = ask  # type: ignore[method-assign]
+    node.store.append(answer("x"))
+    node.store.report_reward("x", 1.0)
+    courier._bring(courier._own_files()[0])
+    node.store.append(answer("y"))
+    courier._bring(courier._own_files()[0])
+    courier._bring(courier._own_files()[0])
+    assert heard == [("1" * 16, 1.0), ("2" * 16, 1.0)]
+
+
 def test_an_archive_that_lost_its_folder_is_given_all_again(
     tmp_path: Path, address: str, nodes: Callable[..., Node]
 ) -> None:
