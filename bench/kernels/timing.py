@@ -53,7 +53,7 @@ class Timer:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second, read and written, of a large product: the roof of what is bound by memory.
+        """Bytes per second, read and written, of a kernel over much memory: the roof of what is bound by memory.
 
         No plain copy: in a CUDA graph that took the copy engine, which reached 2.7 TB/s where kernels reach 4.3.
         """

@@ -23,6 +23,7 @@ MARK = "spec-rollout-device-check "
 _LOGIT_STD = 2.5
 """Standard deviation of the random model's logits: its answers are neither fixed nor uniform."""
 _KV_BYTES = 256 << 20
+"""Of the random model's engine: far more than its few short requests fill."""
 # Qwen3's, small: two layers, four heads of queries for each of keys
 _SHAPE = {
     "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,

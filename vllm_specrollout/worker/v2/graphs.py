@@ -22,9 +22,7 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import (
-    _FULL_GRAPH_PROFILING_SAMPLES as _SAMPLES,
-)
-from vllm.v1.worker.gpu.cudagraph_utils import (
+    _FULL_GRAPH_PROFILING_SAMPLES,
     BatchExecutionDescriptor,
     ModelCudaGraphManager,
     _extrapolate_full_graph_memory,
@@ -108,7 +106,7 @@ class Buckets(ModelCudaGraphManager):
             lora_capture_cases=runner.lora_capture_cases,
         )
         if samples is not None:
-            self._max_full_descs_to_capture, self._capture_mem_samples = _SAMPLES, samples
+            self._max_full_descs_to_capture, self._capture_mem_samples = _FULL_GRAPH_PROFILING_SAMPLES, samples
 
     def _init_candidates(self) -> None:
         for loras in self.lora_capture_cases:
