@@ -50,7 +50,8 @@ MEMORY = 0.995
 """Weight left to a step after each further one."""
 OFF, RUN = 0.12, 6
 """An engine that is off by more than this (natural logarithm), in so many steps in a row, has changed its speed."""
-_REFIT = 8  # steps after which the table is fitted again; after every step at first
+_REFIT = 8  # steps after which the table is fitted again once it is asked; after every step at first
+_MOST_WEIGHT = 1e6  # of one step beside those before it, in sums that do not fade
 _NOISE = 0.05  # relative error of one step
 # How far the table may bend at a knot, rise between two knots, and what drafts may cost beside their rows: standard
 # deviations, as shares of a step. They are wide: they decide only what no step has shown.
@@ -67,8 +68,10 @@ class StepCost:
     """The table, and how it is learned."""
 
     def __init__(self) -> None:
+        # sums over steps, times `_weight`, which grows instead of all sums fading: of one step few terms are not 0
         self._moments = np.zeros((_SIZE, _SIZE))
         self._products = np.zeros(_SIZE)
+        self._weight = 1.0
         self._terms = _FLAT
         # [rows + 1] milliseconds of 0, 1, 2, ... rows; made longer when asked for more
         self._line = np.ones(1)
@@ -76,6 +79,8 @@ class StepCost:
         """False before the first step: milliseconds mean nothing until then."""
         self._widest = 0
         self._seen = 0
+        # at how many steps seen the table is fitted again, if anybody asks what steps cost by then
+        self._fit_at = 0
         # of the last steps in a row that were off the same way: logarithm of what they took over what was predicted
         self._off: list[float] = []
         # what was learned before the first of them
@@ -88,10 +93,12 @@ class StepCost:
 
     def plain_ms(self, num_requests: int) -> float:
         """A step without drafts. Context is not told apart: it grows slowly, and the table follows."""
+        self._fit_if_due()
         return float(self._rows(num_requests)[num_requests])
 
     def added_ms(self, num_requests: int, num_nodes: int) -> Floats:
         """[num_nodes + 1] float64: what 0, 1, 2, ... draft nodes add to a step of so many requests; never falls."""
+        self._fit_if_due()
         last = num_requests + num_nodes
         line = self._rows(last)[num_requests : last + 1]
         added = line - line[0] + float(self._terms[_AT_DRAFT])
@@ -117,13 +124,16 @@ class StepCost:
             # what is off where nothing was known says nothing of the engine's speed
             self._widest = rows
             self._off.clear()
-        x = _features(timing) / ms
-        self._moments *= MEMORY
-        self._moments += x[:, None] * x
-        self._products *= MEMORY
-        self._products += x
+        self._weight /= MEMORY
+        if self._weight > _MOST_WEIGHT:
+            self._fade()
+        terms = [(i, x / ms) for i, x in _features(timing) if x]
+        for i, x in terms:
+            self._products[i] += self._weight * x
+            for j, y in terms:
+                self._moments[i, j] += self._weight * x * y
         self._seen, self.is_known = self._seen + 1, True
-        if self._seen <= 2 * _REFIT or (self._seen % _REFIT == 0 and not self._off):
+        if self._seen <= 2 * _REFIT:
             self._fit()
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
@@ -145,10 +155,11 @@ class StepCost:
         if abs(off) <= OFF:
             return
         if not self._off:
+            self._fade()
             self._before = (self._moments.copy(), self._products.copy())
         self._off.append(off)
         if len(self._off) == RUN:
-            self._moments, self._products = self._before
+            (self._moments, self._products), self._weight = self._before, 1.0
             factor = math.exp(median(self._off))
             # a step's features are divided by its milliseconds: twice in the moments, once in the products
             self._moments /= factor**2
@@ -156,7 +167,20 @@ class StepCost:
             self._off.clear()
             self._fit()
 
+    def _fit_if_due(self) -> None:
+        """A fit takes as long as a tenth of a small model's step, so there is none while nobody asks, as in a pause."""
+        if self._seen >= self._fit_at and not self._off:
+            self._fit()
+
+    def _fade(self) -> None:
+        """The sums as they are, with the newest step weighing 1."""
+        self._moments /= self._weight
+        self._products /= self._weight
+        self._weight = 1.0
+
     def _fit(self) -> None:
+        self._fit_at = self._seen + _REFIT
+        self._fade()
         level = float(_FLAT @ self._moments @ _FLAT)
         if level <= 0.0:
             return
@@ -258,15 +282,17 @@ class Asking:
             self.debts = {name: owed - paid for name, owed in self.debts.items() if owed > paid}
 
 
-def _features(timing: StepTiming) -> Floats:
-    """[_SIZE] what multiplies the terms."""
-    x = np.zeros(_SIZE)
+def _features(timing: StepTiming) -> list[tuple[int, float]]:
+    """Terms, and what multiplies each; the others' is 0."""
     rows = min(float(timing.batch + timing.nodes), _KNOTS[-1])
     left = min(bisect_right(_KNOTS, rows) - 1, _NUM - 2)
     share = (rows - _KNOTS[left]) / (_KNOTS[left + 1] - _KNOTS[left])
-    x[left], x[left + 1] = 1.0 - share, share
-    x[_AT_DRAFT], x[_AT_BRANCH] = timing.nodes > 0, timing.branches
-    return x
+    return [
+        (left, 1.0 - share),
+        (left + 1, share),
+        (_AT_DRAFT, float(timing.nodes > 0)),
+        (_AT_BRANCH, float(timing.branches)),
+    ]
 
 
 def _pull() -> Floats:

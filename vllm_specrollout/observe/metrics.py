@@ -118,6 +118,8 @@ METRICS = (
 )
 
 
+EVERY = 16
+"""Steps without drafts after which their counts are told."""
 _DRAFTED, _VERIFIED, _ACCEPTED, _OF_VERSION = 0, 1, 2, (3, 4)
 _BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_verified_nodes", "version_accepted_nodes")
 _SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
@@ -225,6 +227,11 @@ class Metrics(Listener):
         self._counts: dict[str, int] = {}
         self._was_on: bool | None = None
         self._reasons: set[str] = set()
+        # what was decided last, and how many times since that has got its name
+        self._decision: tuple[bool, str, int] | None = None
+        self._times = 0
+        # steps since the last `take`
+        self._untold = 0
 
     def admitted(self, view: RequestView) -> None:
         self._signs.admitted(view)
@@ -252,7 +259,9 @@ class Metrics(Listener):
 
     def stepped(self, record: StepRecord) -> None:
         trees, result = record.trees, record.result
+        self._untold += 1
         if trees.num_nodes:
+            self._untold = EVERY
             _, verified, accepted = _core.tally(
                 trees.node_start, trees.parents, trees.log_q, trees.source, result.num_accepted, result.accepted
             )
@@ -313,9 +322,16 @@ class Metrics(Listener):
         verified, accepted = (self._named + self._nodes)[[_VERIFIED, _ACCEPTED]][:, own].sum(axis=1).tolist()
         return verified, accepted
 
+    def take_if_due(self) -> dict[str, int]:
+        """`take`, behind a step with drafts and behind every 16th of those without: telling takes as long as a
+        twentieth of a small model's step. Empty: it is not due."""
+        return self.take() if self._untold >= EVERY else {}
+
     def take(self) -> dict[str, int]:
         """The counts so far, which are forgotten here."""
+        self._untold = 0
         self._name_nodes()
+        self._name_decisions()
         counts, self._counts = self._counts, {}
         counts.update((name, count) for name, count in zip(_SUMS, self._sums, strict=True) if count)
         self._sums = [0] * len(_SUMS)
@@ -343,13 +359,25 @@ class Metrics(Listener):
         self._nodes[:] = 0
 
     def _decided(self, is_on: bool, reason: str, nodes: int) -> None:
+        decision = (is_on, reason, nodes)
+        if decision != self._decision:
+            self._name_decisions()
+            self._decision = decision
+        self._times += 1
+
+    def _name_decisions(self) -> None:
+        """What was decided since the last name was given is counted under its own."""
+        times, self._times = self._times, 0
+        if self._decision is None or not times:
+            return
+        is_on, reason, nodes = self._decision
         if reason not in self._reasons:
             if len(self._reasons) < _MOST_REASONS:
                 self._reasons.add(reason)
             else:
                 reason = "other"
         label, what = reason.replace("/", " per ") or "none", "on" if is_on else "off"
-        self._add(f"decisions/{what}/{label}", 1)
+        self._add(f"decisions/{what}/{label}", times)
         if self._was_on not in (None, is_on):
             self._add(f"switches/{what}/{label}", 1)
         self._was_on = is_on

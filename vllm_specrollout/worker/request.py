@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -216,6 +216,9 @@ class RequestBook(Desk):
         self._make_tape = make_tape
         self._admitted = admitted
         self._entries: dict[str, RequestEntry] = {}
+        # of the batch that was asked for last, in its order; names are left out once one of them is another request's
+        self._batch_ids: list[str] = []
+        self._batch: list[RequestEntry] = []
         # those that have no token yet
         self._fresh: dict[str, RequestEntry] = {}
 
@@ -226,7 +229,15 @@ class RequestBook(Desk):
             entry = self._entries[state.req_id] = self._admit(state)
         return entry
 
+    def of_batch(self, request_ids: list[str], states: Mapping[str, CachedRequestState]) -> list[RequestEntry]:
+        """The requests' entries, in this order: the very same list while the batch is the same."""
+        if request_ids != self._batch_ids:
+            self._batch = [self.get(states[request_id]) for request_id in request_ids]
+            self._batch_ids = request_ids.copy()
+        return self._batch
+
     def forget(self, request_id: str) -> None:
+        self._batch_ids = []
         self._entries.pop(request_id, None)
         self._fresh.pop(request_id, None)
 

@@ -7,7 +7,7 @@ what workers counted goes on to the frontend. What only V2 needs is in v2/schedu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -80,8 +80,9 @@ class SpecRolloutOutput(ModelRunnerOutput):
         report: DraftReport | None = None,
         counts: dict[str, int] | None = None,
     ) -> SpecRolloutOutput:
-        values: dict[str, Any] = {f.name: getattr(output, f.name) for f in fields(output)}
-        return cls(**{**values, "drafts": drafts, "report": report, "counts": counts or {}})
+        made = object.__new__(cls)
+        made.__dict__.update(vars(output), drafts=drafts, report=report, counts=counts or {})
+        return made
 
 
 def endings_of(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, FinishReason]]:

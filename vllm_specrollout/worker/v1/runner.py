@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,10 @@ class SpecRolloutV1(_Base):
         self.weights_version = self.drafting.weights_version
         self.step = StepState(0, 0.0, 0)
         self._planned = NO_DRAFTS  # drafts on their way through the scheduler
-        self._timing: StepTiming | None = None  # of the last completed step
+        # fields of the last completed step's `StepTiming`, as far as they are known; None: it was told
+        self._timing: dict[str, Any] | None = None
+        # no trees and no verdict, over the batch that went without drafts last
+        self._undrafted = (NO_DRAFTS, np.zeros(0, dtype=np.int32))
         self.model_drafter: ModelDrafter | None = None
         self.remote = decoupled.begin(self, sampling_on_v1(self))
 
@@ -143,8 +146,8 @@ class SpecRolloutV1(_Base):
         if self._timing is not None:
             # From one step's beginning to the next: the engine's own work counts. A long gap means it had none.
             period_ms = (now - self.step.begin) * 1e3
-            if period_ms < 2.0 * self._timing.step_ms + 5.0:
-                self._timing = replace(self._timing, step_ms=period_ms)
+            if period_ms < 2.0 * self._timing["step_ms"] + 5.0:
+                self._timing["step_ms"] = period_ms
             self.settle()
         self.step = StepState(step_of(scheduler_output), now, waiting_of(scheduler_output))
         for req_id, (num_tokens, status) in endings_of(scheduler_output).items():
@@ -152,12 +155,15 @@ class SpecRolloutV1(_Base):
                 entry = self.book.get(self.requests[req_id])
                 self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.computed))
         begin_step(self.weights_version, scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        if not scheduler_output.total_num_scheduled_tokens and (counts := self.metrics.take()):
+            return SpecRolloutOutput.carrying(output, counts=counts)  # the engine falls idle
+        return output
 
     def settle(self) -> None:
         """Tell what the last step cost, as far as it is known; the next one's beginning would say it better."""
         if self._timing is not None:
-            self.drafting.timed(self._timing)
+            self.drafting.timed(StepTiming(**self._timing))
             self._timing = None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -210,13 +216,13 @@ class SpecRolloutV1(_Base):
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
         n = self.input_batch.num_reqs
-        entries = self.step.entries = [self.book.get(self.requests[req_id]) for req_id in self.input_batch.req_ids]
+        entries = self.step.entries = self.book.of_batch(self.input_batch.req_ids, self.requests)
         metadata = self.input_batch.sampling_metadata
         trees = self.step.trees
         if trees is None:
             if not metadata.all_greedy:
                 self.noise.set_roots(entries)
-            output, kept = self.sampler(logits=logits, sampling_metadata=metadata), np.ones(n, dtype=np.int32)
+            output, kept = self.sampler(logits=logits, sampling_metadata=metadata), None
         else:
             row_request, row_depth = row_layout(trees)
             if not metadata.all_greedy:
@@ -228,10 +234,7 @@ class SpecRolloutV1(_Base):
             self.step.sampled = sampled
             self._commit(sampled, trees)
             output, kept = sampled.output, sampled.num_accepted + 1
-        self.noise.clear()
-        for entry, count, is_discarded in zip(entries, kept.tolist(), self.discard_request_mask.np[:n], strict=True):
-            if entry.tape is not None and not is_discarded:
-                entry.tape.advance(count)
+        self.noise.keep(entries, kept, self.discard_request_mask.np[:n])
         self.step.verify_ms = (time.perf_counter() - self.step.begin) * 1e3
         return output
 
@@ -260,7 +263,7 @@ class SpecRolloutV1(_Base):
             draft_ms = self.drafting.ms
             if self.model_drafter is not None:
                 tell(self, lambda drafter: drafter.flush_if_due())
-            counts = self.metrics.take()
+            counts = self.metrics.take_if_due()
             tokens = DraftTokenIds(*drafted_tokens(self._planned)) if self._planned.num_nodes else None
             if counts or tokens is not None:
                 output = SpecRolloutOutput.carrying(output, tokens, counts=counts)
@@ -271,8 +274,10 @@ class SpecRolloutV1(_Base):
         """Tell what became of this step's drafts, and which requests have begun."""
         trees, sampled = self.step.trees, self.step.sampled
         if trees is None or sampled is None:
-            none = np.zeros(len(output.req_ids), dtype=np.int32)
-            self.drafting.observe(self.drafting.planned, empty_trees(output.req_ids), none, none[:0])
+            if self._undrafted[0].request_ids != output.req_ids:
+                self._undrafted = (empty_trees(output.req_ids), np.zeros(len(output.req_ids), dtype=np.int32))
+            nobody, none = self._undrafted
+            self.drafting.observe(self.drafting.planned, nobody, none, none[:0])
         else:
             self.drafting.observe(self.drafting.planned, trees, sampled.num_accepted, sampled.accepted)
         if self.step.withheld is not None or self.drafting.withheld.held:
@@ -306,13 +311,13 @@ class SpecRolloutV1(_Base):
                 views.append(entry.seen(batch.token_ids_cpu[i, : lengths[i]], self.max_model_len, version))
         return RequestBatch.of(views)
 
-    def _account(self, output: ModelRunnerOutput, draft_ms: float) -> StepTiming:
-        """Add the step to the totals; returns what is known of its cost so far."""
+    def _account(self, output: ModelRunnerOutput, draft_ms: float) -> dict[str, Any]:
+        """Add the step to the totals; returns what is known of its `StepTiming` so far."""
         stats, step, batch = self.stats, self.step, len(output.req_ids)
         rows, nodes = int(self.query_start_loc.np[batch]), 0 if step.trees is None else step.trees.num_nodes
         if step.sampled is not None:
             stats.accepted += int(step.sampled.num_accepted.sum())
-        timing = StepTiming(
+        timing = dict(
             batch=batch,
             rows=rows,
             nodes=nodes,
@@ -328,8 +333,8 @@ class SpecRolloutV1(_Base):
         stats.steps, stats.request_steps = stats.steps + 1, stats.request_steps + batch
         stats.step_ms, stats.draft_ms = stats.step_ms + step.verify_ms, stats.draft_ms + draft_ms
         stats.steps_with_drafts += step.sampled is not None
-        stats.drafted, stats.output_tokens = stats.drafted + nodes, stats.output_tokens + timing.tokens
-        if timing.is_decode_only:
+        stats.drafted, stats.output_tokens = stats.drafted + nodes, stats.output_tokens + timing["tokens"]
+        if timing["is_decode_only"]:
             count, total_ms = stats.by_rows.get(rows, (0, 0.0))
             stats.by_rows[rows] = [count + 1, total_ms + step.verify_ms]
         return timing

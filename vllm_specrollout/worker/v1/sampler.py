@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm_specrollout import _core
 from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.trees.tape import SeedArray, SeedTape, VectorTape
-from vllm_specrollout.types import ROOT, IntArray, TreeBatch
+from vllm_specrollout.types import ROOT, BoolArray, IntArray, TreeBatch
 from vllm_specrollout.worker.request import RequestEntry, Tape
 
 BUILTIN = (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)
@@ -302,6 +303,8 @@ def _histories(output_token_ids: Sequence[list[int]], trees: TreeBatch) -> list[
 
 MOST_NOISE_BYTES = 256 << 20
 """Of the noise of all drafts of one step, where it holds one float per node and entry of the vocabulary."""
+AHEAD = 16
+"""Steps of one batch for which seeds are laid out at once."""
 _SEEDS = 2**31  # the range stock vLLM draws from, in TopKTopPSampler.forward_cpu
 
 
@@ -317,15 +320,17 @@ class Noise(Protocol):
         ...
 
     def set_roots(self, entries: Sequence[RequestEntry]) -> None:
-        """One row per request follows, each at its request's next position."""
+        """One row per request follows, each at its request's next position. The very same sequence as in the step
+        before says that the batch is the same."""
         ...
 
     def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
         """A root row and its nodes' rows per request follow; arguments as in `node_seeds`."""
         ...
 
-    def clear(self) -> None:
-        """The step is sampled."""
+    def keep(self, entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
+        """The step is sampled: `counts` [R] tokens of each request are kept, one where it is None; none of those that
+        are still in their prompts ([R] `is_discarded`)."""
         ...
 
     def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
@@ -341,6 +346,11 @@ class SeedNoise:
 
     def __init__(self, logprobs_mode: Any) -> None:
         self.sampler = TapeTopKTopPSampler(logprobs_mode)
+        # steps without drafts, in a row and of one batch: [AHEAD, R] the seeds of as many, and how many were sampled;
+        # the tapes hear of those when the batch changes, or is drafted for
+        self._batch: Sequence[RequestEntry] = ()
+        self._seeds: SeedArray = np.zeros((AHEAD, 0), np.int64)
+        self._sampled = 0
 
     def tape(self, generator: torch.Generator) -> SeedTape:
         def draw(count: int) -> SeedArray:
@@ -350,16 +360,35 @@ class SeedNoise:
         return SeedTape(draw)
 
     def set_roots(self, entries: Sequence[RequestEntry]) -> None:
-        seeds = [0 if e.tape is None else e.tape.peek(1)[0] for e in entries]
-        self.sampler.seeds = torch.tensor(seeds, dtype=torch.int64)
+        if entries is not self._batch or self._sampled == AHEAD:
+            self._settle()
+            self._batch, self._seeds = entries, np.zeros((AHEAD, len(entries)), np.int64)
+            for i, entry in enumerate(entries):
+                if entry.tape is not None:
+                    self._seeds[:, i] = entry.tape.peek(AHEAD)
+        self.sampler.seeds = torch.from_numpy(self._seeds[self._sampled])
 
     def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
+        self._settle()
         self.sampler.seeds = torch.from_numpy(node_seeds(entries, node_start, row_depth))
 
-    def clear(self) -> None:
+    def keep(self, entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
         self.sampler.seeds = None
+        if counts is None and entries is self._batch and not is_discarded.any():
+            self._sampled += 1
+        else:
+            self._settle()
+            _advance(entries, counts, is_discarded)
+
+    def _settle(self) -> None:
+        """Nothing is known ahead of the tapes any more."""
+        for entry in self._batch:
+            if entry.tape is not None:
+                entry.tape.advance(self._sampled)
+        self._batch, self._sampled = (), 0
 
     def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
+        self._settle()
         seeds = [0 if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries]
         chosen = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds, dtype=torch.int64)).to(torch.int64)
         return _greedy_where_asked(chosen, logits, entries)
@@ -399,13 +428,22 @@ class ExponentialNoise:
                 rows += [by_depth[depth] for depth in depths.tolist()]
         self.sampler.noise = torch.stack(rows)
 
-    def clear(self) -> None:
+    def keep(self, entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
         self.sampler.noise = None
+        _advance(entries, counts, is_discarded)
 
     def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
         noise = torch.stack([self._ones if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries])
         chosen = sample_with_exponential_noise(logits.softmax(dim=-1), noise).view(-1).to(torch.int64)
         return _greedy_where_asked(chosen, logits, entries)
+
+
+def _advance(entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
+    """Tapes of requests go on by what was kept of each, as in `Noise.keep`."""
+    kept = repeat(1) if counts is None else counts.tolist()
+    for entry, count, is_left in zip(entries, kept, is_discarded.tolist(), strict=False):
+        if entry.tape is not None and not is_left:
+            entry.tape.advance(count)
 
 
 def fewer(trees: TreeBatch, most_nodes: int | None) -> TreeBatch:

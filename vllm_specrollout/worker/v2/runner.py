@@ -295,7 +295,7 @@ class SpecRolloutV2(_Base):
         self.tokens_ready.record(self.output_copy_stream)
         self._learn()
         self._remember(output, batch)
-        news = (None, self._report(), self.metrics.take())
+        news = (None, self._report(), self.metrics.take_if_due())
         output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, *news)
         return output
 
