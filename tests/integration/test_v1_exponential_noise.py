@@ -62,15 +62,14 @@ def _drafted(seeds: list[int], truth: list[list[int]], rng: np.random.Generator)
             noise.set_nodes(entries, trees.node_start, depths)
             sampled, _ = noise.sampler(torch.stack(rows), {}, None, None)
             output, _, num_accepted, _ = _core.walk(trees.node_start, trees.parents, trees.token_ids, sampled.numpy())
-            counts = (num_accepted + 1).tolist()
+            kept, counts = num_accepted + 1, (num_accepted + 1).tolist()
         else:
             noise.set_roots(entries)
             sampled, _ = noise.sampler(torch.stack([_logits(i, h) for i, h in enumerate(out)]), {}, None, None)
-            output, counts = sampled.numpy()[:, None], [1] * len(seeds)
-        noise.clear()
-        for entry, history, row, count in zip(entries, out, output, counts, strict=True):
+            output, kept, counts = sampled.numpy()[:, None], None, [1] * len(seeds)
+        noise.keep(entries, kept, np.zeros(len(seeds), np.bool_))
+        for history, row, count in zip(out, output, counts, strict=True):
             history += row[:count].tolist()
-            entry.tape.advance(count)
     return [history[:LENGTH] for history in out], steps
 
 
