@@ -72,7 +72,8 @@ def forget_what_was_cut(original: Callable[..., None]) -> Callable[..., None]:
 def tell_answers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `OutputProcessor.process_outputs`: what it has the engine abort are answers, whose lengths go along.
 
-    It finds stop strings, and nobody else does. It aborts nothing else: users' aborts take another way.
+    It finds stop strings, and nobody else does. Users' aborts take another way, and those of a session that is over are
+    no answers.
     """
     guard = Guard()
 
@@ -83,8 +84,12 @@ def tell_answers(original: Callable[..., Any]) -> Callable[..., Any]:
         processed = original(self, engine_core_outputs, *args, **kwargs)
         if processed.reqs_to_abort:
             with guard.over("telling the lengths of answers that end at a stop string", "they count as aborted"):
-                lengths = {one.request_id: one.detokenizer.num_output_tokens() for one in states if one is not None}
-                processed.reqs_to_abort += [mark(name, lengths[name]) for name in processed.reqs_to_abort]
+                ended = {one.request_id: one for one in states if one is not None}
+                processed.reqs_to_abort += [
+                    mark(name, one.detokenizer.num_output_tokens())
+                    for name in processed.reqs_to_abort
+                    if not (one := ended[name]).streaming_input
+                ]
         return processed
 
     return process_outputs
