@@ -5,7 +5,14 @@ from functools import partial
 from vllm_specrollout.patches import Patch, features
 from vllm_specrollout.server.engine_args import accept_flag, accept_keyword, create, read_flag
 from vllm_specrollout.server.metrics import count_drafts
-from vllm_specrollout.server.wrappers import accept_dropped_keyword, check_options, forget_what_was_cut, stop_at_once
+from vllm_specrollout.server.wrappers import (
+    accept_dropped_keyword,
+    check_options,
+    forget_what_was_cut,
+    stop_at_once,
+    take_marks_along,
+    tell_answers,
+)
 
 UPSTREAM = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm"
 UPSTREAM_0_31 = "https://github.com/vllm-project/vllm/blob/v0.31.0/vllm"
@@ -15,6 +22,12 @@ _argument = partial(
     upstream=f"{UPSTREAM}/engine/arg_utils.py",
     versions=features.ALL,
     remove_when="vLLM lets a plugin declare engine arguments",
+)
+# answers that end with a stop string: the engine is told that they are answers, and how long
+_answer = partial(
+    _patch,
+    versions=features.ALL,
+    remove_when="vLLM tells the engine why a request is taken back, and with how many tokens",
 )
 # answers that end with a stop string, on versions that keep what the same step brought behind it
 _stop = partial(
@@ -81,6 +94,18 @@ PATCHES = (
         upstream=f"{UPSTREAM}/v1/metrics/loggers.py",
         versions=features.ALL,
         remove_when="vLLM makes the counters when the scheduler reports drafts",
+    ),
+    _answer(
+        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        wrap=tell_answers,
+        why="it finds stop strings and has the engine abort the request, which then looks like a user's own abort",
+        upstream=f"{UPSTREAM}/v1/engine/output_processor.py",
+    ),
+    _answer(
+        target="vllm.v1.engine.core_client:DPLBAsyncMPClient.abort_requests_async",
+        wrap=take_marks_along,
+        why="it drops ids that no engine of the data-parallel group has, such as that which carries the length",
+        upstream=f"{UPSTREAM}/v1/engine/core_client.py",
     ),
     _stop(
         target="vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.training.buffer import BufferWriter, Example, Source
-from vllm_specrollout.training.run import METRICS, STATE, TrainConfig, TrainingRun
+from vllm_specrollout.training.buffer import Buffer, BufferWriter, Example, Source, paths_in
+from vllm_specrollout.training.command import _tell
+from vllm_specrollout.training.run import METRICS, STATE, Measured, TrainConfig, TrainingRun
 
 VOCAB, HIDDEN, LAYERS = 24, 16, (1, 2)
 CONFIG = TrainConfig(epochs=2, batch_tokens=128, num_levels=2, dtype="float32", save_every=3)
@@ -64,9 +65,6 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(target, data, tmp_path)
     whole = TrainingRun(target, data, tmp_path / "whole", CONFIG)
     expected = whole.train()
 
-    class Stopped(Exception):
-        pass
-
     def stop(step: int, loss: float) -> None:
         if step == 5:
             raise Stopped
@@ -79,6 +77,50 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(target, data, tmp_path)
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "whole" / METRICS).read_text().splitlines()]
     assert lines[-1]["step"] == whole.num_steps
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_answers_that_a_rollout_evicts_are_passed_over_and_a_stopped_run_goes_on_with_those_it_began_with(
+    target, data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("vllm_specrollout.training.buffer.FILE_TOKENS", 200)
+    answers = list(Buffer(data))
+
+    def roll_out(kept: list[Example]) -> None:
+        rollout = BufferWriter(tmp_path / "data", Source(str(target), LAYERS, HIDDEN), 800)
+        for one in kept:
+            rollout.add(one)
+        rollout.close()
+
+    roll_out(answers)
+
+    def meanwhile(step: int, loss: float) -> None:
+        if step == 2:
+            roll_out(answers[:10])
+        if step == 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        TrainingRun(target, tmp_path / "data", tmp_path / "head", CONFIG).train(meanwhile)
+    again = TrainingRun(target, tmp_path / "data", tmp_path / "head", CONFIG)
+    assert again.step == 3 and len(again.buffer) == len(answers)
+    found = again.train()
+    assert len(again.buffer.evicted) == 10 and found.loss > 0
+    for path in paths_in(tmp_path / "data"):
+        path.unlink()
+    with pytest.raises(UnsupportedError, match="all 2 answers held out of the run were evicted"):
+        again.measure()
+
+
+def test_a_head_that_is_of_no_use_is_said_to_be_none(tmp_path, capsys):
+    for agreement, is_useful in (((0.37, 0.06, 0.005, 0.001), False), ((0.74, 0.58, 0.42, 0.29), True)):
+        _tell(tmp_path, 23, Measured(1.0, agreement), is_json=False)
+        assert ("this head is of no use: 0.44 of its 4 drafts" in capsys.readouterr().out) is not is_useful
+        _tell(tmp_path, 23, Measured(1.0, agreement), is_json=True)
+        assert json.loads(capsys.readouterr().out)["is_useful"] is is_useful
 
 
 def test_a_finished_head_can_be_trained_further_and_has_the_targets_dtype(target, data, tmp_path):

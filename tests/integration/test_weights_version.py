@@ -50,7 +50,7 @@ class Model(torch.nn.Module):
 def step(num_new: int = 0, num_running: int = 2, **more: Any) -> Any:
     scheduled = dict.fromkeys(map(str, range(num_new + num_running)), 1)
     return SimpleNamespace(
-        scheduled_new_reqs=[None] * num_new,
+        scheduled_new_reqs=[SimpleNamespace(lora_request=None)] * num_new,
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=len(scheduled),
         **more,
@@ -415,11 +415,32 @@ def test_an_adapter_that_requests_brought_may_be_replaced_too(worker: Worker) ->
 def test_many_adapters_on_demand_change_no_version(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_version, "MOST_NAMES", 8)
     asked = [*range(1, 6), *range(1, 6), *range(1, 40)]
-    acts = [lambda n=n: worker.add_lora(LoRARequest(f"adapter {n}", n, f"/adapters/{n}")) for n in asked]
+    names = {n: "adapter " + "i" * n for n in asked}
+    acts = [lambda n=n: worker.add_lora(LoRARequest(names[n], n, f"/adapters/{n}")) for n in asked]
     acts += [lambda: worker.add_lora(LoRARequest("first loaded so", 99, "/adapters/99", load_inplace=True))]
     assert changes(worker, *acts) == [0] * len(acts)
     known = worker.model_runner.weights_version.adapters
-    assert len(known._by_name) == len(known._names) == 8
+    assert len(known._by_name) == len(known._names) == len(known._lines) == 8
+
+
+def test_each_new_name_that_differs_in_digits_alone_is_a_new_version_however_it_comes(worker: Worker) -> None:
+    def come(number: int, name: str) -> Any:
+        return LoRARequest(name, number, f"/steps/{number}")
+
+    def add(number: int, name: str = "policy") -> Any:
+        return lambda: worker.add_lora(come(number, f"{name}-{number}"))
+
+    # two are served while the third is trained; vLLM drops the first and loads it again for a late request
+    assert changes(worker, add(17), add(18), add(19), add(17), add(19)) == [0, 1, 1, 0, 0]
+    assert changes(worker, add(20, "critic"), add(21)) == [0, 1]
+    version, found = worker.model_runner.weights_version, []
+    for one in (come(22, "policy-22"), come(22, "policy-22"), come(21, "policy-21"), come(23, "judge"), None):
+        before = version.number
+        begin_step(
+            version, SimpleNamespace(**{**vars(step()), "scheduled_new_reqs": [SimpleNamespace(lora_request=one)]})
+        )
+        found.append(version.number - before)
+    assert found == [1, 0, 0, 0, 0]
 
 
 def test_an_adapter_in_pieces_between_two_steps_is_one_version(worker: Worker) -> None:

@@ -4,7 +4,7 @@ In this order: the id that the client gives; the id of an equal prompt, which sa
 prompt which a longer one goes on from, behind an answer to it (an interrupted answer that is asked for again, the next
 turn of a conversation); that of the session. Else the prompt is a problem of its own. A wrong guess costs speed only,
 never tokens. But drafts tell how others' answers went on, to whoever measures time. So requests of different
-`cache_salt`s or adapters share a problem only where their clients give it one id, as they share no prefix cache.
+`cache_salt`s or lines of adapters share a problem only where their clients give it one id.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class Problems:
             return Attribution(given)
         self.end(request_id)
         # clients may give names of any length: none is kept
-        apart = _word(f"{len(salt)}:{salt}{adapter}") if salt or adapter else b""
+        apart = _word(f"{len(salt)}:{salt}{policy_line(adapter)}") if salt or adapter else b""
         session = (_word(session_id), apart) if session_id else None
         name = prompt_hash(prompt, apart)
         known = self._prompts.get(name)
@@ -213,6 +214,11 @@ class Problems:
             if not self._lengths[prompt.num_tokens]:
                 del self._lengths[prompt.num_tokens]
                 self._sorted_lengths.remove(prompt.num_tokens)
+
+
+def policy_line(adapter: str) -> str:
+    """What an adapter's name has in common with those of its later versions: trainers number each (`policy-17`)."""
+    return re.sub("[0-9]+", "0", adapter)
 
 
 def prompt_hash(prompt_token_ids: Sequence[int] | IntArray | None, apart: bytes = b"") -> str:

@@ -12,6 +12,8 @@ from typing import Any
 from vllm_specrollout.config import parse_request
 from vllm_specrollout.config.resuming import check_resume
 from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.observe.guard import Guard
+from vllm_specrollout.scheduling.stop_strings import mark, marked
 from vllm_specrollout.server import settings
 
 _DROPPED = "wait_for_inflight_requests"
@@ -65,6 +67,49 @@ def forget_what_was_cut(original: Callable[..., None]) -> Callable[..., None]:
         original(self, output)
 
     return update_from_output
+
+
+def tell_answers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `OutputProcessor.process_outputs`: what it has the engine abort are answers, whose lengths go along.
+
+    It finds stop strings, and nobody else does. Users' aborts take another way, and those of a session that is over are
+    no answers.
+    """
+    guard = Guard()
+
+    @functools.wraps(original)
+    def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        # it forgets those that end
+        states = [self.request_states.get(one.request_id) for one in engine_core_outputs]
+        processed = original(self, engine_core_outputs, *args, **kwargs)
+        if processed.reqs_to_abort:
+            with guard.over("telling the lengths of answers that end at a stop string", "they count as aborted"):
+                ended = {one.request_id: one for one in states if one is not None}
+                processed.reqs_to_abort += [
+                    mark(name, one.detokenizer.num_output_tokens())
+                    for name in processed.reqs_to_abort
+                    if not (one := ended[name]).streaming_input
+                ]
+        return processed
+
+    return process_outputs
+
+
+def take_marks_along(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `DPLBAsyncMPClient.abort_requests_async`, which sends an id to the engine that has its request."""
+
+    @functools.wraps(original)
+    async def abort_requests_async(self: Any, request_ids: list[str]) -> None:
+        engines = self.reqs_in_flight
+        marks = {one: engines[name] for one in request_ids if (name := marked(one)) in engines}
+        engines.update(marks)
+        try:
+            await original(self, request_ids)
+        finally:
+            for one in marks:
+                engines.pop(one, None)
+
+    return abort_requests_async
 
 
 def introduce_workers(original: Callable[..., None]) -> Callable[..., None]:

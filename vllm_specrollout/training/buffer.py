@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -140,8 +141,8 @@ class BufferWriter:
                 path.unlink(missing_ok=True)
 
 
-class Buffer(Dataset[Example]):
-    """The examples in a folder, read when they are asked for.
+class Buffer(Dataset[Example | None]):
+    """The examples in a folder, read when they are asked for: a rollout that goes on may have evicted them by then.
 
     Args:
         newest_only: only those of the newest weights of the target.
@@ -153,6 +154,9 @@ class Buffer(Dataset[Example]):
     def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
         self.damaged: list[Path] = []
         """Files that could not be read, and are left out."""
+        self.evicted: set[int] = set()
+        """Examples whose files were gone when they were asked for."""
+        self._folder = folder
         # an example's file, its number there, its first token there, and its length
         self._places: list[tuple[Path, int, int, int]] = []
         sources: dict[Source, Path] = {}
@@ -199,16 +203,28 @@ class Buffer(Dataset[Example]):
     def num_tokens(self) -> int:
         return sum(length for *_, length in self._places)
 
-    def __getitem__(self, index: int) -> Example:
-        """Raises: its file is gone meanwhile, or damaged."""
+    def places(self) -> list[list[str | int]]:
+        """Which examples these are, in their order."""
+        return [[path.name, *rest] for path, *rest in self._places]
+
+    def restrict(self, places: Sequence[Sequence[Any]]) -> None:
+        """Be what a buffer of this folder was earlier: what has come since is left out."""
+        self._places = [(self._folder / name, i, begin, length) for name, i, begin, length in places]
+
+    def __getitem__(self, index: int) -> Example | None:
+        """None: it was evicted meanwhile. Raises: its file is damaged."""
         path, i, begin, length = self._places[index]
-        with safe_open(path, "pt") as file:
-            columns = [file.get_slice(name)[begin : begin + length] for name in _COLUMNS]
-            num_prompt, version = (int(file.get_slice(name)[i : i + 1]) for name in ("num_prompt", "weights_version"))
-        return Example(*columns, num_prompt, version)
+        try:
+            with safe_open(path, "pt") as file:
+                columns = [file.get_slice(name)[begin : begin + length] for name in _COLUMNS]
+                numbers = [int(file.get_slice(name)[i : i + 1]) for name in ("num_prompt", "weights_version")]
+        except FileNotFoundError:
+            self.evicted.add(index)
+            return None
+        return Example(*columns, *numbers)
 
     def __iter__(self) -> Iterator[Example]:
-        return (self[i] for i in range(len(self)))
+        return (one for i in range(len(self)) if (one := self[i]) is not None)
 
 
 def paths_in(folder: Path) -> list[Path]:
@@ -280,16 +296,17 @@ def packed(lengths: Sequence[int], most_tokens: int, generator: torch.Generator 
         yield batch
 
 
-def batch_of(examples: Sequence[Example], num_levels: int, most_tokens: int) -> Batch:
-    """The examples behind one another.
+def batch_of(examples: Sequence[Example | None], num_levels: int, most_tokens: int) -> Batch | None:
+    """The examples behind one another; None: there are none.
 
     Args:
+        examples: None stands for one that is passed over.
         num_levels: how many tokens ahead a head is asked. Level k looks k places on, so the first of an example must
             not count: the end of the one before it would be asked about them.
         most_tokens: an example that is longer is cut.
     """
     columns: list[tuple[torch.Tensor, ...]] = []
-    for document, example in enumerate(examples):
+    for document, example in enumerate([one for one in examples if one is not None]):
         end = min(len(example), most_tokens + 1)
         places = torch.arange(1, end)
         columns.append(
@@ -304,4 +321,4 @@ def batch_of(examples: Sequence[Example], num_levels: int, most_tokens: int) -> 
                 places,
             )
         )
-    return Batch(*(torch.cat(column)[None] for column in zip(*columns, strict=True)))
+    return Batch(*(torch.cat(column)[None] for column in zip(*columns, strict=True))) if columns else None

@@ -96,11 +96,19 @@ def _check_installed(*, needs_plot: bool) -> None:
 
 def _tell(out: Path, num_steps: int, measured: Any, *, is_json: bool) -> None:
     if is_json:
-        typer.echo(json_module.dumps({"head": str(out), "steps": num_steps, **asdict(measured)}))
+        found = {**asdict(measured), "is_useful": measured.is_useful}
+        typer.echo(json_module.dumps({"head": str(out), "steps": num_steps, **found}))
         return
     met = ", ".join(f"{share:.2f}" for share in measured.agreement)
     typer.echo(f"head: {out}\nheld-out answers: loss {measured.loss:.3f}; drafts of levels 1 to k all agree: {met};")
     typer.echo(f"that makes {measured.tokens_per_step:.2f} tokens per step at temperature 0")
+    if not measured.is_useful:
+        drafts, accepted = len(measured.agreement), sum(measured.agreement)
+        typer.echo(
+            f"this head is of no use: {accepted:.2f} of its {drafts} drafts a step would be accepted, and fewer than a"
+            f" quarter are not worth their passes\n\nhint: it has learned for {num_steps} steps; give more --epochs, or"
+            " fewer --batch-tokens (more steps over the same answers), or collect more answers"
+        )
 
 
 def _draw(metrics: Path, picture: Path) -> None:
@@ -130,7 +138,14 @@ def _run(training: Any, *, is_quiet: bool) -> Any:
     for path in buffer.damaged:
         console.print(f"left out, since damaged: {path}")
     if training.step:
-        console.print(f"going on from step {training.step} of {training.num_steps}")
+        console.print(
+            f"going on from step {training.step} of {training.num_steps}, over the answers that it began with"
+        )
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         task = progress.add_task("training", total=training.num_steps, completed=training.step)
-        return training.train(lambda step, loss: progress.update(task, completed=step, description=f"loss {loss:.3f}"))
+        found = training.train(lambda step, loss: progress.update(task, completed=step, description=f"loss {loss:.3f}"))
+    if buffer.evicted:
+        console.print(
+            f"passed over, since the rollout evicted them meanwhile: {len(buffer.evicted)} of {len(buffer)} answers"
+        )
+    return found

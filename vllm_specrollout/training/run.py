@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from .buffer import Batch, Buffer, batch_of, packed
 from .heads import EagleHead, load_eagle, load_head, new_eagle, new_head, save_eagle, save_head
 
 STATE, METRICS = "training.pt", "training.jsonl"
+_FORMAT = 2  # of the state
 _HELD_OUT = 20  # every such example judges, and trains nothing
 METHODS = ("eagle3", "eagle")
 LOSSES = ("kl_div", "ce", "tv", "lk_hybrid")
@@ -95,6 +96,11 @@ class Measured:
         """Tokens that a step would yield at temperature 0: the target's own, and the drafts before the first miss."""
         return 1.0 + sum(self.agreement)
 
+    @property
+    def is_useful(self) -> bool:
+        """Whether at least a quarter of the drafts would be accepted. Each level costs a pass of the head."""
+        return 4 * sum(self.agreement) >= len(self.agreement)
+
 
 class TrainingRun:
     """One run.
@@ -122,8 +128,12 @@ class TrainingRun:
     ) -> None:
         self.config, self.out = config, out
         self.buffer = Buffer(data, newest_only=newest_only)
+        self._about = {**asdict(config), "start": str(start or ""), "data": str(data), "format": _FORMAT}
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = DTYPES[_dtype(self.device) if config.dtype == "auto" else config.dtype]
+        if state := self._state():
+            # a rollout may go on, and the run's batches are of the answers that there were at its beginning
+            self.buffer.restrict(state["places"])
         torch.manual_seed(config.seed)
         self.head = self._head(target, start).to(self.device).train()
         indices = range(len(self.buffer))
@@ -138,8 +148,11 @@ class TrainingRun:
         self._batches = [batch for order in orders for batch in self._packed(self.trained_on, order)]
         weights = [one for one in self.head.parameters() if one.requires_grad]
         self._optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, weight_decay=config.weight_decay)
-        self._about = {**asdict(config), "start": str(start or ""), "data": str(data), "answers": len(self.buffer)}
-        self.step = self._resume()
+        self.step = 0
+        if state:
+            self.head.load_state_dict(state["head"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.step = int(state["step"])
 
     @property
     def num_steps(self) -> int:
@@ -156,6 +169,9 @@ class TrainingRun:
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / METRICS).open("a", encoding="utf-8") as metrics:
             for batch in self._loaded(self._batches[self.step :]):
+                if batch is None:
+                    self.step += 1
+                    continue
                 loss, agreement = self._train_on(batch)
                 self.step += 1
                 on_step(self.step, loss)
@@ -178,15 +194,24 @@ class TrainingRun:
 
     @torch.no_grad()
     def measure(self) -> Measured:
-        """What the head is worth on the answers that it was not trained on."""
+        """What the head is worth on the answers that it was not trained on.
+
+        Raises:
+            UnsupportedError: all of them were evicted.
+        """
         self.head.eval()
         losses, agreements, weights = [], [], []
-        for batch in self._loaded(self._packed(self.held_out)):
+        for batch in filter(None, self._loaded(self._packed(self.held_out))):
             loss, agreement = self._forward(batch)
             losses.append(float(loss))
             agreements.append(agreement)
             weights.append(int(batch.loss_mask.sum()))
         self.head.train()
+        if not weights:
+            raise UnsupportedError(
+                f"all {len(self.held_out)} answers held out of the run were evicted from the buffer while it trained",
+                "give the rollout a larger `collect.max_tokens`, or train when it is over",
+            )
         share = torch.tensor(weights, dtype=torch.float64) / max(sum(weights), 1)
         levels = (torch.tensor(agreements, dtype=torch.float64) * share[:, None]).sum(dim=0)
         return Measured(float((torch.tensor(losses, dtype=torch.float64) * share).sum()), tuple(levels.tolist()))
@@ -234,7 +259,8 @@ class TrainingRun:
         lengths = [self.buffer.length(i) for i in indices]
         return [[indices[i] for i in group] for group in packed(lengths, self.config.batch_tokens, order)]
 
-    def _loaded(self, batches: list[list[int]]) -> DataLoader[Batch]:
+    def _loaded(self, batches: list[list[int]]) -> Iterable[Batch | None]:
+        """The batches, without answers that were evicted; None: nothing is left of one."""
         collate = partial(batch_of, num_levels=self.config.num_levels, most_tokens=self.config.batch_tokens)
         return DataLoader(self.buffer, batch_sampler=batches, collate_fn=collate)
 
@@ -261,11 +287,11 @@ class TrainingRun:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
-    def _resume(self) -> int:
-        """The next step: that after the saved state's, or 0."""
+    def _state(self) -> dict[str, Any]:
+        """The saved one, empty if there is none. Raises: ConfigError, it is another run's."""
         path = self.out / STATE
         if not path.exists():
-            return 0
+            return {}
         state: dict[str, Any] = torch.load(path, weights_only=True, map_location=self.device)
         if state["about"] != self._about:
             changed = [name for name in self._about if state["about"].get(name) != self._about[name]]
@@ -273,12 +299,10 @@ class TrainingRun:
                 f"`{path}` is of another run: {', '.join(changed)} differ",
                 "choose another --out, or delete that file to begin anew",
             )
-        self.head.load_state_dict(state["head"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        return int(state["step"])
+        return state
 
     def _save_state(self) -> None:
-        state = {"about": self._about, "step": self.step}
+        state = {"about": self._about, "step": self.step, "places": self.buffer.places()}
         state |= {"head": self.head.state_dict(), "optimizer": self._optimizer.state_dict()}
         partial = self.out / f"{STATE}.partial"
         torch.save(state, partial)
@@ -288,7 +312,7 @@ class TrainingRun:
     def _saved_dtype(self) -> torch.dtype:
         """That of the target's checkpoint; the engine that collected may have run it in another."""
         config = getattr(self.head.config, "transformer_layer_config", self.head.config)
-        dtype = getattr(config, "dtype", None) or self.buffer[0].hidden.dtype
+        dtype = getattr(config, "dtype", None) or next(iter(self.buffer)).hidden.dtype
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 

@@ -33,6 +33,9 @@ def begin_step(version: WeightsVersion, scheduler_output: Any) -> None:
 
     One that computes nothing ends none. It is no method there, so that a step passes one file less.
     """
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.lora_request is not None and version.adapters.asked_for(new.lora_request):
+            version.touch()
     if scheduler_output.total_num_scheduled_tokens and (version.may_differ or is_signalled(scheduler_output)):
         version.close()
 

@@ -25,6 +25,7 @@ from vllm_specrollout.observe.metrics import encode
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
 from vllm_specrollout.scheduling.lookahead import Ask, granted
+from vllm_specrollout.scheduling.stop_strings import answers
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.arriving import Arrivals, mark
 from vllm_specrollout.worker.common import REQUEST_METRICS_KEY, config_of, with_speculation
@@ -138,6 +139,8 @@ class SchedulerMixin(_Base):
         self._known: dict[str, Waiting] = {}
         self._arrived = 0
         self._endings: dict[str, tuple[int, FinishReason]] = {}
+        # while requests are taken back: those whose answers ended at a stop string -> tokens of the answer
+        self._answers: dict[str, int] = {}
         self._step = 0
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
@@ -208,13 +211,24 @@ class SchedulerMixin(_Base):
         self._arrived += 1
         self._queue.arrive()
 
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(request_ids, (list, tuple)):
+            self._answers = answers(request_ids, self.requests)
+        try:
+            return super().finish_requests(request_ids, *args, **kwargs)
+        finally:
+            self._answers = {}
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrivals.end(request.request_id)
         known = self._known.pop(request.request_id, None)
-        if known is not None and self._queue is not None and request.status in _STATUS:
-            self._queue.observe(known.problem_id, request.num_output_tokens)
-        status = _STATUS.get(request.status, FinishReason.ABORTED)
-        self._endings[request.request_id] = (request.num_output_tokens, status)
+        status, num_tokens = _STATUS.get(request.status, FinishReason.ABORTED), request.num_output_tokens
+        if (length := self._answers.get(request.request_id)) is not None:
+            # by now there may be more of it
+            status, num_tokens = FinishReason.FINISHED, min(length, num_tokens)
+        if known is not None and self._queue is not None and status is not FinishReason.ABORTED:
+            self._queue.observe(known.problem_id, num_tokens)
+        self._endings[request.request_id] = (num_tokens, status)
         return super()._free_request(request, *args, **kwargs)
 
     # --- what trainers do to the engine ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_specrollout.history.problems import policy_line
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.worker.packed_weights import PackedWeights
 
@@ -35,11 +36,13 @@ class Adapters:
         # name -> (number, path) that it was given with last, and the other way round
         self._by_name: dict[str, tuple[int, str]] = {}
         self._names: dict[int, str] = {}
+        # the lines that had one
+        self._lines: dict[str, None] = {}
         # numbers that were taken back
         self._removed: dict[int, None] = {}
 
     def given(self, request: Any, *, is_loaded: bool) -> bool:
-        """An adapter was added; whether it takes the place of another one.
+        """An adapter was added; whether it takes the place of another one, or is the next of its line.
 
         Args:
             request: vLLM's `LoRARequest`.
@@ -48,7 +51,8 @@ class Adapters:
         if is_loaded and not request.load_inplace:
             return False
         name, number, own = request.lora_name, request.lora_int_id, (request.lora_int_id, request.lora_path)
-        is_known = is_loaded or name in self._by_name or number in self._names or number in self._removed
+        line = policy_line(name)
+        is_known = is_loaded or line in self._lines or number in self._names or number in self._removed
         is_back = (
             self._by_name.get(name) == own
             and self._names.get(number) == name
@@ -58,7 +62,12 @@ class Adapters:
         self._removed.pop(number, None)
         _remember(self._by_name, name, own)
         _remember(self._names, number, name)
+        _remember(self._lines, line, None)
         return is_known and not is_back
+
+    def asked_for(self, request: Any) -> bool:
+        """A request came with an adapter, which may be loaded for it; whether that is the next of its line."""
+        return request.lora_name not in self._by_name and self.given(request, is_loaded=False)
 
     def removed(self, number: int, *, is_loaded: bool) -> None:
         """An adapter is taken back: what comes under its number is another one."""

@@ -126,6 +126,15 @@ def test_adapters_share_a_problem_only_where_the_client_names_one():
     assert known.arrive("a", [*PROMPT, *ANSWER[:2]], adapter="one") == Attribution(one[0], continues=True)
 
 
+def test_adapters_whose_names_differ_in_digits_alone_are_one_line_of_policies():
+    known = Problems()
+    found = {answered(known, adapter=name) for name in ("policy-17", "policy-18", "policy-2026")}
+    assert len(found) == 1
+    assert known.arrive("a", [*PROMPT, *ANSWER[:2]], adapter="policy-19") == Attribution(found.pop(), continues=True)
+    others = ("policy", "policy-17b", "policy-17-18", "critic-17", "", "17")
+    assert len({answered(known, adapter=name) for name in (*others, "policy-1")}) == len(others) + 1
+
+
 def test_a_salt_and_an_adapter_do_not_run_together():
     names = [("ab", ""), ("a", "b"), ("", "ab"), ("1:a", ""), ("", "1:a")]
     assert len({answered(Problems(), PROMPT, ANSWER, salt=a, adapter=b) for a, b in names}) == len(names)

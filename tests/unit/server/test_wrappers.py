@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_specrollout.server.wrappers import accept_dropped_keyword, forget_what_was_cut, stop_at_once
+from vllm_specrollout.scheduling.stop_strings import mark
+from vllm_specrollout.server.wrappers import (
+    accept_dropped_keyword,
+    forget_what_was_cut,
+    stop_at_once,
+    take_marks_along,
+    tell_answers,
+)
 
 
 @dataclass
@@ -128,3 +137,59 @@ def test_an_engine_that_still_takes_it_is_left_alone():
         pass
 
     assert accept_dropped_keyword(pause_generation) is pause_generation
+
+
+class Processor:
+    """Like vLLM's `OutputProcessor`: requests named "s..." stop at a string, sessions "e..." are over."""
+
+    def __init__(self, **num_tokens: int) -> None:
+        self.request_states = {
+            name: SimpleNamespace(
+                request_id=name,
+                streaming_input=name[0] == "e",
+                detokenizer=SimpleNamespace(num_output_tokens=lambda own=count: own),
+            )
+            for name, count in num_tokens.items()
+        }
+
+    def process_outputs(self, outputs: list[Any]) -> Any:
+        ended = [one.request_id for one in outputs if one.request_id[0] in "se"]
+        for name in ended:
+            del self.request_states[name]
+        return SimpleNamespace(reqs_to_abort=ended)
+
+
+def told_of(processor: Any, *names: str) -> list[str]:
+    outputs = [SimpleNamespace(request_id=name) for name in names]
+    aborted: list[str] = tell_answers(Processor.process_outputs)(processor, outputs).reqs_to_abort
+    return aborted
+
+
+def test_the_lengths_of_answers_that_stopped_go_along_and_of_nothing_else() -> None:
+    processor = Processor(s1=7, s2=9, a=3, e=5)
+    assert told_of(processor, "a", "gone") == []
+    assert told_of(processor, "s1", "a", "e", "s2") == ["s1", "e", "s2", mark("s1", 7), mark("s2", 9)]
+
+
+def test_a_length_that_cannot_be_told_costs_the_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECROLLOUT_STRICT", "0")
+    processor = Processor(s1=7)
+    processor.request_states["s1"].detokenizer = None
+    assert told_of(processor, "s1") == ["s1"]
+
+
+def test_a_mark_goes_to_the_engine_that_has_the_request() -> None:
+    client_of = pytest.importorskip("vllm.v1.engine.core_client").DPLBAsyncMPClient
+    sent: dict[str, list[str]] = {}
+
+    async def send(ids: list[str], engine: str) -> None:
+        sent[engine] = ids
+
+    client = SimpleNamespace(
+        reqs_in_flight={"a": "first", "b": "second"}, resources=SimpleNamespace(engine_dead=False), _abort_requests=send
+    )
+    client.streaming_reqs, marks = set(), [mark(name, 4) for name in ("a", "b", "gone")]
+    wrapped = take_marks_along(inspect.unwrap(client_of.abort_requests_async))
+    asyncio.run(wrapped(client, ["a", "b", "gone", *marks]))
+    assert sent == {"first": ["a", marks[0]], "second": ["b", marks[1]]}
+    assert client.reqs_in_flight == {"a": "first", "b": "second"}
