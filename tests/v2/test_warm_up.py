@@ -127,7 +127,7 @@ def test_vllms_own_warm_up_leaves_nothing_behind_and_no_step_with_drafts_compile
     with engine(path, "float32", is_ours=True, spec_rollout={"max_draft_tokens": 8}, **ENGINE) as ours:
         runner = ours.runner
         assert keys and runner.host.num_in_flight == 0 and not runner.desk.reasons()
-        assert dataclasses.asdict(runner.stats) == dataclasses.asdict(Stats()) and not runner.host.limits()
+        assert dataclasses.asdict(runner.stats) == dataclasses.asdict(Stats()) and not runner.host.limits
         assert not told
         truth = run(ours.llm, requests, enabled=False)
         answers = {c.problem_id: list(o.outputs[0].token_ids) for c, o in zip(requests, truth, strict=True)}

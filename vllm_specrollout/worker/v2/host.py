@@ -19,6 +19,7 @@ import torch
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import with_branches
 from vllm_specrollout.types import (
+    MOST_NODES,
     DraftMode,
     FinishedRequest,
     FinishReason,
@@ -197,6 +198,8 @@ class Host:
         self.max_model_len = max_model_len
         self.clock = clock
         self._requests: dict[str, HostRequest] = {}
+        self.limits: dict[str, int] = {}
+        """Most nodes of running requests that allow only so many."""
         # preempted: they come back as new ones, or end
         self._away: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
@@ -213,8 +216,13 @@ class Host:
     def add(self, request: HostRequest) -> None:
         self._away.pop(request.request_id, None)
         self._requests[request.request_id] = request
+        limit = request.admission.max_draft_tokens
         if request.admission.shape is not DraftMode.OFF:
             self.drafting.admit(request.view)
+        else:
+            limit = 0
+        if limit < MOST_NODES:
+            self.limits[request.request_id] = limit
 
     def get(self, request_id: str) -> HostRequest | None:
         return self._requests.get(request_id)
@@ -222,6 +230,7 @@ class Host:
     def leave(self, request_id: str, is_preempted: bool = False) -> None:
         """It loses its place: it is over, or it was preempted."""
         request = self._requests.pop(request_id, None)
+        self.limits.pop(request_id, None)
         if request is not None and request_id not in self._over:
             self.drafting.forget(request_id)
         if not is_preempted:
@@ -275,13 +284,6 @@ class Host:
     @property
     def rows_in_flight(self) -> int:
         return sum(step.rows for step in self._in_flight)
-
-    def limits(self) -> list[tuple[str, int]]:
-        """Most nodes per request that the request itself allows."""
-        return [
-            (r.request_id, 0 if r.admission.shape is DraftMode.OFF else r.admission.max_draft_tokens)
-            for r in self._requests.values()
-        ]
 
     def settle(self, keep: int = 0) -> Settled:
         """Wait for the steps in flight but the last `keep` and take their tokens in; `learn` follows."""

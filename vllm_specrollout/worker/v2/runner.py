@@ -81,6 +81,7 @@ class SpecRolloutV2(_Base):
         self.mover: SlotMover | None = None
         self.experts: RoutedExperts | None = None
         self.step = StepState()
+        self._reported = DraftReport()
         self.draft_graphs = DraftGraphs(self.inputs)
 
     @property
@@ -295,8 +296,11 @@ class SpecRolloutV2(_Base):
         self.tokens_ready.record(self.output_copy_stream)
         self._learn()
         self._remember(output, batch)
-        news = (None, self._report(), self.metrics.take_if_due())
-        output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, *news)
+        report, counts = self._report(), self.metrics.take_if_due()
+        if report != self._reported or counts:
+            # in a pause there is nothing new
+            self._reported = report
+            output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, None, report, counts)
         return output
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
@@ -356,7 +360,8 @@ class SpecRolloutV2(_Base):
                 entry[1] += timing.step_ms
 
     def _report(self) -> DraftReport:
-        limits = {rid: limit for rid, limit in self.host.limits() if limit < self.max_draft_tokens}
         trees, after = self.step.trees, self.step.number + 1
         asks_at = after + self.drafting.steps_off(after, self.step.num_running)
-        return DraftReport(asks_at, limits, dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True)))
+        return DraftReport(
+            asks_at, self.host.limits.copy(), dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True))
+        )
