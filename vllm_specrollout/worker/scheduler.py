@@ -137,6 +137,8 @@ class SchedulerMixin(_Base):
         self._known: dict[str, Waiting] = {}
         self._arrived = 0
         self._endings: dict[str, tuple[int, FinishReason]] = {}
+        # waiting or running requests of which more parts may come
+        self._sessions: set[str] = set()
         self._step = 0
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
@@ -194,6 +196,8 @@ class SchedulerMixin(_Base):
         session = self.requests.get(request.request_id)  # streaming input comes under its session's name
         problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
+        if session is None and request.resumable:
+            self._sessions.add(request.request_id)
         if request.spec_decode_metrics is not None:
             # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
             request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
@@ -209,6 +213,7 @@ class SchedulerMixin(_Base):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrivals.end(request.request_id)
+        self._sessions.discard(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is not None and self._queue is not None and request.status in _STATUS:
             self._queue.observe(known.problem_id, request.num_output_tokens)
@@ -305,6 +310,9 @@ class SpecRolloutScheduler(SchedulerMixin, Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, SpecRolloutOutput) and model_runner_output.drafts is not None:
             self.update_draft_token_ids(model_runner_output.drafts)
+            for name in self._sessions & set(model_runner_output.drafts.req_ids):
+                if self.requests[name].status is not RequestStatus.RUNNING:
+                    self.requests[name].spec_token_ids = []  # of a part that is over
         return outputs
 
     def make_spec_decoding_stats(
