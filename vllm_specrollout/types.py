@@ -214,6 +214,15 @@ class RequestBatch:
         )
 
 
+    def ends_of(self, index: Sequence[int]) -> IntArray:
+        """[K, E] int32 the end tokens of some of its requests, filled up with -1."""
+        own = [self.views[i].ends for i in index]
+        filled = np.full((len(own), max(map(len, own), default=0)), -1, np.int32)
+        for row, ends in zip(filled, own, strict=True):
+            row[: len(ends)] = ends
+        return filled
+
+
 MOST_NODES = 64
 """Draft nodes of one request in one step, at most: what the kernels' ancestor masks hold."""
 

@@ -1,7 +1,7 @@
 """vLLM's thinking budgets (`thinking_token_budget`) on the V1 runner: counted in every step, forced at root rows.
 
-A request that has a budget has no drafts, so of its rows there is a root row alone. vLLM counts its thinking, and forces
-the end of it, in each step that samples it: also in those in which others have drafts.
+A request that has a budget has no drafts, so it has a root row alone. vLLM counts its thinking, and forces the end of
+it, in each step that samples it: also in those in which others have drafts.
 """
 
 from __future__ import annotations
