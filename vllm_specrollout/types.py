@@ -213,7 +213,6 @@ class RequestBatch:
             np.concatenate([_NO_INTS, *[v.ends for v in views]]),
         )
 
-
     def ends_of(self, index: Sequence[int]) -> IntArray:
         """[K, E] int32 the end tokens of some of its requests, filled up with -1."""
         own = [self.views[i].ends for i in index]
