@@ -110,8 +110,9 @@ void FuzzHistory(Chance* chance) {
       } catch (const std::invalid_argument&) {
         continue;
       }
-      if (chance->OneIn(3)) asks.push_back({&index, one, chance->Limit(), chance->Limit(), chance->OneIn(2),
-                                              {kSomeEnds, chance->Below(3)}});
+      if (chance->OneIn(3))
+        asks.push_back(
+            {&index, one, chance->Limit(), chance->Limit(), chance->OneIn(2), {kSomeEnds, chance->Below(3)}});
     }
     lookup.Propose(asks, chance->OneIn(2), &draft, &node_start);
     Expect(node_start.size() == asks.size() + 1, "one draft per ask");

@@ -310,7 +310,7 @@ class SpecRolloutScheduler(SchedulerMixin, Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, SpecRolloutOutput) and model_runner_output.drafts is not None:
             self.update_draft_token_ids(model_runner_output.drafts)
-            for name in self._sessions & set(model_runner_output.drafts.req_ids):
+            for name in self._sessions:
                 if self.requests[name].status is not RequestStatus.RUNNING:
                     self.requests[name].spec_token_ids = []  # of a part that is over
         return outputs
