@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.e2e.identity.cases import Case
+from tests.e2e.identity.cases import BEGINS, ENDS, THINKING, Case
 from tests.e2e.identity.check import VOCAB, Accepted
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import Engine, engine, model
@@ -24,9 +24,6 @@ from tests.e2e.identity.fuzz import FuzzDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import StepRecord
 
-# token 270 begins the thinking, and 277 ends it
-THINKING = {"reasoning_start_str": "Step", "reasoning_end_str": "OK"}
-BEGINS, ENDS = 270, 277
 # of a random model: every eighth token ends a part
 STOPS = list(range(5, VOCAB, 8))
 PARTS = 3
