@@ -35,7 +35,7 @@ def budgets() -> list[Case]:
     for i in range(14):
         params: dict[str, Any] = {"max_tokens": int(rng.integers(8, 50)), "ignore_eos": True, "seed": i}
         if i % 3 == 0:
-            params |= {"thinking_token_budget": int(rng.integers(0, 9)), "max_tokens": 6 + i}
+            params |= {"thinking_token_budget": int(rng.integers(0, 9)), "max_tokens": 14 + i}
         if i % 5 == 4:
             params |= {"temperature": 0.0}
         out.append(Case("on a budget" if i % 3 == 0 else "thinks", str(i), [*rng.integers(5, 99, 9), BEGINS], params))
