@@ -103,7 +103,7 @@ void SyncHistory(const std::vector<HistoryIndex*>& indices, const py::object& do
 
 py::tuple ProposeHistory(const std::vector<const HistoryIndex*>& indices, const py::object& docs,
                          const py::object& max_nodes, const py::object& max_depth, const py::object& is_chain,
-                         bool siblings) {
+                         bool siblings, const py::object& end_start, const py::object& end_ids) {
   const size_t batch = indices.size();
   const std::vector<int32_t> of_doc = PerRequest(docs, batch);
   const std::vector<int32_t> nodes = PerRequest(max_nodes, batch);
@@ -111,10 +111,12 @@ py::tuple ProposeHistory(const std::vector<const HistoryIndex*>& indices, const 
   const std::vector<int32_t> chains = PerRequest(is_chain, batch);
   std::vector<Ask> asks;
   asks.reserve(batch);
+  const bool has_ends = !end_start.is_none();
+  const EndLists ends = has_ends ? EndLists(end_start, end_ids, batch) : EndLists();
   for (size_t i = 0; i < batch; ++i) {
     if (nodes[i] <= 0 || depths[i] <= 0) continue;  // nothing is wanted of it
     if (indices[i] == nullptr) throw std::invalid_argument("an index is None");
-    asks.push_back({indices[i], of_doc[i], nodes[i], depths[i], chains[i] != 0});
+    asks.push_back({indices[i], of_doc[i], nodes[i], depths[i], chains[i] != 0, has_ends ? ends.Of(i) : Ends{}});
   }
   Draft all;
   std::vector<int32_t> asked_start, node_start(1, 0);
@@ -262,8 +264,10 @@ void bind_drafters(py::module_& m) {
   m.def("sync_history", &SyncHistory, py::arg("indices"), py::arg("docs"), py::arg("texts"), py::arg("begins"),
         "`sync` of one document of each index, which is to hold its text from `begins` on.");
   m.def("propose_history", &ProposeHistory, py::arg("indices"), py::arg("docs"), py::arg("max_nodes"),
-        py::arg("max_depth"), py::arg("is_chain"), py::arg("siblings") = true,
-        "One draft per index, best first, concatenated: (node_start [B + 1], token_ids, parents, log_q).");
+        py::arg("max_depth"), py::arg("is_chain"), py::arg("siblings") = true, py::arg("end_start") = py::none(),
+        py::arg("end_ids") = py::none(),
+        "One draft per index, best first, concatenated: (node_start [B + 1], token_ids, parents, log_q). None of them "
+        "holds an end token of its request.");
   py::class_<Received>(m, "Received", "The newest draft trees of requests that a drafter elsewhere follows.")
       .def(py::init<>())
       .def("open", &Received::Open, py::arg("handle"), py::arg("num_told"))

@@ -275,6 +275,19 @@ void CheckBatch(const py::object& node_start, const py::object& token_ids, const
   if (!fault.empty()) throw std::invalid_argument(fault);
 }
 
+py::array_t<bool> OpenNodes(Array<int32_t> node_start, Array<int32_t> parents, Array<int32_t> tokens,
+                            const py::object& end_start, const py::object& end_ids) {
+  const int n = static_cast<int>(node_start.size()) - 1;
+  ExpectTree(node_start, parents, n);
+  Expect(tokens.size() == parents.size(), "tokens and parents must have the same length");
+  const EndLists ends(end_start, end_ids, static_cast<size_t>(n));
+  py::array_t<bool> out(tokens.size());
+  // probabilities and sources are not looked at
+  const BatchView batch{node_start.data(), tokens.data(), parents.data(), nullptr, nullptr};
+  merge::Open(batch, static_cast<size_t>(n), ends.start, ends.ids, out.mutable_data());
+  return out;
+}
+
 py::tuple MergeSelect(const py::list& proposals, const py::object& max_nodes, const py::object& max_depth,
                       const py::object& is_chain, const py::object& calibration, int width, const py::object& prices,
                       int least_nodes) {
@@ -376,6 +389,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("copy_blocks", &copy_blocks, py::arg("bases"), py::arg("strides"), py::arg("copy_from"), py::arg("copy_to"));
   m.def("check_batch", &CheckBatch, py::arg("node_start"), py::arg("token_ids"), py::arg("parents"), py::arg("log_q"),
         py::arg("source"), py::arg("num_requests"), py::arg("vocab_size"));
+  m.def("open_nodes", &OpenNodes, py::arg("node_start"), py::arg("parents"), py::arg("tokens"), py::arg("end_start"),
+        py::arg("end_ids"));
   m.def("depths", &Depths, py::arg("node_start"), py::arg("parents"), py::arg("num_requests"));
   m.def("merge_select", &MergeSelect, py::arg("proposals"), py::arg("max_nodes"), py::arg("max_depth"),
         py::arg("is_chain"), py::arg("calibration"), py::arg("width"), py::arg("prices"), py::arg("least_nodes"));

@@ -45,8 +45,14 @@ def propose_history(
     max_depth: Sequence[int] | _Ints,
     is_chain: Sequence[bool] | _Bools,
     siblings: bool = True,
+    end_start: _Ints | None = None,
+    end_ids: _Ints | None = None,
 ) -> tuple[_Ints, _Ints, _Ints, _Floats]:
-    """node_start [R + 1], token_ids, parents, log_q [N]; docs [R]: each request's own document."""
+    """node_start [R + 1], token_ids, parents, log_q [N]; docs [R]: each request's own document. No node has one of its
+    request's end tokens, laid out as in `RequestBatch`."""
+
+def open_nodes(node_start: _Ints, parents: _Ints, tokens: _Ints, end_start: _Ints, end_ids: _Ints) -> _Bools:
+    """[N] whether no node from the root down to each one has an end token of its request."""
 
 def depths(node_start: _Ints, parents: _Ints, num_requests: int) -> _Ints:
     """[N] depth of each node, 1 below the root. Raises ValueError: no trees."""

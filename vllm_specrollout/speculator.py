@@ -25,7 +25,7 @@ from vllm_specrollout.observe.contained import RESTS, Contained
 from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.observe.probation import NEVER
-from vllm_specrollout.trees.batch import on_host
+from vllm_specrollout.trees.batch import on_host, without_ends
 from vllm_specrollout.types import (
     DraftLimits,
     FinishedRequest,
@@ -210,7 +210,7 @@ class Speculator(Contained):
         begin = self._clock()
         answer = drafter.propose(batch, limits)
         self._asking.spent(drafter.name, num_wanted, (self._clock() - begin) * 1e3, limit_ms)
-        return self._sound(answer, batch)
+        return without_ends(self._sound(answer, batch), batch)
 
     def _sound(self, trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
         """The trees in host memory. Raises: they are no trees over this batch."""

@@ -56,6 +56,8 @@ class RequestView:
     weights_version: int = 0
     name: str = ""  # that its client knows it by
     continues: bool = False  # from an earlier request's answer: its problem has not come back with it
+    # [E] int32, ascending: the tokens that end its answer. Each comes out of the row before it, so none is drafted
+    ends: IntArray = field(default_factory=lambda: _NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,10 @@ class RequestBatch:
     request_ids: Sequence[str]
     # [R] int32: tokens that each has, prompt included; a view's own move on, these stay
     num_tokens: IntArray
+    # [R + 1] int32: first of each request's end tokens; the last entry is E
+    end_start: IntArray
+    # [E] int32: the views' end tokens, request after request
+    end_ids: IntArray
 
     size: int = field(init=False, compare=False)
 
@@ -194,6 +200,8 @@ class RequestBatch:
         depth = np.minimum(np.maximum(np.array(levels, np.int64), 0), MOST_NODES)
         nodes = np.minimum(np.array([v.max_draft_tokens for v in views], np.int64), MOST_NODES)
         nodes[depth == 0] = 0
+        end_start = np.zeros(len(views) + 1, np.int32)
+        np.cumsum([len(v.ends) for v in views], out=end_start[1:])
         return cls(
             views,
             nodes.astype(np.int32),
@@ -201,7 +209,17 @@ class RequestBatch:
             np.array([not may_branch or v.shape is DraftMode.CHAIN for v in views], np.bool_),
             [v.request_id for v in views],
             np.array([len(v.token_ids) for v in views], np.int32),
+            end_start,
+            np.concatenate([_NO_INTS, *[v.ends for v in views]]),
         )
+
+    def ends_of(self, index: Sequence[int]) -> IntArray:
+        """[K, E] int32 the end tokens of some of its requests, filled up with -1."""
+        own = [self.views[i].ends for i in index]
+        filled = np.full((len(own), max(map(len, own), default=0)), -1, np.int32)
+        for row, ends in zip(filled, own, strict=True):
+            row[: len(ends)] = ends
+        return filled
 
 
 MOST_NODES = 64

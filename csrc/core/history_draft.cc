@@ -126,7 +126,7 @@ void Drafting::Put(const Node& node, int32_t parent, Draft* draft) {
   draft->log_q.push_back(node.log_q);
 }
 
-void Drafting::BestFirst(const HistoryText& text, int max_nodes, int max_depth, Draft* draft) {
+void Drafting::BestFirst(const HistoryText& text, int max_nodes, int max_depth, Ends ends, Draft* draft) {
   frontier_.clear();
   int32_t parent = 0;
   int32_t parent_place = -1;
@@ -135,6 +135,7 @@ void Drafting::BestFirst(const HistoryText& text, int max_nodes, int max_depth, 
     if (nodes_[parent].depth < max_depth) {
       const int32_t first = Expand(text, parent);
       for (int32_t child = first; child < static_cast<int32_t>(nodes_.size()); ++child) {
+        if (ends.Has(nodes_[child].token)) continue;
         frontier_.push_back({total + nodes_[child].log_q, parent_place, child});
         std::push_heap(frontier_.begin(), frontier_.end(), IsWorse);
       }
@@ -150,22 +151,23 @@ void Drafting::BestFirst(const HistoryText& text, int max_nodes, int max_depth, 
   }
 }
 
-void Drafting::BestChain(const HistoryText& text, int max_nodes, int max_depth, Draft* draft) {
+void Drafting::BestChain(const HistoryText& text, int max_nodes, int max_depth, Ends ends, Draft* draft) {
   int32_t parent = 0;
   for (int place = 0; place < std::min(max_nodes, max_depth); ++place) {
     const int32_t first = Expand(text, parent);
-    if (branches_.empty()) return;
-    int32_t best = 0;
-    for (int32_t child = 1; child < static_cast<int32_t>(branches_.size()); ++child) {
-      if (branches_[child].p > branches_[best].p) best = child;
+    int32_t best = -1;
+    for (int32_t child = 0; child < static_cast<int32_t>(branches_.size()); ++child) {
+      if (ends.Has(branches_[child].token)) continue;
+      if (best < 0 || branches_[child].p > branches_[best].p) best = child;
     }
+    if (best < 0) return;
     parent = first + best;
     Put(nodes_[parent], place - 1, draft);
   }
 }
 
 void Drafting::Build(const HistoryText& text, const std::vector<Candidate>& candidates, int max_nodes, int max_depth,
-                     bool is_chain, Draft* draft) {
+                     bool is_chain, Ends ends, Draft* draft) {
   draft->Clear();
   if (candidates.empty() || max_nodes <= 0 || max_depth <= 0) return;
   readers_.clear();
@@ -179,9 +181,9 @@ void Drafting::Build(const HistoryText& text, const std::vector<Candidate>& cand
   nodes_.clear();
   nodes_.push_back({0, 0.0f, 0, 0, static_cast<int32_t>(order_.size())});
   if (is_chain) {
-    BestChain(text, max_nodes, max_depth, draft);
+    BestChain(text, max_nodes, max_depth, ends, draft);
   } else {
-    BestFirst(text, max_nodes, max_depth, draft);
+    BestFirst(text, max_nodes, max_depth, ends, draft);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/ends.h"
 #include "core/history_text.h"
 
 namespace specrollout {
@@ -37,7 +38,7 @@ class Drafting {
  public:
   // Clears `draft` and fills it. The candidates come longest context first.
   void Build(const HistoryText& text, const std::vector<Candidate>& candidates, int max_nodes, int max_depth,
-             bool is_chain, Draft* draft);
+             bool is_chain, Ends ends, Draft* draft);
 
  private:
   // Reads on from a place.
@@ -81,8 +82,8 @@ class Drafting {
   void Count(const HistoryText& text, int32_t begin, int32_t* end, int32_t depth);
   void ShareOut(int context_class, int32_t class_id, int32_t places, int32_t distinct, uint64_t weight,
                 uint64_t* unexplained);
-  void BestFirst(const HistoryText& text, int max_nodes, int max_depth, Draft* draft);
-  void BestChain(const HistoryText& text, int max_nodes, int max_depth, Draft* draft);
+  void BestFirst(const HistoryText& text, int max_nodes, int max_depth, Ends ends, Draft* draft);
+  void BestChain(const HistoryText& text, int max_nodes, int max_depth, Ends ends, Draft* draft);
   void Put(const Node& node, int32_t parent, Draft* draft);
 
   std::vector<Reader> readers_;

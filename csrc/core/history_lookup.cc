@@ -112,7 +112,7 @@ void HistoryLookup::Propose(const std::vector<Ask>& asks, bool siblings, Draft* 
       std::vector<Candidate>& found = walks_[i].found;
       std::stable_sort(found.begin(), found.end(),
                        [](const Candidate& a, const Candidate& b) { return a.shared > b.shared; });
-      drafting_.Build(ask.index->text(), found, ask.max_nodes, ask.max_depth, ask.is_chain, &draft_);
+      drafting_.Build(ask.index->text(), found, ask.max_nodes, ask.max_depth, ask.is_chain, ask.ends, &draft_);
       all->token_ids.insert(all->token_ids.end(), draft_.token_ids.begin(), draft_.token_ids.end());
       all->parents.insert(all->parents.end(), draft_.parents.begin(), draft_.parents.end());
       all->log_q.insert(all->log_q.end(), draft_.log_q.begin(), draft_.log_q.end());

@@ -20,6 +20,7 @@ struct Ask {
   int32_t max_nodes;
   int32_t max_depth;
   bool is_chain;
+  Ends ends = {};
 };
 
 // Working memory of a step; reused.

@@ -69,6 +69,16 @@ std::string Fault(const BatchView& batch, size_t num_requests, size_t num_nodes,
   return fault;
 }
 
+void Open(const BatchView& batch, size_t num_requests, const int32_t* end_start, const int32_t* end_ids, bool* out) {
+  for (size_t r = 0; r < num_requests; ++r) {
+    const Ends ends{end_ids + end_start[r], end_start[r + 1] - end_start[r]};
+    const int32_t start = batch.node_start[r];
+    for (int32_t i = start; i < batch.node_start[r + 1]; ++i) {
+      out[i] = !ends.Has(batch.token_ids[i]) && (batch.parents[i] < 0 || out[start + batch.parents[i]]);
+    }
+  }
+}
+
 void Merger::Run(const std::vector<BatchView>& proposals, size_t num_requests, const Limits& limits,
                  const double* calibration, const Prices* prices, int least_nodes, Merged* out) {
   *out = Merged{};

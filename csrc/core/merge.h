@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/ends.h"
+
 namespace specrollout::merge {
 
 // Drafters that are told apart, and ranges of probability; types.py has the same.
@@ -37,6 +39,10 @@ std::string Misshapen(const BatchView& batch, size_t num_requests, size_t num_no
 
 // The same, and what is wrong with their tokens and probabilities.
 std::string Fault(const BatchView& batch, size_t num_requests, size_t num_nodes, int64_t vocab_size);
+
+// Whether no node from the root down to each one has an end token of its request. The batch is well shaped.
+// end_start: [R + 1] first of each request's `end_ids`; out: [nodes].
+void Open(const BatchView& batch, size_t num_requests, const int32_t* end_start, const int32_t* end_ids, bool* out);
 
 struct Limits {
   // [R]

@@ -33,6 +33,7 @@
 namespace {
 
 using Ints = std::vector<int32_t>;
+constexpr int32_t kSomeEnds[] = {1, 2};
 constexpr int32_t kMost = std::numeric_limits<int32_t>::max(), kLeast = std::numeric_limits<int32_t>::min();
 
 void Expect(bool condition, const char* what) {
@@ -109,7 +110,9 @@ void FuzzHistory(Chance* chance) {
       } catch (const std::invalid_argument&) {
         continue;
       }
-      if (chance->OneIn(3)) asks.push_back({&index, one, chance->Limit(), chance->Limit(), chance->OneIn(2)});
+      if (chance->OneIn(3))
+        asks.push_back(
+            {&index, one, chance->Limit(), chance->Limit(), chance->OneIn(2), {kSomeEnds, chance->Below(3)}});
     }
     lookup.Propose(asks, chance->OneIn(2), &draft, &node_start);
     Expect(node_start.size() == asks.size() + 1, "one draft per ask");
@@ -186,7 +189,13 @@ void FuzzMerge(Chance* chance, bool is_evil) {
     Expect(is_evil || fault.empty(), "sound trees are found sound");
     Expect(misshapen.empty() || !fault.empty(), "what is misshapen is a fault");
     // wrong probabilities and tokens alone must do no harm
-    if (misshapen.empty()) all.push_back(std::move(trees));
+    if (misshapen.empty()) {
+      Ints end_start(num_requests + 1);
+      for (size_t r = 0; r < num_requests; ++r) end_start[r + 1] = std::min(end_start[r] + chance->Below(2), 2);
+      std::vector<uint8_t> is_open(trees.size());
+      merge::Open(trees.view(), num_requests, end_start.data(), kSomeEnds, reinterpret_cast<bool*>(is_open.data()));
+      all.push_back(std::move(trees));
+    }
   }
   for (const Trees& trees : all) {
     views.push_back(trees.view());

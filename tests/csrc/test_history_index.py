@@ -107,8 +107,11 @@ def as_array(tokens: list[int]) -> np.ndarray:
     return np.asarray(tokens, dtype=np.int32)
 
 
-def propose(index: _core.HistoryIndex, doc: int, nodes: int, depth: int, chain: bool, siblings: bool) -> DraftTree:
-    node_start, *arrays = _core.propose_history([index], [doc], [nodes], [depth], [chain], siblings)
+def propose(
+    index: _core.HistoryIndex, doc: int, nodes: int, depth: int, chain: bool, siblings: bool, ends: tuple[int, ...] = ()
+) -> DraftTree:
+    its_ends = (np.asarray([0, len(ends)], np.int32), np.asarray(ends, np.int32))
+    node_start, *arrays = _core.propose_history([index], [doc], [nodes], [depth], [chain], siblings, *its_ends)
     assert node_start.tolist() == [0, len(arrays[0])]
     return DraftTree(*arrays, np.zeros(len(arrays[0]), np.int32))
 
@@ -139,8 +142,8 @@ def test_a_prompt_goes_with_the_last_answer_behind_it_and_gives_its_memory_back(
 
 
 @settings(max_examples=300)
-@given(configs(), st.lists(CHANGES, max_size=14), BOUNDS)
-def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, changes, bounds) -> None:
+@given(configs(), st.lists(CHANGES, max_size=14), BOUNDS, st.sampled_from([(), (0,), (1,), (0, 2)]))
+def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, changes, bounds, ends) -> None:
     both = Both(config)
     both.set_prompt([1, 0, 1, 1])
     both.add([1, 0, 1, 1, 0, 1, 0, 0, 1, 2, 1, 0, 1], 256, 0)
@@ -150,8 +153,9 @@ def test_a_draft_equals_the_naive_twins_whatever_happened_to_the_text(config, ch
     both.check()
     nodes, depth, chain, siblings = bounds
     for doc in both.docs:
-        tree = propose(both.index, doc, *bounds)
-        assert_same(tree, both.naive.propose(doc, nodes, depth, is_chain=chain, siblings=siblings))
+        tree = propose(both.index, doc, *bounds, ends)
+        assert_same(tree, both.naive.propose(doc, nodes, depth, is_chain=chain, siblings=siblings, ends=ends))
+        assert not set(ends) & set(tree.token_ids.tolist())
         trees.check(tree)
         assert trees.is_ordered(tree)
 

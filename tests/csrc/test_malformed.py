@@ -43,6 +43,11 @@ REFUSED: dict[str, Callable[[], object]] = {
     "blocks, one below 0": lambda: _core.copy_blocks(
         np.asarray([4096], np.uint64), np.asarray([64]), np.asarray([0]), np.asarray([-1])
     ),
+    "history, end tokens of nobody": lambda: _core.propose_history(
+        [history()], [0], [4], [4], [False], True, i(0, 0), i(7)
+    ),
+    "open nodes, end tokens of too few": lambda: _core.open_nodes(i(0, 1, 2), i(-1, -1), i(5, 5), i(0, 1), i(5)),
+    "open nodes, a start that falls": lambda: _core.open_nodes(i(0, 1), i(-1), i(5), i(0, 3, 1), i(5)),
     "history, no index": lambda: _core.propose_history([None], [0], [4], [4], [False]),
     "history, a document that is none": lambda: _core.propose_history([history()], [-1], [4], [4], [False]),
     "history, tokens in a table": lambda: history().set_prompt(np.zeros((2, 2), np.int32)),

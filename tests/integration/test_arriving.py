@@ -9,14 +9,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import Request
 
 from vllm_specrollout.config import envs
 from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.types import DraftMode
-from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded
+from vllm_specrollout.worker.arriving import Arrivals, attribution_of, is_unseeded, signed
 from vllm_specrollout.worker.request import Desk
 
 PROMPT = [5, 6, 7, 8]
@@ -55,6 +57,31 @@ def test_only_who_samples_without_a_seed_is_given_one_and_the_clients_parameters
     for one in again:
         other.add(one)
     assert [one.sampling_params.seed for one in again] == seeds
+
+
+@pytest.mark.parametrize("seed", [0, -1, 5, 2**63 - 1, 2**63, 2**63 + 4, 2**64 - 1])
+def test_a_seed_that_is_no_signed_number_is_the_same_64_bits_and_the_same_noise(seed: int) -> None:
+    fits = signed(seed)
+    assert -(2**63) <= fits < 2**63 and (fits - seed) % 2**64 == 0
+    assert fits == seed or seed >= 2**63
+    given, made = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(fits)
+    assert torch.equal(torch.rand(4, generator=given), torch.rand(4, generator=made))
+
+
+def test_a_session_is_known_and_drafted_for_where_its_parts_are_admitted_anew() -> None:
+    door, desk = arrivals(), Desk(DraftMode.TREE)
+    repeats = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=3)
+    session, plain = request("a", params(seed=1), resumable=True), request("b", params(seed=1))
+    looping = request("c", params(seed=1, repetition_detection=repeats), resumable=True)
+    for one in (session, plain, looping):
+        door.add(one)
+
+    def shape(one: Request, **runner: bool) -> DraftMode:
+        return desk.admit(one.sampling_params, PROMPT, has_prompt_embeds=False, **runner).shape
+
+    assert [shape(one) for one in (session, plain, looping)] == [DraftMode.TREE, DraftMode.TREE, DraftMode.OFF]
+    assert [shape(one, drafts_sessions=False) for one in (session, plain)] == [DraftMode.OFF, DraftMode.TREE]
+    assert list(desk.reasons()) == ["a part of a streaming-input session may end amid a draft"]
 
 
 def test_the_workers_read_the_problem_that_the_scheduler_found() -> None:

@@ -13,6 +13,7 @@ ONE_BY_ONE = f"{FEATURES}::test_requests_one_at_a_time_yield_stocks_tokens"
 UNITED = f"{IDENTITY}/test_identity.py::test_the_united_trees_of_several_drafters_yield_stocks_tokens"
 EVERY_FEATURE = f"{IDENTITY}/test_identity.py::test_every_feature_yields_stocks_tokens_whatever_is_drafted"
 RESUMED = f"{IDENTITY}/test_resumed.py::test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces"
+PARTS_AND_BUDGETS = f"{IDENTITY}/test_parts_and_budgets.py"
 MODELS = f"{IDENTITY}/test_models_that_draft.py"
 SWAPPED = f"{IDENTITY}/test_swapped_drafters.py"
 COPY = f"{MODELS}::test_a_copy_of_the_target_is_met_at_every_position"
@@ -70,6 +71,15 @@ MUTANTS = (
         (COPY, f"{MODELS}::test_a_model_drafts_for_prompts_that_come_in_chunks_as_engines_are_shipped"),
     ),
     Mutant("the history's drafts are lost", (HISTORY,)),
+    Mutant("end tokens are drafted", (f"{PARTS_AND_BUDGETS}::test_every_part_of_a_session_is_stocks_and_drafted_for",)),
+    Mutant(
+        "a session keeps its first part's limits",
+        (f"{PARTS_AND_BUDGETS}::test_every_part_of_a_session_is_stocks_and_drafted_for",),
+    ),
+    Mutant(
+        "budgets are left out beside drafts",
+        (f"{PARTS_AND_BUDGETS}::test_budgets_end_the_thinking_beside_drafts_and_nobody_elses",),
+    ),
     Mutant("the verifier steps into a wrong sibling", (ABORTED, UNITED)),
     Mutant("the verifier accepts one token too many", (ABORTED, ONE_BY_ONE, RESUMED)),
     Mutant("the bonus token is the root row's", (ABORTED, ONE_BY_ONE, COPY)),

@@ -171,12 +171,19 @@ class NaiveHistory:
         self._prompts = {prompt: text for prompt, text in self._prompts.items() if prompt in wanted}
 
     def propose(
-        self, doc: int, max_nodes: int, max_depth: int, is_chain: bool = False, siblings: bool = True
+        self,
+        doc: int,
+        max_nodes: int,
+        max_depth: int,
+        is_chain: bool = False,
+        siblings: bool = True,
+        ends: Sequence[int] = (),
     ) -> DraftTree:
-        """The draft for an answer: the best `max_nodes` nodes, best first."""
+        """The draft for an answer: the best `max_nodes` nodes, best first. None of them has one of its end tokens."""
         root = _Node(depth=0)
         if max_nodes > 0 and max_depth > 0:
             _grow(root, self._matches(self.documents[doc], siblings), max_depth)
+        _drop(root, ends)
         return _as_chain(root, max_nodes) if is_chain else _as_tree(root, max_nodes)
 
     def _all(self) -> list[Document]:
@@ -247,6 +254,13 @@ def _grow(node: _Node, matches: list[Match], max_depth: int) -> None:
     for token, child in node.children.items():
         below = [Match(m.shared, m.weight, m.continuation[1:]) for m in going_on if m.continuation[0] == token]
         _grow(child, below, max_depth)
+
+
+def _drop(node: _Node, tokens: Sequence[int]) -> None:
+    """Leave these tokens out; what they were given is nobody's."""
+    node.children = {token: child for token, child in node.children.items() if token not in tokens}
+    for child in node.children.values():
+        _drop(child, tokens)
 
 
 def _log_q(node: _Node) -> np.float32:

@@ -43,6 +43,13 @@ def test_branches_of_several_drafters_become_one_tree():
     assert sorted(planned_tokens(speculator, requests_of(1))[0]) == [1, 2, 3]
 
 
+def test_what_a_drafter_says_of_an_end_is_not_verified():
+    own = ([], [2], [1, 9])
+    views = [replace(view, ends=np.asarray(ends, np.int32)) for view, ends in zip(views_of(3), own, strict=True)]
+    speculator = Speculator([Says("a", [1, 2, 3])], FixedBudget(8, 8))
+    assert planned_tokens(speculator, RequestBatch.of(views)) == [[1, 2, 3], [1], []]
+
+
 def test_a_drafter_that_dies_costs_its_drafts_and_nothing_else(caplog):
     survivor = Says("a", [1, 2], source=1)
     speculator = Speculator([Dies("b", []), survivor], FixedBudget(8, 8), guard=Guard(is_strict=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm import LLM
 
-from tests.e2e.identity.cases import ALONE, Case, cases, features
+from tests.e2e.identity.cases import ALONE, BEGINS, THINKING, Case, cases, features
 from tests.e2e.identity.check import VOCAB, check_identity, judged
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
@@ -48,8 +49,13 @@ def _scheduled_ahead(ours: Engine) -> None:
 
 def test_trees_yield_stocks_tokens_for_every_feature(models: Path) -> None:
     requests = cases(32, VOCAB, seed=1, max_tokens=6, only=FEATURES)
+    # here a budget is no state that others could take up, so stock's batch is a reference
+    for budget in (0, 2):
+        params = {"max_tokens": 6, "ignore_eos": True, "seed": budget, "thinking_token_budget": budget}
+        requests.append(Case("on a budget", f"budget {budget}", [9, 8, 7, BEGINS], params))
+    settings = {**ENGINE, "reasoning_config": THINKING}
     check_identity(
-        model(models, "qwen3", "float32"), "float32", requests, spec_rollout=TREE, inspect=_drafted_trees, **ENGINE
+        model(models, "qwen3", "float32"), "float32", requests, spec_rollout=TREE, inspect=_drafted_trees, **settings
     )
 
 
@@ -148,6 +154,10 @@ def test_finished_requests_leave_nothing_behind(models: Path, ahead: None) -> No
     with engine(model(models, "qwen3", "float32"), "float32", is_ours=True, spec_rollout=CHAIN, **ENGINE) as ours:
         run(ours.llm, requests)
         run(ours.llm, requests[:1])
+        # its second sample has the next seed, which 64 bits with a sign do not hold: stock's engine ends there
+        seeds = replace(requests[0], params={"seed": 2**63 - 1, "n": 2, "max_tokens": 8, "ignore_eos": True})
+        first, second = (list(one.token_ids) for one in run(ours.llm, [seeds])[0].outputs)
+        assert len(first) == len(second) == 8 and first != second
         # the last one's end is told with the next step
         assert len(ours.runner.host._requests) <= 1
         ours.runner.settle()

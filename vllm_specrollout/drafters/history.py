@@ -120,6 +120,8 @@ class HistoryDrafter(BaseDrafter):
             limits.max_depth,
             limits.is_chain,
             self._config.siblings,
+            batch.end_start,
+            batch.end_ids,
         )
         self.lookups += int(np.count_nonzero(wanted))
         self.hits += int(np.count_nonzero(np.diff(columns[0])))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.types import ROOT, DraftLimits, RequestBatch, TreeBatch
+from vllm_specrollout.types import ROOT, DraftLimits, IntArray, RequestBatch, TreeBatch
 
 
 class Levels:
@@ -25,9 +25,15 @@ class Levels:
         survival: [TENTHS] probability that a token of the chain holds, by the tenth of the probability that the model
             gives it.
         token_ms: milliseconds that a token is worth, as in `DraftLimits`.
+        ends: [R, E] each request's end tokens, filled up with -1; None: there are none.
     """
 
-    def __init__(self, num_requests: int, survival: npt.NDArray[np.float64], token_ms: float) -> None:
+    def __init__(
+        self, num_requests: int, survival: npt.NDArray[np.float64], token_ms: float, ends: IntArray | None = None
+    ) -> None:
+        self._ends = ends if ends is not None else np.zeros((num_requests, 0), np.int32)
+        # level -> [R] whether the chain above it holds no end token
+        self._is_open: list[npt.NDArray[np.bool_]] = [np.ones(num_requests, np.bool_)]
         self._survival = survival
         self._token_ms = token_ms
         self._tokens: list[npt.NDArray[np.int64]] = []
@@ -52,7 +58,9 @@ class Levels:
         self._log_q.append(log_q)
         most = len(self._survival) - 1
         tenths = np.minimum((np.exp(log_q[:, 0]) * len(self._survival)).astype(np.int64), most)
-        before, self._reach = self._reach.sum(), self._reach * self._survival[tenths]
+        goes_on = (tokens[:, :1] != self._ends).all(axis=1)
+        self._is_open.append(self._is_open[-1] & goes_on)
+        before, self._reach = self._reach.sum(), self._reach * self._survival[tenths] * goes_on
         # the next level is expected to hold as often as this one did
         self._next = float(self._reach.sum() ** 2 / max(before, 1e-9))
 
@@ -78,6 +86,7 @@ class Levels:
         # [R, depth, width] within the request's levels; a chain has none
         fits = np.broadcast_to((np.arange(depth) < limits.max_depth[index][:, None])[:, :, None], tokens.shape).copy()
         fits[chains, :, 1:] = False
+        fits &= np.stack(self._is_open[:-1], axis=1)[:, :, None]
         counts = np.zeros(batch.size, dtype=np.int64)
         counts[index] = fits.sum(axis=(1, 2))
         # the nodes of a level hang on the chain's node of the level above

@@ -44,7 +44,15 @@ class NgramDrafter(BaseDrafter):
             self._synced(view) if count > 0 else None for view, count in zip(batch.views, wanted.tolist(), strict=True)
         ]
         wanted = np.where([index is not None for index in indices], wanted, 0).astype(np.int32)
-        columns = propose_history(indices, [_TEXT] * batch.size, wanted, limits.max_depth, limits.is_chain)
+        columns = propose_history(
+            indices,
+            [_TEXT] * batch.size,
+            wanted,
+            limits.max_depth,
+            limits.is_chain,
+            end_start=batch.end_start,
+            end_ids=batch.end_ids,
+        )
         return proposed(batch.request_ids, *columns, self._source)
 
     def forget(self, request_id: str) -> None:

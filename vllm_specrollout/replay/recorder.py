@@ -219,6 +219,7 @@ class Recorder(Listener):
                 max_draft_tokens=view.max_draft_tokens,
                 weights_version=view.weights_version,
                 ready_ms=round_ms(self._ready_ms),
+                ends=tuple(view.ends.tolist()),
             )
             self._sink.write(arrival)
         answer = self._answers[view.request_id]

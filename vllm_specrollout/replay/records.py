@@ -80,6 +80,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     weights_version: Count = 0
     # milliseconds since the recording began, before which it did not exist; 0.0 for those that were there at once
     ready_ms: Ms = 0.0
+    # tokens that end its answer, ascending; none in recordings that do not tell
+    ends: tuple[Token, ...] = ()
 
 
 class Candidates(msgspec.Struct, frozen=True, array_like=True):

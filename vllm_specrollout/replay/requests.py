@@ -109,7 +109,8 @@ def requests_of(trace: Trace, prompt_share: float) -> list[Request]:
             token_ids = np.concatenate([np.zeros(prompt, np.int32), np.asarray(end.token_ids, np.int32)])
             facts = (arrival.shape, arrival.max_draft_tokens, arrival.problem_id, arrival.weights_version)
             name = f"r{arrival.request}"
-            view = RequestView(name, token_ids[:prompt], prompt, arrival.max_tokens, *facts, name)
+            ends = np.asarray(arrival.ends, np.int32)
+            view = RequestView(name, token_ids[:prompt], prompt, arrival.max_tokens, *facts, name, ends=ends)
             requests.append(Request(arrival, end, token_ids, view, left))
     if not requests:
         raise TraceError("no request of the trace has an end", "record until at least one answer is over")

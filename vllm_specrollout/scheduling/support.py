@@ -29,7 +29,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("top_k, top_p, min_p", TREE, _NODE),
     Rule("presence, frequency, repetition penalty", TREE, _NODE),
     Rule("bad_words, logit_bias, allowed_token_ids, min_tokens", TREE, _NODE),
-    Rule("max_tokens, stop, stop_token_ids, ignore_eos", TREE, "what follows a stop is dropped"),
+    Rule("max_tokens, stop_token_ids, ignore_eos", TREE, "no token that ends an answer is drafted"),
+    Rule("stop, repetition_detection", TREE, "what follows a stop is dropped"),
     Rule("n > 1, logprobs, prompt_logprobs, logprob_token_ids", TREE, "taken from the target's rows"),
     Rule("prefix caching, chunked prefill, preemption, aborts, LoRA", TREE, "the drafts leave no trace"),
     Rule("multimodal models, with and without images", TREE, "behind the prompt, positions go on from where it ended"),
@@ -60,6 +61,12 @@ TABLE: tuple[Rule, ...] = (
     Rule("output quantised inside attention (`fuse_attn_quant`), V2 runner", CHAIN, "the tree kernel cannot"),
     Rule("multi-head latent attention, V2 runner", CHAIN, "it has no tree kernel"),
     Rule("thinking_token_budget", OFF, "its state follows one line of tokens and cannot be taken back"),
+    Rule("streaming-input sessions", TREE, "each part is drafted for, and no draft goes beyond its end"),
+    Rule(
+        "streaming-input sessions with repetition_detection, or on the V2 runner",
+        OFF,
+        "a part may end amid a draft, of which vLLM would keep too much",
+    ),
     Rule("prompt_embeds", OFF, "the prompt has no token ids"),
     Rule("custom logits processors", OFF, "they may keep state per request that a draft would disturb"),
     Rule("watermarking, token trace replay", OFF, "they replace sampling"),
@@ -84,6 +91,8 @@ class RequestTraits:
     has_prompt_embeds: bool = False
     is_watermarked: bool = False
     is_trace_replay: bool = False
+    ends_amid_drafts: bool = False
+    """Whether a part of its session may end within an accepted path, of which vLLM would keep too much."""
 
 
 def request_shape(traits: RequestTraits) -> tuple[DraftMode, str]:
@@ -92,6 +101,8 @@ def request_shape(traits: RequestTraits) -> tuple[DraftMode, str]:
         return DraftMode.OFF, "switched off by the request"
     if traits.has_thinking_budget:
         return DraftMode.OFF, "thinking_token_budget follows one line of tokens"
+    if traits.ends_amid_drafts:
+        return DraftMode.OFF, "a part of a streaming-input session may end amid a draft"
     if traits.has_prompt_embeds:
         return DraftMode.OFF, "the prompt is given as embeddings"
     if traits.is_watermarked or traits.is_trace_replay:

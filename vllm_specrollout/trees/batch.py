@@ -21,6 +21,7 @@ from vllm_specrollout.types import (
     DraftTree,
     FloatArray,
     IntArray,
+    RequestBatch,
     TreeBatch,
     empty_trees,
 )
@@ -126,6 +127,19 @@ def merge_select(
     )
     trees = TreeBatch(first.request_ids, node_start, token_ids, parents, log_q, source, depth)
     return Merged(trees, reach, num_proposed, ms, gain, best)
+
+
+def without_ends(trees: TreeBatch, batch: RequestBatch) -> TreeBatch:
+    """The trees over the batch, without the nodes that have an end token of their request, and all that hangs there.
+
+    Such a node saves no step: the token that ends an answer is sampled in its parent's row, and nothing follows it. So
+    an accepted path never holds an end, and a request's state behind its last token is that of plain decoding.
+    """
+    if not len(batch.end_ids):
+        return trees
+    columns = (trees.node_start, trees.parents, trees.token_ids)
+    is_open = _core.open_nodes(*columns, batch.end_start, batch.end_ids)
+    return trees if is_open.all() else _kept(trees, is_open)
 
 
 def take(trees: TreeBatch, request_ids: Sequence[str], index: npt.NDArray[Any], counts: IntArray) -> TreeBatch:

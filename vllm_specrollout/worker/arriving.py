@@ -47,6 +47,14 @@ class RequestSeeds:
         return int(self._rng.integers(0, _SEEDS))
 
 
+def signed(seed: int) -> int:
+    """The same 64 bits, for a table of signed integers: sample i of `n` has the seed + i, which may be one too large.
+
+    Called where the seed is used: in a copy of the parameters that travels, -1 would say that there is none.
+    """
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 _RESUMED = "spec_rollout_resumed"
 
 
@@ -148,6 +156,8 @@ class Arrivals:
         if is_unseeded:
             own.seed = self._seeds.draw()
         told = {"problem_id": found.problem_id, "continues": found.continues, "is_unseeded": is_unseeded}
+        if getattr(request, "resumable", False):
+            told["is_session"] = True
         own.extra_args = {**(params.extra_args or {}), _KEY: told}
         return found
 
@@ -186,6 +196,11 @@ def attribution_of(params: SamplingParams) -> Attribution | None:
 def is_unseeded(params: SamplingParams) -> bool:
     """Whether the request came without a seed, and was given one here."""
     return bool(_told(params).get("is_unseeded"))
+
+
+def is_session(params: SamplingParams) -> bool:
+    """Whether the request may get more of its prompt once it has ended (vLLM's streaming input)."""
+    return bool(_told(params).get("is_session"))
 
 
 def _told(params: SamplingParams) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.scheduling.support import RequestTraits, request_shape
 from vllm_specrollout.trees.tape import SeedTape, VectorTape
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
-from vllm_specrollout.worker.arriving import attribution_of
+from vllm_specrollout.worker.arriving import attribution_of, is_session
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -40,11 +40,22 @@ class Admission:
     max_tokens: int
     continues: bool = False
     """Whether it goes on from an earlier request's answer."""
+    # [E] int32, ascending: as in `RequestView`
+    ends: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def max_draft_tokens(self) -> int:
         limit = self.options.max_draft_tokens
         return limit if limit is not None else 1 << 30
+
+
+def ends_of(params: SamplingParams) -> IntArray:
+    """[E] int32, ascending: the tokens that end an answer (vLLM's `check_stop`), those of the model's config included.
+
+    `min_tokens` leaves none of them out: until then none is sampled.
+    """
+    eos = params.eos_token_id  # None: there is none, or it is ignored
+    return np.unique(np.asarray([*(params.stop_token_ids or ()), *([] if eos is None else [eos])], dtype=np.int32))
 
 
 class Desk:
@@ -65,9 +76,11 @@ class Desk:
         *,
         has_prompt_embeds: bool,
         follows_one_line: str = "",
+        drafts_sessions: bool = True,
     ) -> Admission:
         """Args:
         follows_one_line: why this runner can only draft chains for the request; empty if it can draft trees.
+        drafts_sessions: whether this runner admits a session anew with each of its parts.
         """
         options = parse_request((params.extra_args or {}).get("spec_rollout"))
         shape, reason = request_shape(
@@ -78,6 +91,7 @@ class Desk:
                 has_prompt_embeds=has_prompt_embeds,
                 is_watermarked=asks_for_watermark(params),
                 is_trace_replay=bool(params.trace_decode_token_ids),
+                ends_amid_drafts=is_session(params) and not (drafts_sessions and params.repetition_detection is None),
             )
         )
         if follows_one_line and shape is DraftMode.TREE:
@@ -93,6 +107,7 @@ class Desk:
             shape,
             params.max_tokens if params.max_tokens is not None else 1 << 30,
             found.continues,
+            ends_of(params),
         )
 
     def _note(self, shape: DraftMode, reason: str) -> None:
@@ -132,6 +147,7 @@ class RequestState:
             admission.problem_id,
             name=external_name(request_id),
             continues=admission.continues,
+            ends=admission.ends,
         )
 
     def seen(
@@ -173,15 +189,15 @@ class RequestState:
 class RequestEntry(RequestState):
     """One request, from admission to its end; it survives preemption."""
 
-    __slots__ = ("admission", "state", "tape")
+    __slots__ = ("admission", "noise", "state", "tape")
 
     def __init__(self, state: CachedRequestState, admission: Admission, tape: Tape | None) -> None:
         prompt = np.asarray(state.prompt_token_ids or [], dtype=np.int32)
         super().__init__(state.req_id, admission, prompt, len(prompt))
         self.state = state
         self.admission = admission
-        # None for greedy requests
-        self.tape = tape
+        # None for greedy requests; of a session's greedy part, `noise` is what goes on in a later one
+        self.tape = self.noise = tape
 
     @property
     def is_greedy(self) -> bool:
@@ -198,6 +214,12 @@ class RequestEntry(RequestState):
         return self.ending(
             np.asarray(self.state.prompt_token_ids or [], dtype=np.int32), output, status, weights_version
         )
+
+    def part_ended(self, weights_version: int) -> FinishedRequest:
+        """What drafters are told of a session's part, once the next one is there."""
+        count = len(self.state.output_token_ids)
+        status = FinishReason.FINISHED if count < self.admission.max_tokens else FinishReason.TRUNCATED
+        return self.ended(count, status, weights_version)
 
 
 class RequestBook(Desk):
@@ -248,17 +270,27 @@ class RequestBook(Desk):
         rows = zip(request_ids, tokens, strict=True)
         return [(i, self._fresh.pop(name)) for i, (name, own) in enumerate(rows) if own and name in self._fresh]
 
-    def _admit(self, state: CachedRequestState) -> RequestEntry:
+    def next_part(self, state: CachedRequestState) -> None:
+        """A session goes on (vLLM's streaming input): its prompt, its limits and its ends are the new part's.
+
+        Its noise goes on where it was, as vLLM keeps one generator per session.
+        """
+        self._batch_ids = []
+        before = self._entries.pop(state.req_id, None)
+        self._entries[state.req_id] = self._admit(state, None if before is None else before.noise)
+
+    def _admit(self, state: CachedRequestState, noise: Tape | None = None) -> RequestEntry:
         params = state.sampling_params
         assert params is not None, "pooling requests never reach a generating engine"
         admission = self.admit(params, state.prompt_token_ids, has_prompt_embeds=state.prompt_embeds is not None)
-        tape = None
-        if params.temperature >= 1e-5:
+        is_greedy = params.temperature < 1e-5
+        if noise is None and not is_greedy:
             assert state.generator is not None, "whoever arrives without a seed is given one (arriving.py)"
-            tape = self._make_tape(state.generator)
-        if tape is not None and (resume := admission.options.resume) is not None:
-            tape.skip(len(state.output_token_ids) if resume.drawn is None else resume.drawn)
-        entry = RequestEntry(state, admission, tape)
+            noise = self._make_tape(state.generator)
+            if (resume := admission.options.resume) is not None:
+                noise.skip(len(state.output_token_ids) if resume.drawn is None else resume.drawn)
+        entry = RequestEntry(state, admission, None if is_greedy else noise)
+        entry.noise = noise
         if admission.shape is not DraftMode.OFF:
             self._admitted(entry.view)
             self._fresh[state.req_id] = entry

@@ -141,6 +141,8 @@ class SchedulerMixin(_Base):
         self._endings: dict[str, tuple[int, FinishReason]] = {}
         # while requests are taken back: those whose answers ended at a stop string -> tokens of the answer
         self._answers: dict[str, int] = {}
+        # waiting or running requests of which more parts may come
+        self._sessions: set[str] = set()
         self._step = 0
         """Steps scheduled so far that compute anything: the clock that all pauses go by."""
         self._counts: dict[str, int] | None = None
@@ -198,6 +200,8 @@ class SchedulerMixin(_Base):
         session = self.requests.get(request.request_id)  # streaming input comes under its session's name
         problem_id = self._arrivals.add(request, session).problem_id
         super().add_request(request)
+        if session is None and request.resumable:
+            self._sessions.add(request.request_id)
         if request.spec_decode_metrics is not None:
             # vLLM's own has a place for as many accepted tokens as its `speculative_config` says: none
             request.spec_decode_metrics = DraftedMetrics.new(self.max_draft_tokens)
@@ -221,6 +225,7 @@ class SchedulerMixin(_Base):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._arrivals.end(request.request_id)
+        self._sessions.discard(request.request_id)
         known = self._known.pop(request.request_id, None)
         status, num_tokens = _STATUS.get(request.status, FinishReason.ABORTED), request.num_output_tokens
         if (length := self._answers.get(request.request_id)) is not None:
@@ -320,6 +325,9 @@ class SpecRolloutScheduler(SchedulerMixin, Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if isinstance(model_runner_output, SpecRolloutOutput) and model_runner_output.drafts is not None:
             self.update_draft_token_ids(model_runner_output.drafts)
+            for name in self._sessions:
+                if self.requests[name].status is not RequestStatus.RUNNING:
+                    self.requests[name].spec_token_ids = []  # of a part that is over
         return outputs
 
     def make_spec_decoding_stats(

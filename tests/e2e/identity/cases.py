@@ -87,6 +87,12 @@ ALONE = ("chosen logprobs",)
 """Stock vLLM gives other requests of the batch wrong logprobs beside these, so they get a batch of their own."""
 
 
+THINKING = {"reasoning_start_str": "Step", "reasoning_end_str": "OK"}
+"""A `reasoning_config`: with it, requests may have a `thinking_token_budget`."""
+BEGINS, ENDS = 270, 277
+"""The tokens of that."""
+
+
 def cases(count: int, vocab_size: int, seed: int = 0, max_tokens: int = 64, only: tuple[str, ...] = ()) -> list[Case]:
     """`count` requests, going round the features; some share their prompt's beginning."""
     rng = np.random.default_rng(seed)

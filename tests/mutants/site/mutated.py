@@ -160,6 +160,35 @@ def _(module):
     module._core = Core(module._core, make)
 
 
+@fault("end tokens are drafted", "vllm_specrollout.worker.request")
+def _(module):
+    def make(right):
+        def no_ends(params):
+            reached()
+            return right(params)[:0]
+
+        return no_ends
+
+    instead(module, "ends_of", make)
+
+
+@fault("a session keeps its first part's limits", "vllm_specrollout.worker.request")
+def _(module):
+    instead(module.RequestBook, "next_part", lambda right: lambda self, state: reached())
+
+
+@fault("budgets are left out beside drafts", "vllm_specrollout.worker.v1.thinking")
+def _(module):
+    def make(right):
+        def left_out(holder, trees):
+            if right(holder, trees) is not None:
+                reached()
+
+        return left_out
+
+    instead(module, "at_roots", make)
+
+
 # --- what a drafted row computes with ---------------------------------------------------------------------------------
 
 

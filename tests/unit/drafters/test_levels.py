@@ -14,9 +14,9 @@ def limits(depths: list[int], chains: list[bool]) -> DraftLimits:
     return DraftLimits(np.full(len(depths), 64, np.int32), np.asarray(depths, np.int32), np.asarray(chains, np.bool_))
 
 
-def drafted(num_requests: int, depth: int, width: int) -> Levels:
+def drafted(num_requests: int, depth: int, width: int, ends: np.ndarray | None = None) -> Levels:
     """Token 100 r + 10 level + rank: each says where it comes from."""
-    levels = Levels(num_requests, SURVIVAL, 0.0)
+    levels = Levels(num_requests, SURVIVAL, 0.0, ends)
     for level in range(depth):
         rank = np.arange(width)
         tokens = 100 * np.arange(num_requests)[:, None] + 10 * level + rank
@@ -72,3 +72,15 @@ def test_where_it_is_not_known_what_a_token_is_worth_all_levels_are_drafted() ->
     levels = Levels(1, np.zeros(TENTHS), token_ms=0.0)
     levels.add(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32))
     assert not levels.is_enough(1e9)
+
+
+def test_below_an_end_token_no_level_is_drafted_and_no_pass_is_worth_its_while() -> None:
+    ends = np.asarray([[10, -1], [-1, -1], [201, 999]], np.int32)  # of the chain, none, beside the chain
+    levels = drafted(3, 4, 2, ends)
+    trees = levels.trees(batch(3), limits([4, 4, 4], [False] * 3), np.arange(3), 0)
+    sound(trees)
+    assert [int(trees.tree(i).size) for i in range(3)] == [4, 8, 8]
+    assert trees.tree(0).token_ids.tolist() == [0, 1, 10, 11]
+    alone = Levels(1, np.full(TENTHS, 0.5), 1.0, np.asarray([[0]], np.int32))
+    alone.add(np.zeros((1, 1), np.int64), np.log(np.full((1, 1), 0.7, np.float32)))
+    assert alone.is_enough(1e-9)

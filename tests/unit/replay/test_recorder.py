@@ -200,6 +200,13 @@ def test_a_request_is_recorded_although_drafting_is_paused_all_along():
     assert engine.of(End)[0].token_ids == [3, 4, 5]
 
 
+def test_an_arrival_names_the_tokens_that_end_its_answer():
+    engine = Engine()
+    engine.recorder.admitted(replace(view("a", [3]), ends=np.asarray([2, 4], np.int32)))
+    engine.recorder.admitted(view("b", [3]))
+    assert [a.ends for a in engine.of(Arrival)] == [(2, 4), ()]
+
+
 def test_a_request_that_was_never_to_be_drafted_for_leaves_no_trace():
     engine = Engine()
     engine.recorder.finished(ending("x", [1, 2]))

@@ -164,3 +164,16 @@ def test_a_trace_without_a_single_end_is_refused():
     trace = replace(trace_of([[1]]), ends={})
     with pytest.raises(SpecRolloutError, match="no request of the trace has an end"):
         replay(trace, ScriptedBudget(), LINE)
+
+
+def test_end_tokens_that_were_recorded_as_drafts_are_not_verified_where_the_arrival_names_them() -> None:
+    trace = trace_of([[1, 2, 9]], [Candidates.of(0, 1, tree([2, 9, 5, 6], [-1, 0, 1, 0]))])
+    named = replace(trace, arrivals=(structs.replace(trace.arrivals[0], ends=(9,)),))
+    proposed = []
+    for own in (trace, named):
+        budget = ScriptedBudget(max_nodes=4, max_depth=4)
+        steps = replay(own, budget).steps
+        (first,), _ = budget.of("choose")[0]
+        proposed.append((steps, first.token_ids.tolist()))
+    # the end comes out of its parent's row, so there are as many steps
+    assert proposed == [(2, [2, 9, 5, 6]), (2, [2, 6])]

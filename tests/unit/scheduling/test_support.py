@@ -18,6 +18,7 @@ from vllm_specrollout.types import DraftMode
         (RequestTraits(has_prompt_embeds=True), DraftMode.OFF),
         (RequestTraits(is_watermarked=True), DraftMode.OFF),
         (RequestTraits(is_trace_replay=True), DraftMode.OFF),
+        (RequestTraits(ends_amid_drafts=True, has_grammar=True), DraftMode.OFF),
     ],
 )
 def test_a_request_gets_what_can_be_done_exactly_and_a_reason(traits: RequestTraits, shape: DraftMode) -> None:

@@ -2,6 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.reference.ends import open_nodes
 from tests.reference.trees import first_nodes, is_chain, num_paths
 from tests.trees import batch_of, drafted, tree_of
 from vllm_specrollout.trees.batch import (
@@ -14,9 +15,10 @@ from vllm_specrollout.trees.batch import (
     take,
     token_lists,
     with_branches,
+    without_ends,
 )
 from vllm_specrollout.trees.build import order, select
-from vllm_specrollout.types import EMPTY_TREE, ROOT, TreeBatch
+from vllm_specrollout.types import EMPTY_TREE, ROOT, RequestBatch, RequestView, TreeBatch
 
 BATCHES = st.lists(drafted().map(order), min_size=1, max_size=5)
 COLUMNS = ("token_ids", "parents", "log_q", "source")
@@ -109,3 +111,18 @@ def test_trees_that_a_drafter_left_on_its_device_come_home():
     away = TreeBatch(batch.request_ids, *(OnDevice(getattr(batch, name)) for name in ("node_start", *COLUMNS, "depth")))
     assert_trees(on_host(away), [batch.tree(0)])
     assert on_host(batch) is batch
+
+
+@given(BATCHES, st.data())
+def test_no_node_has_an_end_token_or_stands_behind_one_and_the_others_keep_their_order(trees, data):
+    ends = [data.draw(st.sets(st.integers(0, 4), max_size=2)) for _ in trees]
+    views = [
+        RequestView(str(i), np.zeros(1, np.int32), 1, 99, ends=np.asarray(sorted(own), np.int32))
+        for i, own in enumerate(ends)
+    ]
+    batch, given_trees = RequestBatch.of(views), batch_of(trees)
+    left = without_ends(given_trees, batch)
+    assert_trees(left, [select(tree, open_nodes(tree, own)) for tree, own in zip(trees, ends, strict=True)])
+    assert left is given_trees or left.num_nodes < given_trees.num_nodes
+    filled = batch.ends_of(range(len(views)))
+    assert [{token for token in row if token >= 0} for row in filled.tolist()] == ends

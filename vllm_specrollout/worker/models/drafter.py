@@ -243,7 +243,8 @@ class ModelDrafter(BaseDrafter):
         self.entries = [self.seats[name].entry for name in names]
         temperatures = [1.0 if entry.is_greedy else entry.temperature for entry in self.entries]
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
-        self._levels, self._drawn = Levels(len(names), self._survival(), limits.token_ms), []
+        self._levels = Levels(len(names), self._survival(), limits.token_ms, batch.ends_of(index))
+        self._drawn = []
         self._times += 1
         self._has_alternatives = self.is_comb and not limits.is_chain[index].all()
         self._ranks.order(names, depth)

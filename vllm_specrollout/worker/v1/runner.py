@@ -41,6 +41,7 @@ from vllm_specrollout.worker.scheduler import SpecRolloutOutput, endings_of, ste
 from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v1.proposer import feed, model_drafter_of, plain_processors
 from vllm_specrollout.worker.v1.sampler import Noise, Sampled, are_builtin, held_at_one, row_layout, sample_drafts
+from vllm_specrollout.worker.v1.thinking import clear_inherited, follow_plain_steps
 
 logger = logging.getLogger("vllm.specrollout")
 _Base = GPUModelRunner if TYPE_CHECKING else object
@@ -109,6 +110,7 @@ class SpecRolloutV1(_Base):
         self.book = self.desk = RequestBook(self.shape[0], self.noise.tape, self.drafting.admit)
         if self.speculative_config is not None:
             self.model_drafter = model_drafter_of(self) if self.shape[0] is not DraftMode.OFF else None
+            follow_plain_steps(self.input_batch)
             self.speculative_config = None  # the model is loaded: from now on vLLM's runner takes the plain way
         decoupled.join(self)
         announce(self.vllm_config, "V1", self.shape)
@@ -154,6 +156,10 @@ class SpecRolloutV1(_Base):
             if req_id in self.requests:  # it ended in the last step, with that one's weights
                 entry = self.book.get(self.requests[req_id])
                 self.spec_rollout.finish(entry.ended(num_tokens, status, self.weights_version.computed))
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in self.requests:  # a session's part is over, and its next one comes
+                entry = self.book.get(self.requests[new.req_id])
+                self.spec_rollout.finish(entry.part_ended(self.weights_version.computed))
         begin_step(self.weights_version, scheduler_output)
         output = super().execute_model(scheduler_output, *args, **kwargs)
         if not scheduler_output.total_num_scheduled_tokens and (counts := self.metrics.take()):
@@ -167,12 +173,26 @@ class SpecRolloutV1(_Base):
             self._timing = None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        parts = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in self.requests]
         result = super()._update_states(scheduler_output)
+        for name in parts:
+            self._next_part(self.requests[name])
         if scheduler_output.scheduled_new_reqs:
             fill_in(self, scheduler_output)  # those that were begun elsewhere
+        clear_inherited(self.input_batch, self.requests)
         # the tapes own them; vLLM 0.32 would rewind them after a prefill chunk, which on CPU is an error
         self.input_batch.generators.clear()
         return result
+
+    def _next_part(self, state: CachedRequestState) -> None:
+        """A session goes on, which is a new request to whoever drafts."""
+        assert state.sampling_params is not None
+        if state.generator is None and state.sampling_params.temperature >= 1e-5:
+            # it was greedy so far, and vLLM makes a generator for first parts alone
+            state.generator = torch.Generator(device=self.device)
+            state.generator.manual_seed(state.sampling_params.seed)
+        self.drafting.forget(state.req_id)
+        self.book.next_part(state)
 
     def unfinished(self) -> list[FinishedRequest]:
         """What the engine leaves behind when it is shut down."""

@@ -36,6 +36,7 @@ from vllm_specrollout.trees.batch import cut
 from vllm_specrollout.trees.tape import SeedArray, SeedTape, VectorTape
 from vllm_specrollout.types import ROOT, BoolArray, IntArray, TreeBatch
 from vllm_specrollout.worker.request import RequestEntry, Tape
+from vllm_specrollout.worker.v1.thinking import at_roots
 
 BUILTIN = (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)
 
@@ -255,7 +256,8 @@ def _spread_metadata(
         return None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
 
     has_penalties = not metadata.no_penalties
-    needs_history = has_penalties or bool(metadata.bad_words_token_ids)
+    thinking = at_roots(metadata.thinking_budget_state_holder, trees)
+    needs_history = has_penalties or bool(metadata.bad_words_token_ids) or thinking is not None
     requests = row_request.tolist()
     has_processors = any(
         getattr(p, "min_p_count", 0) or getattr(p, "biases", None) or getattr(p, "min_toks", None)
@@ -282,6 +284,7 @@ def _spread_metadata(
         logitsprocs=spread(metadata.logitsprocs, requests, row_depth.tolist())
         if has_processors
         else type(metadata.logitsprocs)(),
+        thinking_budget_state_holder=thinking,
     )
 
 

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_specrollout.speculator import Speculator
 from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import DraftMode, FinishedRequest
-from vllm_specrollout.worker.arriving import is_unseeded, resumed_of
+from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step, drafted_tokens
 from vllm_specrollout.worker.models.drafter import ModelDrafter
@@ -138,6 +138,9 @@ class SpecRolloutV2(_Base):
         return super().capture_model(**kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is not None and new.sampling_params.seed is not None:
+                new.sampling_params.seed = signed(new.sampling_params.seed)
         super().add_requests(scheduler_output)
         unseeded = [new.req_id for new in scheduler_output.scheduled_new_reqs if is_unseeded(new.sampling_params)]
         if unseeded:
@@ -151,6 +154,7 @@ class SpecRolloutV2(_Base):
                 tokens[: new.prompt_len],
                 has_prompt_embeds=new.prompt_embeds is not None,
                 follows_one_line=one_line_reason(params),
+                drafts_sessions=False,
             )
             is_resumed = new.req_id in resumed_of(scheduler_output)
             self.host.add(HostRequest(new.req_id, admission, new.prompt_len, tokens, params.temperature, is_resumed))
