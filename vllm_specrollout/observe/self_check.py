@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,6 +35,7 @@ DEADLINE_S = 120.0
 _GRACE_S = 10.0
 """Between an exception thrown into a part that hangs, and the end of the process that does not heed it."""
 
+_STDERR = 2
 _MOST_TOLD = 500
 """Characters of an exception: compilers tell all they know."""
 
@@ -181,8 +181,7 @@ class Record:
             return
         faulthandler.disable()
         if self._had_handler:
-            with suppress(AttributeError, OSError, RuntimeError, ValueError):  # no standard error to write to
-                faulthandler.enable(sys.__stderr__)
+            faulthandler.enable(_STDERR)
         Path(self._file.name).with_suffix(".pending").unlink(missing_ok=True)
         self._file.close()
         self._file = None

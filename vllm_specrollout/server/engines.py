@@ -137,12 +137,13 @@ def host_facts() -> HostFacts:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    forced = vllm.envs.VLLM_USE_V2_MODEL_RUNNER
-    runner = "V2" if (HAS_TRITON if forced is None else forced) else "V1"
+    forced, is_cpu = vllm.envs.VLLM_USE_V2_MODEL_RUNNER, current_platform.is_cpu()
+    # unasked, spec rollout takes the V1 one on CPU
+    runner = "V2" if (HAS_TRITON and not is_cpu if forced is None else forced) else "V1"
     attention = "chosen by vLLM per model"
-    if current_platform.is_cpu():
+    if is_cpu:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         attention = f"CPU_ATTN, {_get_attn_isa(torch.bfloat16, 32, 64)}"
     name = current_platform.device_name or "unknown"
-    return HostFacts(name, current_platform.is_cpu(), current_platform.is_cuda(), runner, attention)
+    return HostFacts(name, is_cpu, current_platform.is_cuda(), runner, attention)
