@@ -45,8 +45,9 @@ def report_command(
     ] = MOST_MB,
 ) -> None:
     """Draw a recorded rollout: one HTML page without a network, and tracks for Perfetto."""
-    if not _is_address(trace) and not Path(trace).is_file():
-        raise ConfigError(f"`{trace}` is no file", "name a recorded rollout, or the address of a server that records")
+    if not _is_address(trace) and not Path(trace).exists():
+        cause = f"`{trace}` cannot be read: No such file or directory"
+        raise ConfigError(cause, "name an existing trace, or the address of a server that records")
     if out is None and perfetto is None:
         raise ConfigError("neither `--out` nor `--perfetto` is given", "name a file, for example `--out rollout.html`")
     flags.in_range(most_mb, "--most-mb", 1, 1000)

@@ -104,9 +104,12 @@ class Record:
         self.folder = folder or envs.cache_dir() / "self-check"
         self.key = key
         self.start = secrets.token_hex(8)
-        """One for all ranks of an engine: what several of them die of is one crash."""
         self._file: BinaryIO | None = None
         self._had_handler = False
+
+    def join(self, start: str) -> None:
+        """This rank checks the engine of that start: what several ranks die of is one crash."""
+        self.start = start
 
     @property
     def has_passed(self) -> bool:

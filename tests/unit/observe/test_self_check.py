@@ -73,7 +73,7 @@ def test_what_passed_is_known_to_the_next_start_until_it_fails(tmp_path: Path) -
 def _dies(folder: Path, how: str, key: str = "key", start: str = "") -> None:
     """A process that dies in the part `trees`: by a signal, by a hang, or not yet."""
     made = Record(key, folder)
-    made.start = start or made.start
+    made.join(start or made.start)
     made.begin(VERIFY)
     made.begin(TREES)
     if how == "hangs":

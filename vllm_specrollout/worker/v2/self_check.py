@@ -78,7 +78,7 @@ class SelfCheck:
             limit(runner, DraftMode.CHAIN, UNCHECKED)
             runner.verifier.has_kernel = False
         elif made.is_wanted:
-            made.record.start = made._agreed(made.record.start if _is_first() else "")
+            made.record.join(made._agreed(made.record.start if _is_first() else ""))
             if asked == "auto":
                 made.look_back()
             elif _is_first():
