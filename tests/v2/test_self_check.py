@@ -262,7 +262,7 @@ def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and
 ) -> None:
     key = module.key_of(runner)
     for start in ("one", "two"):
-        (tmp_path / f"{key}.{start}.1.pending").write_text("trees\nFatal Python error: Segmentation fault\n")
+        (tmp_path / f"{key}.any.{start}.1.pending").write_text("trees\nFatal Python error: Segmentation fault\n")
     runner.draft_graphs.chains = runner.draft_graphs.trees = object()
     for name in ("check_verify", "check_attention", "check_commit"):
         monkeypatch.setattr(module, name, _raises)

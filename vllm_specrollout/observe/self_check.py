@@ -98,11 +98,13 @@ class Record:
     Args:
         key: what the verdict holds for: device, driver, versions, model, our source.
         folder: None: below the user's cache folder.
+        device: the very one. What passed on one holds for all of its kind; a fault may be its own.
     """
 
-    def __init__(self, key: str, folder: Path | None = None) -> None:
+    def __init__(self, key: str, folder: Path | None = None, device: str = "any") -> None:
         self.folder = folder or envs.cache_dir() / "self-check"
         self.key = key
+        self.device = device
         self.start = secrets.token_hex(8)
         self._file: BinaryIO | None = None
         self._had_handler = False
@@ -117,10 +119,7 @@ class Record:
         return (self.folder / f"{self.key}.passed").exists()
 
     def crash(self) -> str:
-        """What two earlier starts died of, none of which has passed since; empty: all is to be checked.
-
-        One alone is checked anew: it may have been of one host among those that share the folder.
-        """
+        """What two earlier starts on this device died of, with none since that passed; empty: all is to be checked."""
         died = dict(self._faults())
         if len(died) < 2:
             return ""
@@ -129,13 +128,13 @@ class Record:
 
     def _faults(self) -> Iterator[tuple[str, tuple[str, str, Path]]]:
         """(start, (part, what it died of, file)) of each process that died; one that was killed is forgotten."""
-        for path in sorted(self.folder.glob(f"{self.key}.*.pending")):
+        for path in sorted(self.folder.glob(f"{self.key}.{self.device}.*.pending")):
             # one that is locked runs now; where nothing can be locked, nothing is known
             with suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 part, _, fault = file.read(_MOST_TOLD).decode(errors="replace").partition("\n")
                 if fault:
-                    yield path.name.split(".")[1], (part, fault, path)
+                    yield path.name.split(".")[2], (part, fault, path)
                 else:
                     path.unlink()
 
@@ -149,7 +148,7 @@ class Record:
     def _opened(self) -> BinaryIO:
         """This process's own pending file, locked before anybody can find it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{self.key}.{self.start}.{secrets.token_hex(4)}.new"
+        path = self.folder / f"{self.key}.{self.device}.{self.start}.{secrets.token_hex(4)}.new"
         file = path.open("ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -164,8 +163,9 @@ class Record:
 
     def fault(self, what: str) -> None:
         """This process dies of it."""
-        if self._file is not None:
-            self._file.write(what.encode())
+        with _told_only():
+            if self._file is not None:
+                self._file.write(what.encode())
 
     def end(self, failed: Mapping[str, str]) -> None:
         """All parts are over."""

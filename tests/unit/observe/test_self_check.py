@@ -70,9 +70,9 @@ def test_what_passed_is_known_to_the_next_start_until_it_fails(tmp_path: Path) -
     assert not Record("key", tmp_path).has_passed and not list(tmp_path.iterdir())
 
 
-def _dies(folder: Path, how: str, key: str = "key", start: str = "") -> None:
-    """A process that dies in the part `trees`: by a signal, by a hang, or not yet."""
-    made = Record(key, folder)
+def _dies(folder: Path, how: str, start: str = "") -> None:
+    """A process that dies in the part `trees`: by a signal, or by a hang."""
+    made = Record("key", folder)
     made.join(start or made.start)
     made.begin(VERIFY)
     made.begin(TREES)
@@ -100,6 +100,7 @@ def test_a_fault_that_ended_two_starts_is_a_crash_until_all_is_checked_anew(tmp_
     said = {"SIGSEGV": "Segmentation fault", "SIGABRT": "Aborted", "SIGBUS": "Bus error", "hangs": "it hangs"}[how]
     assert "2 starts died, one in the part `trees` of" in found and said in found
     assert not Record("another", tmp_path).crash()
+    assert not Record("key", tmp_path, "another").crash(), "a folder that hosts share, one of which is broken"
     Record("key", tmp_path).clear()
     assert not Record("key", tmp_path).crash()
 
@@ -113,9 +114,9 @@ def test_starts_that_were_killed_in_their_check_are_no_crash_and_leave_nothing(t
 
 def test_ranks_of_one_start_that_die_together_are_one_crash(tmp_path: Path) -> None:
     for _ in range(4):
-        died(tmp_path, "SIGSEGV", "key", "one")
+        died(tmp_path, "SIGSEGV", "one")
     assert not Record("key", tmp_path).crash()
-    died(tmp_path, "SIGSEGV", "key", "two")
+    died(tmp_path, "SIGSEGV", "two")
     assert Record("key", tmp_path).crash()
 
 
@@ -161,8 +162,8 @@ faulthandler._sigsegv()
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"part": "trees", "pid": 3}'])
 def test_a_damaged_file_ends_no_start(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "key.elsewhere.7.pending").write_bytes(content)
-    (tmp_path / "key.elsewhere.8.pending").mkdir()
+    (tmp_path / "key.any.elsewhere.7.pending").write_bytes(content)
+    (tmp_path / "key.any.elsewhere.8.pending").mkdir()
     assert not Record("key", tmp_path).crash()
 
 

@@ -73,7 +73,8 @@ class SelfCheck:
         asked, is_cuda = runner.spec_config.self_check, runner.device.type == "cuda"
         is_wanted = asked == "always" or (asked == "auto" and is_cuda)
         is_wanted = is_wanted and runner.shape[0] is not DraftMode.OFF
-        made = cls(runner, Record(key_of(runner) if is_wanted else ""), is_wanted=is_wanted)
+        found = Record(key_of(runner), device=_own_name(runner.device)) if is_wanted else Record("")
+        made = cls(runner, found, is_wanted=is_wanted)
         if not is_wanted and is_cuda and runner.spec_config.shape == "auto":
             limit(runner, DraftMode.CHAIN, UNCHECKED)
             runner.verifier.has_kernel = False
@@ -267,6 +268,11 @@ def key_of(runner: Any) -> str:
         digest.hexdigest(),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _own_name(device: torch.device) -> str:
+    """By which a device is known on all hosts and in all containers; other platforms have one kind."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 def _driver() -> str:
