@@ -302,6 +302,11 @@ def test_where_vllm_would_run_its_v2_runner_on_cpu_ours_is_the_v1_one(make, monk
         args.create_engine_config()
 
 
+def test_where_vllm_itself_runs_its_v1_runner_no_variable_is_set(make):
+    make(spec_rollout=True).create_engine_config()
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+
+
 def test_a_flag_that_vllm_drops_on_cpu_is_no_error(make):
     assert make(spec_rollout=True, async_scheduling=True).create_engine_config().scheduler_config.scheduler_cls
     assert not make(async_scheduling=True).create_engine_config().scheduler_config.async_scheduling

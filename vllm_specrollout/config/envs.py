@@ -39,7 +39,7 @@ TABLE = (
     Variable(CPU_ATTN_SPLIT_KV, "set to `0` when speculation is on, so that a row's bits ignore its neighbours", False),
     Variable(
         USE_V2_MODEL_RUNNER,
-        "set to `0` when speculation is on on CPU, which runs the V1 model runner, and must not be `1` there;"
+        "set to `0` with speculation on CPU where vLLM prefers V2, and must not be `1` there: the V1 model runner runs;"
         " `0` on CUDA: chains only",
         False,
     ),

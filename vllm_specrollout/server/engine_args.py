@@ -248,8 +248,7 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     if not engine.async_scheduler:
         changes |= {"scheduler_cls": engine.scheduler, "async_scheduling": False}
     _set_row_invariant_attention()
-    if engine is engines.CPU_V1 and engines.wants_v2() is None:
-        # vLLM would take its V2 runner wherever Triton has a backend for CPU
+    if engine is engines.CPU_V1 and engines.wants_v2() is None and engines.prefers_v2():
         _set(envs.USE_V2_MODEL_RUNNER, "0")
         logger.info("Spec rollout runs vLLM's V1 model runner on CPU (`%s=0`)", envs.USE_V2_MODEL_RUNNER)
     with _replaced(engine_args, changes):
