@@ -38,6 +38,7 @@ class Display:
             transient=True,
             disable=not bars.is_terminal,
         )
+        self._bars = bars
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -63,5 +64,8 @@ class Display:
 
         def update(title: str, done: int) -> None:
             self._progress.update(bar, advance=done, description=title or None)
+            if title and not self._bars.is_terminal:
+                # a bar cannot be drawn in a file; who waits for minutes still reads what for
+                print(f"{title} ...", file=sys.stderr, flush=True)
 
         return update

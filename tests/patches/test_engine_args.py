@@ -10,7 +10,7 @@ import pytest
 
 from vllm_specrollout import patches
 from vllm_specrollout.config import CollectConfig, SpecRolloutConfig
-from vllm_specrollout.errors import ConfigError
+from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.server.engines import CPU_V1
 from vllm_specrollout.server.settings import Hashed
 
@@ -217,7 +217,6 @@ REFUSED = {
     "dual-batch overlap": dict(enable_dbo=True),
     "KV offloading": dict(kv_offloading_size=1.0),
     "KV sharing fast prefill": dict(kv_sharing_fast_prefill=True),
-    "async scheduling": dict(async_scheduling=True),
     "block size": dict(block_size=16),
     "worker class": dict(worker_cls="mine.Worker"),
     "scheduler class": dict(scheduler_cls="mine.Scheduler"),
@@ -247,6 +246,70 @@ def test_every_refusal_by_vllms_own_arguments_reads_as_recorded(make, snapshot, 
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "/no/such/file")
     text += "\n" + render_refusals({"unreadable environment": lambda: make().create_engine_config()})
     snapshot(Path(__file__).with_name("refusals.txt"), text)
+
+
+POOLING = dict(runner="pooling", convert="embed")
+
+
+@pytest.mark.parametrize(
+    "kwargs, cause",
+    [
+        (POOLING, "the runner is `pooling`"),
+        (dict(pipeline_parallel_size=2), "`--pipeline-parallel-size` is 2"),
+        (dict(kv_transfer_config="OffloadingConnector"), "the KV connector is `OffloadingConnector`"),
+        (dict(use_fp64_gumbel=True), "`--use-fp64-gumbel`"),
+    ],
+    ids=str,
+)
+def test_a_variable_is_a_wish_an_engine_that_spec_rollout_cannot_serve_is_stocks(
+    make, monkeypatch, caplog, kwargs, cause
+):
+    """It reaches every engine of a run, its reward models and teachers too."""
+    from vllm.config import KVTransferConfig
+
+    if name := kwargs.get("kv_transfer_config"):
+        kwargs = {"kv_transfer_config": KVTransferConfig(kv_connector=name, kv_role="kv_both")}
+    stock = engine_of(make(**kwargs).create_engine_config())
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
+    assert engine_of(make(**kwargs).create_engine_config()) == stock
+    (told,) = (one for one in caplog.records if one.name == "vllm.specrollout" and one.levelname != "INFO")
+    assert told.levelname == "WARNING" and "`VLLM_SPEC_ROLLOUT`" in told.getMessage() and cause in told.getMessage()
+    assert not {"VLLM_CPU_ATTN_SPLIT_KV", "VLLM_USE_V2_MODEL_RUNNER"} & os.environ.keys()
+    # a flag is a promise
+    with pytest.raises(UnsupportedError):
+        make(**kwargs, spec_rollout=True).create_engine_config()
+
+
+@pytest.mark.parametrize("value", ['{"max_depht": 3}', "{", "/no/such/file", '{"drafters": []}'])
+def test_a_variable_that_cannot_be_used_is_an_error_for_every_engine(make, monkeypatch, value):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", value)
+    for kwargs in ({}, POOLING):
+        with pytest.raises(ConfigError):
+            make(**kwargs).create_engine_config()
+
+
+def test_where_vllm_would_run_its_v2_runner_on_cpu_ours_is_the_v1_one(make, monkeypatch):
+    """Triton has a backend for CPU in vLLM's own image."""
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    args = make(spec_rollout=True)
+    stock, ours, again = (made.create_engine_config() for made in (make(), args, args))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0" and not ours.use_v2_model_runner
+    assert engine_of(ours) == engine_of(again)
+    assert make().create_engine_config().use_v2_model_runner and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert stock.use_v2_model_runner, "by then"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(UnsupportedError, match="asks for vLLM's V2 model runner; on CPU, spec rollout runs the V1 one"):
+        args.create_engine_config()
+
+
+def test_where_vllm_itself_runs_its_v1_runner_no_variable_is_set(make):
+    make(spec_rollout=True).create_engine_config()
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+
+
+def test_a_flag_that_vllm_drops_on_cpu_is_no_error(make):
+    assert make(spec_rollout=True, async_scheduling=True).create_engine_config().scheduler_config.scheduler_cls
+    assert not make(async_scheduling=True).create_engine_config().scheduler_config.async_scheduling
 
 
 def test_another_platform_than_cpu_or_cuda_is_refused(make, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import OracleConfig
+from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.patches import features, supported
 from vllm_specrollout.server import engines, limits, settings
 
@@ -51,7 +52,6 @@ REFUSED_ARGS = {
     ),
     "KV offloading": dict(kv_offloading_size=4.0),
     "KV sharing fast prefill": dict(kv_sharing_fast_prefill=True),
-    "async scheduling asked for": dict(async_scheduling=True),
     "a block size branches cannot use": dict(block_size=16),
     "routed experts on V1": dict(enable_return_routed_experts=True),
     "routed experts on V1, by their other option": dict(
@@ -111,6 +111,7 @@ def test_stock_arguments_are_accepted():
     [
         dict(block_size=64),
         dict(async_scheduling=False),
+        dict(async_scheduling=True),
         dict(data_parallel_size=4),
         dict(worker_cls=WORKER, scheduler_cls=SCHEDULER),
         dict(worker_cls="mine.Worker"),
@@ -186,9 +187,9 @@ def test_on_cuda_the_v1_runner_is_taken_when_it_is_asked_for(monkeypatch):
 
 def test_what_only_v1_cannot_do_is_accepted_on_v2():
     check(engine=V2, async_scheduling=True, block_size=16)
-    for refused in (dict(async_scheduling=True), dict(block_size=16)):
-        with pytest.raises(limits.SpecRolloutError):
-            check(engine=V1, **refused)
+    for engine, refused in ((engines.GPU_V1, dict(async_scheduling=True)), (V1, dict(block_size=16))):
+        with pytest.raises(UnsupportedError):
+            check(engine=engine, **refused)
 
 
 def _raise(error):
@@ -199,19 +200,27 @@ def _raise(error):
 def test_a_keyword_outranks_additional_config_and_both_outrank_the_environment(monkeypatch):
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", '{"max_depth": 1}')
     args = SimpleNamespace(additional_config={})
-    assert settings.requested(args).max_depth == 1
+    assert settings.requested(args)[0].max_depth == 1
     args.additional_config = {"spec_rollout": {"max_depth": 2}, "other": 5}
-    assert settings.requested(args).max_depth == 2
+    assert settings.requested(args)[0].max_depth == 2
     settings.fold(args, {"max_depth": 3}, "spec_rollout")
-    assert settings.requested(args).max_depth == 3
+    assert settings.requested(args)[0].max_depth == 3
     assert args.additional_config["other"] == 5
+
+
+def test_what_only_the_environment_asks_for_is_a_wish(monkeypatch):
+    monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
+    args = SimpleNamespace(additional_config={"other": 5})
+    assert settings.requested(args) == (SpecRolloutConfig(), True)
+    settings.fold(args, True, "spec_rollout")
+    assert settings.requested(args) == (SpecRolloutConfig(), False)
 
 
 def test_false_switches_off_what_the_environment_switched_on(monkeypatch):
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", "1")
     args = SimpleNamespace(additional_config={})
     settings.fold(args, False, "spec_rollout")
-    assert settings.requested(args) is None
+    assert settings.requested(args)[0] is None
 
 
 def test_folding_leaves_the_users_own_dict_alone():
@@ -224,7 +233,7 @@ def test_folding_leaves_the_users_own_dict_alone():
 @pytest.mark.parametrize("value", ["0", "off", ""])
 def test_the_environment_may_say_off(monkeypatch, value):
     monkeypatch.setenv("VLLM_SPEC_ROLLOUT", value)
-    assert settings.requested(SimpleNamespace(additional_config={})) is None
+    assert settings.requested(SimpleNamespace(additional_config={}))[0] is None
 
 
 def test_an_engine_without_our_entry_is_off():

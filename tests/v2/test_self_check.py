@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -263,8 +261,8 @@ def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = module.key_of(runner)
-    dead = {"part": record.TREES, "pid": 2**22 + 1, "began": 1.0, "host": os.uname().nodename}
-    (tmp_path / f"{key}.host.1.pending").write_text(json.dumps(dead))
+    for start in ("one", "two"):
+        (tmp_path / f"{key}.any.{start}.1.pending").write_text("trees\nFatal Python error: Segmentation fault\n")
     runner.draft_graphs.chains = runner.draft_graphs.trees = object()
     for name in ("check_verify", "check_attention", "check_commit"):
         monkeypatch.setattr(module, name, _raises)
@@ -272,7 +270,7 @@ def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and
     found.look_back()
     assert runner.shape[0] is CHAIN and not runner.verifier.has_kernel
     found.run()
-    assert list(found.failed) == [record.CRASH] and "died in the part `trees`" in found.failed[record.CRASH]
+    assert list(found.failed) == [record.CRASH] and "in the part `trees`" in found.failed[record.CRASH]
     assert runner.draft_graphs.chains is runner.draft_graphs.trees is None and runner.shape[0] is CHAIN
     # until somebody asks for another check
     Record(key, tmp_path).clear()

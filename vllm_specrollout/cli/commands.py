@@ -74,7 +74,10 @@ def doctor(
         ),
     ] = "",
     server: Annotated[
-        str, typer.Option(help="A running server's address: say which of its drafters work.", show_default=False)
+        str,
+        typer.Option(
+            help="A running server's address: say which of its drafters work, and no more.", show_default=False
+        ),
     ] = "",
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Check the device: an engine over --model, or a random one.")
@@ -85,7 +88,8 @@ def doctor(
     from vllm_specrollout.cli.device_check import check_device
     from vllm_specrollout.cli.doctor import examine
 
-    typer.echo("asking vLLM, which takes some seconds to import ...", err=True)
+    if not server:
+        typer.echo("asking vLLM, which takes some seconds to import ...", err=True)
     report = check_device(model) if gpu else examine(model, server)
     typer.echo(report.as_json() if as_json else report.as_text())
     if not report.is_healthy:

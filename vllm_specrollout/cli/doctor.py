@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import importlib.metadata
 import json
 import os
 import platform
-import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_specrollout import __version__, patches
+from vllm_specrollout.cli import fetch
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.errors import ConfigError, UnsupportedError
@@ -22,7 +21,9 @@ from vllm_specrollout.scheduling.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
 
 _ROUTE = "/spec_rollout/drafters"
-_TIMEOUT_S = 10.0
+_ASKED = (
+    "start the server with spec rollout, and with `VLLM_PLUGINS` naming `spec_rollout`; a key goes into VLLM_API_KEY"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,28 @@ class Report:
 
     def as_text(self) -> str:
         """Sections of aligned lines; problems carry a `!` and their hints follow."""
-        sections = [_lines(self.findings), _lines(self.variables, "environment"), _lines(self.drafted, "drafted")]
-        if self.running:
-            sections.append(_lines(self.running, "running"))
+        titled = (
+            (self.findings, ""),
+            (self.variables, "environment"),
+            (self.drafted, "drafted"),
+            (self.running, "running"),
+        )
+        sections = [_lines(findings, title) for findings, title in titled if findings]
         hints = [f"hint: {finding.name}: {finding.hint}" for finding in self.findings if finding.hint]
-        verdict = "spec rollout works here" if self.is_healthy else "spec rollout does not work here (lines marked !)"
+        where = "there" if self.running else "here"
+        verdict = f"spec rollout {'works' if self.is_healthy else 'does not work'} {where}"
+        verdict += "" if self.is_healthy else " (lines marked !)"
         return "\n\n".join(part for part in (verdict, "\n".join(hints), *sections) if part)
 
 
 def examine(model: str = "", server: str = "") -> Report:
-    """Look at this host, at a model's configuration if one is given, and at a running server if one is.
+    """Look at this host and at a model's configuration if one is given; or, without vLLM, at a running server.
 
     Raises:
         ConfigError: the model has no readable config.json, or the server does not answer.
     """
-    key = os.environ.get("VLLM_API_KEY", "")
-    running = running_parts(ask_server(server, key)) if server else []
+    if server:
+        return Report((), (), (), tuple(running_parts(ask_server(server))))
     drafted = [Finding(rule.feature, f"{rule.shape.value:<5}  {rule.reason}") for rule in TABLE]
     drafted += [Finding(f"--speculative-config: {m.name}", f"{_YES[m.is_supported]:<5}  {m.note}") for m in METHODS]
     if model:
@@ -77,32 +84,21 @@ def examine(model: str = "", server: str = "") -> Report:
     # before anything is looked at: asking the host of its rows sets one of them
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
     findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_edited(), *_command()]
-    return Report(tuple(findings), tuple(variables), tuple(drafted), tuple(running))
+    return Report(tuple(findings), tuple(variables), tuple(drafted))
 
 
-def ask_server(url: str, key: str = "") -> dict[str, Any]:
-    """How a server's drafters and budget are, as `read_drafters` says it.
-
-    Args:
-        url: such as `http://localhost:8000`.
-        key: the server's, if it has one.
+def ask_server(url: str) -> dict[str, Any]:
+    """How the drafters and the budget of a server, such as `http://localhost:8000`, are: as `read_drafters` says it.
 
     Raises:
         ConfigError: it cannot be asked.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"`--server` is `{url}`, no address of a server", "give one like http://localhost:8000")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    lacks = "does not say how its drafters are"
+    text = fetch.read(url, _ROUTE, lacks, _ASKED)
     try:
-        request = urllib.request.Request(url.rstrip("/") + _ROUTE, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return dict(json.load(response))
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConfigError(
-            f"`{url}` does not say how its drafters are: {error}",
-            "start the server with spec rollout, and with `VLLM_PLUGINS` naming `spec_rollout`; a key goes into"
-            " VLLM_API_KEY",
-        ) from None
+        return dict(json.loads(text))
+    except (TypeError, ValueError):
+        raise ConfigError(f"`{url}` {lacks}: its answer is not ours", _ASKED) from None
 
 
 def running_parts(report: dict[str, Any]) -> list[Finding]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
-import os
-import shutil
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from vllm_specrollout.cli import flags
+from vllm_specrollout.cli import fetch, flags
 from vllm_specrollout.config.places import new_file
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.replay.files import read_trace
@@ -24,7 +19,8 @@ from vllm_specrollout.report.page import MOST_MB, page_of
 from vllm_specrollout.report.perfetto import trace_events
 
 ROUTE = "/spec_rollout/rollout"
-_TIMEOUT_S = 60.0
+_MOST_BYTES = 4 << 30
+_SECONDS = 3600.0
 _SERVED = (
     'serve with VLLM_PLUGINS=spec_rollout and --spec-rollout \'{"record": "FILE"}\'; a key belongs in VLLM_API_KEY'
 )
@@ -49,6 +45,9 @@ def report_command(
     ] = MOST_MB,
 ) -> None:
     """Draw a recorded rollout: one HTML page without a network, and tracks for Perfetto."""
+    if not _is_address(trace) and not Path(trace).exists():
+        cause = f"`{trace}` cannot be read: No such file or directory"
+        raise ConfigError(cause, "name an existing trace, or the address of a server that records")
     if out is None and perfetto is None:
         raise ConfigError("neither `--out` nor `--perfetto` is given", "name a file, for example `--out rollout.html`")
     flags.in_range(most_mb, "--most-mb", 1, 1000)
@@ -68,32 +67,20 @@ def report_command(
 @contextmanager
 def _local(trace: str) -> Iterator[Path]:
     """The file, or what a server has recorded so far, while it is read."""
-    if not trace.startswith(("http://", "https://")):
+    if not _is_address(trace):
         yield Path(trace)
         return
-    key = os.environ.get("VLLM_API_KEY", "")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        request = urllib.request.Request(trace.rstrip("/") + ROUTE, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            # its ending says how it is packed
-            suffix = Path(answer.headers.get_filename() or "").suffix
-            with tempfile.NamedTemporaryFile(suffix=suffix) as file:
-                shutil.copyfileobj(answer, file)
-                file.flush()
-                yield Path(file.name)
-    except urllib.error.HTTPError as error:
-        raise ConfigError(f"`{trace}` gives no recording: {_said(error)}", _SERVED) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConfigError(f"`{trace}` gives no recording: {error}", _SERVED) from None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
+        with path.open("wb") as file:
+            headers = fetch.fetch(trace, ROUTE, file, "gives no recording", _SERVED, _MOST_BYTES, _SECONDS)
+        # its ending says how it is packed
+        suffix = Path(headers.get_filename() or "").suffix
+        yield path.rename(path.with_suffix(suffix)) if suffix[1:].isalnum() else path
 
 
-def _said(error: urllib.error.HTTPError) -> str:
-    """The server's own words, where they are ours."""
-    try:
-        return str(msgspec.json.decode(error.read())["error"]["message"]).partition("\n")[0]
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return str(error)
+def _is_address(trace: str) -> bool:
+    return trace.startswith(("http://", "https://"))
 
 
 def _texts(folder: Path) -> Callable[[int], str]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json as json_module
-import os
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
+from vllm_specrollout.cli import fetch
 from vllm_specrollout.errors import ConfigError
 
 PREFIX = "vllm:spec_rollout_"
-_TIMEOUT_S = 10.0
 SELF_CHECK = "self-check"
 
 Series = dict[str, list[tuple[dict[str, str], float]]]
@@ -70,28 +67,14 @@ class Status:
         return "\n".join(lines)
 
 
-def read_metrics(url: str, key: str = "") -> Series:
-    """Our metrics of a server.
-
-    Args:
-        url: such as `http://localhost:8000`.
-        key: of the server, if it asks for one.
+def read_metrics(url: str) -> Series:
+    """Our metrics of a server, such as `http://localhost:8000`.
 
     Raises:
         ConfigError: it does not answer, or is no server of vLLM's.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"`{url}` is no address of a server", "give one like http://localhost:8000")
-    try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        request = urllib.request.Request(url.rstrip("/") + "/metrics", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConfigError(
-            f"`{url}` shows no metrics: {error}",
-            "is the server up, and at that address? A key belongs in VLLM_API_KEY",
-        ) from None
+    hint = "is the server up, and at that address? A key belongs in VLLM_API_KEY"
+    text = fetch.read(url, "/metrics", "shows no metrics", hint).decode(errors="replace")
     if "vllm:" not in text:
         raise ConfigError(
             f"`{url}` shows metrics, and none of vLLM's",
@@ -169,12 +152,11 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether a server's spec rollout is on, whether it pays, and if not, why (exit status 1: off, or failing)."""
-    key = os.environ.get("VLLM_API_KEY", "")
     before = None
     if over:
-        before = read_metrics(url, key)
+        before = read_metrics(url)
         time.sleep(over)
-    found = judge(read_metrics(url, key), before)
+    found = judge(read_metrics(url), before)
     typer.echo(json_module.dumps(asdict(found), indent=2) if json else found.as_text())
     if not found.is_well:
         raise typer.Exit(1)

@@ -31,11 +31,16 @@ class Variable:
 
 
 TABLE = (
-    Variable(SPEC_ROLLOUT, "switches speculation on: `1`, a JSON object or the path of a JSON file; `0` is off", True),
+    Variable(
+        SPEC_ROLLOUT,
+        "switches speculation on where it can serve: `1`, a JSON object or the path of a JSON file; `0` is off",
+        True,
+    ),
     Variable(CPU_ATTN_SPLIT_KV, "set to `0` when speculation is on, so that a row's bits ignore its neighbours", False),
     Variable(
         USE_V2_MODEL_RUNNER,
-        "must not be `1` with speculation on CPU, which runs the V1 model runner; `0` on CUDA: chains only",
+        "set to `0` with speculation on CPU where vLLM prefers V2, and must not be `1` there: the V1 model runner runs;"
+        " `0` on CUDA: chains only",
         False,
     ),
     Variable(

@@ -7,19 +7,18 @@ deadline of a part. What the parts do is in worker/v2/self_check.py. `docs/conce
 from __future__ import annotations
 
 import ctypes
-import json
+import faulthandler
+import fcntl
 import logging
 import math
 import os
-import socket
+import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
+from typing import BinaryIO
 
 from vllm_specrollout.config import envs
 from vllm_specrollout.types import DraftMode
@@ -36,6 +35,7 @@ DEADLINE_S = 120.0
 _GRACE_S = 10.0
 """Between an exception thrown into a part that hangs, and the end of the process that does not heed it."""
 
+_STDERR = 2
 _MOST_TOLD = 500
 """Characters of an exception: compilers tell all they know."""
 
@@ -90,18 +90,28 @@ def allowed(failed: Mapping[str, str]) -> Allowed:
 class Record:
     """Files that tell the next start how this one went.
 
-    A process that dies in a part leaves its `pending` file behind; several engines on a host may check themselves at
-    the same time, so each has one of its own. One that has passed everything leaves a `passed` file for all.
+    Every process that checks itself holds a `pending` file by a lock, which ends with the process, in whatever
+    container or on whatever host of a shared folder. A fault writes its words into that file, and so does a part that
+    hangs. Whoever is killed leaves none: that says nothing about the device. One that has passed everything leaves a
+    `passed` file for all.
 
     Args:
         key: what the verdict holds for: device, driver, versions, model, our source.
         folder: None: below the user's cache folder.
+        device: the very one. What passed on one holds for all of its kind; a fault may be its own.
     """
 
-    def __init__(self, key: str, folder: Path | None = None) -> None:
+    def __init__(self, key: str, folder: Path | None = None, device: str = "any") -> None:
         self.folder = folder or envs.cache_dir() / "self-check"
         self.key = key
-        self._pending = self.folder / f"{key}.{socket.gethostname()}.{os.getpid()}.pending"
+        self.device = device
+        self.start = secrets.token_hex(8)
+        self._file: BinaryIO | None = None
+        self._had_handler = False
+
+    def join(self, start: str) -> None:
+        """This rank checks the engine of that start: what several ranks die of is one crash."""
+        self.start = start
 
     @property
     def has_passed(self) -> bool:
@@ -109,49 +119,80 @@ class Record:
         return (self.folder / f"{self.key}.passed").exists()
 
     def crash(self) -> str:
-        """The part in which an earlier process died; empty: none did."""
-        for path in sorted(self.folder.glob(f"{self.key}.*.pending")):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                told = json.loads(path.read_text())
-                if not _runs(told, time.time() - path.stat().st_mtime):
-                    return f"died in the part `{told['part']}` ({path})"
-        return ""
+        """What two earlier starts on this device died of, with none since that passed; empty: all is to be checked."""
+        died = dict(self._faults())
+        if len(died) < 2:
+            return ""
+        part, fault, path = next(iter(died.values()))
+        return f"{len(died)} starts died, one in the part `{part}` of `{fault.splitlines()[0]}` ({path})"
+
+    def _faults(self) -> Iterator[tuple[str, tuple[str, str, Path]]]:
+        """(start, (part, what it died of, file)) of each process that died; one that was killed is forgotten."""
+        for path in sorted(self.folder.glob(f"{self.key}.{self.device}.*.pending")):
+            # one that is locked runs now; where nothing can be locked, nothing is known
+            with suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                part, _, fault = file.read(_MOST_TOLD).decode(errors="replace").partition("\n")
+                if fault:
+                    yield path.name.split(".")[2], (part, fault, path)
+                else:
+                    path.unlink()
 
     def begin(self, part: str) -> None:
         """This part runs from now on."""
-        told = {"part": part, "pid": os.getpid(), "began": psutil.Process().create_time(), "host": socket.gethostname()}
         with _told_only():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            written = self._pending.with_suffix(".new")
-            written.write_text(json.dumps(told))
-            written.replace(self._pending)
+            file = self._file or self._opened()
+            file.truncate(0)
+            file.write(f"{part}\n".encode())
+
+    def _opened(self) -> BinaryIO:
+        """This process's own pending file, locked before anybody can find it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.key}.{self.device}.{self.start}.{secrets.token_hex(4)}.new"
+        file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            path.rename(path.with_suffix(".pending"))
+        except OSError:
+            path.unlink()
+            raise
+        self._file, self._had_handler = file, faulthandler.is_enabled()
+        # it writes as the process dies of SIGSEGV, SIGABRT, SIGBUS, SIGFPE or SIGILL
+        faulthandler.enable(file, all_threads=False)
+        return file
+
+    def fault(self, what: str) -> None:
+        """This process dies of it."""
+        with _told_only():
+            if self._file is not None:
+                self._file.write(what.encode())
 
     def end(self, failed: Mapping[str, str]) -> None:
         """All parts are over."""
         with _told_only():
             if not failed:
                 (self.folder / f"{self.key}.passed").touch()
+                for _, (*_, path) in self._faults():
+                    path.unlink(missing_ok=True)
             else:
                 (self.folder / f"{self.key}.passed").unlink(missing_ok=True)
             self.forget()
 
     def forget(self) -> None:
         """This process did not die in any part."""
-        self._pending.unlink(missing_ok=True)
+        if self._file is None:
+            return
+        faulthandler.disable()
+        if self._had_handler:
+            faulthandler.enable(_STDERR)
+        Path(self._file.name).with_suffix(".pending").unlink(missing_ok=True)
+        self._file.close()
+        self._file = None
 
     def clear(self) -> None:
         """What earlier processes left is forgotten: all is checked anew."""
         for path in self.folder.glob(f"{self.key}.*"):
             path.unlink(missing_ok=True)
-
-
-def _runs(told: Mapping[str, object], age_s: float) -> bool:
-    """Whether the process that wrote a pending file may still be at it."""
-    if told["host"] != socket.gethostname():
-        return age_s < len(PARTS) * (DEADLINE_S + _GRACE_S)
-    with suppress(psutil.Error):
-        return abs(psutil.Process(int(str(told["pid"]))).create_time() - float(str(told["began"]))) < 1.0
-    return False
 
 
 @contextmanager
@@ -173,8 +214,8 @@ def deadline(
 ) -> Iterator[None]:
     """A part that does not end in time is left by an exception; a process that does not heed it ends.
 
-    A kernel that hangs cannot be left, and an engine that waits for it for ever is worse than one that ends: the next
-    start finds its pending file and goes without.
+    A kernel that hangs cannot be left, and an engine that waits for it for ever is worse than one that ends: if the
+    next start hangs as well, the one after it goes without.
 
     Args:
         end: what ends the process.
@@ -188,8 +229,8 @@ def deadline(
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(HungError))
         if not over.wait(grace_s):
             logger.error(
-                "Spec rollout: the self-check hangs in `%s`, so this process ends. hint: start it again: it then drafts"
-                " chains without CUDA graphs; `specrollout doctor --gpu` checks anew",
+                "Spec rollout: the self-check hangs in `%s`, so this process ends. hint: start it again; once it"
+                " has hung twice, it drafts chains without CUDA graphs; `specrollout doctor --gpu` checks anew",
                 part,
             )
             (end or (lambda: os._exit(70)))()

@@ -13,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
 from msgspec import Meta, Struct, defstruct
 from starlette.datastructures import Headers, State
@@ -248,7 +250,17 @@ async def read_rollout(request: Request) -> Any:
     if not re.fullmatch("[0-9]{1,4}", number):
         raise BodyError(HTTPStatus.UNPROCESSABLE_ENTITY, f"`engine` is {named(number)}", "engine", "engine")
     path = recording(engine, int(number))
-    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+    # as much as there is now: it may grow while it is sent
+    size = path.stat().st_size
+    headers = {"content-length": str(size), "content-disposition": f"attachment; filename*=utf-8''{quote(path.name)}"}
+    return StreamingResponse(_beginning(path, size), media_type="application/octet-stream", headers=headers)
+
+
+def _beginning(path: Path, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while size and (part := file.read(min(size, envs.MIB))):
+            size -= len(part)
+            yield part
 
 
 def _engine(request: Request) -> Any:

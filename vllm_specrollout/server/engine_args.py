@@ -20,7 +20,8 @@ from vllm_specrollout.server.settings import FLAG, add_flag, readable_errors
 
 logger = logging.getLogger("vllm.specrollout")
 
-_attention_was_set_here = False
+_set_here: set[str] = set()
+"""Variables that a configuration of ours has set: one of stock's after it finds them unset again."""
 
 
 def accept_keyword(original: Callable[..., None]) -> Callable[..., None]:
@@ -67,38 +68,60 @@ def create(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def make() -> Any:
+            return original(self, *args, **kwargs)
+
         with readable_errors():
-            config = settings.requested(self)
-        _make_variable_known()
-        if config is None:
-            with _off(self):
-                return original(self, *args, **kwargs)
-        with readable_errors():
-            _require_core()
-            engine = _choose_engine()
-            if (given := _speculative_config(self)) is not None:
-                config = speculative_methods.moved(config, given)
-            limits.check_engine_args(self, config, engine)
-            limits.check_version(self, features.installed(), str(supported.installed_vllm()))
-        with _on(self, config, engine):
-            vllm_config = original(self, *args, **kwargs)
-        with readable_errors():
-            limits.check_vllm_config(vllm_config)
-            engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
-            if config.is_decoupled:
-                _check_decoupled(config, engine, vllm_config)
-            if config.placement == "auto":
-                speculative_methods.check_auto(config)
-            if config.coupled_model is not None:
-                _check_model(vllm_config, config.coupled_model, engine)
-        if engine.uses_v2 and not _names_capture_sizes(self):
-            _capture_drafts(vllm_config, config)
-        _share_compiled_models(vllm_config)
-        scheduler_config = vllm_config.scheduler_config
-        scheduler_config.scheduler_cls = engine.scheduler_for(bool(scheduler_config.async_scheduling))
-        return vllm_config
+            config, is_wish = settings.requested(self)
+            _make_variable_known()
+            if config is not None:
+                _require_core()
+                engine = _choose_engine()
+                try:
+                    return _configured(self, config, engine, make)
+                except UnsupportedError as error:
+                    # the variable reaches all engines of a run, those of judges and reward models too
+                    if not is_wish:
+                        raise
+                    logger.warning(
+                        "Spec rollout is off in this engine, which runs as stock vLLM: %s. Only `%s` asked for it;"
+                        " `%s` makes this an error",
+                        error.cause,
+                        envs.SPEC_ROLLOUT,
+                        FLAG,
+                    )
+        with _off(self):
+            return make()
 
     return create_engine_config
+
+
+def _configured(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine, make: Callable[[], Any]) -> Any:
+    """vLLM's configuration of an engine of ours.
+
+    Raises:
+        UnsupportedError: spec rollout does not run on such an engine.
+    """
+    if (given := _speculative_config(engine_args)) is not None:
+        config = speculative_methods.moved(config, given)
+    limits.check_engine_args(engine_args, config, engine)
+    limits.check_version(engine_args, features.installed(), str(supported.installed_vllm()))
+    with _on(engine_args, config, engine):
+        vllm_config = make()
+    limits.check_vllm_config(vllm_config)
+    engines.check_runner(engine, bool(vllm_config.use_v2_model_runner))
+    if config.is_decoupled:
+        _check_decoupled(config, engine, vllm_config)
+    if config.placement == "auto":
+        speculative_methods.check_auto(config)
+    if config.coupled_model is not None:
+        _check_model(vllm_config, config.coupled_model, engine)
+    if engine.uses_v2 and not _names_capture_sizes(engine_args):
+        _capture_drafts(vllm_config, config)
+    _share_compiled_models(vllm_config)
+    scheduler_config = vllm_config.scheduler_config
+    scheduler_config.scheduler_cls = engine.scheduler_for(bool(scheduler_config.async_scheduling))
+    return vllm_config
 
 
 _SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
@@ -225,6 +248,9 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     if not engine.async_scheduler:
         changes |= {"scheduler_cls": engine.scheduler, "async_scheduling": False}
     _set_row_invariant_attention()
+    if engine is engines.CPU_V1 and engines.wants_v2() is None and engines.prefers_v2():
+        _set(envs.USE_V2_MODEL_RUNNER, "0")
+        logger.info("Spec rollout runs vLLM's V1 model runner on CPU (`%s=0`)", envs.USE_V2_MODEL_RUNNER)
     with _replaced(engine_args, changes):
         yield
 
@@ -239,10 +265,8 @@ def _worker(engine: engines.Engine, given: str) -> str:
 @contextmanager
 def _off(engine_args: Any) -> Iterator[None]:
     """Leave no trace of `spec_rollout=False`, so that vLLM sees exactly the stock configuration."""
-    global _attention_was_set_here
-    if _attention_was_set_here:
-        os.environ.pop(envs.CPU_ATTN_SPLIT_KV, None)
-        _attention_was_set_here = False
+    while _set_here:
+        os.environ.pop(_set_here.pop(), None)
     given = engine_args.additional_config
     if not isinstance(given, Mapping) or settings.KEY not in given:
         yield
@@ -264,13 +288,17 @@ def _replaced(engine_args: Any, changes: Mapping[str, Any]) -> Iterator[None]:
             setattr(engine_args, name, value)
 
 
+def _set(name: str, value: str) -> None:
+    """Set a variable, which workers inherit."""
+    os.environ[name] = value
+    _set_here.add(name)
+
+
 def _set_row_invariant_attention() -> None:
-    """A row's attention must not depend on the rows beside it: drafts are rows. Workers inherit the variable."""
-    global _attention_was_set_here
+    """A row's attention must not depend on the rows beside it: drafts are rows."""
     value = os.environ.get(envs.CPU_ATTN_SPLIT_KV)
     if value is None:
-        os.environ[envs.CPU_ATTN_SPLIT_KV] = "0"
-        _attention_was_set_here = True
+        _set(envs.CPU_ATTN_SPLIT_KV, "0")
     elif value != "0":
         logger.warning(
             "%s=%s splits a row's keys by what else is in the batch: near ties may fall differently with drafts than"

@@ -1,10 +1,11 @@
 """Worker and scheduler classes of an engine, by platform and model runner; and which of these this host has.
 
-Only `host_facts` imports vLLM, when it is called.
+Only `host_facts` and `prefers_v2` import vLLM, when they are called.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ def wants_v2() -> bool | None:
     """What the environment says of the model runner; None if it says nothing."""
     value = os.environ.get(envs.USE_V2_MODEL_RUNNER, "").strip()
     return None if not value else value != "0"
+
+
+def prefers_v2() -> bool:
+    """Whether vLLM takes its V2 model runner where the environment says nothing: wherever there is a Triton."""
+    return bool(getattr(importlib.import_module("vllm.config.vllm"), "HAS_TRITON", True))
 
 
 def choose(*, is_cpu: bool, is_cuda: bool, platform: str) -> Engine:
@@ -135,14 +141,14 @@ def host_facts() -> HostFacts:
     import torch
     import vllm.envs
     from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
 
-    forced = vllm.envs.VLLM_USE_V2_MODEL_RUNNER
-    runner = "V2" if (HAS_TRITON if forced is None else forced) else "V1"
+    forced, is_cpu = vllm.envs.VLLM_USE_V2_MODEL_RUNNER, current_platform.is_cpu()
+    # unasked, spec rollout takes the V1 one on CPU
+    runner = "V2" if (not is_cpu and prefers_v2() if forced is None else forced) else "V1"
     attention = "chosen by vLLM per model"
-    if current_platform.is_cpu():
+    if is_cpu:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         attention = f"CPU_ATTN, {_get_attn_isa(torch.bfloat16, 32, 64)}"
     name = current_platform.device_name or "unknown"
-    return HostFacts(name, current_platform.is_cpu(), current_platform.is_cuda(), runner, attention)
+    return HostFacts(name, is_cpu, current_platform.is_cuda(), runner, attention)

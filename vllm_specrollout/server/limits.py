@@ -12,9 +12,9 @@ from typing import Any
 
 from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
 from vllm_specrollout.config.places import check_places
-from vllm_specrollout.errors import ConfigError, SpecRolloutError, UnsupportedError
+from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches.features import TABLE, Features
-from vllm_specrollout.server.engines import Engine
+from vllm_specrollout.server.engines import GPU_V1, Engine
 
 LEAVE_OUT = "or leave spec rollout off"
 
@@ -27,12 +27,11 @@ class Limit:
     cause: str
     """May refer to the object looked at as `{0}`."""
     hint: str
-    error: type[SpecRolloutError] = UnsupportedError
 
     def check(self, subject: Any) -> None:
         """Raise if the combination is there."""
         if self.applies(subject):
-            raise self.error(self.cause.format(subject), self.hint)
+            raise UnsupportedError(self.cause.format(subject), self.hint)
 
 
 def _returns_experts(args: Any) -> bool:
@@ -92,13 +91,17 @@ ENGINE_ARGS_LIMITS = (
     ),
 )
 
-# of the V1 runner alone
-V1_LIMITS = (
+# of the V1 runner on GPUs; on CPU, vLLM switches it off itself
+GPU_V1_LIMITS = (
     Limit(
         lambda args: args.async_scheduling is True,
         "`--async-scheduling` is set; on vLLM's V1 model runner, spec rollout drafts before it schedules",
         f"drop `--async-scheduling`, {LEAVE_OUT}",
     ),
+)
+
+# of the V1 runner alone
+V1_LIMITS = (
     Limit(
         _returns_experts,
         "`--enable-return-routed-experts` is set; spec rollout returns experts on vLLM's V2 model runner only",
@@ -111,13 +114,12 @@ V1_LIMITS = (
     ),
 )
 
-# of engines with a block size of their own, which lay branches out in blocks
+# of engines with a block size of their own, which lay branches out in blocks: no attention of vLLM's on CPU has others
 BLOCK_LIMITS = (
     Limit(
         lambda args: args.block_size is not None and args.block_size % 32 != 0,
         "`--block-size` is {0.block_size}, not a multiple of 32, which branches need",
         "use `--block-size 32` (the default with spec rollout), 64 or 128",
-        ConfigError,
     ),
 )
 
@@ -157,7 +159,8 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
         ConfigError, UnsupportedError: the first combination that does not go.
     """
     of_runner = V2_LIMITS if engine.uses_v2 else V1_LIMITS
-    for limit in (*ENGINE_ARGS_LIMITS, *of_runner, *(BLOCK_LIMITS if engine.block_size else ())):
+    of_platform = GPU_V1_LIMITS if engine is GPU_V1 else BLOCK_LIMITS if engine.block_size else ()
+    for limit in (*ENGINE_ARGS_LIMITS, *of_runner, *of_platform):
         limit.check(args)
     check_connector(args.kv_transfer_config)
     if not (isinstance(args.worker_cls, str) and "." in args.worker_cls):  # a qualified name: ours is mixed in
@@ -241,7 +244,7 @@ def check_connector(given: Any) -> None:
 def _check_class(flag: str, value: Any, allowed: tuple[Any, ...], more: str = "") -> None:
     if value not in allowed:
         shown = value if isinstance(value, str) else getattr(value, "__qualname__", type(value).__name__)
-        raise ConfigError(
+        raise UnsupportedError(
             f"`{flag}` is `{shown}`, but spec rollout brings its own",
             f"drop `{flag}`{more}, {LEAVE_OUT}",
         )

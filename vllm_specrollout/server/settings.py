@@ -68,17 +68,17 @@ def fold(engine_args: Any, value: Any, origin: str) -> None:
     engine_args.additional_config = {**additional(engine_args), KEY: entry}
 
 
-def requested(engine_args: Any) -> SpecRolloutConfig | None:
-    """What the engine arguments, or else the environment, ask for; None is off.
+def requested(engine_args: Any) -> tuple[SpecRolloutConfig | None, bool]:
+    """What the engine arguments, or else the environment, ask for; None is off. And whether only the latter asks.
 
     Raises:
         ConfigError: what they hold is not a configuration.
     """
     given = engine_args.additional_config
     if isinstance(given, Mapping) and given.get(KEY) is not None:
-        return parse(given[KEY], f"additional_config[{KEY!r}]")
+        return parse(given[KEY], f"additional_config[{KEY!r}]"), False
     text = envs.spec_rollout()
-    return parse(text, envs.SPEC_ROLLOUT) if text is not None else None
+    return parse(text, envs.SPEC_ROLLOUT) if text is not None else None, True
 
 
 def additional(engine_args: Any) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import vllm_specrollout
 from tests.unit.cli.served import serving
 from vllm_specrollout.cli import doctor
+from vllm_specrollout.cli.commands import app
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 
 ALIVE = {"state": "alive", "failed": 0, "error": "", "steps": 0}
@@ -48,6 +50,14 @@ def server() -> Iterator[str]:
 
     with serving(answer) as url:
         yield url
+
+
+def test_a_server_is_asked_without_vllm(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setattr(doctor, "_vllm_findings", pytest.fail)
+    done = CliRunner().invoke(app, ["doctor", "--server", server])
+    assert done.exit_code == 1 and "asking vLLM" not in done.output
+    assert done.stdout.startswith("spec rollout does not work there (lines marked !)\n\nrunning\n! drafter history")
 
 
 def test_doctor_says_which_drafters_of_a_server_work(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

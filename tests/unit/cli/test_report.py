@@ -150,5 +150,8 @@ def test_an_address_where_nobody_listens_is_one_clear_error(tmp_path):
 )
 def test_wrong_flags_are_refused_before_anything_is_read(arguments, cause):
     with pytest.raises(ConfigError) as error:
-        run("no such trace", *arguments)
+        run(TRACE, *arguments)
     assert error.value.cause == cause
+    # what is missing comes first
+    with pytest.raises(ConfigError, match="`no such trace` cannot be read: No such file"):
+        run("no such trace", *arguments)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
-import socket
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -70,38 +70,100 @@ def test_what_passed_is_known_to_the_next_start_until_it_fails(tmp_path: Path) -
     assert not Record("key", tmp_path).has_passed and not list(tmp_path.iterdir())
 
 
-def _dies_in(folder: Path, part: str) -> None:
-    Record("key", folder).begin(part)
-    os._exit(9)
+def _dies(folder: Path, how: str, start: str = "") -> None:
+    """A process that dies in the part `trees`: by a signal, or by a hang."""
+    made = Record("key", folder)
+    made.join(start or made.start)
+    made.begin(VERIFY)
+    made.begin(TREES)
+    if how == "hangs":
+        with deadline(TREES, 0.0, 0.0, end=lambda: (made.fault("it hangs"), os._exit(70))):  # type: ignore[arg-type]
+            while True:
+                with suppress(HungError):
+                    time.sleep(0.01)
+    os.kill(os.getpid(), signal.Signals[how])
 
 
-def test_a_process_that_dies_in_a_part_is_found_by_the_next_start(tmp_path: Path) -> None:
-    dying = multiprocessing.get_context("spawn").Process(target=_dies_in, args=(tmp_path, TREES))
+def died(folder: Path, how: str, *rest: str) -> None:
+    dying = multiprocessing.get_context("fork").Process(target=_dies, args=(folder, how, *rest))
     dying.start()
     dying.join()
-    assert "died in the part `trees`" in Record("key", tmp_path).crash()
+    assert dying.exitcode
+
+
+@pytest.mark.parametrize("how", ["SIGSEGV", "SIGABRT", "SIGBUS", "hangs"])
+def test_a_fault_that_ended_two_starts_is_a_crash_until_all_is_checked_anew(tmp_path: Path, how: str) -> None:
+    died(tmp_path, how)
+    assert not Record("key", tmp_path).crash(), "it may have been of another host: it is checked once more"
+    died(tmp_path, how)
+    found = Record("key", tmp_path).crash()
+    said = {"SIGSEGV": "Segmentation fault", "SIGABRT": "Aborted", "SIGBUS": "Bus error", "hangs": "it hangs"}[how]
+    assert "2 starts died, one in the part `trees` of" in found and said in found
     assert not Record("another", tmp_path).crash()
+    assert not Record("key", tmp_path, "another").crash(), "a folder that hosts share, one of which is broken"
     Record("key", tmp_path).clear()
     assert not Record("key", tmp_path).crash()
 
 
-def test_engines_that_check_themselves_at_the_same_time_are_no_crash(tmp_path: Path) -> None:
-    Record("key", tmp_path).begin(TREES)  # by this process, which lives
-    assert not Record("key", tmp_path).crash()
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_starts_that_were_killed_in_their_check_are_no_crash_and_leave_nothing(tmp_path: Path, how: str) -> None:
+    for _ in range(3):
+        died(tmp_path, how)
+        assert not Record("key", tmp_path).crash() and not list(tmp_path.iterdir())
 
 
-def test_another_hosts_file_is_a_crash_once_no_check_could_still_run(tmp_path: Path) -> None:
-    path = tmp_path / "key.elsewhere.7.pending"
-    path.write_text(json.dumps({"part": TREES, "pid": 7, "began": 1.0, "host": socket.gethostname() + "-not"}))
+def test_ranks_of_one_start_that_die_together_are_one_crash(tmp_path: Path) -> None:
+    for _ in range(4):
+        died(tmp_path, "SIGSEGV", "one")
     assert not Record("key", tmp_path).crash()
-    long_ago = time.time() - 86_400
-    os.utime(path, (long_ago, long_ago))
+    died(tmp_path, "SIGSEGV", "two")
     assert Record("key", tmp_path).crash()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"part": 1}', '{"pid": "x", "part": "trees", "host": 3}'])
-def test_a_damaged_file_ends_no_start(tmp_path: Path, text: str) -> None:
-    (tmp_path / "key.elsewhere.7.pending").write_text(text)
+def test_a_start_that_passes_takes_back_the_fault_of_another(tmp_path: Path) -> None:
+    died(tmp_path, "SIGSEGV")
+    passing = Record("key", tmp_path)
+    passing.begin(TREES)
+    passing.end({})
+    assert passing.has_passed and [path.name for path in tmp_path.iterdir()] == ["key.passed"]
+    died(tmp_path, "SIGSEGV")
+    assert not Record("key", tmp_path).crash()
+
+
+def test_checks_that_run_now_are_no_crash_whoever_runs_them(tmp_path: Path) -> None:
+    """The lock says it: neither a process's number nor a host's name, which containers share or hide."""
+    running = [Record("key", tmp_path) for _ in range(3)]
+    for each in running:
+        each.begin(TREES)
+        each.fault("as if")
+    assert not Record("key", tmp_path).crash() and len(list(tmp_path.iterdir())) == 3
+    for each in running:
+        each.forget()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("had_one", [False, True])
+def test_faults_are_written_as_before_once_the_check_is_over(tmp_path: Path, had_one: bool) -> None:
+    code = f"""
+import faulthandler, pathlib
+from vllm_specrollout.observe.self_check import Record
+{"faulthandler.enable()" if had_one else ""}
+made = Record("key", pathlib.Path({str(tmp_path)!r}))
+made.begin("trees")
+assert faulthandler.is_enabled()
+made.end({{}})
+assert faulthandler.is_enabled() is {had_one}
+faulthandler._sigsegv()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode < 0 and ("Segmentation fault" in done.stderr) is had_one, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["key.passed"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"part": "trees", "pid": 3}'])
+def test_a_damaged_file_ends_no_start(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "key.any.elsewhere.7.pending").write_bytes(content)
+    (tmp_path / "key.any.elsewhere.8.pending").mkdir()
     assert not Record("key", tmp_path).crash()
 
 

@@ -383,6 +383,26 @@ def test_a_body_that_is_longer_than_announced_is_still_limited(make_app, engine)
     assert ask(make_app(engine), [(b"content-length", b"2")], [b" " * (1 << 20)] * 64) == (413, 2)
 
 
+def test_a_recording_that_grows_while_it_is_sent_comes_as_long_as_was_announced(make_app, tmp_path, monkeypatch):
+    path = tmp_path / "a ü.jsonl"
+    path.write_bytes(b"0123456789" * 300_000)
+    beginning = endpoints._beginning
+
+    def growing(path, size):
+        for part in beginning(path, size):
+            with path.open("ab") as file:
+                file.write(b"more")
+            yield part
+
+    monkeypatch.setattr(endpoints, "_beginning", growing)
+    client = TestClient(make_app(FakeEngine(set(), {"drafters": ["ngram"], "record": str(path)})))
+    before = path.read_bytes()
+    answer = client.get("/spec_rollout/rollout")
+    assert answer.content == before and answer.headers["content-length"] == str(len(before))
+    assert answer.headers["content-disposition"].endswith("a%20%C3%BC.jsonl")
+    assert path.stat().st_size > len(before)
+
+
 # --- key -------------------------------------------------------------------------------------------------------------
 
 
@@ -391,11 +411,12 @@ def test_a_body_that_is_longer_than_announced_is_still_limited(make_app, engine)
 )
 def test_without_the_servers_key_every_route_answers_401(make_app, engine, header):
     client = TestClient(make_app(engine, ["secret"]), headers={} if header is None else {"Authorization": header})
+    routes = [(method, endpoints.PREFIX + path) for method, path, *_ in endpoints._ROUTES]
+    assert ("GET", "/spec_rollout/rollout") in routes and len(routes) == 6
     for answer in (
         report(client, reward("chatcmpl-a")),
         client.post("/spec_rollout/rewards", content="{", headers=JSON),
-        client.post("/spec_rollout/epoch", json={}),
-        client.get("/spec_rollout/history"),
+        *(client.request(method, path, json={}) for method, path in routes),
     ):
         assert answer.status_code == 401 and answer.json() == {"error": "Unauthorized"}
     assert engine.rewards == {} and engine.epoch == 0

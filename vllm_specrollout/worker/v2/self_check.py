@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,19 +73,22 @@ class SelfCheck:
         asked, is_cuda = runner.spec_config.self_check, runner.device.type == "cuda"
         is_wanted = asked == "always" or (asked == "auto" and is_cuda)
         is_wanted = is_wanted and runner.shape[0] is not DraftMode.OFF
-        made = cls(runner, Record(key_of(runner) if is_wanted else ""), is_wanted=is_wanted)
+        found = Record(key_of(runner), device=_own_name(runner.device)) if is_wanted else Record("")
+        made = cls(runner, found, is_wanted=is_wanted)
         if not is_wanted and is_cuda and runner.spec_config.shape == "auto":
             limit(runner, DraftMode.CHAIN, UNCHECKED)
             runner.verifier.has_kernel = False
-        elif made.is_wanted and asked == "auto":
-            made.look_back()
-        elif made.is_wanted and _is_first():
-            made.record.clear()
+        elif made.is_wanted:
+            made.record.join(made._agreed(made.record.start if _is_first() else ""))
+            if asked == "auto":
+                made.look_back()
+            elif _is_first():
+                made.record.clear()
         return made
 
     def look_back(self) -> None:
-        """An engine of this kind that died in its own check is a failure."""
-        if crash := self._agreed(self.record.crash() if _is_first() else ""):
+        """Engines of this kind that died in their own check are a failure."""
+        if crash := self._agreed(self.record.crash()):
             self.failed[record.CRASH] = crash
             self.apply()
 
@@ -105,11 +109,15 @@ class SelfCheck:
         """
         if name in self.failed:
             return False
-        if _is_first():
-            self.record.begin(name)
+
+        def end() -> None:
+            self.record.fault("it hangs")
+            os._exit(70)
+
+        self.record.begin(name)
         begin = time.perf_counter()
         try:
-            with deadline(name, self.seconds_a_part):
+            with deadline(name, self.seconds_a_part, end=end):
                 found = run()
                 if self.runner.device.type == "cuda":
                     torch.cuda.synchronize()
@@ -159,6 +167,7 @@ class SelfCheck:
             requests.clear()
             if _is_first():
                 self.record.end(self.failed)
+            self.record.forget()
         self.apply()
         self._say()
 
@@ -259,6 +268,11 @@ def key_of(runner: Any) -> str:
         digest.hexdigest(),
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _own_name(device: torch.device) -> str:
+    """By which a device is known on all hosts and in all containers; other platforms have one kind."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
 
 
 def _driver() -> str:
