@@ -68,7 +68,7 @@ class Status:
             lines.append(f"  last step       paused: {self.why}")
         for name, count in sorted(self.verified.items()):
             lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")
-        lines += [f"  {name:<14}  ACCEPTED NOTHING since the last weights" for name in self.unaccepted]
+        lines += [f"  {name:<14}  accepted nothing since the last weights" for name in self.unaccepted]
         lines += [f"  {name:<14}  nobody beyond {most} tokens" for name, most in sorted(self.most_tokens.items())]
         lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
         if self.verdict == "off":
