@@ -21,7 +21,7 @@ def with_context(model: str, positions: int) -> str:
 
 
 def check_around_long_ones(
-    ours: Engine, context: int, *, count: int, prompt: int, answer: int, long: int, times: int = 1
+    ours: Engine, context: int, *, count: int, prompt: int, answer: int, long: tuple[int, int], times: int = 1
 ) -> None:
     """Short requests are drafted for as before, long ones up to the model's context, and all tokens are the target's.
 
@@ -54,14 +54,16 @@ def check_around_long_ones(
         return tokens_of, now["drafted"] - before["drafted"], now["accepted"] - before["accepted"]
 
     drafter.proposer._pass = noted
+    # what it learns of the long ones is not to change its drafts for the short ones
+    drafter.sharpness.pinned = drafter.second_sharpness.pinned = 1.0
     short, longer = range(count), range(2)
     truth, drafted, _ = asked(short, prompt, answer, enabled=False)
     assert drafted == 0
     first, drafted, accepted = asked(short, prompt, answer)
     assert accepted > 0
     for _ in range(times):
-        assert asked(longer, prompt, long)[1] > 0
-        assert asked(longer, long, answer)[1] == 0, "nothing is drafted behind the context"
+        assert asked(longer, prompt, long[1])[1] > 0
+        assert asked(longer, long[0], answer)[1] == 0, "nothing is drafted behind the context"
     again, drafted_again, accepted_again = asked(short, prompt, answer)
     assert max(reached) <= context
     assert first == again == truth
