@@ -10,7 +10,7 @@ from tests.trees import batch_of, chain, limits_of, proposed, tree_of
 from tests.unit.observe.engine import record_of, timing_of, view
 from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.observe.metrics import LEAST_NODES, METRICS, PREFIX, Metrics, decode, encode
-from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, StepPlan
+from vllm_specrollout.types import EMPTY_TREE, MOST_NODES, DraftTree, RequestBatch, StepPlan
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 
@@ -73,9 +73,10 @@ def test_nodes_are_counted_by_the_targets_weights_too():
 
 def alarms(metrics, nodes, accepted, source=0, version=0):
     """What is shown of who met nothing, after a step with so many nodes of one drafter."""
-    trees = batch_of([from_sources(*[source] * nodes)])
+    sizes = [min(MOST_NODES, nodes - begin) for begin in range(0, nodes, MOST_NODES)]
+    trees = batch_of([from_sources(*[source] * size) for size in sizes])
     batch = RequestBatch.of([view("a", [1], weights_version=version)])
-    metrics.stepped(record_of(trees, [list(range(accepted))], batch=batch))
+    metrics.stepped(record_of(trees, [list(range(accepted)), *[[]] * (len(sizes) - 1)], batch=batch))
     return {key.removeprefix("accepted_nothing/"): n for key, n in metrics.take().items() if "nothing" in key}
 
 
