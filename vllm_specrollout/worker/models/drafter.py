@@ -127,14 +127,14 @@ def join(runner: Any, proposer: Proposer, noise: Chooses) -> ModelDrafter:
 def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
     """Have the runner's drafter do something in every step, also while it is on probation: what it is not fed with
     costs it the request."""
-    drafter = runner.model_drafter
-    if all(one is not drafter for one in runner.spec_rollout.all_drafters()):
+    drafter, speculator = runner.model_drafter, runner.spec_rollout
+    if drafter not in speculator.drafters and drafter not in speculator.all_drafters():
         runner.model_drafter, drafter.waiting = None, WaitingRows()  # it was given up
         return
     try:
         what(drafter)
     except CONTAINED as error:
-        runner.spec_rollout.failed(drafter, error)
+        speculator.failed(drafter, error)
 
 
 class ModelDrafter(BaseDrafter):
