@@ -90,11 +90,14 @@ def test_nobody_is_drafted_for_behind_the_models_context_and_nothing_stays_of_it
         assert ours.runner.spec_rollout.health()["drafters"]["model"]["most_tokens"] == 92
 
 
-def test_a_head_drafts_before_amid_and_after_requests_with_adapters(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("eagle", "medusa", "dflash"))]
+)
+def test_a_head_drafts_before_amid_and_after_requests_with_adapters(models: Path, tmp_path: Path, kind: str) -> None:
     from vllm.lora.request import LoRARequest
 
     target = model(models, "llama", "float32")
-    spec_rollout = {**FIXED, "speculative_config": drafting_with("eagle3", target, tmp_path / "head")}
+    spec_rollout = {**FIXED, "speculative_config": drafting_with(kind, target, tmp_path / "head")}
     one, two = (LoRARequest(f"a{i}", i, random_adapter(tmp_path / str(i), target, seed=i)) for i in (1, 2))
     prompts = [{"prompt_token_ids": [9 + i, 40, 41, 42 + i]} for i in range(6)]
 
