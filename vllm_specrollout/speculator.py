@@ -185,7 +185,7 @@ class Speculator(Contained):
             try:
                 trees = self._asked(drafter, batch, own, math.inf if drafter.is_in_step else limit_ms)
             except CONTAINED as error:
-                self._failed(drafter, error)
+                self.failed(drafter, error)
                 continue
             if trees is not None and trees.num_nodes:
                 found.append(trees)
@@ -303,7 +303,7 @@ class Speculator(Contained):
         try:
             return what(drafter)
         except CONTAINED as error:
-            self._failed(drafter, error)
+            self.failed(drafter, error)
             return None
 
     def _budget_does(self, what: Callable[[Budget], Answer]) -> Answer | None:

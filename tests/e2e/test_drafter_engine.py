@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("vllm")
 
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.engines import engine, model
+from tests.e2e.short_context import with_context
 from vllm_specrollout.cluster.messages import VERSION, Drafted, Hello, Message, Opened, Told, ints, longs
 from vllm_specrollout.cluster.serving import Serving
 from vllm_specrollout.worker.drafter_engine import DrafterEngine
@@ -19,12 +21,13 @@ from vllm_specrollout.worker.drafter_engine import DrafterEngine
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 ARGS: dict[str, Any] = {
     "dtype": "float32",
-    "max_model_len": 256,
+    # the target's
+    "max_model_len": 512,
     "max_num_seqs": 8,
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 27,
 }
-LENGTH = 60
+LENGTH, CONTEXT = 60, 256
 
 
 class Letters:
@@ -128,9 +131,12 @@ def sampled(path: str) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def made(path: str, sampled: dict[str, list[int]]) -> Iterator[DrafterEngine]:
+def made(path: str, sampled: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[DrafterEngine]:
+    """Of a model whose context is shorter than the target's."""
     # `sampled` comes first: the end of its engine would take this one's process groups along
-    own = DrafterEngine(path, ARGS)
+    short = tmp_path_factory.mktemp("short") / "draft"
+    shutil.copytree(path, short)
+    own = DrafterEngine(with_context(str(short), CONTEXT), ARGS)
     yield own
     own.shutdown()
 
@@ -156,6 +162,16 @@ def test_every_window_of_a_perfect_drafter_is_the_targets(desk: Desk, sampled: d
         desk.tell((opened(handle, [*PROMPT, *answer[:place]], **more),))
         position, nodes = desk.tree(handle)
         assert position == len(PROMPT) + place and chain(nodes) == answer[place : place + 8]
+        desk.tell(closed=[handle])
+
+
+def test_a_request_beyond_the_drafters_own_context_is_left_out_and_others_are_not(desk: Desk) -> None:
+    most = desk.serving._engine.most_tokens
+    assert most == CONTEXT - 1
+    long = [5 + i % 90 for i in range(most + 1)]
+    for handle, length, is_drafted in ((1, most - 8, True), (2, most + 1, False), (3, most - 8, True)):
+        desk.tell((opened(handle, long[:length], prompt_tokens=length),))
+        assert bool(desk.tree(handle)[1]) is is_drafted
         desk.tell(closed=[handle])
 
 

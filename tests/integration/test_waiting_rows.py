@@ -15,7 +15,7 @@ from tests.strategies import tree_parents
 from vllm_specrollout.trees.batch import chains
 from vllm_specrollout.types import TreeBatch, VerifyResult
 from vllm_specrollout.worker.models import proposing
-from vllm_specrollout.worker.models.proposing import Rows, WaitingRows, have_prompts, of_those_there, rows_that_hold
+from vllm_specrollout.worker.models.proposing import Rows, WaitingRows, first_rows, have_prompts, rows_that_hold
 
 
 def rows(*requests: tuple[str, list[int]]) -> Rows:
@@ -64,11 +64,12 @@ def test_rows_of_requests_that_are_gone_can_be_let_go_of_without_feeding_anyone(
     assert len(waiting) == 0 and waiting.request_ids() == []
 
 
-def test_rows_of_requests_that_are_never_drafted_for_are_not_kept() -> None:
-    names, counts, index = of_those_there(["a", None, "c"], np.asarray([2, 1, 3]), np.asarray([0, 1, 4, 5, 7, 8]))
-    assert names == ["a", "c"] and counts.tolist() == [2, 3] and index.tolist() == [0, 1, 5, 7, 8]
-    names, counts, index = of_those_there([None, None], np.asarray([1, 1]), np.asarray([0, 1]))
-    assert names == [] and not len(counts) and not len(index)
+def test_of_each_request_the_first_rows_are_kept_and_of_some_none() -> None:
+    counts, index = np.asarray([2, 1, 3]), np.asarray([0, 1, 4, 5, 7, 8])
+    names, kept, left = first_rows(["a", "", "c"], counts, np.asarray([2, 0, 1]), index)
+    assert names == ["a", "c"] and kept.tolist() == [2, 1] and left.tolist() == [0, 1, 5]
+    names, kept, left = first_rows(["a", "", "c"], counts, np.zeros(3, np.int64), index)
+    assert names == [] and not len(kept) and not len(left)
 
 
 def test_a_request_that_is_gone_leaves_no_rows_even_if_it_comes_back() -> None:
@@ -114,15 +115,6 @@ def _comes_and_goes(data: st.DataObject) -> None:
         assert sorted(waiting.request_ids()) == sorted(expected)
         # a hidden state is one float32 here
         assert waiting.num_bytes == 4 * len(waiting)
-
-
-def test_the_last_position_that_waits_is_known() -> None:
-    waiting = WaitingRows()
-    waiting.add(rows(("a", [1, 2]), ("b", [7])))
-    waiting.add(rows(("b", [8]), ("a", [3])))
-    assert [waiting.last_position(name) for name in ("a", "b", "c")] == [3, 8, None]
-    waiting.forget("a")
-    assert waiting.last_position("a") is None
 
 
 def test_steps_that_nobody_asks_about_do_not_pile_up() -> None:

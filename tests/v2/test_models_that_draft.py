@@ -12,13 +12,15 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 import vllm_specrollout
-from tests.e2e.drafting_models import drafting_with, with_own_layers
+from tests.e2e.drafting_models import drafting_with, perturbed, with_own_layers
 from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB, check_identity
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
+from tests.e2e.short_context import check_around_long_ones, with_context
 from tests.v2.models import small_model as model
 from tests.v2.test_identity import ENGINE, FEATURES
+from vllm_specrollout.config import envs
 
 SAMPLED = ("temperature 1", "greedy", "top_p")
 FIXED = {"drafters": [], "budget": "fixed", "max_draft_tokens": 6, "max_depth": 3}
@@ -67,7 +69,10 @@ def test_layers_of_the_targets_own_draft_and_the_tokens_are_stocks(models: Path,
 
 
 @pytest.mark.nightly
-def test_a_broken_model_beside_a_drafter_costs_speed_and_nothing_else(models: Path, tmp_path: Path) -> None:
+def test_a_broken_model_beside_a_drafter_costs_speed_and_nothing_else(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(envs.STRICT, "0")  # it is named after some steps
     target = model(models, "llama", "float32")
     own = settings("nan", target, tmp_path, drafters=["ngram"])
     requests = cases(3, VOCAB, seed=23, max_tokens=8, only=SAMPLED)
@@ -113,6 +118,23 @@ def test_swaps_between_all_steps_change_no_token(models: Path, tmp_path: Path) -
         (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
     assert [found[str(i)] for i in range(3)] == [list(out.outputs[0].token_ids) for out in plain]
     assert stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("limit", ["the user's", pytest.param("the model's own", marks=pytest.mark.nightly)])
+def test_nobody_is_drafted_for_behind_the_models_context_and_nothing_stays_of_it(
+    models: Path, tmp_path: Path, limit: str
+) -> None:
+    target = model(models, "llama", "float32")
+    own = settings("draft_model", target, tmp_path)
+    own["speculative_config"]["model"] = perturbed(target, tmp_path / "copy", 0.0)
+    context, long = (32, (40, 20)) if limit == "the user's" else (96, (120, 100))
+    if limit == "the user's":
+        own["speculative_config"]["max_model_len"] = context
+    else:
+        with_context(own["speculative_config"]["model"], context)
+    with engine(target, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        answer = context // 4
+        check_around_long_ones(ours, context, count=3, prompt=context // 2, answer=answer, long=long)
 
 
 def test_a_model_of_another_shape_drafts_beside_a_drafter_and_the_tokens_are_stocks(models: Path) -> None:

@@ -60,16 +60,20 @@ class Acceptance:
         """Learn from what was verified, under the weights that were in force."""
         if record.batch is not None and record.batch.views:
             self._weights_are(record.batch.views[0].weights_version)
-        self.count(record.trees, record.result)
+        if record.trees.num_nodes:
+            self.count(record.trees, record.result)
 
-    def count(self, trees: TreeBatch, result: VerifyResult) -> None:
-        """Learn from what was verified; a node whose parent was rejected says nothing."""
-        if not trees.num_nodes:
-            return
+    def count(self, trees: TreeBatch, result: VerifyResult) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Learn from what was verified; a node whose parent was rejected says nothing.
+
+        Returns:
+            [SOURCES] nodes that were verified, and those accepted.
+        """
         columns = (trees.node_start, trees.parents, trees.log_q, trees.source)
-        counts, _, _ = _core.tally(*columns, result.num_accepted, result.accepted)
+        counts, verified, accepted = _core.tally(*columns, result.num_accepted, result.accepted)
         self._counts *= MEMORY ** counts[0]
         self._counts += counts
+        return verified, accepted
 
     def calibration(self) -> npt.NDArray[np.float64]:
         """[SOURCES, TENTHS] factors on the drafters' probabilities; 1 where nothing is known.

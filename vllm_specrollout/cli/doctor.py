@@ -111,7 +111,8 @@ def running_parts(report: dict[str, Any]) -> list[Finding]:
             said = {"alive": "works", "probation": f"is tried again in {own['steps']} steps"}.get(
                 own["state"], own["state"]
             )
-            failed = f"; failed {own['failed']} times, last: {own['error']}" if own["failed"] else ""
+            most = f"; nobody beyond {own['most_tokens']} tokens" if "most_tokens" in own else ""
+            failed = f"{most}; failed {own['failed']} times, last: {own['error']}" if own["failed"] else most
             found.append(Finding(name + where, said + failed, own["state"] != "alive"))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 import typer
@@ -37,6 +37,10 @@ class Status:
     accepted: dict[str, float]
     # what failed and was contained -> times
     failures: dict[str, int]
+    # drafters whose drafts were all rejected since the last weights
+    unaccepted: tuple[str, ...] = ()
+    # drafter -> tokens of a request beyond which it drafts for nobody
+    most_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_well(self) -> bool:
@@ -61,6 +65,8 @@ class Status:
             lines.append(f"  last step       paused: {self.why}")
         for name, count in sorted(self.verified.items()):
             lines.append(f"  {name:<14}  {self.accepted[name]:.0%} of {count} draft tokens accepted")
+        lines += [f"  {name:<14}  accepted nothing since the last weights" for name in self.unaccepted]
+        lines += [f"  {name:<14}  nobody beyond {most} tokens" for name, most in sorted(self.most_tokens.items())]
         lines += [f"  failed          {part}: {count} times" for part, count in sorted(self.failures.items())]
         if self.verdict == "off":
             lines.append("\nhint: `vllm serve MODEL --spec-rollout`; `specrollout doctor` says whether it works here")
@@ -135,6 +141,8 @@ def judge(now: Series, before: Series | None = None) -> Status:
         verified={name: int(count) for name, count in verified.items() if count >= 1},
         accepted={name: accepted[name] / count for name, count in verified.items() if count >= 1},
         failures=failures,
+        unaccepted=tuple(sorted({own["source"] for own, value in now.get("accepted_nothing", ()) if value})),
+        most_tokens={own["source"]: int(value) for own, value in now.get("most_tokens", ())},
     )
 
 

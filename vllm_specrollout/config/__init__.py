@@ -12,6 +12,7 @@ from vllm_specrollout.config.drafters import (
     StartedDrafter,
 )
 from vllm_specrollout.config.engine import (
+    ALTERNATIVES,
     BUDGETS,
     DECOUPLED_SOURCES,
     DRAFTERS,
@@ -26,6 +27,7 @@ from vllm_specrollout.config.engine import (
 from vllm_specrollout.config.resuming import Resume
 
 __all__ = [
+    "ALTERNATIVES",
     "BUDGETS",
     "DECOUPLED_SOURCES",
     "DRAFTERS",

@@ -45,8 +45,9 @@ MOST_BYTES = 1 << 20
 """Of a configuration in a file."""
 
 DRAFTERS = ("history", "ngram", "oracle")
-MODEL_SOURCES = ("model", "model_alternatives")
-DECOUPLED_SOURCES = ("decoupled", "decoupled_alternatives")
+ALTERNATIVES = "_alternatives"
+MODEL_SOURCES = ("model", "model" + ALTERNATIVES)
+DECOUPLED_SOURCES = ("decoupled", "decoupled" + ALTERNATIVES)
 PLACEMENTS = ("coupled", "decoupled", "auto")
 BUDGETS = tuple(OPTIONS)
 PROFILES = ("auto", "off")
@@ -173,7 +174,9 @@ class SpecRolloutConfig:
             return ()
         if self.speculative_config is None or self.decoupled.address:
             return self.decoupled.drafters
-        model, args = str(self.speculative_config.get("model", "")), self.decoupled.engine_args
+        given = self.speculative_config
+        model, most = str(given.get("model", "")), given.get("max_model_len")
+        args = {**({} if most is None else {"max_model_len": most}), **self.decoupled.engine_args}
         return (
             StartedDrafter(name=SINGLE, model=model, devices=self.devices, engine_args=args),
             *self.decoupled.drafters,

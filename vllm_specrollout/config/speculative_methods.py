@@ -32,7 +32,7 @@ class Method:
 
 _OWN_CACHE = "it writes keys and values of the target's hidden states into a cache of its own; not tried yet"
 METHODS: tuple[Method, ...] = (
-    Method("draft_model", True, "a small model with the target's vocabulary"),
+    Method("draft_model", True, "a small model with the target's vocabulary; for nobody beyond its own context"),
     Method("eagle", True, "a head over the target's hidden states"),
     Method(
         "eagle3",

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, RequestView, TreeBatch, VerifyResult
 
+UNBOUNDED = 1 << 60
+"""Tokens that no request comes to."""
+
 
 class Drafter(Protocol):
     """Proposes draft trees for a batch of running requests."""
@@ -24,8 +27,12 @@ class Drafter(Protocol):
     """Whether it looks up what it says, for a little time per request: to choose the requests takes as long as to ask
     for all of them."""
     is_in_step: bool
-    """Whether it runs passes of the target's own workers. Then all ranks must agree on it: it is not tried again after
-    a failure. What it takes is the budget's to weigh, and no time limit holds for it."""
+    """Whether it runs passes of the target's own workers. What it takes is the budget's to weigh, and no time limit
+    holds for it."""
+    is_on_ranks: bool
+    """Whether several ranks run its passes. All of them must agree on it: it is not tried again after a failure."""
+    most_tokens: int
+    """Of a request that it drafts for: its own context may be shorter than the target's."""
 
     def admit(self, view: RequestView) -> None:
         """A request can be drafted for from now on. Called once per request, whatever the budget does."""
@@ -64,6 +71,8 @@ class BaseDrafter:
     works_ahead = False
     is_lookup = False
     is_in_step = False
+    is_on_ranks = False
+    most_tokens = UNBOUNDED
     is_resting = False
     """Whether it proposes nothing for now, and is not fed for it: another one does its work."""
 

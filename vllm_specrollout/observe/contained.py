@@ -18,7 +18,7 @@ from vllm_specrollout.budgets.base import Budget
 from vllm_specrollout.budgets.fixed import OffBudget
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.budgets.worth import Worth
-from vllm_specrollout.drafters.base import Drafter
+from vllm_specrollout.drafters.base import UNBOUNDED, Drafter
 from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.probation import Probation
@@ -126,7 +126,12 @@ class Contained:
 
     def drop(self, drafter: Drafter, error: BaseException) -> None:
         """A drafter has failed, and is asked no more."""
-        self._failed(drafter, error, for_good=True)
+        self.failed(drafter, error, for_good=True)
+
+    def renewed(self, drafter: Drafter) -> None:
+        """Its weights are others: what failed before counts no more."""
+        self.probation.forget([drafter])
+        self._choose()
 
     def _budget_failed(self, error: BaseException) -> None:
         if id(self.budget) in self.probation.out:
@@ -137,14 +142,15 @@ class Contained:
             self.budget = self._no_budget = OffBudget()
         self.guard.failed(_BUDGET, error, "drafting is off" + _until(left_alone), is_last=not left_alone)
 
-    def _failed(self, drafter: Drafter, error: BaseException, *, for_good: bool = False) -> None:
+    def failed(self, drafter: Drafter, error: BaseException, *, for_good: bool = False) -> None:
+        """It is on probation now, or given up."""
         name = f"drafter {drafter.name}"
         if id(drafter) in self.probation.out and not for_good:
             # at being told of a request: it is asked for nothing as it is, and its next failure when asked counts
             self.guard.failed(name, error, _STILL)
             return
         self.worth.drop(drafter.name)
-        for_good = for_good or drafter.is_in_step
+        for_good = for_good or drafter.is_on_ranks
         left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good)
         if not left_alone:
             self._known.pop(id(drafter), None)
@@ -179,13 +185,16 @@ class Contained:
 
     def health(self) -> dict[str, Any]:
         """How drafters and budget are, in plain JSON types: name -> "state" (`alive`, `probation`, `given up`), how
-        many times they "failed", the last "error", and "steps" until they are tried again."""
+        many times they "failed", the last "error", and "steps" until they are tried again; of a drafter whose context
+        is shorter than the target's, "most_tokens" of a request that it drafts for."""
         parts: Iterable[tuple[str, Any]] = ((drafter.name, drafter) for drafter in self.all_drafters())
         found = {}
         for name, part in itertools.chain(parts, [(_BUDGET, self.budget)]):
             failed, error = self.probation.history(part)
             steps = self.probation.steps_left(part, self._step)
             found[name] = {"state": "probation" if steps else "alive", "failed": failed, "error": error, "steps": steps}
+            if (most := getattr(part, "most_tokens", UNBOUNDED)) < UNBOUNDED:
+                found[name]["most_tokens"] = most
         for name, (failed, error) in self.probation.given_up.items():
             if self.budget is self._no_budget if name == _BUDGET else name in self.names:
                 found[name] = {"state": "given up", "failed": failed, "error": error, "steps": 0}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specrollout import _core
+from vllm_specrollout.config import ALTERNATIVES
+from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.observe.listener import NOTHING_TO_DRAFT, Listener
 from vllm_specrollout.types import (
     MOST_NODES,
@@ -111,6 +113,18 @@ METRICS = (
     Metric("decoupled_trees", "counter", "Draft trees that came from drafters in processes of their own."),
     Metric("decoupled_wasted_nodes", "counter", "Their nodes behind a first choice that the target did not take."),
     Metric("drafters_alive", "gauge", "Drafters that are asked; those that failed and wait to be tried again are not."),
+    Metric(
+        "most_tokens",
+        "gauge",
+        "Tokens of a request beyond which a drafter drafts for nobody, as its context is shorter than the target's.",
+        ("source",),
+    ),
+    Metric(
+        "accepted_nothing",
+        "gauge",
+        "1: of the drafter's nodes (`all`: of anybody's) none was accepted since the target's last weights.",
+        ("source",),
+    ),
     Metric("self_checks", "counter", "Parts of the engine's check of itself at its start.", ("part", "result")),
     Metric("withheld_checked", "counter", "Tokens of withheld verdicts that were compared with plain decoding."),
     Metric("withheld_differing", "counter", "Tokens of withheld verdicts that plain decoding did not find again."),
@@ -122,6 +136,9 @@ EVERY = 16
 """Steps without drafts after which their counts are told."""
 _DRAFTED, _VERIFIED, _ACCEPTED, _OF_VERSION = 0, 1, 2, (3, 4)
 _BY_SOURCE = ("drafted_nodes", "verified_nodes", "accepted_nodes", "version_verified_nodes", "version_accepted_nodes")
+LEAST_NODES = 4096
+"""Verified under the same weights: of fewer nothing is said, though none was accepted."""
+ALL = "all"
 _SUMS = ("windows", "window_tokens", "expected_tokens", "gained_tokens")
 
 
@@ -217,6 +234,10 @@ class Metrics(Listener):
         # those that have got their names, since the engine began
         self._named = np.zeros_like(self._nodes)
         self._version = 0
+        # under these weights: [SOURCES + 1] nodes that were verified, and those accepted, by source and of all; and
+        # names of those of whom none was, though they had enough
+        self._since = np.zeros((2, SOURCES + 1), np.int64)
+        self._unmet: set[str] = set()
         # [MOST_NODES + 1] requests with a draft, by its nodes
         self._sizes = np.zeros(MOST_NODES + 1, np.int64)
         self._sums = [0] * len(_SUMS)
@@ -271,8 +292,10 @@ class Metrics(Listener):
                 version = record.batch.views[0].weights_version
                 if version != self._version:
                     self._name_nodes()
-                    self._version = version
+                    self._version, self._since[:] = version, 0
                 self._nodes[_OF_VERSION, :] += (verified, accepted)
+            self._since += ((*verified, verified.sum()), (*accepted, accepted.sum()))
+            self._watch()
             self._sizes += np.bincount(trees.sizes, minlength=MOST_NODES + 1)
         self._gain.add(record)
         self.total.add(record)
@@ -309,6 +332,11 @@ class Metrics(Listener):
         launch of the step, by the host's clock; `verify` and `commit` by the device's."""
         self._add(f"part_steps/{name}", 1)
         self._add(f"part_ms/{name}", round(ms * THOUSANDTHS))
+
+    def bounded(self, name: str, most: int) -> None:
+        """A drafter drafts for no request that is longer."""
+        if most < UNBOUNDED:
+            self._counts[f"most_tokens/{name}"] = most
 
     def elsewhere(self, alive: int, trees: int, wasted: int) -> None:
         """Of drafters in processes of their own: how many are ready, and what has come since this was told last."""
@@ -348,6 +376,27 @@ class Metrics(Listener):
             counts["request_steps"], counts["output_tokens"] = gain.request_steps, gain.output_tokens
             counts["decode_seconds"] = round(gain.spent_ms * THOUSANDTHS)
             counts["plain_seconds"] = round(gain.plain_ms * THOUSANDTHS)
+
+    def _watch(self) -> None:
+        """Say of whom nothing was accepted under these weights: once, until something is, or others come."""
+        silent = (self._since[0] >= LEAST_NODES) & (self._since[1] == 0)
+        if not silent.any() and not self._unmet:
+            return
+        # a drafter's alternatives are its own: where its first choice always holds, they never do
+        names, met = ({self._drafter(i) for i in np.flatnonzero(own).tolist()} for own in (silent, self._since[1]))
+        names -= met
+        self._counts.update({f"accepted_nothing/{name}": int(name in names) for name in names ^ self._unmet})
+        if new := sorted(names - self._unmet):
+            logger.warning(
+                "Spec rollout: none of %d draft tokens was accepted since weights version %d, by drafter: %s; drafts"
+                " may be of another policy",
+                *(LEAST_NODES, self._version, ", ".join(new)),
+            )  # fmt: skip
+        self._unmet = names
+
+    def _drafter(self, source: int) -> str:
+        name = self._sources[source] if source < len(self._sources) else ALL if source == SOURCES else "unknown"
+        return name.removesuffix(ALTERNATIVES)
 
     def _name_nodes(self) -> None:
         """The nodes counted so far get their names; those of the next version are other ones."""

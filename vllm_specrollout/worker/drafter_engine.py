@@ -8,6 +8,7 @@ the request up where its answer stands.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -37,7 +38,12 @@ class DrafterEngine:
         if takes_up:
             # a prompt in chunks rewinds the noise of stock vLLM, which is an error on CPU
             own |= {"additional_config": _OFF, "enable_chunked_prefill": False}
-        self.llm = LLMEngine.from_engine_args(EngineArgs(model=model, **{**given, **own}))
+        args = EngineArgs(model=model, **{**given, **own})
+        if args.max_model_len is not None:
+            # the target's, whose requests may be longer than any that this model can read
+            own_length = replace(args, max_model_len=None).create_model_config().max_model_len
+            args.max_model_len = min(args.max_model_len, own_length)
+        self.llm = LLMEngine.from_engine_args(args)
         config = self.llm.vllm_config
         self.model = config.model_config.model
         self.device = f"{config.device_config.device_type}: {device_of(config)}"

@@ -23,6 +23,7 @@ from tests.e2e.identity.cases import Case, cases
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.compare import compare, run
 from tests.e2e.identity.engines import engine, model
+from tests.e2e.short_context import with_context
 from vllm_specrollout.budgets.step_cost import Asking
 from vllm_specrollout.cluster import link as links
 from vllm_specrollout.cluster.child import Command, WarmDrafter
@@ -392,3 +393,32 @@ def _disturb(process: Any, rng: random.Random, ending: threading.Event) -> None:
 
 def _exists(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
+
+
+def test_a_drafter_elsewhere_with_a_short_context_drafts_for_short_requests_before_and_after_long_ones(
+    tmp_path: Path,
+) -> None:
+    target = model(tmp_path, "llama", "float32")
+    small = with_context(perturbed(target, tmp_path / "draft", 0.1), 96)
+    given = {"method": "draft_model", "model": small, "num_speculative_tokens": 4}
+    settings = {**DECOUPLED, "decoupled": {"window": 4}, "speculative_config": given}
+    common = {"ignore_eos": True, "temperature": 1.0}
+    short, answers, prompts = (
+        [Case(name, str(i), [9 + i] * length, {**common, "max_tokens": most, "seed": i}) for i in range(4)]
+        for name, length, most in (("short", 8, 60), ("answers", 8, 200), ("prompts", 200, 30))
+    )
+    with engine(target, "float32", is_ours=True, spec_rollout=settings) as ours:
+        own = Elsewhere(ours.llm, ours.runner, {}, short, [])
+        own.overheard("drafter")
+
+        def heard(step: int) -> None:
+            if step % 4 == 3:
+                until(lambda: own.has_answered("drafter"))
+
+        found = []
+        for requests, is_short in ((short, True), (answers, False), (prompts, False), (short, True)):
+            plain, before = run(ours.llm, requests, enabled=False), ours.runner.stats.drafted
+            drafted = decode(ours.llm, requests, heard) if is_short else run(ours.llm, requests)
+            check(requests, plain, drafted)
+            found.append(ours.runner.stats.drafted - before)
+    assert found[0] > 0 and found[3] > 0 and found[2] == 0

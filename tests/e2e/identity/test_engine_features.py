@@ -135,7 +135,7 @@ def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None
     from vllm.lora.request import LoRARequest
 
     path = model(models, "qwen3", "float32")
-    adapter = _random_adapter(models / "adapter", path)
+    adapter = random_adapter(models / "adapter", path)
     requests = _simple(8, seed=4, length=16, max_tokens=40)
     chosen = [LoRARequest("a", 1, adapter) if i % 2 else None for i in range(len(requests))]
 
@@ -234,14 +234,14 @@ def test_long_the_compiled_model_yields_stocks_tokens(models: Path) -> None:
     )
 
 
-def _random_adapter(folder: Path, model_path: str) -> str:
+def random_adapter(folder: Path, model_path: str, seed: int = 0) -> str:
     """A rank-4 adapter of all attention projections, large enough to change what is sampled."""
     import torch
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(exist_ok=True)
     weights = load_file(str(Path(model_path) / "model.safetensors"))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     adapter = {}
     for name, weight in weights.items():
         if name.endswith(("q_proj.weight", "v_proj.weight", "o_proj.weight")):

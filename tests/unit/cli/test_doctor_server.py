@@ -19,7 +19,8 @@ from vllm_specrollout.errors import ConfigError, UnsupportedError
 ALIVE = {"state": "alive", "failed": 0, "error": "", "steps": 0}
 FAILED = {"state": "probation", "failed": 2, "error": "OSError: no space left on device", "steps": 255}
 GONE = {"state": "given up", "failed": 5, "error": "OSError: no space left on device", "steps": 0}
-SICK = {"budget": ALIVE, "drafters": {"history": GONE, "ngram": FAILED, "oracle": ALIVE}}
+SHORT = {**ALIVE, "most_tokens": 2044}
+SICK = {"budget": ALIVE, "drafters": {"history": GONE, "ngram": FAILED, "model": SHORT}}
 
 
 class Engine:
@@ -67,13 +68,14 @@ def test_doctor_says_which_drafters_of_a_server_work(server: str, monkeypatch: p
     assert [(finding.name, finding.is_problem) for finding in report.running] == [
         ("drafter history of engine 0", True),
         ("drafter ngram of engine 0", True),
-        ("drafter oracle of engine 0", False),
+        ("drafter model of engine 0", False),
         ("budget of engine 0", False),
         ("budget of engine 1", False),
     ]
     text = report.as_text()
     assert "given up; failed 5 times, last: OSError: no space left on device" in text
     assert "is tried again in 255 steps; failed 2 times" in text
+    assert "works; nobody beyond 2044 tokens" in text
 
 
 @pytest.mark.parametrize("address", ["localhost:8000", "ftp://x", "http://127.0.0.1:1", "http://\x00", "http://["])

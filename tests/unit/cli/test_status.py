@@ -70,6 +70,19 @@ def test_a_server_that_gains_is_paying_and_each_drafter_has_its_share() -> None:
     assert more == ["  history         38% of 80 draft tokens accepted"]
 
 
+def test_a_server_whose_drafts_are_all_rejected_says_whose_and_how_far_a_drafter_goes() -> None:
+    shown = Shown(engines=2)
+    shown.decode(10, 10, 1.0, 1.0)
+    for engine, value in enumerate((1, 0)):
+        shown.set("accepted_nothing", value, "model", engine=engine)
+        shown.set("accepted_nothing", 0, "all", engine=engine)
+        shown.set("most_tokens", 2044, "model", engine=engine)
+    assert shown.says().splitlines()[1:] == [
+        "  model           accepted nothing since the last weights",
+        "  model           nobody beyond 2044 tokens",
+    ]
+
+
 def test_a_server_whose_steps_take_longer_than_plain_ones_is_not_paying() -> None:
     shown = Shown()
     shown.decode(10, 11, 2.0, 1.0)

@@ -161,6 +161,13 @@ def begun(*devices: str, **args: float) -> SpecRolloutConfig:
     return SpecRolloutConfig(placement="decoupled", speculative_config=MODEL, devices=devices, decoupled=own)
 
 
+def test_the_users_length_of_drafts_reaches_a_drafter_elsewhere_unless_its_engine_is_told_another() -> None:
+    for args, most in (({}, 96), ({"max_model_len": 64}, 64)):
+        (one,) = replace(begun(**args), speculative_config={**MODEL, "max_model_len": 96}).begun
+        assert one.engine_args == {"max_model_len": most}
+    assert begun().begun[0].engine_args == {}
+
+
 def test_drafters_are_begun_on_cores_only_where_vllm_has_kernels_for_them() -> None:
     started = parse({"placement": "decoupled", "decoupled": {"drafters": [{"model": "small"}]}})
     assert started is not None

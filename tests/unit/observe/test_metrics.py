@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.trees import batch_of, chain, limits_of, proposed, tree_of
 from tests.unit.observe.engine import record_of, timing_of, view
-from vllm_specrollout.observe.metrics import METRICS, PREFIX, Metrics, decode, encode
-from vllm_specrollout.types import EMPTY_TREE, DraftTree, RequestBatch, StepPlan
+from vllm_specrollout.drafters.base import UNBOUNDED
+from vllm_specrollout.observe.metrics import LEAST_NODES, METRICS, PREFIX, Metrics, decode, encode
+from vllm_specrollout.types import EMPTY_TREE, MOST_NODES, DraftTree, RequestBatch, StepPlan
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 
@@ -68,6 +69,44 @@ def test_nodes_are_counted_by_the_targets_weights_too():
         },
         **{f"version_accepted_nodes/{source}/{n}": 1 for source in ("history", "model") for n in (0, 3)},
     }
+
+
+def alarms(metrics, nodes, accepted, source=0, version=0):
+    """What is shown of who met nothing, after a step with so many nodes of one drafter."""
+    sizes = [min(MOST_NODES, nodes - begin) for begin in range(0, nodes, MOST_NODES)]
+    trees = batch_of([from_sources(*[source] * size) for size in sizes])
+    batch = RequestBatch.of([view("a", [1], weights_version=version)])
+    metrics.stepped(record_of(trees, [list(range(accepted)), *[[]] * (len(sizes) - 1)], batch=batch))
+    return {key.removeprefix("accepted_nothing/"): n for key, n in metrics.take().items() if "nothing" in key}
+
+
+def test_a_drafter_of_whom_nothing_was_accepted_since_the_last_weights_is_an_alarm_until_something_is(caplog):
+    metrics, half = Metrics(("ngram", "model", "model_alternatives")), LEAST_NODES // 2
+    assert alarms(metrics, half, 0, 1) == {}, "of few nothing is said"
+    assert alarms(metrics, half, 0, 1) == {"model": 1, "all": 1}
+    assert alarms(metrics, half, 0, 1) == {}, "it is said once"
+    # another drafter meets the target: that one is still none that does
+    assert alarms(metrics, 4, 1, 0) == {"all": 0}
+    # and a drafter's alternatives are its own
+    assert alarms(metrics, 4, 1, 2) == {"model": 0}
+    assert alarms(metrics, 2 * half, 0, 1) == {}, "there was one under these weights"
+    (line,) = [record.message for record in caplog.records]
+    assert f"none of {LEAST_NODES} draft tokens" in line and "by drafter: all, model" in line
+
+
+def test_new_weights_clear_the_alarm_and_begin_its_count_anew():
+    metrics = Metrics(("model",))
+    assert alarms(metrics, 8, 1) == {}
+    assert alarms(metrics, LEAST_NODES, 0, version=1) == {"model": 1, "all": 1}, "what old weights accepted is old"
+    assert alarms(metrics, LEAST_NODES - 1, 0, version=2) == {"model": 0, "all": 0}
+    assert alarms(metrics, 1, 0, version=2) == {"model": 1, "all": 1}
+
+
+def test_a_drafter_with_a_context_of_its_own_says_how_far_it_goes():
+    metrics = Metrics(("model",))
+    metrics.bounded("model", 92)
+    metrics.bounded("other", UNBOUNDED)
+    assert metrics.take() == {"most_tokens/model": 92}
 
 
 @given(proposed(), st.integers(0, 99))

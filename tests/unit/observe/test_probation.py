@@ -191,9 +191,22 @@ def test_a_budget_that_goes_on_failing_is_given_up_and_drafting_with_it() -> Non
     assert speculator.health()["budget"]["state"] == "given up"
 
 
-def test_a_model_in_the_targets_own_steps_is_given_up_at_once() -> None:
+def test_a_model_of_the_targets_own_steps_comes_back_and_at_once_with_other_weights() -> None:
     class Model(Faulty):
         is_in_step = True
+
+    drafter = Model()
+    speculator = contained(drafter)
+    run(speculator, range(1))
+    assert speculator.drafters == [] and speculator.all_drafters() == [drafter]
+    drafter.is_broken = False
+    speculator.renewed(drafter)
+    assert run(speculator, range(1, 3)) == [2, 2] and speculator.probation.history(drafter) == (0, "")
+
+
+def test_a_model_whose_passes_need_several_ranks_is_given_up_at_once() -> None:
+    class Model(Faulty):
+        is_in_step = is_on_ranks = True
 
     drafter = Model()
     speculator = contained(drafter)

@@ -5,8 +5,9 @@ On several tensor-parallel ranks its passes need all of them, and the first one 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import CHOICES, Levels, Sharpness
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.worker.common import config_of
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.models.proposing import (
     Chooses,
@@ -27,10 +29,12 @@ from vllm_specrollout.worker.models.proposing import (
     Rows,
     Seat,
     WaitingRows,
+    first_rows,
     have_prompts,
-    of_those_there,
     rows_that_hold,
 )
+
+logger = logging.getLogger("vllm.specrollout")
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,6 +51,7 @@ class Ranks:
 
     def __init__(self, runner: Any, drafting: Drafting) -> None:
         self._runner, self._drafting = runner, drafting
+        self.are_several = drafting.group is not None
         self._has_told = False
         if self._drafting.group is not None:
             self._drafting.last_order = self._last_order
@@ -102,19 +107,34 @@ class Ranks:
 MOST_WAITING = 64 << 20
 """Bytes of hidden states that may wait for the proposer; with more it is fed though nobody asked."""
 _LEARN_EVERY = 8  # times drafted after which the candidates for the sharpness are compared once
+MOST_UNSOUND = 64
+"""Rows with logits that are no numbers, after which a model has failed."""
+MOST_UNMET = 4096
+"""Nodes in a row of which none was accepted, after which a model has failed that had some accepted before."""
+_WORST = -100.0  # log probability of a token that was drawn from no numbers
+_LOST = -1  # before any position
+
+
+def join(runner: Any, proposer: Proposer, noise: Chooses) -> ModelDrafter:
+    """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
+    source = len(config_of(runner.vllm_config).drafters)
+    drafter = ModelDrafter(proposer, noise, source, Ranks(runner, runner.drafting))
+    runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
+    runner.metrics.bounded(drafter.name, drafter.most_tokens)
+    return drafter
 
 
 def tell(runner: Any, what: Callable[[ModelDrafter], None]) -> None:
-    """Have the runner's drafter do something in every step; if it fails, there is none any more."""
-    drafter = runner.model_drafter
-    if all(one is not drafter for one in runner.spec_rollout.drafters):
-        runner.model_drafter, drafter.waiting = None, WaitingRows()  # it failed when it was asked
+    """Have the runner's drafter do something in every step, also while it is on probation: what it is not fed with
+    costs it the request."""
+    drafter, speculator = runner.model_drafter, runner.spec_rollout
+    if drafter not in speculator.drafters and drafter not in speculator.all_drafters():
+        runner.model_drafter, drafter.waiting = None, WaitingRows()  # it was given up
         return
     try:
         what(drafter)
     except CONTAINED as error:
-        runner.model_drafter, drafter.waiting = None, WaitingRows()
-        runner.spec_rollout.drop(drafter, error)
+        speculator.failed(drafter, error)
 
 
 class ModelDrafter(BaseDrafter):
@@ -133,7 +153,8 @@ class ModelDrafter(BaseDrafter):
 
     def __init__(self, proposer: Proposer, noise: Chooses, source: int, ranks: Ranks) -> None:
         self.proposer = proposer
-        self._ranks = ranks
+        self.most_tokens = proposer.most_tokens
+        self._ranks, self.is_on_ranks = ranks, ranks.are_several
         proposer.draw = ranks.drawing(self._draw)
         ranks.follow(lambda names, depth: self._run(names, depth))
         self.noise = noise
@@ -156,8 +177,13 @@ class ModelDrafter(BaseDrafter):
         self._levels = Levels(0, np.ones(1), 0.0)
         # of its levels, those that the host has not read yet: tokens, and the logarithms of their probabilities
         self._drawn: list[torch.Tensor] = []
-        # requests with rows of their prompts that wait
+        # requests with rows of their prompts that wait, or whose last rows do
         self._prompts: set[str] = set()
+        # request -> position of the first row that the model has not been given; `_LOST`: earlier ones were lost
+        self._next: dict[str, int] = {}
+        self._has_outgrown = False
+        # rows whose logits were no numbers; nodes verified since the last accepted one, and whether there was any
+        self._unsound, self._unmet, self._was_met = 0, 0, False
         # request -> [1 + 2 * CHOICES] tokens: the one drafted, what each candidate would have drafted, and beside it
         self._trial: dict[str, np.ndarray] = {}
 
@@ -179,36 +205,55 @@ class ModelDrafter(BaseDrafter):
             columns_of: rows of the step -> their tokens, positions and hidden states, as in `Rows`.
         """
         index, counts = rows_that_hold(query_start, trees, result)
-        names: list[str | None] = []
+        names, kept = [""] * len(counts), np.zeros_like(counts)
+        are_prompts = have_prompts(query_start, trees).tolist()
+        ends: dict[str, int] = {}
         for i, count in enumerate(counts.tolist()):
-            seat, name = seat_of(i, count), None
-            if seat is not None:
-                name = seat.entry.view.request_id
-                self.seats[name] = seat
-                if seat.entry.admission.shape is DraftMode.OFF and count == 1:
-                    name = None  # who never drafts is fed for the sake of those who share its prompt's blocks
-            names.append(name)
-        prompts = [name for name, has in zip(names, have_prompts(query_start, trees), strict=True) if has and name]
-        names, counts, index = of_those_there(names, counts, index)
-        self.feed(Rows(names, counts, *columns_of(index)), prompts)
+            seat = seat_of(i, count)
+            if seat is None:
+                continue
+            name = names[i] = seat.entry.view.request_id
+            self.seats[name] = seat
+            if seat.entry.admission.shape is DraftMode.OFF and count == 1:
+                continue  # who never drafts is fed for the sake of those who share its prompt's blocks
+            kept[i] = self._kept(name, seat.next_position - count, seat.next_position, are_prompts[i])
+            if kept[i]:
+                ends[name] = seat.next_position
+        fed, counts, index = first_rows(names, counts, kept, index)
+        self.feed(Rows(fed, counts, *columns_of(index)))
+        self._next |= ends
 
-    def feed(self, rows: Rows, prompts: Iterable[str] = ()) -> None:
-        """Rows that the target has computed and that hold; `seats` are those of their step.
+    def _kept(self, name: str, begin: int, end: int, is_prompt: bool) -> int:
+        """How many of a request's rows in these positions the model is fed with.
 
-        Args:
-            prompts: requests that have tokens of their prompts among the rows.
+        Those behind its context are not: whoever has them among its own is not drafted for. What lies before them is
+        fed at once, since it may be in blocks that shorter requests share.
         """
-        begins = dict(zip(rows.request_ids, (np.cumsum(rows.counts) - rows.counts).tolist(), strict=True))
-        for name in prompts:
+        known = self._next.get(name, begin)
+        if begin > known or begin >= self.most_tokens:
+            return 0
+        if begin < known:
+            self.waiting.forget(name)  # it was preempted, and is computed anew
+        is_last = end >= self.most_tokens
+        if is_last and not self._has_outgrown:
+            self._has_outgrown = True
+            logger.warning(
+                "Spec rollout: the context of the %s that drafts is shorter than the target's: nobody beyond %d tokens"
+                " is drafted for by it",
+                *(self.name, self.most_tokens),
+            )  # fmt: skip
+        if is_prompt or is_last:
             self._prompts.add(name)
-            last = self.waiting.last_position(name)
-            if last is not None and int(rows.positions[begins[name]]) != last + 1:
-                self.waiting.forget(name)  # it was preempted, and is computed anew
+        return min(end, self.most_tokens) - begin
+
+    def feed(self, rows: Rows) -> None:
+        """Rows that the target has computed and that hold; `seats` are those of their step."""
         self.waiting.add(rows)
         if self._trial:
             self._learn(rows)
 
     def forget(self, request_id: str) -> None:
+        self._next.pop(request_id, None)
         self._trial.pop(request_id, None)
         self._prompts.discard(request_id)
         self.waiting.forget(request_id)
@@ -233,7 +278,7 @@ class ModelDrafter(BaseDrafter):
         wanted = limits.wanted(self.source)
         waiting = set(self.waiting.request_ids())
         index = [
-            i for i, name in enumerate(batch.request_ids) if wanted[i] > 0 and name in self.seats and name in waiting
+            i for i, name in enumerate(batch.request_ids) if wanted[i] > 0 and name in waiting and self._is_short(name)
         ][: self.proposer.most_requests]
         wanted_depth = int(limits.max_depth[index].max(initial=0))
         depth = self.proposer.max_depth if self.proposer.is_one_pass else min(self.proposer.max_depth, wanted_depth)
@@ -251,6 +296,9 @@ class ModelDrafter(BaseDrafter):
         begin = time.perf_counter()
         self._run(names, depth)
         self._read()
+        if self._unsound >= MOST_UNSOUND:
+            self._unsound = 0
+            raise RuntimeError(f"its logits were no numbers in {MOST_UNSOUND} rows")
         spent = (time.perf_counter() - begin) * 1e3 / max(self._levels.depth, 1)
         self._pass_price.spent(len(names), spent)
         return self._levels.trees(batch, limits, np.asarray(index), self.source)
@@ -259,10 +307,21 @@ class ModelDrafter(BaseDrafter):
         """Its weights are others: what was learned of the old ones is forgotten."""
         self.version += 1
         self.sharpness, self.second_sharpness, self.acceptance = Sharpness(), Sharpness(), Acceptance()
+        self._unsound, self._unmet, self._was_met = 0, 0, False
         self._trial.clear()
 
     def observe(self, trees: TreeBatch, result: VerifyResult) -> None:
-        self.acceptance.count(trees, result)
+        counts = self.acceptance.count(trees, result)
+        verified, accepted = (int(own[self.source : self.source + self.num_sources].sum()) for own in counts)
+        self._was_met |= accepted > 0
+        self._unmet = 0 if accepted else self._unmet + verified
+        if self._was_met and self._unmet >= MOST_UNMET:
+            self._unmet = 0
+            raise RuntimeError(f"none of {MOST_UNMET} draft tokens was accepted, and earlier ones were")
+
+    def _is_short(self, name: str) -> bool:
+        """Whether a request and a whole draft fit into the model's context."""
+        return name in self.seats and self.seats[name].next_position < self.most_tokens
 
     def _survival(self) -> np.ndarray:
         """[TENTHS] probability that a token of the chain holds, by the tenth of its q."""
@@ -272,7 +331,13 @@ class ModelDrafter(BaseDrafter):
 
     def _run(self, names: Sequence[str], depth: int) -> float:
         self._prompts.difference_update(names)
-        return self.proposer.run(self.waiting.take(names), [self.seats[name] for name in names], depth)
+        rows = self.waiting.take(names)
+        try:
+            return self.proposer.run(rows, [self.seats[name] for name in names], depth)
+        except CONTAINED:
+            # it has not seen all of their rows, and these are gone
+            self._next.update(dict.fromkeys(names, _LOST))
+            raise
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
         """[R] the next level's tokens, of logits [R, vocab].
@@ -290,6 +355,8 @@ class ModelDrafter(BaseDrafter):
             self._try_all(scaled, first)
         drawn = torch.stack(tokens, dim=1)
         log_q = scaled.log_softmax(dim=-1).gather(1, drawn)
+        # what is no number tells the host so, with the copy that it reads anyway
+        log_q = log_q + logits.amax(dim=-1, keepdim=True).float() * 0.0
         # one copy: 64 bits of floating point hold both as they are
         self._drawn.append(torch.stack([drawn.double(), log_q.double()]))
         if not self.proposer.is_one_pass and self._levels.may_end:
@@ -303,7 +370,8 @@ class ModelDrafter(BaseDrafter):
         """The levels that were drawn since the last time come to the host, in one copy."""
         if self._drawn:
             for tokens, log_q in torch.stack(self._drawn).cpu().numpy():
-                self._levels.add(tokens.astype(np.int64), log_q.astype(np.float32))
+                self._unsound += int(np.isnan(log_q[:, 0]).sum())
+                self._levels.add(tokens.astype(np.int64), np.nan_to_num(log_q, nan=_WORST).astype(np.float32))
             self._drawn = []
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_specrollout.drafters.base import UNBOUNDED
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import IntArray, RequestView, TreeBatch, VerifyResult
 from vllm_specrollout.worker.request import Admission
@@ -63,6 +64,16 @@ def check_layers(runner: Any, names: Iterable[str]) -> None:
         )
 
 
+def without_adapters(head: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Have a head that took over modules of the target's use them without adapters (LoRA): which adapter a row has is
+    known of the target's own rows alone."""
+    own = {id(module) for module in target.modules()}
+    for owner in [module for module in head.modules() if id(module) not in own]:
+        for name, child in list(owner.named_children()):
+            if id(child) in own:
+                owner._modules[name] = getattr(child, "base_layer", child)
+
+
 @dataclass(slots=True)
 class Seat:
     """What the runner knows of a request that is drafted for."""
@@ -71,10 +82,21 @@ class Seat:
     # its row in the block table, and the blocks it has there
     row: int
     num_blocks: int
-    # the token behind its last row: sampled last, or next in its prompt
+    # the token behind the last row that is fed: sampled last, or next in its prompt
     next_token: int
-    # V2 runner: where that token stands
-    next_position: int = 0
+    # tokens before the one behind its last row, fed or not
+    next_position: int
+
+
+def most_tokens(proposer: Any, max_depth: int) -> int:
+    """Tokens of a request that leave room for a whole draft in the context of the model that drafts."""
+    given = proposer.vllm_config.speculative_config
+    own, context = given.draft_model_config, given.draft_model_config.max_model_len
+    if given.method in ("eagle", "eagle3") and given.max_model_len is None:
+        # vLLM gives it as many positions as the target has
+        context = max(context, getattr(own.hf_config, "max_position_embeddings", context))
+    # up to the target's own length, vLLM's passes end there by themselves
+    return UNBOUNDED if context >= proposer.vllm_config.model_config.max_model_len else max(context - max_depth, 0)
 
 
 class Proposer:
@@ -94,6 +116,8 @@ class Proposer:
         self.max_depth = max_depth
         self.is_one_pass = False
         """Whether one pass gives all levels, so that another one costs nothing."""
+        self.most_tokens = most_tokens(proposer, max_depth)
+        """Of a request that is drafted for, and of one that the model is fed with: those behind them it never sees."""
         self._max_rows, self._extra = max_rows, extra
         # of one batch: its buffers must hold some rows of each
         self.most_requests = max_rows // (2 + extra)
@@ -169,12 +193,12 @@ class Rows:
     hidden: torch.Tensor
 
 
-def of_those_there(
-    names: Sequence[str | None], counts: np.ndarray, index: np.ndarray
+def first_rows(
+    names: Sequence[str], counts: np.ndarray, kept: np.ndarray, index: np.ndarray
 ) -> tuple[list[str | None], np.ndarray, np.ndarray]:
-    """Names, counts and rows, without those of requests that are gone or never drafted for (None)."""
-    is_there = np.asarray([name is not None for name in names], dtype=np.bool_)
-    return [name for name in names if name is not None], counts[is_there], index[np.repeat(is_there, counts)]
+    """Names, counts and rows, with so many rows of each request as are `kept` [R], without those that keep none."""
+    behind = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return [n for n, k in zip(names, kept, strict=True) if k], kept[kept > 0], index[behind < np.repeat(kept, counts)]
 
 
 class WaitingRows:
@@ -198,14 +222,6 @@ class WaitingRows:
     def request_ids(self) -> list[str]:
         """Requests with rows that wait."""
         return list(dict.fromkeys(name for rows in self._parts for name in rows.request_ids if name is not None))
-
-    def last_position(self, request_id: str) -> int | None:
-        """Of its rows that wait; None: none does."""
-        for rows in reversed(self._parts):
-            if request_id in rows.request_ids:
-                last = len(rows.request_ids) - 1 - rows.request_ids[::-1].index(request_id)
-                return int(rows.positions[int(rows.counts[: last + 1].sum()) - 1])
-        return None
 
     def forget(self, request_id: str) -> None:
         """Its rows are not fed."""

@@ -270,6 +270,7 @@ def swap(runner: Any, path: Path, below: Path | None = None, *, is_new: bool = T
             f"`{path}` could not be loaded: {error}", "the drafter is off; start the engine anew"
         ) from error
     drafter.begin_anew()
+    runner.spec_rollout.renewed(drafter)
     runner.spec_rollout.worth.drop(drafter.name)
     runner.spec_rollout.budget.renewed(drafter.source, drafter.num_sources)
     return {"tensors": len(kept), "version": drafter.version}

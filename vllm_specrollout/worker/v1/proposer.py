@@ -17,14 +17,14 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from vllm_specrollout.types import IntArray, VerifyResult
-from vllm_specrollout.worker.common import config_of
-from vllm_specrollout.worker.models.drafter import ModelDrafter, Ranks
+from vllm_specrollout.worker.models.drafter import ModelDrafter, join
 from vllm_specrollout.worker.models.proposing import (
     Enough,
     Proposer,
     Rows,
     Seat,
     check_layers,
+    without_adapters,
 )
 
 
@@ -150,15 +150,12 @@ def plain_processors(runner: Any) -> Any:
 
 def model_drafter_of(runner: Any) -> ModelDrafter:
     """The drafter around the proposer that vLLM has loaded for this runner; it drafts from now on."""
-    config = config_of(runner.vllm_config)
     own, scratch = runner.drafter, getattr(runner, "scratch", None)
     check_layers(runner, getattr(own, "_draft_attn_layer_names", ()))
+    without_adapters(own.model, runner.get_model())
     # Medusa's proposer, where a version has one, is the only one that runs heads and no layers
     is_heads = type(own).__name__ == "MedusaProposer"
-    proposer = HeadsProposer(own) if is_heads else ProposerV1(own, own.block_size, scratch)
-    drafter = ModelDrafter(proposer, runner.noise, len(config.drafters), Ranks(runner, runner.drafting))
-    runner.spec_rollout.replace_drafters([*runner.spec_rollout.drafters, drafter])
-    return drafter
+    return join(runner, HeadsProposer(own) if is_heads else ProposerV1(own, own.block_size, scratch), runner.noise)
 
 
 def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
@@ -179,10 +176,10 @@ def feed(drafter: ModelDrafter, runner: Any, state: Any, output: Any) -> None:
         proposer.block_table = table.get_numpy_array()
 
     def seat_of(i: int, count: int) -> Seat:
-        tokens = output.sampled_token_ids[i]
-        # a prompt that is not over yet goes on with its own next token
-        token = tokens[-1] if tokens else int(batch.token_ids_cpu[i, int(batch.num_computed_tokens_cpu[i]) + count])
-        return Seat(step.entries[i], i, int(blocks[i]), token)
+        # sampled in this step; a prompt that is not over yet goes on with its own next token
+        after = int(batch.num_computed_tokens_cpu[i]) + count
+        token = int(batch.token_ids_cpu[i, min(after, drafter.most_tokens)])
+        return Seat(step.entries[i], i, int(blocks[i]), token, after)
 
     def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = torch.from_numpy(index)

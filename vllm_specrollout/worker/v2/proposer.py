@@ -26,14 +26,15 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import set_eagle3_aux_hid
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.types import DraftMode, IntArray, VerifyResult
-from vllm_specrollout.worker.common import config_of, with_model
-from vllm_specrollout.worker.models.drafter import ModelDrafter, Ranks, tell
+from vllm_specrollout.worker.common import with_model
+from vllm_specrollout.worker.models.drafter import ModelDrafter, join, tell
 from vllm_specrollout.worker.models.proposing import (
     Enough,
     Proposer,
     Rows,
     Seat,
     check_layers,
+    without_adapters,
 )
 from vllm_specrollout.worker.v2.host import HostRequest, InFlight
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
@@ -267,6 +268,7 @@ class ModelledV2(SpecRolloutV2):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with self._seen_by_vllm():
             super().load_model(*args, **kwargs)
+        without_adapters(self.draft_model.model, self.model)
         if self.takes_layers:
             set_eagle3_aux_hidden_state_layers(self.model, self.draft_model.speculative_config)
             self.use_aux_hidden_state_outputs = True
@@ -285,10 +287,7 @@ class ModelledV2(SpecRolloutV2):
         if is_profiling or self.shape[0] is DraftMode.OFF:
             return
         check_layers(self, self.draft_model.draft_attn_layer_names)
-        proposer, ranks = ProposerV2(self.draft_model), Ranks(self, self.host.drafting)
-        source = len(config_of(self.vllm_config).drafters)
-        self.model_drafter = ModelDrafter(proposer, CounterNoise(self.sampler), source, ranks)
-        self.spec_rollout.replace_drafters([*self.spec_rollout.drafters, self.model_drafter])
+        self.model_drafter = join(self, ProposerV2(self.draft_model), CounterNoise(self.sampler))
 
     def _remove_request(self, req_id: str) -> bool:
         row = self.req_states.req_id_to_index.get(req_id)
@@ -371,7 +370,7 @@ class ModelledV2(SpecRolloutV2):
                 return None
             # a prompt that is not over yet goes on with its own next token
             after = request.length - 1 if counts[i] else int(computed.lengths[i])
-            return Seat(request, index_of[name], 0, int(request.buffer[after]), after)
+            return Seat(request, index_of[name], 0, int(request.buffer[min(after, drafter.most_tokens)]), after)
 
         def columns_of(index: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             rows = torch.from_numpy(index).to(self.device)
