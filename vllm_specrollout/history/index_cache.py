@@ -322,13 +322,17 @@ class IndexCache(Generic[IndexType]):
                 if not self._hold(key, entry, index.nbytes + step):
                     return False
             answer = self._store.read(found, None if self._config.scope == "global" else key)
-            earlier = documents.get(answer.request_id) if answer else None
-            if answer is None or (earlier is not None and earlier.epoch == answer.epoch):
+            if answer is None:
+                continue
+            # engines elsewhere may give the same ids
+            name = answer.request_id if found.nearness == 2 else f"{found.number} elsewhere"
+            earlier = documents.get(name)
+            if earlier is not None and earlier.epoch == answer.epoch:
                 continue
             weight = weight_of(self._config, built.epoch - answer.epoch, answer.reward)
             index.set_prompt(answer.prompt_tail)
             number = index.add(answer.token_ids, weight, answer.epoch)
-            documents[answer.request_id] = Document(number, answer.epoch, answer.reward)
+            documents[name] = Document(number, answer.epoch, answer.reward)
         with self._lock:
             return self._hold(key, entry, index.nbytes)
 

@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("zmq")
 
 from vllm_specrollout.cluster import courier as module
-from vllm_specrollout.cluster.archive import Archive, Bring, Has, Mirrors, Page, Refused, Want, kind_of, portion, read
+from vllm_specrollout.cluster.archive import Archive, Bring, Has, Page, Refused, Want, portion, read
 from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.cluster.messages import MessageError, encode
+from vllm_specrollout.cluster.mirrors import Mirrors, kind_of
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
