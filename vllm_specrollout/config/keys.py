@@ -10,10 +10,14 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder, opener
 from vllm_specrollout.errors import ConfigError, shown, shown_path
+
+if TYPE_CHECKING:
+    from vllm_specrollout.config.engine import SpecRolloutConfig
 
 _KEY = re.compile("[0-9a-f]{64}")
 _FORM = "`ipc://PATH` or `tcp://HOST:PORT`"
@@ -40,6 +44,18 @@ def check_address(name: str, value: str, serves: bool = False) -> None:
     if not serves and host.rpartition(":")[0] in ("*", "0.0.0.0", "[::]"):
         cause = f"`{name}` is {shown(value)}, which says where it listens and not where it is"
         raise ConfigError(cause, "name the host on which it runs, as its command prints it")
+
+
+def check_keys(config: SpecRolloutConfig) -> None:
+    """See that there is a key for each address behind tcp: a worker's errors are read by few.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.history.url.startswith("tcp:"):
+        key_of("history.key_file", config.history.key_file)
+    if config.decoupled.address.startswith("tcp:"):
+        key_of("decoupled.key_file", config.decoupled.key_file)
 
 
 def key_of(name: str, key_file: str, makes: bool = False) -> str:

@@ -40,7 +40,7 @@ OWN = re.compile(r"answers-[0-9]{4,5}")
 FETCHED = re.compile(r"(siblings|strangers)-[0-9]{4}")
 """Stem of a file that a courier writes: answers of the same run on other nodes, and of other runs."""
 NEARNESS = {"strangers": 0, "siblings": 1}
-_NAMES = re.compile("([0-9a-f]{16}) ([0-9a-f]{16})")
+_NAMES = re.compile("([0-9a-f]{16}) ([A-Za-z0-9._-]{1,64})")
 # of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
 # that its file server no longer knows
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ESTALE)
@@ -98,7 +98,8 @@ def is_locked(path: Path) -> bool:
 
 
 def names_of(folder: Path, draws: bool = False) -> tuple[str, str]:
-    """The folder's name at an archive, and that of the training run where its trainer gives none; both are drawn once.
+    """The folder's name at an archive, and that of the training run where its trainer gives none; both are drawn once,
+    but where files of a run are here already.
 
     Args:
         draws: another name, for a folder that is a copy; the run stays.
@@ -115,10 +116,10 @@ def names_of(folder: Path, draws: bool = False) -> tuple[str, str]:
     if found is not None and not draws:
         return found[1], found[2]
     if found is None and text:
-        logger.warning("`%s` names no folder, so others are drawn: what is kept here is of another run", path)
+        logger.warning("`%s` names no folder, so another name is drawn", path)
     draft = folder / f"node.{secrets.token_hex(8)}"
     with open(draft, "w", opener=opener) as file:
-        file.write(f"{secrets.token_hex(8)} {found[2] if found else secrets.token_hex(8)}")
+        file.write(f"{secrets.token_hex(8)} {found[2] if found else _run_in(folder)}")
     # whole, or not at all; of those who draw the first names at once, the first one does
     try:
         with contextlib.suppress(FileExistsError):
@@ -126,6 +127,14 @@ def names_of(folder: Path, draws: bool = False) -> tuple[str, str]:
     finally:
         draft.unlink(missing_ok=True)
     return names_of(folder)
+
+
+def _run_in(folder: Path) -> str:
+    for path in files(folder):
+        with contextlib.suppress(HistoryError, *ERRORS):
+            if _NAMES.fullmatch(f"{'0' * 16} {(run := Database(path).run)}"):
+                return run
+    return secrets.token_hex(8)
 
 
 class Folder:
