@@ -35,6 +35,7 @@ from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.database import ERRORS, Database, Reward, Row
 from vllm_specrollout.history.folder import Lock
+from vllm_specrollout.history.vocabulary import Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -43,6 +44,8 @@ MOST_ROWS, MOST_ROW_BYTES, MOST_REWARDS = 256, MOST_BYTES // 4, 4096
 MOST_FILES = 1 << 15
 """Names that a courier says it has something of, at most."""
 _REMEMBERED = 1 << 16
+# of a row's columns
+_TYPES = (bytes, bytes, int, int, int, float | None, int, bytes, bytes)
 _POLL_S = 0.5
 _UPKEEP_S = 3600.0
 SILENCE_S = 5.0
@@ -55,7 +58,6 @@ _Text = Annotated[str, Meta(max_length=4096)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Rows = Annotated[tuple[tuple[_Number, Row], ...], Meta(max_length=MOST_ROWS)]
 _Rewards = Annotated[tuple[tuple[_Name, Reward], ...], Meta(max_length=MOST_REWARDS)]
-_NUMBERED = tuple[_Number, Row]
 _Own = Annotated[tuple[Reward, ...], Meta(max_length=MOST_REWARDS)]
 
 
@@ -131,22 +133,23 @@ def read(data: bytes) -> Note:
         raise MessageError(f"{len(data)} bytes are no message: {str(error)[:200]}") from None
 
 
+def kind_of(vocabulary: Vocabulary, run: str = "") -> Kind:
+    return Kind(vocabulary.model[:1024], vocabulary.size, vocabulary.digest[:1024], run)
+
+
 def portion(source: Database, behind: int, oldest: int = 0) -> tuple[tuple[tuple[int, Row], ...], int]:
     """Rows behind a number that fit a message together, oldest first; and the number up to which nothing is left."""
     numbers, end = source.behind(behind, oldest, MOST_ROWS)
     found, size, upto = list[tuple[int, Row]](), 0, behind
     for number in numbers:
         row = source.row(number)
-        try:
-            # a damaged file may hold anything, and what the other end cannot read would hold up all behind it
-            own = 0 if row is None else len(row.problem) + len(row.request) + len(row.tail) + len(row.tokens)
-            fits = own <= MOST_BYTES // 2 and msgspec.convert((number, row), _NUMBERED) is not None
-        except (msgspec.ValidationError, TypeError):
-            fits, own = False, 0
+        # a damaged file may hold anything, and what the other end cannot read would hold up all that is behind it
+        is_sound = row is not None and 0 <= number < 1 << 62 and all(map(isinstance, row, _TYPES))
+        own = sum(map(len, (row.problem, row.request, row.tail, row.tokens))) if row is not None and is_sound else 0
         if found and size + own > MOST_ROW_BYTES:
             return tuple(found), upto
         upto = number
-        if fits and row is not None:
+        if row is not None and is_sound and own <= MOST_BYTES // 2:
             found.append((number, row))
             size += own
     return tuple(found), end
@@ -172,7 +175,7 @@ class Archive:
         self._lock = Lock(folder / "archive")
         self.mirrors = self._mirrors = Mirrors(folder, most_bytes)
         self.key_file = key_file or ("" if os.environ.get(envs.KEY) else str(folder / "key"))
-        self._office = Office(address, read, self.key_file)
+        self._office = Office(address, read, self.key_file, is_brief=True)
         self._life = secrets.token_hex(8)
         # the newest of this life, and how many there have been
         self._rewards: deque[tuple[str, Reward]] = deque(maxlen=_REMEMBERED)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
+import socket
 import threading
 import time
 from pathlib import Path
@@ -30,12 +30,12 @@ from vllm_specrollout.cluster.archive import (
     Page,
     Refused,
     Want,
+    kind_of,
     portion,
     read,
 )
 from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import MOST_BYTES, encode
-from vllm_specrollout.cluster.mirrors import kind_of
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.database import (
     ERRORS,
@@ -94,7 +94,9 @@ class Courier:
         self._run_name = config.run or own
         self._kind = kind_of(vocabulary, self._run_name)
         self._box = Box(config.url, read, config.key_file, is_brief=True)
-        self._id = secrets.token_hex(8)
+        # the folder's courier, whichever engine has it: another one is that of a copy
+        here = self._folder.stat()
+        self._id = f"{socket.gethostname()} {here.st_dev} {here.st_ino}"
         # while this is held, no other engine's courier goes
         self._lock: Lock | None = None
         self._fetched: Fetched | None = None

@@ -94,13 +94,16 @@ class Office:
         address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one.
         read: what bytes say; by default, between an engine and a drafter.
         key_file: of tcp; made where it is not there. Empty: as the variable says.
+        is_brief: whether two messages of each engine are queued at most.
 
     Raises:
         ConfigError: no such address, or no key.
         MailError: it is in use, or not this host's.
     """
 
-    def __init__(self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "") -> None:
+    def __init__(
+        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
+    ) -> None:
         where = parse(address)
         self._read = read
         if where.path is not None:
@@ -113,6 +116,8 @@ class Office:
         self._context = _begun()
         try:
             self._socket = _socket(self._context, zmq.ROUTER, where)
+            if is_brief:
+                self._socket.sndhwm = self._socket.rcvhwm = 2
             self._socket.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
             if key:
                 self._socket.curve_server = True

@@ -61,10 +61,6 @@ class Kind(Struct, frozen=True, array_like=True):
         return Vocabulary(self.model, self.size, self.digest)
 
 
-def kind_of(vocabulary: Vocabulary, run: str = "") -> Kind:
-    return Kind(vocabulary.model[:1024], vocabulary.size, vocabulary.digest[:1024], run)
-
-
 @dataclass(slots=True)
 class Known:
     """What is known of a mirror while it is closed."""
@@ -198,7 +194,8 @@ class Mirrors:
         return Database(path, True, kind.vocabulary, kind.run, is_checked)
 
     def _know(self, name: str, mirror: Database) -> None:
-        kind = kind_of(mirror.vocabulary, mirror.run)
+        of = mirror.vocabulary
+        kind = Kind(of.model, of.size, of.digest, mirror.run)
         first, size = _first(mirror), mirror.used_bytes()
         self.known[name] = Known(kind, mirror.latest_epoch(), first, size, self._clock())
         self.upto[name] = mirror.newest()

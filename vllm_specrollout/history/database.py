@@ -168,6 +168,8 @@ class Database:
         ask = self._connection.execute
         ask(f"PRAGMA page_size={_PAGE}")
         ask("PRAGMA auto_vacuum=INCREMENTAL")
+        # at the end all of it is waited for
+        ask("PRAGMA synchronous=NORMAL")
         if self.path is not None and (mode := str(self._one("PRAGMA journal_mode=WAL"))) != "wal":
             raise sqlite3.OperationalError(f"its journal is {mode!r}, not a write-ahead log")
         with self._transaction():
