@@ -127,6 +127,8 @@ class Courier:
             except Exception as error:
                 is_done = True
                 problem = f"{type(error).__name__}: {error}"
+            if self._ended.is_set():
+                break  # what it was asked for is given up, and nobody's fault
             if problem and not self.problem:
                 logger.warning(
                     "the archive at %s is not used at present, and answers stay on this node: %s",
@@ -182,7 +184,7 @@ class Courier:
             return 0
         # an archive that was begun anew may have lost what it had, and knows no rewards
         if source.life != self._life:
-            source.life, source.stamp, source.said = "", 0, -_SAID_S
+            source.life, source.stamp, source.changes, source.said = "", 0, -1, -_SAID_S
         if time.monotonic() - source.said > _SAID_S and (upto := self._say(stem, source)) != source.upto:
             source.upto, source.changes = upto, -1
         self._sources[stem] = source

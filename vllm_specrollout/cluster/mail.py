@@ -94,7 +94,7 @@ class Office:
         address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one.
         read: what bytes say; by default, between an engine and a drafter.
         key_file: of tcp; made where it is not there. Empty: as the variable says.
-        is_brief: whether two messages of each engine are queued at most.
+        is_brief: whether two messages of each engine wait to be heard, at most.
 
     Raises:
         ConfigError: no such address, or no key.
@@ -117,7 +117,8 @@ class Office:
         try:
             self._socket = _socket(self._context, zmq.ROUTER, where)
             if is_brief:
-                self._socket.sndhwm = self._socket.rcvhwm = 2
+                # not of what is sent: ZeroMQ hears late that a message has left, and an answer would be refused
+                self._socket.rcvhwm = 2
             self._socket.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
             if key:
                 self._socket.curve_server = True

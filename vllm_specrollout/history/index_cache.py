@@ -27,7 +27,7 @@ GLOBAL = ""
 """The one problem there is with `scope="global"`."""
 # room made for an answer before it is added: at least this, and more once indices have taken more, in bytes per token
 _LEAST_GUESS = 256.0
-# indices for each MiB of `max_mib`: small ones of problems that never come back; and the bytes that Python adds to each,
+# indices for each MiB of `max_mib`: small ones of problems that never come back; and bytes that Python adds to each,
 # with which this figure and the store's are within a tenth of what the process takes for 1 to 32 answers of a problem
 _PER_MIB, _EACH = 128, 1000
 ONE = 1 << 8

@@ -197,12 +197,12 @@ def test_two_trainings_and_a_restart_at_one_archive_keep_all_their_own_answers(
     until(lambda: old.courier.fetched == 16 and new.courier.fetched == 1)
     new.store.begin_epoch()
     assert (new.store.epoch, set(new.found())) == (1, own)
-    again = nodes("new", run="")
-    assert again.store.begin_epoch(2) == 2 and set(again.found()) == own
-    assert set(old.found()) == {"x"}, "what others' runs have answered is for problems without an answer of ours"
     fresh = nodes("fresh", run="")
     until(lambda: set(epochs_of(fresh)) == {"x", *own})
-    assert set(epochs_of(fresh).values()) == {-1}, "and counts as of the last epoch"
+    assert set(epochs_of(fresh).values()) <= {-1, -2}, "the newest of another run counts as of the last epoch"
+    again = nodes("new", run="")
+    assert again.store.begin_epoch(2) == 2 and set(again.found()) == own
+    assert set(old.found()) == {"x"}, "what other runs have answered is for problems without an answer of ours"
 
 
 def test_engines_of_two_runs_in_one_folder_leave_each_other_alone(served: Served, nodes: Callable[..., Node]) -> None:
@@ -519,12 +519,15 @@ def test_what_no_longer_drafts_is_neither_fetched_nor_kept(served: Served, nodes
     first, second = nodes("a", epochs=1), nodes("b", epochs=1)
     first.store.append(answer("old", epoch=0))
     until(lambda: second.found() == {"old": None})
-    first.store.begin_epoch(5)
-    first.store.append(answer("new", epoch=5))
+    for epoch in (1, 2):
+        first.store.begin_epoch(epoch)
+        second.store.begin_epoch(epoch)
+        until(lambda epoch=epoch: second.courier._fetched.siblings.latest_epoch() == epoch)
+    first.store.append(answer("new", epoch=2))
     until(lambda: second.courier.fetched == 2)
-    kept = lambda: [row.request for row in second.courier._fetched.siblings.rows()]  # noqa: E731
+    kept = lambda: sorted(row.request for row in second.courier._fetched.siblings.rows())  # noqa: E731
     assert settled(kept, [b"new"]) == [b"new"]
-    first.store.append(answer("newer", epoch=5))
+    first.store.append(answer("newer", epoch=2))
     assert settled(kept, [b"new", b"newer"]) == [b"new", b"newer"]
     assert second.courier.fetched == 3, "the old one is not fetched again"
 
