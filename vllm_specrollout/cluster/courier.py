@@ -179,7 +179,7 @@ class Courier:
         """All that is new in a file of our run; returns the file's epoch."""
         source = self._sources.get(stem)
         if source is None or not source.file.is_current:
-            source = _Source(Database(self._folder / (stem + SUFFIX)))
+            source = self._sources[stem] = _Source(Database(self._folder / (stem + SUFFIX)))
         if source.file.run not in ("", self._run_name):
             return 0
         # an archive that was begun anew may have lost what it had, and knows no rewards
@@ -187,7 +187,6 @@ class Courier:
             source.life, source.stamp, source.changes, source.said = "", 0, -1, -_SAID_S
         if time.monotonic() - source.said > _SAID_S and (upto := self._say(stem, source)) != source.upto:
             source.upto, source.changes = upto, -1
-        self._sources[stem] = source
         epoch = source.file.latest_epoch()
         changes = source.file.changes()
         if changes == source.changes:
@@ -358,7 +357,7 @@ class Fetched:
 
     def follow(self, epoch: int, epochs: int) -> None:
         """Our epoch is this one now, and answers of so many before it draft."""
-        known = self.siblings.latest_epoch()
+        known = self.siblings.begun_epoch()
         if not 0 <= epoch - known <= 1:
             # our numbers have jumped, and those of what is here stand for what they stood for before
             for file in (self.siblings, self.strangers):

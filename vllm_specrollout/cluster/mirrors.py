@@ -109,7 +109,10 @@ class Mirrors:
             yield name, self.opened(name)
 
     def leave_out(self, name: str, error: Exception) -> None:
-        """It costs itself alone; said once."""
+        """It costs itself alone, and is read whole when it is opened again; said once."""
+        self._close(name)
+        if name in self.known:
+            self.known[name].is_checked = False
         if name not in self.left_out:
             logger.warning("a mirror cannot be used, and all others are: %s", error)
         self.left_out[name] = f"{type(error).__name__}: {error}"
@@ -147,8 +150,7 @@ class Mirrors:
             except DatabaseError as error:
                 # one of which nothing is wrong but the disk is an OperationalError
                 if type(error) is DatabaseError:
-                    known.is_checked = False
-                    self._close(name)
+                    self.leave_out(name, error)
                 raise
         known.epoch, known.num_bytes, known.heard = newest, mirror.used_bytes(), self._clock()
         self.upto[name] = max([self.upto[name], *(number for number, _ in rows)])

@@ -280,11 +280,15 @@ class Database:
         """Another number whenever some other process, or connection, has written."""
         return self._one("PRAGMA data_version")
 
+    def begun_epoch(self) -> int:
+        """The last that was begun, whatever its answers' are."""
+        begun = self._one("SELECT epoch FROM about")
+        return begun if isinstance(begun, int) and 0 <= begun <= MAX_EPOCH else 0
+
     def latest_epoch(self) -> int:
         """Of its answers, and the last that was begun; what no index could hold is passed over."""
-        begun = self._one("SELECT epoch FROM about")
         newest = self._one(f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}")
-        return max(newest or 0, begun if isinstance(begun, int) and 0 <= begun <= MAX_EPOCH else 0)
+        return max(newest or 0, self.begun_epoch())
 
     def counts(self, oldest: int) -> Counts:
         """Of the answers since an epoch."""

@@ -161,8 +161,9 @@ class Folder:
         # what cannot be used, and why; and what of it was named already
         self._unusable: dict[Path, Exception] = {}
         self._warned: set[Path] = set()
-        self.latest_epoch = 0
-        # when it was looked at, as the folder itself says
+        self.latest_epoch, self.run = 0, run
+        # as it was looked at: its files, and when it had changed last
+        self._listed = list[Path]()
         self._seen = 0
         self._lock: Lock | None = None
         if path is None:
@@ -231,8 +232,7 @@ class Folder:
         warning for all."""
         if self._path is None:
             return
-        self._seen = self._path.stat().st_mtime_ns
-        paths = files(self._path)
+        paths = self._listed = files(self._path)
         # what is gone need not be remembered
         self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
         for path, reader in list(self._readers.items()):
@@ -258,12 +258,24 @@ class Folder:
     def has_changed(self) -> bool:
         """Whether a file has come or gone since it was looked at; not if nobody can say."""
         with contextlib.suppress(OSError):
-            return self._path is not None and self._path.stat().st_mtime_ns != self._seen
+            # what comes and goes there is mostly SQLite's own
+            if self._path is not None and (seen := self._path.stat().st_mtime_ns) != self._seen:
+                self._seen = seen
+                return files(self._path) != self._listed
         return False
 
     def _opened(self, path: Path) -> Database:
         found = Database(path)
         found.nearness = NEARNESS[kind[1]] if (kind := FETCHED.fullmatch(path.stem)) else 2
+        try:
+            self._expect_ours(found)
+        except HistoryError:
+            found.close()
+            raise
+        return found
+
+    def _expect_ours(self, found: Database) -> None:
+        path = found.path
         found.expect_run(self.run)
         if not self._vocabulary.fits(found.vocabulary):
             raise ForeignError(
@@ -271,7 +283,6 @@ class Folder:
                 f" `{self._vocabulary.model}`",
                 "give each model its own `history.dir`; nothing else is lost",
             )
-        return found
 
     def _pass_over(self, path: Path, error: Exception) -> None:
         if self._expects_own and isinstance(error, ForeignError):

@@ -157,7 +157,9 @@ def test_epochs_of_a_run_are_the_same_on_all_its_nodes_and_nobody_elses_begin_ou
     first.store.begin_epoch(1)
     first.store.append(answer("y", epoch=1))
     assert settled(lambda: epochs_of(second), same := {"own": 0, "x": 0, "y": 1}) == same
-    assert second.store._folder.latest_epoch == 0
+    first.store.append(answer("z", epoch=1))
+    until(lambda: "z" in epochs_of(second))
+    assert second.store._folder.latest_epoch == 0 and second.courier.fetched == 3, "each was fetched once"
 
 
 def test_a_jump_of_one_nodes_epoch_stays_there_and_what_it_answers_drafts_as_present(
