@@ -248,7 +248,8 @@ class Folder:
                 if not FETCHED.fullmatch(path.stem):
                     self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
             except FileNotFoundError:
-                pass  # another engine makes it now, or has removed it
+                # another process makes it now, or has removed it: it is looked for again
+                self._listed, self._seen = [one for one in self._listed if one != path], 0
             except (HistoryError, *ERRORS) as error:
                 self._readers.pop(path, None)
                 self._pass_over(path, error)
