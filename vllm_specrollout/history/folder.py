@@ -111,11 +111,11 @@ def names_of(folder: Path, draws: bool = False) -> tuple[str, str]:
     try:
         text = path.read_text(errors="replace")[:64]
     except FileNotFoundError:
-        text = ""
-    found = _NAMES.fullmatch(text)
+        text = None
+    found = None if text is None else _NAMES.fullmatch(text)
     if found is not None and not draws:
         return found[1], found[2]
-    if found is None and text:
+    if found is None and text is not None:
         logger.warning("`%s` names no folder, so another name is drawn", path)
     draft = folder / f"node.{secrets.token_hex(8)}"
     with open(draft, "w", opener=opener) as file:
@@ -123,7 +123,7 @@ def names_of(folder: Path, draws: bool = False) -> tuple[str, str]:
     # whole, or not at all; of those who draw the first names at once, the first one does
     try:
         with contextlib.suppress(FileExistsError):
-            (os.replace if text else os.link)(draft, path)
+            (os.link if text is None else os.replace)(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     return names_of(folder)
