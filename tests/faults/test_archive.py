@@ -36,7 +36,7 @@ from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.history import HistoryDrafter
 from vllm_specrollout.types import FinishedRequest, FinishReason, RequestView
 folder, url, node = sys.argv[1], sys.argv[2], int(sys.argv[3])
-drafter = HistoryDrafter(HistoryConfig(dir=folder, url=url))
+drafter = HistoryDrafter(HistoryConfig(dir=folder, url=url, run="kills"))
 for line in sys.stdin:
     request = json.loads(line)
     name, problem = request["name"], request["problem"]
@@ -184,7 +184,7 @@ def test_engines_on_four_nodes_answer_as_stock_and_draft_what_the_others_answere
         stack.callback(lambda: archive.kill())
         folders = [tmp_path / f"node{node}" for node in range(NODES)]
         own = [
-            {"drafters": ["history"], "budget": "fixed", "history": {"dir": str(one), "url": address}}
+            {"drafters": ["history"], "budget": "fixed", "history": {"dir": str(one), "url": address, "run": "kills"}}
             for one in folders
         ]
         engines = [stack.enter_context(EngineProcess(spec(f"node {i}", one))) for i, one in enumerate(own)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ app = typer.Typer(
 _NICE = 19
 """Of an archive's process. At the usual 0, sharing two cores with an engine, a restart a second took the p99 of the
 engine's steps from 71 to 109 ms; now it takes it nowhere (66 and 67 ms)."""
+
+_DESCRIPTORS, _MOST_RUNS = 16384, 16
 
 Paths = Annotated[list[Path], typer.Argument(help="History files, or directories of them.", show_default=False)]
 
@@ -108,24 +111,34 @@ def clear(paths: Paths, yes: Annotated[bool, typer.Option("--yes", "-y", help="D
 @app.command()
 def serve(
     folder: Annotated[Path, typer.Argument(help="Where answers are kept: a folder on a local disk.")],
-    listen: Annotated[str, typer.Option(help="Where engines find it: tcp://HOST:PORT[/KEY] or ipc://PATH.")],
+    listen: Annotated[str, typer.Option(help="Where it listens: tcp://HOST:PORT or ipc://PATH.")],
+    key_file: Annotated[str, typer.Option(help="Behind tcp: file with the key, made where it is not there.")] = "",
     max_mib: Annotated[int, typer.Option(min=1, max=1 << 30, help="Disk, in MiB; beyond it the oldest go.")] = 65536,
 ) -> None:
     """Keep the answers of engines on several nodes, and give them to all of these, until this command is stopped.
 
-    It prints the address at which engines find it: behind tcp, that ends with a key, without which nobody gets in. An
-    engine has {"history": {"dir": FOLDER, "url": ADDRESS}} in `--spec-rollout`, with a folder on its own disk.
+    It prints the address at which engines find it, and behind tcp the file with the key, without which nobody gets in:
+    `key` in the folder, where no other is named. An engine has {"history": {"dir": FOLDER, "url": ADDRESS, "key_file":
+    FILE, "run": NAME}} in `--spec-rollout`, with a folder on its own disk and a copy of that file.
     """
     # engines of this host come first: nobody's step waits for an archive
     os.nice(_NICE)
+    # of mirrors and of nodes: the usual soft limit is 1024
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
     from vllm_specrollout.cluster.archive import Archive
 
     is_over = threading.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda *_: is_over.set())
     with _disk_errors(folder):
-        archive = Archive(folder, listen, max_mib << 20)
+        archive = Archive(folder, listen, max_mib << 20, key_file)
         typer.echo(f"keeps histories at {archive.address}")
+        if archive.key_file and listen.startswith("tcp"):
+            typer.echo(f"its key is in {archive.key_file}")
+        for run, (count, epoch) in list(archive.mirrors.runs().items())[:_MOST_RUNS]:
+            typer.echo(f"run {run}: epoch {epoch}, answers of {count} files")
         try:
             archive.serve(is_over.is_set)
         finally:

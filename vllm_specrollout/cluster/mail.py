@@ -1,8 +1,8 @@
 """Mail: messages over ZeroMQ between engines and the drafters that serve them. Nothing here waits but `wait`.
 
 A drafter has an `Office`, at which any number of engines post; an engine has a `Box` there. What is full drops what
-comes, and says so. Between hosts a key protects what is said: whoever serves makes it, and the address that others are
-given ends with it, so the address is as secret as a password.
+comes, and says so. Between hosts a key protects what is said: whoever serves makes it, in a file that others are given
+(config/keys.py).
 
 pyzmq ends a context that nobody holds, and waits for its sockets meanwhile. The garbage collector may take both at
 once, and the context first: then the process waits for ever. So this module holds every context until it is ended.
@@ -28,6 +28,7 @@ from msgspec import Struct
 from zmq.utils import z85
 
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError, decode, encode
+from vllm_specrollout.config.keys import check_address, key_of
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")
@@ -41,7 +42,7 @@ _HEARTBEAT_MS, _SILENCE_MS = 1000, 3000
 _RECONNECT_MS, _MOST_RECONNECT_MS = 50, 500
 _LINGER_MS = 200  # for the last words
 _KNOCK_S = 1.0
-_TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+|\*):([0-9]{1,5})(?:/([0-9a-f]{64}))?")
+_TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+|\*):([0-9]{1,5})")
 _MOST_PATH = 107  # bytes that the kernel takes
 _IN = int(zmq.POLLIN)
 
@@ -56,21 +57,21 @@ class MailError(SpecRolloutError):
 class Address:
     """Where a drafter serves."""
 
-    # without a key, as ZeroMQ understands it
+    # as ZeroMQ understands it
     endpoint: str
     # of the socket, for ipc
     path: Path | None = None
     host: str = ""
     port: int = 0
-    # hexadecimal, of tcp: the secret of the end that serves; empty: none yet
-    key: str = ""
 
 
 def parse(text: str) -> Address:
     """
     Raises:
-        ConfigError: it is neither ipc://PATH nor tcp://HOST:PORT, with or without a key.
+        ConfigError: it is neither ipc://PATH nor tcp://HOST:PORT.
     """
+    if isinstance(text, str):
+        check_address("address", text, serves=True)
     if isinstance(text, str) and text.startswith("ipc://"):
         path = text.removeprefix("ipc://")
         # `*` and `@` are ZeroMQ's own: a random path, and a name without a file, which has no permissions either
@@ -80,44 +81,56 @@ def parse(text: str) -> Address:
         return Address(text, Path(path))
     match = _TCP.fullmatch(text) if isinstance(text, str) else None
     if match is None or int(match[2]) > 65535:
-        raise ConfigError(f"`{str(text)[:140]}` is no address", "write ipc://PATH, or tcp://HOST:PORT/KEY")
+        raise ConfigError(f"`{str(text)[:140]}` is no address", "write ipc://PATH, or tcp://HOST:PORT")
     # looked up, a name may lead elsewhere; written out, it stays on the host
     host = "127.0.0.1" if match[1] == "localhost" else match[1]
-    return Address(f"tcp://{host}:{match[2]}", None, host, int(match[2]), match[3] or "")
+    return Address(f"tcp://{host}:{match[2]}", None, host, int(match[2]))
 
 
 class Office:
     """The end that serves.
 
     Args:
-        address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one. Behind tcp a key may stand, so that engines find
-            this end again once it was begun anew; else one is made.
+        address: ipc://PATH or tcp://HOST:PORT; port 0 is any free one.
         read: what bytes say; by default, between an engine and a drafter.
+        key_file: of tcp; made where it is not there. Empty: as the variable says.
+        is_brief: whether two messages of each engine wait to be heard, at most.
 
     Raises:
-        ConfigError: no such address.
+        ConfigError: no such address, or no key.
         MailError: it is in use, or not this host's.
     """
 
-    def __init__(self, address: str, read: Callable[[bytes], Any] = decode) -> None:
+    def __init__(
+        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
+    ) -> None:
         where = parse(address)
         self._read = read
         if where.path is not None:
             _claim(where.path)
+        # only those get in who know it; ipc has its file's owner
+        key = "" if where.path is not None else key_of("--key-file", key_file, makes=True)
         self.malformed = self.dropped = 0
         """Messages that were none, and that could not be sent."""
         self._file: tuple[Path, os.stat_result] | None = None
         self._context = _begun()
         try:
             self._socket = _socket(self._context, zmq.ROUTER, where)
+            if is_brief:
+                # not of what is sent: ZeroMQ hears late that a message has left, and an answer would be refused
+                self._socket.rcvhwm = 2
             self._socket.router_mandatory = True  # a full queue and an engine that is gone are errors, not silence
-            key = self._locked(where)
+            if key:
+                self._socket.curve_server = True
+                self._socket.curve_secretkey = z85.encode(bytes.fromhex(key))
             _bind(self._socket, where)
         except BaseException:
             self.close()
             raise
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT) + (f"/{key}" if key else "")
-        """Where engines post; a secret, where it has a key."""
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where engines post; an open host is this one's name."""
+        if where.host in ("*", "0.0.0.0", "[::]"):
+            self.address = f"tcp://{socket.gethostname()}:{self.address.rpartition(':')[2]}"
         if where.path is not None:
             os.chmod(where.path, 0o600)
             self._file = (where.path, os.stat(where.path))
@@ -150,15 +163,6 @@ class Office:
                     path.unlink()
             self._file = None
 
-    def _locked(self, where: Address) -> str:
-        """Only those get in who know the key; it is made, where the address has none. ipc has its file's owner."""
-        if where.path is not None:
-            return ""
-        secret = z85.encode(bytes.fromhex(where.key)) if where.key else zmq.curve_keypair()[1]
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = secret
-        return z85.decode(secret).hex()
-
 
 class Box:
     """An engine's end. A drafter that is not there yet, or begun anew, is found whenever it comes.
@@ -166,32 +170,35 @@ class Box:
     Args:
         address: of the drafter.
         read: what bytes say; by default, between an engine and a drafter.
+        key_file: of tcp; empty: as the variable says.
+        is_brief: whether one message is queued at most, and only while the other end is there.
 
     Raises:
-        ConfigError: no such address, or one of tcp without a key.
+        ConfigError: no such address, or no key for one of tcp.
     """
 
-    def __init__(self, address: str, read: Callable[[bytes], Any] = decode) -> None:
+    def __init__(
+        self, address: str, read: Callable[[bytes], Any] = decode, key_file: str = "", is_brief: bool = False
+    ) -> None:
         where = parse(address)
         self._read = read
-        if where.path is None and not where.key:
-            cause = f"`{address}` has no key"
-            raise ConfigError(cause, "give the whole address that the drafter prints: tcp://HOST:PORT/KEY")
         if where.path is None and (where.host == "*" or not where.port):
             cause = f"`{where.endpoint}` names no end to connect to"
             raise ConfigError(cause, "only a drafter may leave host (`*`) or port (0) open")
         self.address = where.endpoint
-        """Without its key: fit to be shown."""
+        key = "" if where.path is not None else key_of("key_file", key_file)
         self.malformed = self.dropped = 0
         self._context = _begun()
         try:
             self._socket = _socket(self._context, zmq.DEALER, where)
             self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = _RECONNECT_MS, _MOST_RECONNECT_MS
-            if where.key:
+            if is_brief:
+                self._socket.sndhwm, self._socket.immediate = 1, True
+            if key:
                 # what it is asked for is the key of the other end; its own says nothing
                 own = zmq.curve_keypair()
                 self._socket.curve_publickey, self._socket.curve_secretkey = own
-                self._socket.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(where.key)))
+                self._socket.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(key)))
             self._socket.connect(where.endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -214,6 +221,10 @@ class Box:
     def send(self, message: Struct) -> bool:
         """False: the drafter does not keep up; nothing was sent."""
         return _sent(self, encode(message))
+
+    def has_room(self, timeout_s: float) -> bool:
+        """Wait until a message could be sent."""
+        return bool(self._socket.poll(math.ceil(timeout_s * 1e3), zmq.POLLOUT))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until something has come."""

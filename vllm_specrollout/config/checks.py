@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Real
@@ -227,6 +228,16 @@ def check_device(name: str, value: Any) -> str:
     return str(value)
 
 
+def check_name(name: str, value: Any) -> str:
+    """A name that can be part of a file's. The empty one stands for none."""
+    check_type(name, value, (str,))
+    if value and not re.fullmatch(_NAME, value):
+        raise ConfigError(f"`{name}` is {shown(value)}", "use 1 to 64 letters, digits, `.`, `_` and `-`")
+    return str(value)
+
+
+_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,63}"
+NAME = Rule(check_name, {"pattern": f"^({_NAME})?$"})
 ID = Rule(check_id, {"maxLength": MOST_ID})
 FILE = Rule(check_path, {"maxLength": MOST_PATH})
 DEVICE = Rule(check_device, {"pattern": f"^{FORM}$"})

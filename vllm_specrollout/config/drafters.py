@@ -8,12 +8,14 @@ from typing import Annotated, Any
 from vllm_specrollout.config.checks import (
     DEVICE,
     FILE,
+    NAME,
     Choice,
     Range,
     check_fields,
     check_is_on,
     check_order,
 )
+from vllm_specrollout.config.keys import check_address
 from vllm_specrollout.errors import ConfigError, shown
 
 SCOPES = ("problem", "global")
@@ -59,6 +61,11 @@ class HistoryConfig:
     url: str = ""
     """Where `specrollout history serve` listens, as it prints it: answers of engines on other nodes draft as well.
     Needs `dir`, one folder for all engines of a node; what comes takes at most `max_disk_mib` more."""
+    key_file: Annotated[str, FILE] = ""
+    """File with the archive's key, which `serve` makes; empty: `SPECROLLOUT_KEY` has it, or its path."""
+    run: Annotated[str, NAME] = ""
+    """Name of the training run, the same on all its nodes: epochs are compared within one run alone. Empty: one is
+    drawn for each `dir`, and newest answers from elsewhere count as those of the last epoch."""
     epochs: Annotated[int, Range(0, 1024)] = 2
     """How many past epochs' answers draft, the running epoch not counted; 0: only this epoch's siblings do."""
     siblings: bool = True
@@ -93,6 +100,7 @@ class HistoryConfig:
         if not self.epochs and not self.siblings:
             cause = "`history.epochs` is 0 and `history.siblings` is false, so that no answer may draft"
             raise ConfigError(cause, "allow one of them, or leave `history` out of `drafters`")
+        check_address("history.url", self.url)
         if self.url and not self.dir:
             cause = "`history.url` is given, and `history.dir` is not"
             raise ConfigError(cause, "name a folder on a local disk in `history.dir`, for what comes from other nodes")
@@ -186,7 +194,9 @@ class DecoupledConfig:
     (SpecActor, Algorithm 2): `goodput` by what that does to the whole batch; `paper` as if each were alone; `off`."""
     address: str = ""
     """Where a `specrollout drafter` listens that was started by hand, as it prints it: `ipc://PATH` or
-    `tcp://HOST:PORT/KEY`; empty: the engine starts one of its own, and stops it."""
+    `tcp://HOST:PORT`; empty: the engine starts one of its own, and stops it."""
+    key_file: Annotated[str, FILE] = ""
+    """File with the key of drafters behind tcp, which each makes; empty: `SPECROLLOUT_KEY` has it, or its path."""
     start_s: Annotated[float, Range(0.0, 86400.0)] = 180.0
     """Seconds that the engine's start waits for the drafter; without it, requests decode plainly until it is there."""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -200,8 +210,4 @@ class DecoupledConfig:
         if len({*names, SINGLE}) <= len(names):
             cause = f"`decoupled.drafters` are called {shown(names)}"
             raise ConfigError(cause, f"give each a name of its own, and none `{SINGLE}`, which is in use")
-        if self.address and not self.address.startswith(("ipc://", "tcp://")):
-            raise ConfigError(
-                f"`decoupled.address` is {shown(self.address)}",
-                "give `ipc://PATH` or `tcp://HOST:PORT/KEY`, or leave it out",
-            )
+        check_address("decoupled.address", self.address)

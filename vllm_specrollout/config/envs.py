@@ -16,6 +16,7 @@ CACHE_HOME = "XDG_CACHE_HOME"
 STRICT = "SPECROLLOUT_STRICT"
 MAX_BODY_MIB = "SPECROLLOUT_MAX_BODY_MIB"
 DRAFTERS = "SPECROLLOUT_DRAFTERS"
+KEY = "SPECROLLOUT_KEY"
 ENDS_WITH_PARENT = "SPECROLLOUT_ENDS_WITH_PARENT"
 USE_V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 MIB = 1 << 20
@@ -52,6 +53,11 @@ TABLE = (
     Variable(
         DRAFTERS,
         "the folder below which `POST /spec_rollout/drafter` takes weights, absolute; unset: it takes none",
+        True,
+    ),
+    Variable(
+        KEY,
+        "the key of an archive or a drafter behind tcp, or the path of a file with it, where no `key_file` is named",
         True,
     ),
     Variable(ENDS_WITH_PARENT, "`1`, set by a group: an engine's processes end with the one that began them", True),

@@ -29,14 +29,14 @@ Connect = Callable[[str], Mail]
 """From an address to the mail of a drafter that serves there."""
 
 
-def connect(address: str) -> Mail:
+def connect(address: str, key_file: str = "") -> Mail:
     """
     Raises:
-        ConfigError: no such address.
+        ConfigError: no such address, or no key.
         MailError: nobody serves there.
     """
     check_served(address)
-    return Box(address)
+    return Box(address, key_file=key_file)
 
 
 class DecoupledDrafter(BaseDrafter):
@@ -159,7 +159,7 @@ class DecoupledDrafter(BaseDrafter):
 
         Args:
             name: what it is called from now on.
-            address: as the drafter prints it: `ipc://PATH`, or `tcp://HOST:PORT/KEY`.
+            address: as the drafter prints it: `ipc://PATH`, or `tcp://HOST:PORT`.
             window, fan_out: None: the engine's.
             request_ids: requests that it drafts for, by the engine's names or their clients'; None: all.
 

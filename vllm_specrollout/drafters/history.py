@@ -20,7 +20,7 @@ from vllm_specrollout._core import HistoryIndex, propose_history, sync_history
 from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome
+from vllm_specrollout.history.answers import MOST_TAIL, Answer, Outcome, short_name
 from vllm_specrollout.history.background import Background
 from vllm_specrollout.history.index_cache import IndexCache
 from vllm_specrollout.history.store import HistoryStore
@@ -199,7 +199,7 @@ class HistoryDrafter(BaseDrafter):
         for name in names:
             outcome = self.store.report_reward(name, reward)
             if outcome is not Outcome.UNKNOWN:
-                self.cache.set_reward(name, reward)
+                self.cache.set_reward(short_name(name), reward)
                 return outcome
         return Outcome.UNKNOWN
 

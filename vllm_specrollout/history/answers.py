@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,6 +10,15 @@ from vllm_specrollout.types import FinishReason, IntArray
 
 MOST_TAIL = 64
 """Tokens of a prompt that are kept with its answer: the longest context there is."""
+
+
+_MOST_NAME = 256
+
+
+def short_name(request_id: str) -> str:
+    """The id of a request as it is kept: what is longer than 256 bytes as a digest, whatever its client calls it."""
+    data = request_id.encode("utf-8", "surrogatepass")
+    return request_id if len(data) <= _MOST_NAME else "long:" + hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,8 @@ class StoreStats:
     files: int
     file_bytes: int
     memory_bytes: int
-    """Of compressed answers in memory: all without `history.dir`, otherwise those that are not written yet."""
+    """Of the process: compressed answers, all without `history.dir` and otherwise those that are not written yet, and
+    what is kept of each answer that may still get a reward."""
     waiting: int
     """Answers that are not in `history.dir` yet: they are written in the background, or could not be."""
     damaged: int

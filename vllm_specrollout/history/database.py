@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import secrets
 import sqlite3
 import stat
 import threading
@@ -19,27 +21,32 @@ from typing import Any, NamedTuple
 
 from vllm_specrollout.config.places import FILE_MODE
 from vllm_specrollout.errors import SpecRolloutError
-from vllm_specrollout.history.answers import MOST_TAIL, Answer
 from vllm_specrollout.history.epochs import MAX_EPOCH
-from vllm_specrollout.history.tokens import count_tokens, decode_tokens, encode_tokens
+from vllm_specrollout.history.rows import Counts as Counts
+from vllm_specrollout.history.rows import Reward as Reward
+from vllm_specrollout.history.rows import Row as Row
+from vllm_specrollout.history.rows import answer_of as answer_of
+from vllm_specrollout.history.rows import as_bytes as as_bytes
+from vllm_specrollout.history.rows import row_of as row_of
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
-from vllm_specrollout.types import FinishReason
 
 SUFFIX = ".history"
-VERSION = 3
-"""Versions 1 and 2 were no databases: see old_format.py."""
+VERSION = 4
 ERRORS = (sqlite3.Error, OSError)
 """Errors of a disk, or of a file on it, that users of a `Database` meet."""
 
 _APPLICATION = int.from_bytes(b"SRHI", "big")
 # small pages: an answer of 1,000 tokens fills none of 4 KiB well
 _PAGE = 1024
-_STATUSES = (FinishReason.FINISHED, FinishReason.TRUNCATED, FinishReason.ABORTED)
 _COLUMNS = "problem, request, epoch, version, status, reward, count, tail, tokens"
 _SCHEMA = (
-    "CREATE TABLE about(model TEXT, size INTEGER, digest TEXT, epoch INTEGER)",
+    "CREATE TABLE about(model TEXT, size INTEGER, digest TEXT, epoch INTEGER, run TEXT, part TEXT)",
+    # of a file that others' answers are fetched into: up to which number, by the name of what has them
+    "CREATE TABLE fetched(name TEXT PRIMARY KEY, upto INTEGER) WITHOUT ROWID",
+    # `stamp` grows with each reward that comes to an answer which is at rest
     "CREATE TABLE answers(id INTEGER PRIMARY KEY, problem BLOB, request BLOB, epoch INTEGER, version INTEGER,"
-    " status INTEGER, reward REAL, count INTEGER, tail BLOB, tokens BLOB)",
+    " status INTEGER, reward REAL, count INTEGER, tail BLOB, tokens BLOB, stamp INTEGER)",
+    "CREATE INDEX by_stamp ON answers(stamp) WHERE stamp IS NOT NULL",
     "CREATE INDEX by_epoch ON answers(epoch)",
     # all that is asked of a problem before its answers are read, and all that is counted
     "CREATE INDEX by_problem ON answers(problem, epoch, count)",
@@ -50,6 +57,8 @@ _MOST_BYTES = 1 << 26
 # answers dropped in one go, between which others may write and read
 _AT_ONCE = 200
 _PAUSE_S = 1e-4
+# answers that one question walks over, at most
+_SCANNED = 4096
 
 
 class HistoryError(SpecRolloutError):
@@ -60,31 +69,16 @@ class ForeignError(HistoryError):
     """The file's answers are written in another vocabulary."""
 
 
+class DamagedError(HistoryError):
+    """The file is a history, and damaged."""
+
+
 class OtherFileError(HistoryError):
     """The file is no database at all."""
 
 
-class Row(NamedTuple):
-    """An answer as it is at rest. Ids are bytes: users' JSON can hold half a surrogate pair."""
-
-    problem: bytes
-    request: bytes
-    epoch: int
-    version: int
-    status: int
-    reward: float | None
-    num_tokens: int
-    # as `encode_tokens` makes them
-    tail: bytes
-    tokens: bytes
-
-
-class Reward(NamedTuple):
-    """Of an answer that is at rest."""
-
-    reward: float
-    number: int
-    request: bytes
+class OtherRunError(HistoryError):
+    """The file is of another training run, whose epochs are not ours."""
 
 
 class Located(NamedTuple):
@@ -96,48 +90,10 @@ class Located(NamedTuple):
     epoch: int
     num_tokens: int
 
-
-class Counts(NamedTuple):
-    answers: int
-    tokens: int
-    problems: int
-
-
-def row_of(answer: Answer) -> Row:
-    """Raises: ValueError, it is longer than an answer may be, or its weights have no version."""
-    if not -(1 << 63) <= answer.weights_version < 1 << 63:
-        raise ValueError(f"{answer.weights_version} is no version of weights")
-    ids = as_bytes(answer.problem_id), as_bytes(answer.request_id)
-    status, tail = _STATUSES.index(answer.status), encode_tokens(answer.prompt_tail)
-    tokens = encode_tokens(answer.token_ids)
-    return Row(*ids, answer.epoch, answer.weights_version, status, answer.reward, answer.num_tokens, tail, tokens)
-
-
-def answer_of(row: Row) -> Answer:
-    """Raises: ValueError, it is damaged, and no more than its count was allocated."""
-    try:
-        if count_tokens(row.tokens[:8]) != row.num_tokens or count_tokens(row.tail[:8]) > MOST_TAIL or row.status < 0:
-            raise ValueError("its counts are not those of its tokens")
-        return Answer(
-            problem_id=as_text(row.problem),
-            request_id=as_text(row.request),
-            epoch=int(row.epoch),
-            weights_version=int(row.version),
-            status=_STATUSES[row.status],
-            token_ids=decode_tokens(row.tokens),
-            prompt_tail=decode_tokens(row.tail),
-            reward=None if row.reward is None else float(row.reward),
-        )
-    except (TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"a column of another type: {error}") from None
-
-
-def as_bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def as_text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
+    @property
+    def nearness(self) -> int:
+        """As a `Database` has it."""
+        return self.source.nearness if isinstance(self.source, Database) else 2
 
 
 def files(folder: Path) -> list[Path]:
@@ -152,18 +108,29 @@ class Database:
         path: None: in memory.
         writes: whether to make it where it is not there, and write. Only who holds its lock may (see folder.py).
         vocabulary: of the answers to come; a new file names it.
+        run: likewise, the training run; empty: not known.
+        is_checked: whether it was read whole before, and nothing in it was damaged.
 
     Raises:
-        OtherFileError, ForeignError, HistoryError: it is no history file, of another vocabulary, damaged, or of a later
-            version.
+        OtherFileError, ForeignError, OtherRunError, HistoryError: it is no history file, of another vocabulary or run,
+            damaged, or of another version.
         FileNotFoundError: there is nothing in it yet.
         OSError: it cannot be opened.
     """
 
-    def __init__(self, path: Path | None, writes: bool = False, vocabulary: Vocabulary = ANY_VOCABULARY) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        writes: bool = False,
+        vocabulary: Vocabulary = ANY_VOCABULARY,
+        run: str = "",
+        is_checked: bool = False,
+    ) -> None:
         self.path = path
         self.failure: Exception | None = None
         """Set by whoever could not read it: it is asked no more."""
+        self.nearness = 2
+        """Set by whoever knows: 2 of this node, 1 of others, 0 of other runs, which draft where nothing else does."""
         target = ":memory:" if path is None else _openable(path, writes)
         # SQLite refuses to write its log back while the same connection reads
         self._reading = threading.Lock()
@@ -177,16 +144,19 @@ class Database:
             if not self._one("SELECT count(*) FROM sqlite_master") and not self._one("PRAGMA user_version"):
                 if not writes:
                     raise FileNotFoundError(errno.ENOENT, "no history yet", str(path))
-                self._make(vocabulary)
+                self._make(vocabulary, run)
             self._expect_history()
-            self.vocabulary = self._vocabulary()
+            self._read_about()
             if writes and vocabulary not in (ANY_VOCABULARY, self.vocabulary):
                 self._expect_fitting(vocabulary)
-            if writes and (damage := self.integrity()) != "ok":
+            if writes and run != self.run and run:
+                self.expect_run(run)
+            if writes and not is_checked and (damage := self.integrity()) != "ok":
                 # what goes into it might not be found again
                 raise sqlite3.DatabaseError(damage)
             # a number grows with time, and is given out once, by whichever file of this name
             self._last = self.newest() if writes else 0
+            self._stamp = self._one("SELECT max(stamp) FROM answers") or 0 if writes else 0
         except sqlite3.Error as error:
             self.close()
             raise _worded(path, error) from None
@@ -194,17 +164,19 @@ class Database:
             self.close()
             raise
 
-    def _make(self, vocabulary: Vocabulary) -> None:
+    def _make(self, vocabulary: Vocabulary, run: str) -> None:
         ask = self._connection.execute
         ask(f"PRAGMA page_size={_PAGE}")
         ask("PRAGMA auto_vacuum=INCREMENTAL")
+        # at the end all of it is waited for
+        ask("PRAGMA synchronous=NORMAL")
         if self.path is not None and (mode := str(self._one("PRAGMA journal_mode=WAL"))) != "wal":
             raise sqlite3.OperationalError(f"its journal is {mode!r}, not a write-ahead log")
         with self._transaction():
             for line in _SCHEMA:
                 ask(line)
-            about = (vocabulary.model, vocabulary.size, vocabulary.digest, 0)
-            ask("INSERT INTO about VALUES(?, ?, ?, ?)", about)
+            about = (vocabulary.model, vocabulary.size, vocabulary.digest, 0, run, secrets.token_hex(4))
+            ask("INSERT INTO about VALUES(?, ?, ?, ?, ?, ?)", about)
             ask(f"PRAGMA application_id={_APPLICATION}")
             ask(f"PRAGMA user_version={VERSION}")
         self.sync()
@@ -221,7 +193,7 @@ class Database:
             )
         if (version := self._one("PRAGMA user_version")) != VERSION:
             raise HistoryError(
-                f"`{self.path}` has format version {version}, and this vllm-specrollout reads versions 1 to {VERSION}",
+                f"`{self.path}` has format version {version}, and this vllm-specrollout reads version {VERSION}",
                 "run the vllm-specrollout that wrote it, or move the file out of the directory",
             )
         found = ask("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
@@ -235,11 +207,20 @@ class Database:
                 "name another `history.dir`",
             )
 
-    def _vocabulary(self) -> Vocabulary:
-        model, size, digest, _ = self._connection.execute("SELECT * FROM about").fetchone() or (None,) * 4
-        if not (isinstance(model, str) and isinstance(size, int) and isinstance(digest, str)):
+    def expect_run(self, run: str) -> None:
+        """Raises: OtherRunError, it is of another run; one that says none is anybody's."""
+        if self.run not in ("", run):
+            raise OtherRunError(
+                f"`{self.path}` is of the run `{self.run}`, and this is the run `{run}`",
+                "name one `history.run` for both to share their epochs, or give each its own `history.dir`",
+            )
+
+    def _read_about(self) -> None:
+        found: tuple[Any, ...] = self._connection.execute("SELECT * FROM about").fetchone() or (None,) * 6
+        model, size, digest, _, run, part = found
+        if not (isinstance(size, int) and all(isinstance(one, str) for one in (model, digest, run, part))):
             raise sqlite3.DatabaseError("it does not say whose it is")
-        return Vocabulary(model, size, digest)
+        self.vocabulary, self.run, self.part = Vocabulary(model, size, digest), run, part
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -263,13 +244,17 @@ class Database:
         for found in self._connection.execute(f"SELECT {_COLUMNS} FROM answers ORDER BY id"):
             yield Row(*found)
 
-    def rows_behind(self, number: int, oldest: int, most: int) -> Iterator[tuple[int, Row]]:
-        """(number, row) of those behind a number and since an epoch, in the order they were written."""
-        size = "length(problem) + length(request) + length(tail) + length(tokens)"
-        found = f"SELECT id FROM answers WHERE id>? AND epoch>=? AND {size} <= {_MOST_BYTES} ORDER BY id LIMIT ?"
-        for (one,) in self._all(found, (number, oldest, most)):
-            if (row := self.row(one)) is not None:
-                yield one, row
+    def behind(self, number: int, oldest: int, most: int) -> tuple[list[int], int]:
+        """Numbers of those behind a number and since an epoch, in the order they were written; and the number up to
+        which there are no more. It looks at so many at most, whatever they are."""
+        found = list[int]()
+        with self._reading, contextlib.closing(self._connection.cursor()) as cursor:
+            scanned = cursor.execute("SELECT id, epoch FROM answers WHERE id>? ORDER BY id LIMIT ?", (number, _SCANNED))
+            for number, epoch in scanned:
+                found += [number] if isinstance(epoch, int) and epoch >= oldest else []
+                if len(found) == most:
+                    break
+        return found, number
 
     def newest(self) -> int:
         """Number of the answer that was written last; 0: there is none."""
@@ -278,20 +263,32 @@ class Database:
     def earliest_epoch(self) -> int:
         return self._one("SELECT min(epoch) FROM answers") or 0
 
-    def rewards(self, oldest: int) -> list[Reward]:
-        """Of the answers since an epoch."""
-        which = "WHERE epoch>=? AND typeof(reward)='real'"
-        return [Reward(*one) for one in self._all(f"SELECT reward, id, request FROM answers {which}", (oldest,))]
+    def rewards(self, stamp: int, most: int) -> list[tuple[int, Reward]]:
+        """(stamp, reward) of those that came behind a stamp to answers that were at rest, oldest first."""
+        found = self._all(
+            "SELECT stamp, reward, id, request FROM answers INDEXED BY by_stamp"
+            " WHERE stamp>? AND typeof(reward)='real' ORDER BY stamp LIMIT ?",
+            (stamp, most),
+        )
+        return [(own, Reward(*one)) for own, *one in found]
+
+    def fetched(self) -> dict[str, int]:
+        """Of what was fetched into it: up to which number."""
+        return dict(self._all("SELECT name, upto FROM fetched"))
 
     def changes(self) -> int:
         """Another number whenever some other process, or connection, has written."""
         return self._one("PRAGMA data_version")
 
+    def begun_epoch(self) -> int:
+        """The last that was begun, whatever its answers' are."""
+        begun = self._one("SELECT epoch FROM about")
+        return begun if isinstance(begun, int) and 0 <= begun <= MAX_EPOCH else 0
+
     def latest_epoch(self) -> int:
         """Of its answers, and the last that was begun; what no index could hold is passed over."""
-        begun = self._one("SELECT epoch FROM about")
         newest = self._one(f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}")
-        return max(newest or 0, begun if isinstance(begun, int) and 0 <= begun <= MAX_EPOCH else 0)
+        return max(newest or 0, self.begun_epoch())
 
     def counts(self, oldest: int) -> Counts:
         """Of the answers since an epoch."""
@@ -348,19 +345,34 @@ class Database:
         self.put(list(zip(numbers, rows, strict=True)), rewards, epoch)
         return numbers
 
-    def put(self, rows: Sequence[tuple[int, Row]], rewards: Sequence[Reward], epoch: int | None) -> None:
+    def put(
+        self,
+        rows: Sequence[tuple[int, Row]],
+        rewards: Sequence[Reward],
+        epoch: int | None,
+        fetched: dict[str, int] | None = None,
+    ) -> None:
         """As `write`, under numbers that are given; what has such a number already is replaced."""
+        stamps = itertools.count(self._stamp + 1)
         with self._transaction():
             self._connection.executemany(_INSERT, [(number, *row) for number, row in rows])
             # a number may be another answer's by now
-            self._connection.executemany("UPDATE answers SET reward=? WHERE id=? AND request=?", rewards)
+            stamped = [(one.reward, next(stamps), one.number, one.request) for one in rewards]
+            self._connection.executemany("UPDATE answers SET reward=?, stamp=? WHERE id=? AND request=?", stamped)
             if epoch is not None:
                 self._connection.execute("UPDATE about SET epoch=?", (epoch,))
+            self._connection.executemany("INSERT OR REPLACE INTO fetched VALUES(?, ?)", (fetched or {}).items())
         self._last = max([self._last, *(number for number, _ in rows)])
+        self._stamp += len(rewards)
 
     def sync(self) -> None:
         """Wait until all that was written is on disk."""
         self._all("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def clear(self) -> None:
+        """Drop all that it has, and what it was fetched from."""
+        self.drop_oldest(1 << 62)
+        self._all("DELETE FROM fetched")
 
     def drop_before(self, epoch: int) -> set[int]:
         """Drop the answers of earlier epochs; returns their numbers."""
@@ -451,7 +463,7 @@ def _worded(path: Path | None, error: sqlite3.Error) -> HistoryError:
         cause = f"`{path}` does not start like a history file (format version {VERSION})"
         return OtherFileError(cause, "move it out of the directory, or name another directory in `history.dir`")
     if not isinstance(error, sqlite3.OperationalError):
-        return HistoryError(
+        return DamagedError(
             f"`{path}` is damaged: {error}",
             "move the file out of the directory: only the answers in it are lost, and drafts for them",
         )

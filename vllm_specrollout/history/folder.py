@@ -1,7 +1,10 @@
 """The directory of a store: the file that this engine writes, and those of others, which it reads. No epochs' logic.
 
-Each engine claims the first file of the directory that nobody writes: it holds a lock (`flock`) on a file beside it.
+Each engine claims the first file of its training run that nobody writes: it holds a lock (`flock`) on a file beside it.
 Not on the file itself: who closes any descriptor of a database drops the locks that SQLite has on it.
+
+Epochs are numbers of one run. What others have answered lies in two files of the courier (cluster/courier.py): in
+epochs as they are counted here, and without a say in when ours begin.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ import fcntl
 import logging
 import os
 import re
+import secrets
 from pathlib import Path
 
-from vllm_specrollout.config.places import FILE_MODE, make_folder
-from vllm_specrollout.history import old_format
+from vllm_specrollout.config.places import FILE_MODE, make_folder, opener
 from vllm_specrollout.history.database import (
     ERRORS,
     SUFFIX,
@@ -23,7 +26,7 @@ from vllm_specrollout.history.database import (
     Database,
     ForeignError,
     HistoryError,
-    OtherFileError,
+    OtherRunError,
     files,
     remove,
     size_of,
@@ -32,8 +35,12 @@ from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
 
-_OURS = re.compile(r"([0-9a-f]{16}\.)?answers-[0-9]{4,5}\.history")
-"""Names of files that an engine writes, or the courier that it has (cluster/courier.py)."""
+OWN = re.compile(r"answers-[0-9]{4,5}")
+"""Stem of a file that an engine writes."""
+FETCHED = re.compile(r"(siblings|strangers)-[0-9]{4}")
+"""Stem of a file that a courier writes: answers of the same run on other nodes, and of other runs."""
+NEARNESS = {"strangers": 0, "siblings": 1}
+_NAMES = re.compile("([0-9a-f]{16}) ([A-Za-z0-9._-]{1,64})")
 # of an entry that cannot be opened, where all others may: another user's, a folder, a link, a socket, a device, or one
 # that its file server no longer knows
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ESTALE)
@@ -90,6 +97,46 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def names_of(folder: Path, draws: bool = False) -> tuple[str, str]:
+    """The folder's name at an archive, and that of the training run where its trainer gives none; both are drawn once,
+    but where files of a run are here already.
+
+    Args:
+        draws: another name, for a folder that is a copy; the run stays.
+
+    Raises:
+        OSError: they can be neither read nor written.
+    """
+    path = folder / "node"
+    try:
+        text = path.read_text(errors="replace")[:64]
+    except FileNotFoundError:
+        text = None
+    found = None if text is None else _NAMES.fullmatch(text)
+    if found is not None and not draws:
+        return found[1], found[2]
+    if found is None and text is not None:
+        logger.warning("`%s` names no folder, so another name is drawn", path)
+    draft = folder / f"node.{secrets.token_hex(8)}"
+    with open(draft, "w", opener=opener) as file:
+        file.write(f"{secrets.token_hex(8)} {found[2] if found else _run_in(folder)}")
+    # whole, or not at all; of those who draw the first names at once, the first one does
+    try:
+        with contextlib.suppress(FileExistsError):
+            (os.link if text is None else os.replace)(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return names_of(folder)
+
+
+def _run_in(folder: Path) -> str:
+    for path in files(folder):
+        with contextlib.suppress(HistoryError, *ERRORS):
+            if _NAMES.fullmatch(f"{'0' * 16} {(run := Database(path).run)}"):
+                return run
+    return secrets.token_hex(8)
+
+
 class Folder:
     """Opens the directory, claims a file in it and reads all others, but for those that it cannot use.
 
@@ -98,26 +145,33 @@ class Folder:
     Args:
         path: None: the one file is in memory.
         expects_own: a file in another vocabulary is an error, now; one that comes later is left out.
+        run: of training; empty: the folder's own.
 
     Raises:
         HistoryError: the directory cannot be used.
         ForeignError: it holds a file in another vocabulary now, and none was expected.
     """
 
-    def __init__(self, path: Path | None, vocabulary: Vocabulary = ANY_VOCABULARY, expects_own: bool = False) -> None:
+    def __init__(
+        self, path: Path | None, vocabulary: Vocabulary = ANY_VOCABULARY, expects_own: bool = False, run: str = ""
+    ) -> None:
         self._path, self._vocabulary, self._expects_own = path, vocabulary, expects_own
         # what is read, the own file too: who looks up answers there does not wait for who writes it
         self._readers: dict[Path, Database] = {}
         # what cannot be used, and why; and what of it was named already
         self._unusable: dict[Path, Exception] = {}
         self._warned: set[Path] = set()
-        self.latest_epoch = 0
+        self.latest_epoch, self.run = 0, run
+        # as it was looked at: its files, and when it had changed last
+        self._listed = list[Path]()
+        self._seen = 0
         self._lock: Lock | None = None
         if path is None:
             self.own = Database(None, writes=True)
             return
         try:
             make_folder(path)
+            self.run = run or names_of(path)[1]
         except OSError as error:
             raise self._unkept(error) from None
         self.refresh()
@@ -145,7 +199,7 @@ class Folder:
                 raise self._unkept(error) from None
             is_new = not os.path.lexists(path) or not path.lstat().st_size
             try:
-                own = Database(path, True, self._vocabulary)
+                own = Database(path, True, self._vocabulary, self.run)
                 self._lock = lock
                 return own
             except (HistoryError, OSError) as error:
@@ -161,11 +215,11 @@ class Folder:
 
     @property
     def sources(self) -> list[Database]:
-        """Others' files first, by name."""
+        """Those of other runs first, then of other nodes, of this one, and the own."""
         if self._path is None:
             return [self.own]
         own = self.own.path
-        found = sorted(list(self._readers.items()), key=lambda item: (item[0] == own, item[0]))
+        found = sorted(list(self._readers.items()), key=lambda item: (item[0] == own, item[1].nearness, item[0]))
         return [one for _, one in found if one.failure is None]
 
     @property
@@ -178,7 +232,7 @@ class Folder:
         warning for all."""
         if self._path is None:
             return
-        paths = files(self._path)
+        paths = self._listed = files(self._path)
         # what is gone need not be remembered
         self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
         for path, reader in list(self._readers.items()):
@@ -186,43 +240,50 @@ class Folder:
                 self._pass_over(path, reader.failure)
             if path not in paths or not reader.is_current:
                 del self._readers[path]
-        converted = list[Path]()
         for path in paths:
             try:
                 if path not in self._readers:
-                    self._readers[path] = self._opened(path, converted)
+                    self._readers[path] = self._opened(path)
                     self._unusable.pop(path, None)
-                self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
+                if not FETCHED.fullmatch(path.stem):
+                    self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
             except FileNotFoundError:
-                pass  # another engine makes it now, or has removed it
+                # another process makes it now, or has removed it: it is looked for again
+                self._listed, self._seen = [one for one in self._listed if one != path], 0
             except (HistoryError, *ERRORS) as error:
                 self._readers.pop(path, None)
                 self._pass_over(path, error)
-        if converted:
-            names = ", ".join(path.name for path in converted)
-            logger.info("histories of an earlier version were read and written anew, as databases: %s", names)
         self._name_unusable()
 
-    def _opened(self, path: Path, converted: list[Path]) -> Database:
+    @property
+    def has_changed(self) -> bool:
+        """Whether a file has come or gone since it was looked at; not if nobody can say."""
+        with contextlib.suppress(OSError):
+            # what comes and goes there is mostly SQLite's own
+            if self._path is not None and (seen := self._path.stat().st_mtime_ns) != self._seen:
+                self._seen = seen
+                return files(self._path) != self._listed
+        return False
+
+    def _opened(self, path: Path) -> Database:
+        found = Database(path)
+        found.nearness = NEARNESS[kind[1]] if (kind := FETCHED.fullmatch(path.stem)) else 2
         try:
-            found = Database(path)
-        except OtherFileError:
-            if path.is_symlink() or not old_format.is_old(path):
-                raise
-            lock = Lock(path)
-            try:
-                old_format.convert(path)
-            finally:
-                lock.release()
-            converted.append(path)
-            found = Database(path)
+            self._expect_ours(found)
+        except HistoryError:
+            found.close()
+            raise
+        return found
+
+    def _expect_ours(self, found: Database) -> None:
+        path = found.path
+        found.expect_run(self.run)
         if not self._vocabulary.fits(found.vocabulary):
             raise ForeignError(
                 f"`{path}` was written for `{found.vocabulary.model}`, which has another vocabulary than"
                 f" `{self._vocabulary.model}`",
                 "give each model its own `history.dir`; nothing else is lost",
             )
-        return found
 
     def _pass_over(self, path: Path, error: Exception) -> None:
         if self._expects_own and isinstance(error, ForeignError):
@@ -258,10 +319,12 @@ class Folder:
         """Remove files that former engines left behind, if none of their answers may draft, or there is no room.
 
         Only files that an engine here might have written or fetched: named so, of its vocabulary, and nobody's now.
+        Those of another run, which may go on here, only go where there is no room.
         """
+        others = [path for path, why in self._unusable.items() if isinstance(why, OtherRunError)]
         stale: list[tuple[float, Path, int]] = []
-        for path in self._readers:
-            if path != self.own.path and _OURS.fullmatch(path.name):
+        for path in (*self._readers, *others):
+            if path != self.own.path and (OWN.fullmatch(path.stem) or FETCHED.fullmatch(path.stem)):
                 # one that its file server no longer knows is nobody's to remove
                 with contextlib.suppress(OSError):
                     stale.append((path.stat().st_mtime, path, size_of(path)))
@@ -269,13 +332,14 @@ class Folder:
         for _, path, size in sorted(stale):
             # its writer removes the lock: who has it is its writer
             with contextlib.suppress(HistoryError, *ERRORS):
-                if room >= 0 and self._readers[path].counts(oldest).answers:
+                reader = self._readers.get(path)
+                if room >= 0 and (reader is None or reader.counts(oldest).answers):
                     continue
                 lock = Lock(path)
                 try:
-                    if self._readers[path].is_current:
+                    if reader is None or reader.is_current:
                         remove(path)
-                        del self._readers[path]
+                        self._readers.pop(path, None)
                         room += size
                 finally:
                     lock.release()

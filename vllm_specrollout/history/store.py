@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm_specrollout.config.checks import check_finite
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import shown
-from vllm_specrollout.history.answers import Answer, Outcome, StoreStats
+from vllm_specrollout.history.answers import Answer, Outcome, StoreStats, short_name
 from vllm_specrollout.history.database import (
     ERRORS,
     Counts,
@@ -42,8 +42,8 @@ logger = logging.getLogger("vllm.specrollout")
 PER_MIB = 768
 """Answers for each MiB of `history.max_mib`: Python takes some 600 bytes for one that may still get a reward."""
 _MOST_AT_ONCE = 256
-# of an answer that waits, beside its row's bytes
-_EACH = 256
+# of an answer that waits, beside its row's bytes; and of one that may still get a reward
+_EACH, _NAMED = 256, 600
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,8 @@ class HistoryStore:
         self._most_waiting_bytes = config.max_mib << 20
         # of the own file: what is free in it and SQLite's log are to have room beside it
         self._most_bytes = config.max_disk_mib << 19 if config.dir else self._most_waiting_bytes
-        self._folder = Folder(Path(config.dir) if config.dir else None, vocabulary, config.foreign == "refuse")
+        where = Path(config.dir) if config.dir else None
+        self._folder = Folder(where, vocabulary, config.foreign == "refuse", config.run)
         self._epoch = self._epoch_written = self._folder.latest_epoch
         self._evicted = self._write_errors = self._unread = 0
         # what there is in the own file and in others', as last counted, and answers of the own that came since
@@ -124,6 +125,7 @@ class HistoryStore:
         self, problem_id: str, request_id: str, weights_version: int | None = None, continues: bool = False
     ) -> int:
         """A request was admitted; returns its epoch, which it may have begun (see epochs.py)."""
+        request_id = short_name(request_id)
         with self._lock:
             begins = self._guess.arrived(problem_id, request_id, weights_version, continues) and self._is_guessing
             if begins:
@@ -135,20 +137,23 @@ class HistoryStore:
 
     def ended(self, request_id: str) -> None:
         """A request that was admitted is over; for those without an answer, or with one under another name."""
+        request_id = short_name(request_id)
         with self._lock:
             self._guess.ended(request_id)
             self._early.pop(request_id, None)
 
     def append(self, answer: Answer) -> Answer:
-        """Keep the answer of a request that is over; returns it with the reward that came before its end, if one did.
+        """Keep the answer of a request that is over; returns it under the name that it is kept by (`short_name`), with
+        the reward that came before its end, if one did.
 
         It may draft from now on, and is written in the background. A full disk is counted, and the answer stays in
         memory; where there is no room for more, the oldest goes.
         """
+        request_id = short_name(answer.request_id)
         with self._lock:
-            self._guess.ended(answer.request_id)
-            reward = self._early.pop(answer.request_id, answer.reward)
-        answer = dataclasses.replace(answer, reward=reward)
+            self._guess.ended(request_id)
+            reward = self._early.pop(request_id, answer.reward)
+        answer = dataclasses.replace(answer, request_id=request_id, reward=reward)
         try:
             kept = _Kept(answer.request_id, answer.epoch, reward, row_of(answer))
         except ValueError as error:
@@ -196,7 +201,7 @@ class HistoryStore:
         """
         number = check_finite(f"reward of request {shown(request_id)}", reward)
         with self._lock:
-            outcome = self._reward(request_id, number)
+            outcome = self._reward(short_name(request_id), number)
             self._rewards[outcome.value] += 1
         self._work_soon()
         return outcome
@@ -233,7 +238,9 @@ class HistoryStore:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def find(self, problem_id: str | None) -> list[Located]:
-        """A problem's answers (None: all problems') that may draft now, older epochs first."""
+        """A problem's answers (None: all problems') that may draft now: other nodes' first, then older epochs."""
+        if self._folder.has_changed:
+            self._work_soon(settle=True)
         problem = None if problem_id is None else as_bytes(problem_id)
         oldest = self._epoch - self._config.epochs
         with self._lock:
@@ -253,7 +260,9 @@ class HistoryStore:
         for kept, row in waiting:
             if kept.number not in own and problem in (None, row.problem) and oldest <= row.epoch:
                 found.append(Located(row, 0, row.epoch, row.num_tokens))
-        return sorted(found, key=lambda one: one.epoch)[-self._most :]
+        # another run's are for problems that this one has not answered yet
+        found = [one for one in found if one.nearness] or found
+        return sorted(found, key=lambda one: (one.nearness, one.epoch))[-self._most :]
 
     def read(self, located: Located, problem_id: str | None = None) -> Answer | None:
         """The answer; None: dropped since it was found, damaged, another problem's, or another model's."""
@@ -276,7 +285,7 @@ class HistoryStore:
     def stats(self) -> StoreStats:
         with self._lock:
             is_on_disk, waiting = bool(self._config.dir), [kept.row for kept in self._waiting if kept.row is not None]
-            held = self._waiting_bytes + (0 if is_on_disk else self._used_bytes)
+            held = self._waiting_bytes + (0 if is_on_disk else self._used_bytes) + _NAMED * len(self._requests)
             return StoreStats(
                 epoch=self._epoch,
                 answers=self._own.answers + self._others.answers + len(waiting),

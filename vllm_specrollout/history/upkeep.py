@@ -14,7 +14,6 @@ from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.history import database as db
 from vllm_specrollout.history.database import SUFFIX, Database, HistoryError, OtherFileError, Row
 from vllm_specrollout.history.folder import Lock, is_locked
-from vllm_specrollout.history.old_format import is_old
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 _AT_ONCE = 200
@@ -29,6 +28,8 @@ class FileReport:
     model: str
     # None: not known
     vocab_size: int | None
+    # the training run; empty: not known
+    run: str
     is_being_written: bool
     answers: int
     rewards: int
@@ -86,6 +87,7 @@ def inspect(path: Path) -> FileReport:
         path=str(path),
         model=vocabulary.model,
         vocab_size=None if vocabulary == ANY_VOCABULARY else vocabulary.size,
+        run=database.run,
         is_being_written=is_locked(path),
         answers=len(answers),
         rewards=sum(has_reward for *_, has_reward in answers),
@@ -105,11 +107,6 @@ def _opened(path: Path) -> Database:
         return Database(path)
     except FileNotFoundError:
         raise HistoryError(f"`{path}` has no history in it yet", "ask again, or remove it") from None
-    except OtherFileError:
-        if not is_old(path):
-            raise
-        cause = f"`{path}` was written by an earlier vllm-specrollout (format version 1 or 2)"
-        raise HistoryError(cause, "start an engine with this `history.dir` once: it writes the file anew") from None
 
 
 def merge(sources: list[Path], into: Path) -> int:
@@ -131,7 +128,9 @@ def merge(sources: list[Path], into: Path) -> int:
     db.remove(unfinished)
     seen = set[tuple[bytes, bytes, int, int, bytes]]()
     try:
-        with closing(Database(unfinished, True, vocabulary)) as target:
+        # epochs of several runs are no one's
+        runs = {one.run for one in opened}
+        with closing(Database(unfinished, True, vocabulary, runs.pop() if len(runs) == 1 else "")) as target:
             new = (row for one in opened for row in one.rows() if _is_new(row, seen))
             while few := list(itertools.islice(new, _AT_ONCE)):
                 target.write(few, (), None)
@@ -169,7 +168,7 @@ def _common_vocabulary(sources: list[Database]) -> Vocabulary:
 
 
 def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:
-    """Keep the last `epochs` epochs of those in any of the files; returns each file's answers before and after.
+    """Keep the last `epochs` epochs of each run's files; returns each file's answers before and after.
 
     Raises:
         LockedError: one of the files is being written; then none is changed.
@@ -178,10 +177,12 @@ def trim(paths: list[Path], epochs: int) -> dict[Path, tuple[int, int]]:
         for path in paths:
             held.callback(Lock(path).release)
         opened = [(path, held.enter_context(closing(_opened(path)))) for path in paths]
-        newest = [places[-1].epoch for _, one in opened if (places := one.places(None, 0, 1))]
-        oldest = max(newest, default=0) - epochs + 1
+        newest = dict[str, int]()
+        for _, one in opened:
+            newest[one.run] = max([newest.get(one.run, 0), *(place.epoch for place in one.places(None, 0, 1))])
         changed = {}
         for path, one in opened:
+            oldest = newest[one.run] - epochs + 1
             before, after = one.counts(0).answers, one.counts(oldest).answers
             changed[path] = before, after
             if after < before:
@@ -206,8 +207,7 @@ def clear(paths: list[Path]) -> int:
             except FileNotFoundError:
                 pass
             except OtherFileError as error:
-                if not is_old(path):
-                    raise HistoryError(error.cause + ", so it stays", "remove it by hand, if at all") from None
+                raise HistoryError(error.cause + ", so it stays", "remove it by hand, if at all") from None
             except HistoryError:
                 pass  # damaged, or of a later version
         freed = sum(db.size_of(path) for path in paths)

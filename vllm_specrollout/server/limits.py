@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_specrollout.config import DRAFTERS, SpecRolloutConfig
+from vllm_specrollout.config.keys import check_keys
 from vllm_specrollout.config.places import check_places
 from vllm_specrollout.errors import ConfigError, UnsupportedError
 from vllm_specrollout.patches.features import TABLE, Features
@@ -176,6 +177,7 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     if "oracle" in config.drafters:
         _check_oracle(args, config.oracle.path)
     check_places(config)
+    check_keys(config)
 
 
 # what comes with the tokens, and the field of `Features` that says whether it comes out right with drafts

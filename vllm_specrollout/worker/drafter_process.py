@@ -57,6 +57,7 @@ def serve(
     cores: Sequence[int] = (),
     parent: int | None = None,
     takes_up: bool = True,
+    key_file: str = "",
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Draft with a model for all engines that post at an address, until this process is told to end.
@@ -65,7 +66,8 @@ def serve(
         cores: CPU cores to run on; empty: as vLLM chooses.
         parent: the process which began this one: where it is gone this one ends.
         takes_up: as of `DrafterEngine`.
-        ready: told the whole address, its key with it, once this process drafts.
+        key_file: of an address of tcp: made where it is not there.
+        ready: told the address, once this process drafts.
 
     Raises:
         ConfigError, MailError: the address cannot be used.
@@ -73,7 +75,7 @@ def serve(
     # not those of the process that began this one, which vLLM has bound to its own
     os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
     ending = Ending()
-    office = Office(address)
+    office = Office(address, key_file=key_file)
     try:
         # imported late: an address that cannot be used is said at once
         from vllm_specrollout.worker.drafter_engine import DrafterEngine

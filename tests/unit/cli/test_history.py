@@ -50,6 +50,7 @@ def test_inspect_counts_what_a_file_holds(folder):
     assert {name: one[name] for name in one if name not in ("path", "file_bytes", "bytes_per_token")} == {
         "model": "",
         "vocab_size": None,
+        "run": "",
         "is_being_written": False,
         "answers": 8,
         "rewards": 4,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +19,10 @@ import pytest
 pytest.importorskip("zmq")
 
 from vllm_specrollout.cluster import courier as module
-from vllm_specrollout.cluster.archive import Archive, Bring, Has, Mirrors, Page, Refused, Want, kind_of, portion, read
+from vllm_specrollout.cluster.archive import Archive, Bring, Has, Page, Refused, Want, kind_of, portion, read
 from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.cluster.messages import MessageError, encode
+from vllm_specrollout.cluster.mirrors import Mirrors
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
@@ -30,6 +34,7 @@ from vllm_specrollout.types import FinishReason
 
 T = TypeVar("T")
 KIND = kind_of(ANY_VOCABULARY)
+RUN = kind_of(ANY_VOCABULARY, "run")
 ROOM = 1 << 30
 
 
@@ -61,14 +66,15 @@ def answer(request: str, problem: str = "p", epoch: int = 0, tokens: int = 3, re
 class Node:
     """A folder, an engine's store in it, and its courier."""
 
-    def __init__(self, folder: Path, url: str, vocabulary: Vocabulary = ANY_VOCABULARY, epochs: int = 2) -> None:
-        config = HistoryConfig(dir=str(folder), url=url, epochs=epochs)
+    def __init__(
+        self, folder: Path, url: str, vocabulary: Vocabulary = ANY_VOCABULARY, epochs: int = 2, run: str = "run"
+    ) -> None:
+        config = HistoryConfig(dir=str(folder), url=url, epochs=epochs, run=run)
         self.store = HistoryStore(config, vocabulary=vocabulary)
         self.courier = Courier(config, vocabulary)
 
     def found(self, problem: str | None = "p") -> dict[str, float | None]:
         """Request -> reward, of the answers that this node can draft from."""
-        self.store._folder.refresh()
         read_ = (self.store.read(place) for place in self.store.find(problem))
         return {one.request_id: one.reward for one in read_ if one is not None}
 
@@ -135,15 +141,300 @@ def test_a_reward_that_comes_late_reaches_what_was_fetched_before(served: Served
     assert second.courier.fetched == 1, "the reward came by itself"
 
 
-def test_an_epoch_that_one_node_has_begun_is_known_to_the_others_with_its_first_answer(
+def epochs_of(node: Node) -> dict[str, int]:
+    """Request -> epoch, as this node counts them."""
+    found = [node.store.read(place) for place in node.store.find("p")]
+    return {one.request_id: one.epoch for one in found if one is not None}
+
+
+def test_epochs_of_a_run_are_the_same_on_all_its_nodes_and_nobody_elses_begin_ours(
     served: Served, nodes: Callable[..., Node]
 ) -> None:
     first, second = nodes("a"), nodes("b")
+    second.store.append(answer("own"))
     first.store.append(answer("x"))
-    first.store.begin_epoch(3)
-    first.store.append(answer("y", epoch=3))
-    assert settled(second.found, {"y": None}) == {"y": None}, "the other's epoch is too far behind"
-    assert second.store._folder.latest_epoch == 3
+    assert settled(lambda: epochs_of(second), same := {"own": 0, "x": 0}) == same
+    first.store.begin_epoch(1)
+    first.store.append(answer("y", epoch=1))
+    assert settled(lambda: epochs_of(second), same := {"own": 0, "x": 0, "y": 1}) == same
+    first.store.append(answer("z", epoch=1))
+    until(lambda: "z" in epochs_of(second))
+    assert second.store._folder.latest_epoch == 0 and second.courier.fetched == 3, "each was fetched once"
+
+
+def test_a_jump_of_one_nodes_epoch_stays_there_and_what_it_answers_drafts_as_present(
+    served: Served, nodes: Callable[..., Node]
+) -> None:
+    """So nobody who may call one server empties the history of another one."""
+    first, second, fresh = nodes("a"), nodes("b"), None
+    for epoch in range(3):
+        if epoch:
+            second.store.begin_epoch(epoch)
+        second.store.append(answer(f"own{epoch}", epoch=epoch))
+    first.store.begin_epoch(1_000_000)
+    first.store.append(answer("far", epoch=1_000_000))
+    whole = {"own0": 0, "own1": 1, "own2": 2, "far": 2}
+    assert settled(lambda: epochs_of(second), whole) == whole
+    second.store.begin_epoch()
+    assert second.store.epoch == 3
+    # and one that comes new to the run begins where its trainer does
+    fresh = nodes("c")
+    until(lambda: fresh.courier.fetched)
+    assert fresh.store.begin_epoch(2) == 2
+    fresh.store.append(answer("new", epoch=2))
+    until(lambda: epochs_of(fresh).get("own2") == 2 and epochs_of(fresh).get("far") == 2)
+
+
+def test_two_trainings_and_a_restart_at_one_archive_keep_all_their_own_answers(
+    tmp_path: Path, served: Served, nodes: Callable[..., Node]
+) -> None:
+    """No trainer names its run; the second one has begun when the first one is at 300, and then begins anew."""
+    old = nodes("old", run="")
+    old.store.begin_epoch(300)
+    old.store.append(answer("x", epoch=300))
+    new = nodes("new", run="")
+    for number in range(16):
+        new.store.append(answer(f"y{number}"))
+    own = {f"y{number}" for number in range(16)}
+    until(lambda: old.courier.fetched == 16 and new.courier.fetched == 1)
+    new.store.begin_epoch()
+    assert (new.store.epoch, set(new.found())) == (1, own)
+    fresh = nodes("fresh", run="")
+    until(lambda: set(epochs_of(fresh)) == {"x", *own})
+    assert set(epochs_of(fresh).values()) <= {-1, -2}, "the newest of another run counts as of the last epoch"
+    again = nodes("new", run="")
+    assert again.store.begin_epoch(2) == 2 and set(again.found()) == own
+    assert set(old.found()) == {"x"}, "what other runs have answered is for problems without an answer of ours"
+
+
+def test_engines_of_two_runs_in_one_folder_leave_each_other_alone(served: Served, nodes: Callable[..., Node]) -> None:
+    one, two = nodes("a", run="one"), nodes("a", run="two")
+    one.store.append(answer("x"))
+    two.store.begin_epoch(300)
+    two.store.append(answer("y", epoch=300))
+    far = [nodes("b", run="one"), nodes("c", run="two")]
+    for node, own in zip((one, two, *far), ("x", "y", "x", "y"), strict=True):
+        assert settled(lambda node=node: set(node.found()), {own}) == {own}
+    assert one.store.begin_epoch() == 1
+
+
+def test_a_folder_that_is_cleared_for_another_model_is_brought_as_well(
+    served: Served, tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    for name in "AB":
+        vocabulary = Vocabulary(name, 100, name)
+        node, far = nodes("a", vocabulary=vocabulary), nodes(f"far{name}", vocabulary=vocabulary)
+        node.store.append(answer(name))
+        assert settled(far.found, {name: None}) == {name: None}
+        node.close()
+        for path in (tmp_path / "a").glob("answers*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("what", ["garbage", "folder", "row", "pipe", "future"])
+def test_a_bad_file_costs_itself_alone_both_ways(
+    what: str, served: Served, tmp_path: Path, nodes: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "answers-0000.history"
+    if what == "garbage":
+        path.write_bytes(b"x" * 5000)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        bad = row_of(answer("bad"))
+        with contextlib.closing(Database(path, True, run="run")) as made:
+            made.put([(1 << 55, bad) if what == "future" else (5, bad._replace(problem="text"))], (), None)  # type: ignore[arg-type]
+    here, far = nodes("a"), nodes("b")
+    here.store.append(answer("x"))
+    far.store.append(answer("y"))
+    for node in (here, far):
+        until(lambda node=node: {"x", "y"} <= set(node.found()))
+    is_left_out = what in ("garbage", "folder", "pipe")
+    assert list(here.courier.left_out) == ["answers-0000"] * is_left_out and not here.courier.problem
+    said = [one for one in caplog.messages if "is not brought to the archive" in one]
+    assert len(said) == is_left_out
+
+
+@pytest.mark.parametrize("what", ["garbage", "folder", "vocabulary"])
+def test_a_bad_file_of_what_was_fetched_is_made_anew(
+    what: str, served: Served, tmp_path: Path, nodes: Callable[..., Node]
+) -> None:
+    (tmp_path / "b").mkdir()
+    path = tmp_path / "b" / "siblings-0000.history"
+    if what == "garbage":
+        path.write_bytes(b"x" * 5000)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        Database(path, True, Vocabulary("other", 9, "x"), "run").close()
+    here, far = (nodes(name, vocabulary=Vocabulary("m", 100, "m")) for name in "ab")
+    here.store.append(answer("x"))
+    assert settled(far.found, {"x": None}) == {"x": None}
+
+
+def test_a_mirror_that_is_damaged_is_brought_again_and_others_go_on(
+    tmp_path: Path, address: str, nodes: Callable[..., Node]
+) -> None:
+    first, second = nodes("a"), nodes("b")
+    first.store.append(answer("x"))
+    second.store.append(answer("y"))
+    one = Served(tmp_path / "archive", address)
+    until(lambda: {*first.found()} == {*second.found()} == {"x", "y"})
+    one.close()
+    mirrors = sorted((tmp_path / "archive").glob("*.history"))
+    mirrors[0].write_bytes(b"x" * 5000)
+    one = Served(tmp_path / "archive", address)
+    assert list(one.archive.mirrors.left_out) == [mirrors[0].stem]
+    third = nodes("c")
+    until(lambda: {*third.found()} == {"x", "y"})
+    assert not one.archive.mirrors.left_out
+    one.close()
+
+
+def test_a_folder_and_its_copy_get_each_others_answers(
+    served: Served, tmp_path: Path, nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENCE_S", 0.05)
+    first = nodes("a", run="")
+    first.store.append(answer("x"))
+    until(lambda: first.courier.brought)
+    first.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first, second = nodes("a", run=""), nodes("b", run="")
+    first.store.append(answer("y"))
+    second.store.append(answer("z"))
+    for node in (first, second):
+        until(lambda node=node: set(node.found()) == {"x", "y", "z"})
+    assert first.courier._run_name == second.courier._run_name
+
+
+def test_a_thousand_names_take_no_more_descriptors_than_there_are(tmp_path: Path) -> None:
+    """In a process of its own, which has 256 of them; in memory, where the host lets it."""
+    memory = Path("/dev/shm")
+    code = """
+import os, resource, sys, tempfile
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from pathlib import Path
+from tests.unit.cluster.test_courier import KIND, ROOM, Archive, Bring, Has, Want, answer, row_of
+row = row_of(answer("x"))
+with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
+    for life, count in enumerate((1000, 50)):
+        archive = Archive(Path(folder) / "kept", f"ipc://{folder}/s", ROOM)
+        assert len(archive.mirrors.known) == 1000 * life
+        for name in range(count):
+            note = archive.answer(Bring(1, f"{name:016x}.answers-0000", KIND, 0, ((1 + life, row),), ()))
+            assert isinstance(note, Has), note
+        have = dict.fromkeys(list(archive.mirrors.known)[1:], 2)
+        assert len(archive.answer(Want(1, "f" * 16, KIND, 0, have, "", 0)).rows) == 1 + life
+        assert len(os.listdir("/proc/self/fd")) < 200
+        archive.close()
+"""
+    where = str(memory if os.access(memory, os.W_OK) else tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, where], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_other_nodes_bring_takes_the_same_descriptors_however_many_they_are(
+    served: Served, nodes: Callable[..., Node]
+) -> None:
+    def told(names: range) -> None:
+        for name in names:
+            own = answer(f"{name}")
+            served.archive.answer(Bring(1, f"{name:016x}.answers-0000", RUN, 0, ((1, row_of(own)),), ()))
+
+    node = nodes("a")
+    told(range(1, 3))
+    until(lambda: len(node.found()) == 2)
+    before = len(os.listdir("/proc/self/fd"))
+    served.archive.mirrors._most_open = 4
+    told(range(3, 40))
+    until(lambda: len(node.found()) == 39)
+    assert len(os.listdir("/proc/self/fd")) <= before + 16
+    # the same number is another answer's on each node, and so is its reward
+    name = f"{7:016x}.answers-0000"
+    served.archive.answer(Bring(2, name, RUN, 0, (), (Reward(0.5, 1, b"7"),)))
+    assert settled(lambda: {of for of, reward in node.found().items() if reward}, {"7"}) == {"7"}
+
+
+def test_mirrors_go_when_nobody_has_spoken_of_them_for_a_day_and_runs_for_a_week(tmp_path: Path) -> None:
+    now = [0.0]
+    mirrors, row = Mirrors(tmp_path, ROOM, clock=lambda: now[0]), row_of(answer("x"))
+    dead, alive, other = (f"{number:016x}.answers-0000" for number in range(3))
+    runs = {dead: "one", alive: "one", other: "two"}
+    for name, run in runs.items():
+        mirrors.put(name, kind_of(ANY_VOCABULARY, run), [(1, row)], (), 0)
+    for days, left in ((0.9, {dead, alive, other}), (1.1, {alive, other}), (7.1, {alive}), (15.0, set())):
+        now[0] = days * 86400.0
+        if days < 8:
+            mirrors.put(alive, kind_of(ANY_VOCABULARY, "one"), (), (), 0)
+        mirrors.trim()
+        assert set(mirrors.known) == left == {path.stem for path in tmp_path.glob("*.history")}
+    mirrors.close()
+
+
+def test_an_archive_without_room_takes_the_oldest_epochs_of_the_run_that_has_most(tmp_path: Path) -> None:
+    mirrors, rng = Mirrors(tmp_path, 1 << 18), np.random.default_rng(0)
+    tokens = rng.integers(0, 1 << 30, 4000).astype(np.int32)
+    for epoch in range(20):
+        row = row_of(Answer("p", f"{epoch}", epoch, 0, FinishReason.FINISHED, tokens, tokens[:2]))
+        mirrors.put(f"{0:016x}.answers-0000", kind_of(ANY_VOCABULARY, "large"), [(epoch + 1, row)], (), 300 + epoch)
+        if epoch < 3:
+            mirrors.put(f"{1:016x}.answers-0000", kind_of(ANY_VOCABULARY, "small"), [(epoch + 1, row)], (), epoch)
+        mirrors.trim()
+    kept = {name: [row.epoch for row in mirror.rows()] for name, mirror in mirrors}
+    assert kept[f"{1:016x}.answers-0000"] == [0, 1, 2]
+    assert 3 < len(kept[f"{0:016x}.answers-0000"]) < 20 and kept[f"{0:016x}.answers-0000"][-1] == 19
+    mirrors.close()
+
+
+def test_a_question_costs_what_is_new_however_many_old_rows_there_are(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM)
+    name, row = f"{7:016x}.answers-0000", row_of(answer("x"))
+    for first in range(1, 9000, 256):
+        rows = tuple((number, row) for number in range(first, first + 256))
+        archive.answer(Bring(1, name, KIND, 9, rows, ()))
+    archive.mirrors.known[name].epoch = 9
+    have, asked = {name: 0}, 0
+    while (page := archive.answer(Want(1, "0" * 16, KIND, 2, have, "", 0))).name:  # type: ignore[union-attr]
+        assert isinstance(page, Page) and not page.rows and page.upto > have[name]
+        have, asked = {name: page.upto}, asked + 1
+    assert asked <= 3 and have[name] == archive.mirrors.upto[name], "it is not asked for again"
+    archive.close()
+
+
+def test_little_waits_in_an_engine_for_an_archive_that_is_away(
+    tmp_path: Path, address: str, nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
+    first, rng, sent = nodes("a"), np.random.default_rng(0), list[int]()
+    plain = first.courier._box.send
+    monkeypatch.setattr(first.courier._box, "send", lambda note: sent.append(1) or plain(note))
+    first.store.append(answer("x"))
+    until(lambda: "did not answer" in first.courier.problem)
+    assert not sent, "nobody is there"
+    one = Served(tmp_path / "archive", address)
+    until(lambda: first.courier.brought == 1)
+    # it is there, and reads no more
+    one._over.set()
+    one._thread.join()
+    for number in range(3):
+        tokens = rng.integers(0, 1 << 30, 500_000).astype(np.int32)
+        first.store.append(Answer("p", f"{number}", 0, 0, FinishReason.FINISHED, tokens, tokens[:1]))
+    before = len(sent)
+    until(lambda: len(sent) > before + 3 or first.courier._box.dropped)
+    time.sleep(0.5)
+    waits = [note for _, note in one.archive._office.receive()]
+    assert sum(len(encode(note)) for note in waits) <= 12 << 20
+    one.close()
+    monkeypatch.setattr(module, "_PATIENCE_S", 5.0)
+    one = Served(tmp_path / "archive", address)
+    until(
+        lambda: {row.request for _, mirror in one.archive.mirrors for row in mirror.rows()} == {b"x", b"0", b"1", b"2"}
+    )
+    one.close()
 
 
 def test_what_comes_while_the_archive_is_gone_reaches_all_once_it_is_back(
@@ -230,12 +521,15 @@ def test_what_no_longer_drafts_is_neither_fetched_nor_kept(served: Served, nodes
     first, second = nodes("a", epochs=1), nodes("b", epochs=1)
     first.store.append(answer("old", epoch=0))
     until(lambda: second.found() == {"old": None})
-    first.store.begin_epoch(5)
-    first.store.append(answer("new", epoch=5))
+    for epoch in (1, 2):
+        first.store.begin_epoch(epoch)
+        second.store.begin_epoch(epoch)
+        until(lambda epoch=epoch: second.courier._fetched.siblings.latest_epoch() == epoch)
+    first.store.append(answer("new", epoch=2))
     until(lambda: second.courier.fetched == 2)
-    kept = lambda: [row.request for _, one in second.courier._mirrors or () for row in one.rows()]  # noqa: E731
+    kept = lambda: sorted(row.request for row in second.courier._fetched.siblings.rows())  # noqa: E731
     assert settled(kept, [b"new"]) == [b"new"]
-    first.store.append(answer("newer", epoch=5))
+    first.store.append(answer("newer", epoch=2))
     assert settled(kept, [b"new", b"newer"]) == [b"new", b"newer"]
     assert second.courier.fetched == 3, "the old one is not fetched again"
 
@@ -292,14 +586,21 @@ def test_rows_and_rewards_brought_twice_are_kept_once(tmp_path: Path) -> None:
     for turn in range(2):
         found = archive.answer(Bring(turn, name, KIND, 1, ((5, row),), (Reward(1.0, 5, b"x"),)))
         assert isinstance(found, Has) and (found.turn, found.upto) == (turn, 5)
-    page = archive.answer(Want(3, "0" * 16, KIND, 0, {}, found.life, 1))
+    page = archive.answer(Want(3, "0" * 16, KIND, 1, {}, found.life, 1))
     assert isinstance(page, Page) and page.rows == ((5, row._replace(reward=1.0)),)
     assert (page.seen, page.rewards) == (2, ((name, Reward(1.0, 5, b"x")),)), "the one that it had not seen"
     archive.close()
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc1", encode(Has(1, 2, "z" * 16)), encode(Bring(0, "../../x", KIND, 0, (), ()))]
+    "data",
+    [
+        b"",
+        b"\xc1",
+        encode(Has(1, 2, "z" * 16)),
+        encode(Bring(0, "../../x", KIND, 0, (), ())),
+        encode(Bring(0, f"{7:016x}.answers-0000\n", KIND, 0, (), ())),
+    ],
 )
 def test_bytes_that_are_no_message_are_an_error_and_no_more(data: bytes) -> None:
     with pytest.raises(MessageError, match="are no message"):
@@ -359,11 +660,23 @@ def test_a_portion_ends_where_a_message_would_be_full(tmp_path: Path) -> None:
     assert seen == numbers
 
 
-def test_an_url_without_a_folder_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="`history.dir` is not"):
-        SpecRolloutConfig(history=HistoryConfig(url=f"tcp://h:1/{secrets.token_hex(32)}"))
+@pytest.mark.parametrize(
+    "url, cause",
+    [
+        ("tcp://h:1", "`history.dir` is not"),
+        ("tcp://h:1/" + "ab" * 32, "a key has no place in an address"),
+        ("tcp://0.0.0.0:1", "says where it listens and not where it is"),
+        ("tcp://*:1", "says where it listens and not where it is"),
+        ("http://h:1", "`history.url` is"),
+    ],
+)
+def test_an_url_that_no_engine_can_use_is_an_error(url: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause) as error:
+        SpecRolloutConfig(history=HistoryConfig(url=url))
+    assert "abab" not in str(error.value)
 
 
-def test_an_url_without_a_key_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no key"):
+def test_an_url_without_a_key_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECROLLOUT_KEY", raising=False)
+    with pytest.raises(ConfigError, match="names no file with a key"):
         Courier(HistoryConfig(dir=str(tmp_path), url="tcp://h:1"))

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from vllm_specrollout.cluster import mail
-from vllm_specrollout.cluster.mail import HIGH_WATER, Box, MailError, Office, check_served, parse
+from vllm_specrollout.cluster.mail import HIGH_WATER, Box, MailError, Office, check_served
 from vllm_specrollout.cluster.messages import VERSION, Bye, Hello, Message
 from vllm_specrollout.errors import ConfigError
 
@@ -38,8 +38,14 @@ def answered(box: Box) -> list[Message]:
     return found
 
 
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both ends."""
+    monkeypatch.setenv("SPECROLLOUT_KEY", "5a" * 32)
+
+
 @pytest.fixture(params=["ipc", "tcp"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def address(request: pytest.FixtureRequest, tmp_path: Path, key: None) -> str:
     return f"ipc://{tmp_path}/socket" if request.param == "ipc" else "tcp://127.0.0.1:0"
 
 
@@ -118,19 +124,21 @@ def test_garbage_is_counted_and_what_comes_behind_it_is_heard(tmp_path: Path) ->
     office.close()
 
 
-def test_nobody_gets_in_without_the_key() -> None:
-    office = Office("tcp://127.0.0.1:0")
-    endpoint, _, key = office.address.rpartition("/")
-    wrong = Box(f"{endpoint}/{'0' * 63}1")
+def test_nobody_gets_in_without_the_key(tmp_path: Path) -> None:
+    office = Office("tcp://127.0.0.1:0", key_file=str(tmp_path / "made" / "key"))
+    key = (tmp_path / "made" / "key").read_text().strip()
+    (tmp_path / "wrong").write_text("0" * 63 + "1")
+    wrong = Box(office.address, key_file=str(tmp_path / "wrong"))
     wrong.send(HELLO)
     context = zmq.Context()
     bare = context.socket(zmq.DEALER)
-    bare.connect(endpoint)
+    bare.connect(office.address)
     bare.send(b"hello")
-    right = Box(office.address)
+    right = Box(office.address, key_file=str(tmp_path / "made" / "key"))
     right.send(Bye("it is me"))
     assert [message for _, message in heard(office)] == [Bye("it is me")]
-    assert len(key) == 64 and key not in right.address, "what is shown has no key"
+    assert len(key) == 64 and key not in office.address + right.address, "what is shown has no key"
+    assert (tmp_path / "made" / "key").stat().st_mode & 0o777 == 0o600
     time.sleep(0.2)
     assert not list(office.receive()) and not office.malformed
     for end in (wrong, right, office):
@@ -138,15 +146,26 @@ def test_nobody_gets_in_without_the_key() -> None:
     context.destroy(linger=0)
 
 
-def test_keys_differ_and_an_address_with_a_key_keeps_it() -> None:
-    first, second = Office("tcp://127.0.0.1:0"), Office("tcp://127.0.0.1:0")
-    key = parse(first.address).key
-    assert key and key != parse(second.address).key
-    first.close()
-    again = Office(f"tcp://127.0.0.1:0/{key}")
-    assert parse(again.address).key == key
-    for end in (second, again):
-        end.close()
+def test_each_key_is_drawn_once(tmp_path: Path) -> None:
+    texts = list[str]()
+    for name in ("a", "b", "a"):
+        Office("tcp://127.0.0.1:0", key_file=str(tmp_path / name)).close()
+        texts.append((tmp_path / name).read_text())
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_an_engine_is_told_the_hosts_name_where_a_drafter_listens_everywhere(key: None) -> None:
+    for host in ("*", "0.0.0.0"):
+        office = Office(f"tcp://{host}:0")
+        assert office.address.startswith(f"tcp://{socket.gethostname()}:")
+        office.close()
+
+
+def test_of_an_address_with_a_key_neither_is_taken_nor_shown() -> None:
+    for end in (Office, Box):
+        with pytest.raises(ConfigError, match="a key has no place in an address") as error:
+            end("tcp://127.0.0.1:5570/" + "ab" * 32)
+        assert "abab" not in str(error.value)
 
 
 NO_ADDRESS = [
@@ -170,16 +189,21 @@ def test_what_is_no_address_is_one_clear_error(address: str) -> None:
         assert error.value.hint
 
 
-@pytest.mark.parametrize("address", ["tcp://10.0.0.1:5570", "tcp://127.0.0.1:5570"])
-def test_an_engine_posts_nothing_over_tcp_without_a_key(address: str) -> None:
-    with pytest.raises(ConfigError, match="has no key"):
-        Box(address)
+@pytest.mark.parametrize("text", [None, "", "short", "missing/key"])
+def test_an_engine_posts_nothing_over_tcp_without_a_key(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECROLLOUT_KEY", raising=False)
+    (tmp_path / "key").write_text(text or "")
+    file = "" if text is None else str(tmp_path / (text if text and "/" in text else "key"))
+    with pytest.raises(ConfigError, match="no key|names no file with a key"):
+        Box("tcp://127.0.0.1:5570", key_file=file)
 
 
-@pytest.mark.parametrize("address", ["tcp://*:5570/", "tcp://127.0.0.1:0/"])
-def test_only_a_drafter_may_leave_host_or_port_open(address: str) -> None:
+@pytest.mark.parametrize("address", ["tcp://*:5570", "tcp://127.0.0.1:0"])
+def test_only_a_drafter_may_leave_host_or_port_open(address: str, key: None) -> None:
     with pytest.raises(ConfigError, match="no end to connect to"):
-        Box(address + "a" * 64)
+        Box(address)
 
 
 def test_nothing_else_is_removed_for_a_socket(tmp_path: Path) -> None:
@@ -207,7 +231,7 @@ def test_a_socket_is_its_owners_alone_and_one_left_behind_is_taken_over(tmp_path
         check_served(f"ipc://{tmp_path}/socket")
 
 
-def test_whether_somebody_serves_over_tcp_is_known() -> None:
+def test_whether_somebody_serves_over_tcp_is_known(key: None) -> None:
     office = Office("tcp://127.0.0.1:0")
     check_served(office.address)
     where = office.address

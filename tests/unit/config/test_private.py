@@ -36,6 +36,7 @@ def test_a_history_is_its_owners_alone_and_stays_so_when_it_is_merged(tmp_path):
         "new": 0o700,
         "new/kept": 0o700,
         "new/kept/answers-0000.history": 0o600,
+        "new/kept/node": 0o600,
         "new/all": 0o700,
         "new/all/all.history": 0o600,
     }

@@ -7,6 +7,7 @@ elsewhere is told how tokens of the target's requests are sampled, and their see
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -31,7 +32,7 @@ from vllm_specrollout.cluster.reconfigure import Replanning
 from vllm_specrollout.config import DECOUPLED_SOURCES, SpecRolloutConfig
 from vllm_specrollout.config.devices import parse_devices
 from vllm_specrollout.config.drafters import SINGLE, StartedDrafter
-from vllm_specrollout.drafters.decoupled import DecoupledDrafter
+from vllm_specrollout.drafters.decoupled import DecoupledDrafter, connect
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.observe.metrics import Metrics
@@ -170,9 +171,10 @@ def begin(runner: Any, sampling: SamplingOf) -> DecoupledDrafter | None:
         vocab_size=vllm_config.model_config.get_vocab_size(),
         window=own.window or _WINDOW,
         fan_out=own.fan_out,
+        connect=functools.partial(connect, key_file=own.key_file),
     )
     if own.address:
-        drafter.link(SINGLE, Box(own.address))
+        drafter.link(SINGLE, Box(own.address, key_file=own.key_file))
     for started in config.begun:
         process = DrafterProcess(_command(started, vllm_config))
         drafter.link(started.name, Box(process.command.address), process)

@@ -1,0 +1,93 @@
+"""Addresses of what serves engines elsewhere, and the keys of those behind tcp. stdlib only.
+
+A key is in a file or a variable, never in an address: those are logged, and whoever is on the host sees them in lists
+of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_specrollout.config import envs
+from vllm_specrollout.config.places import make_folder, opener
+from vllm_specrollout.errors import ConfigError, shown, shown_path
+
+if TYPE_CHECKING:
+    from vllm_specrollout.config.engine import SpecRolloutConfig
+
+_KEY = re.compile("[0-9a-f]{64}")
+_FORM = "`ipc://PATH` or `tcp://HOST:PORT`"
+
+
+def check_address(name: str, value: str, serves: bool = False) -> None:
+    """See that an address can be used as far as its text says; the empty one stands for none.
+
+    Args:
+        serves: whether it is the end that serves, which may leave its host open.
+
+    Raises:
+        ConfigError: it is none, or has a key in it, which is not repeated.
+    """
+    kind, _, rest = value.partition("://")
+    host, slash, _ = rest.partition("/")
+    if value and kind not in ("ipc", "tcp"):
+        raise ConfigError(f"`{name}` is {shown(value)}", f"give {_FORM}, or leave it out")
+    if kind != "tcp":
+        return
+    if slash:
+        cause = f"`{name}` has something behind `tcp://{host[:80]}`: a key has no place in an address, which is logged"
+        raise ConfigError(cause, f"write tcp://HOST:PORT, and name a file with the key, or set `{envs.KEY}`")
+    if not serves and host.rpartition(":")[0] in ("*", "0.0.0.0", "[::]"):
+        cause = f"`{name}` is {shown(value)}, which says where it listens and not where it is"
+        raise ConfigError(cause, "name the host on which it runs, as its command prints it")
+
+
+def check_keys(config: SpecRolloutConfig) -> None:
+    """See that there is a key for each address behind tcp: a worker's errors are read by few.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.history.url.startswith("tcp:"):
+        key_of("history.key_file", config.history.key_file)
+    if config.decoupled.address.startswith("tcp:"):
+        key_of("decoupled.key_file", config.decoupled.key_file)
+
+
+def key_of(name: str, key_file: str, makes: bool = False) -> str:
+    """The key of an end behind tcp: 64 hexadecimal digits.
+
+    Args:
+        name: of what names the file, for messages.
+        key_file: with the key in it; empty: as the variable says, which holds the key or such a path.
+        makes: the file, where it is not there: for its owner alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given = key_file or os.environ.get(envs.KEY, "").strip()
+    if not given:
+        raise ConfigError(f"`{name}` names no file with a key, and `{envs.KEY}` is unset", "give one of them")
+    if not key_file and _KEY.fullmatch(given):
+        return given
+    path = Path(given).expanduser()
+    try:
+        if makes and not path.exists():
+            make_folder(path.parent)
+            # another one that makes it at this moment is an error, not two keys
+            with open(path, "x", opener=opener) as file:
+                file.write(secrets.token_hex(32) + "\n")
+        with path.open(encoding="ascii", errors="replace") as file:
+            found = file.read(4096).strip()
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        # what the variable holds may be a key with a slip of the pen in it
+        where = shown_path(given) if key_file else f"what `{envs.KEY}` says"
+        raise ConfigError(f"no key can be read from {where}: {said}", f"give a file in `{name}`") from None
+    if not _KEY.fullmatch(found):
+        raise ConfigError(f"{shown_path(given)} holds no key: 64 hexadecimal digits", "copy the file that `serve` made")
+    return found
