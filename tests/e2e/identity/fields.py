@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+
+from tests.e2e.identity.compare import are_level
 
 CLOCK = "a clock's"
 # of logprobs, in float32; summed over an answer too
@@ -103,6 +106,8 @@ def differences(stock: Any, ours: Any, where: str = "", left_out: Sequence[str] 
             yield f"{where}: {stock}, not {ours}"
     elif type(stock) is not type(ours):
         yield f"{where}: {stock!r}, not {ours!r}"
+    elif isinstance(stock, Mapping) and all(isinstance(one, Logprob) for one in [*stock.values(), *ours.values()]):
+        yield from _of_position(stock, ours, where)
     elif isinstance(stock, Mapping):
         if stock.keys() != ours.keys():
             yield f"{where}: {sorted(stock)}, not {sorted(ours)}"
@@ -117,6 +122,25 @@ def differences(stock: Any, ours: Any, where: str = "", left_out: Sequence[str] 
         yield from _of_fields(stock, ours, where, left_out)
     elif stock != ours:
         yield f"{where}: {stock!r}, not {ours!r}"
+
+
+def _of_position(stock: Mapping[int, Logprob], ours: Mapping[int, Logprob], where: str) -> Iterator[str]:
+    """Logprobs of one position: tokens that are level may change places, or stand in for each other at the end."""
+    common = stock.keys() & ours.keys()
+    strays = [sorted(one.logprob for token, one in side.items() if token not in common) for side in (stock, ours)]
+    if not common or not are_level(stock, ours, strays, TOLERANCE):
+        yield f"{where}: {sorted(stock)}, not {sorted(ours)}"
+    for token in common:
+        a, b = stock[token], ours[token]
+        # of those that are not listed, one at most is taken to be level
+        level = sum(abs(one.logprob - a.logprob) <= TOLERANCE for one in stock.values() if one.logprob != a.logprob)
+        same = sum(one.logprob == a.logprob for one in stock.values()) - 1
+        if not np.isclose(a.logprob, b.logprob, rtol=0.0, atol=TOLERANCE):
+            yield f"{where}[{token}]: {a.logprob}, not {b.logprob}"
+        elif a.rank != b.rank and (a.rank is None or b.rank is None or abs(a.rank - b.rank) > level + same + 1):
+            yield f"{where}[{token}]: rank {a.rank}, not {b.rank}"
+        if a.decoded_token != b.decoded_token:
+            yield f"{where}[{token}]: {a.decoded_token!r}, not {b.decoded_token!r}"
 
 
 def _of_fields(stock: Any, ours: Any, where: str, left_out: Sequence[str]) -> Iterator[str]:
