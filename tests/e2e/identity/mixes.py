@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from vllm import LLM
@@ -113,7 +114,8 @@ DRAWS: Mapping[str, Draw] = {
     "logit_bias": lambda rng: {token: float(_one_of(-1e9, -3, 2, 5, 100)(rng)) for token in _tokens(4)(rng)},
     "allowed_token_ids": _tokens(120),
     "bad_words": _some_of(*_WORDS),
-    "skip_reading_prefix_cache": _one_of(True, False),
+    # False beside `prompt_logprobs`: stock hands out memory that nobody wrote
+    "skip_reading_prefix_cache": _one_of(True),
     BUDGET: _one_of(0, 1, 3, 9, -1),
     "repetition_detection": lambda rng: RepetitionDetectionParams(
         max_pattern_size=int(rng.integers(1, 5)), min_count=int(rng.integers(2, 5))
@@ -379,13 +381,19 @@ def undrafted(requests: Sequence[Mixed], wanted: Sequence[Any], drafts: Drafts) 
     return met - had
 
 
-def hold(ours: Engine, requests: Sequence[Mixed], wanted: Sequence[Any]) -> None:
-    """Ours answers as stock did, with a fuzzed drafter; each feature had drafts accepted, or others beside it."""
+def hold(ours: Engine, requests: Sequence[Mixed], wanted: Sequence[Any]) -> int:
+    """Ours answers as stock did, with a fuzzed drafter; each feature had drafts accepted, or others beside it.
+
+    Returns how often a request was preempted.
+    """
     known = samples(requests, wanted)
     ours.runner.spec_rollout.replace_drafters([KnowsAll(known, VOCAB, seed=1)])
     drafts = Drafts(ours.runner)
-    got = answers(ours.llm, requests, drafts)
+    scheduler = ours.llm.llm_engine.engine_core.engine_core.scheduler
+    with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempting:
+        got = answers(ours.llm, requests, drafts)
     ours.runner.settle()
     found = list(faults(requests, wanted, got))
     assert not found, "\n".join(found)
     assert not undrafted(requests, wanted, drafts)
+    return preempting.call_count
