@@ -26,6 +26,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # `auto` may leave drafting where the host is slow, and there is nothing to compare then
     flags = ("--spec-rollout.budget", "fixed", "--max-model-len", "1024", "--dtype", "float32")
+    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with serve(str(CHECKPOINT), log, *flags) as found:
         yield found
 
@@ -81,6 +82,45 @@ def test_four_choices_of_a_chat_are_the_same_with_drafts_and_without(client: Ope
     assert [c.message.content for c in a.choices] == [c.message.content for c in b.choices]
     assert len({c.message.content for c in a.choices}) > 1
     assert a.usage.completion_tokens == b.usage.completion_tokens
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9999}}, "required": ["n"],
+}}}]  # fmt: skip
+CALL = r'<tool_call>\{"name": "look", "arguments": \{"n": [0-9]{1,5}\}\}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("choice", "form"), [("auto", CALL), ("auto", f"[a-z ]{{3,9}}{CALL}\n{CALL}"), ("required", "")]
+)
+def test_tool_calls_come_as_streams_with_drafts_as_without(
+    client: OpenAI, address: str, choice: str, form: str
+) -> None:
+    """A step brings several tokens, so the parser meets other pieces of text."""
+    shaped = {"structured_outputs": {"regex": form}} if form else {}
+
+    def ask(extra: dict[str, Any]) -> tuple[Any, ...]:
+        stream = _chat(client, {**extra, **shaped}, tools=TOOLS, tool_choice=choice, stream=True)
+        text, calls, reason, num_pieces = "", {}, None, 0
+        for chunk in stream:
+            (one,) = chunk.choices
+            text, reason, num_pieces = text + (one.delta.content or ""), one.finish_reason or reason, num_pieces + 1
+            for call in one.delta.tool_calls or ():
+                name, arguments = calls.get(call.index, ("", ""))
+                calls[call.index] = (
+                    name + (call.function.name or ""),
+                    arguments + (call.function.arguments or ""),
+                )
+        return (text, calls, reason), num_pieces
+
+    before = _drafted(address)
+    # the second time from the history
+    ask(ON)
+    drafted, fewer = ask(ON)
+    assert _drafted(address) > before
+    plain, more = ask(OFF)
+    assert drafted == plain and fewer < more
+    assert drafted[1] and all(name == "look" and "n" in json.loads(given) for name, given in drafted[1].values())
 
 
 def test_requests_as_trl_posts_them_are_the_same_with_drafts_and_without(address: str) -> None:

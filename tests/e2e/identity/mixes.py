@@ -212,7 +212,7 @@ def drawn(seed: int, index: int, *, left_out: Sequence[str] = (), share: float =
         problem_id=str(index),
         prompt=prompt,
         params=params,
-        step=int(index * 1.5 * rng.random()),
+        step=int(index * 0.8 * rng.random()),
         priority=int(_one_of(-3, 0, 0, 0, 5)(rng)),
         salt=str(_one_of("", "", "", "", "a", "b")(rng)),
         aborted_after=int(rng.integers(0, 30)) if rng.random() < 0.05 else None,
@@ -225,7 +225,8 @@ def thinking(seed: int, index: int) -> Mixed:
     rng = np.random.default_rng([seed, index, 1])
     begins = {"logit_bias": {BEGIN_ID: 3.0, END_ID: 2.0}}
     budget = {BUDGET: DRAWS[BUDGET](rng)} if rng.random() < 0.4 else {}
-    return dataclasses.replace(plain, params={**plain.params, **begins, **budget}, aborted_after=None)
+    params = {**plain.params, **begins, **budget}
+    return dataclasses.replace(plain, name=f"thinking: {plain.name}", params=params, aborted_after=None)
 
 
 class Drafts(Listener):

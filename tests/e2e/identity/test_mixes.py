@@ -29,7 +29,7 @@ from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.identity.fields import differences
 
 SEED, COUNT = (int(word) for word in os.environ.get("SPECROLLOUT_MIX", "1 200").split())
-SCARCE = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 96}
+SCARCE = {"num_gpu_blocks_override": 18, "max_num_batched_tokens": 96}
 MAIN = [mixes.drawn(SEED, index, left_out=(mixes.BUDGET,), most=24) for index in range(COUNT)]
 BUDGETS = [mixes.thinking(SEED, index) for index in range(60)]
 
