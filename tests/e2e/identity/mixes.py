@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.check import VOCAB
 from tests.e2e.identity.engines import Engine
-from tests.e2e.identity.fields import differences
+from tests.e2e.identity.fields import UNLISTED, differences
 from tests.e2e.identity.fuzz import FuzzDrafter
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import RequestView, StepRecord
@@ -55,6 +55,8 @@ BUDGET = "thinking_token_budget"
 NEVER_DRAFTED = frozenset({BUDGET})
 """Parameters whose requests have no drafts: there, others of the batch must have had some."""
 MOST_STEPS = 50_000
+MOST_LEVEL = 0.01
+"""Share of requests with a rank that rounding may have changed."""
 
 Draw = Callable[[np.random.Generator], Any]
 
@@ -358,14 +360,17 @@ def samples(requests: Sequence[Mixed], wanted: Sequence[Any]) -> dict[str, list[
     }
 
 
-def faults(requests: Sequence[Mixed], wanted: Sequence[Any], got: Sequence[Any]) -> Iterator[str]:
+def faults(requests: Sequence[Mixed], wanted: Sequence[Any], got: Sequence[Any]) -> list[str]:
     """A line of each request that was not answered as by stock."""
+    found, level = [], []
     for case, theirs, ours in zip(requests, wanted, got, strict=True):
         if theirs is None or ours is None:  # aborted, or at its end before that
             continue
-        found = list(differences(theirs, ours, left_out=BY_HISTORY))
-        if found:
-            yield f"{case.name}: {found[0]} ({len(found)} differences), {case.params}"
+        lines = list(differences(theirs, ours, left_out=BY_HISTORY))
+        if lines:
+            kind = level if all(line.endswith(UNLISTED) for line in lines) else found
+            kind.append(f"{case.name}: {lines[0]} ({len(lines)} differences), {case.params}")
+    return found + (level if len(level) > MOST_LEVEL * len(requests) else [])
 
 
 def undrafted(requests: Sequence[Mixed], wanted: Sequence[Any], drafts: Drafts) -> set[str]:
@@ -394,7 +399,7 @@ def hold(ours: Engine, requests: Sequence[Mixed], wanted: Sequence[Any]) -> int:
     with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempting:
         got = answers(ours.llm, requests, drafts)
     ours.runner.settle()
-    found = list(faults(requests, wanted, got))
+    found = faults(requests, wanted, got)
     assert not found, "\n".join(found)
     assert not undrafted(requests, wanted, drafts)
     return preempting.call_count
