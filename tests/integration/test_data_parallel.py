@@ -36,7 +36,6 @@ def test_both_ranks_draft_and_answer_as_without_drafts(tmp_path: Path) -> None:
             drafted, plain = ([*pool.map(complete, range(16), [is_on] * 16)] for is_on in (True, False))
         metrics = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
     assert drafted == plain
-    accepted = dict(
-        re.findall(r'^vllm:spec_decode_num_accepted_tokens_total\{.*engine="(\d)".*\} (\S+)$', metrics, re.M)
-    )
-    assert set(accepted) == {"0", "1"} and min(map(float, accepted.values())) > 0, accepted
+    counted = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
+    accepted = {re.search(r'engine="(\d+)"', line)[1]: float(line.split()[-1]) for line in counted}
+    assert accepted.keys() == {"0", "1"} and min(accepted.values()) > 0, accepted
