@@ -126,6 +126,10 @@ def differences(stock: Any, ours: Any, where: str = "", left_out: Sequence[str] 
         yield f"{where}: {stock!r}, not {ours!r}"
 
 
+def _are_near(a: float, b: float) -> bool:
+    return a == b or abs(a - b) <= TOLERANCE
+
+
 def _of_position(stock: Mapping[int, Logprob], ours: Mapping[int, Logprob], where: str) -> Iterator[str]:
     """Logprobs of one position: tokens that are level may change places, or stand in for each other at the end."""
     common = stock.keys() & ours.keys()
@@ -134,14 +138,14 @@ def _of_position(stock: Mapping[int, Logprob], ours: Mapping[int, Logprob], wher
         yield f"{where}: {sorted(stock)}, not {sorted(ours)}"
     for token in common:
         a, b = stock[token], ours[token]
-        # how many others may have changed places with it
-        near = [np.isclose(one.logprob, a.logprob, rtol=0.0, atol=TOLERANCE) for one in stock.values()]
-        level = sum(near) - 1
-        if a.logprob != b.logprob and not np.isclose(a.logprob, b.logprob, rtol=0.0, atol=TOLERANCE):
+        if not _are_near(a.logprob, b.logprob):
             yield f"{where}[{token}]: {a.logprob}, not {b.logprob}"
-        elif a.rank != b.rank and (a.rank is None or b.rank is None or abs(a.rank - b.rank) > level):
-            by_one = a.rank is not None and b.rank is not None and abs(a.rank - b.rank) == 1
-            yield f"{where}[{token}]: rank {a.rank}, not {b.rank}{UNLISTED if by_one else ''}"
+        elif a.rank != b.rank:
+            # how many others may have changed places with it
+            level = sum(_are_near(one.logprob, a.logprob) for one in stock.values()) - 1
+            by = abs((a.rank or 0) - (b.rank or 0))
+            if by > level:
+                yield f"{where}[{token}]: rank {a.rank}, not {b.rank}{UNLISTED if by == 1 else ''}"
         if a.decoded_token != b.decoded_token:
             yield f"{where}[{token}]: {a.decoded_token!r}, not {b.decoded_token!r}"
 
