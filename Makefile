@@ -7,7 +7,7 @@
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
 # make bench   decoding speed against stock vLLM
 # make identity  the long token-by-token comparison with stock vLLM
-# make vllm-suite  vLLM's own tests with stock vLLM and with drafts; FILES="words" for some of them
+# make vllm-suite  vLLM's own tests with stock vLLM and with drafts; FILES="tests/..." for some of them, or others
 # make versions       trees of the other supported vLLM versions, for tests
 # make versions-test  their source, and a short comparison with stock vLLM on each; tests/versions/tested.json remembers it
 # make docs    the generated reference pages

@@ -19,19 +19,10 @@ class File:
 
 
 FILES = (
-    File("tests/v1/sample/test_sampling_params_e2e.py", 0, 0),
-    File("tests/v1/engine/test_llm_engine.py", 0, 0),
-    File("tests/v1/engine/test_async_llm.py", 0, 0),
-    File("tests/v1/e2e/general/test_streaming_input.py", 0, 0),
-    File("tests/v1/e2e/general/test_min_tokens.py", 0, 0),
-    File("tests/v1/sample/test_logprobs.py", 0, 0),
-    File("tests/entrypoints/openai/completion/test_completion.py", 0, 0),
-    File("tests/entrypoints/openai/test_return_token_ids.py", 0, 0),
-    File("tests/entrypoints/openai/chat_completion/test_chat_completion.py", 0, 0),
-    File("tests/entrypoints/llm/test_struct_output_generate.py", 0, 0),
-    File("tests/detokenizer/test_stop_strings.py", 0, 0),
-    File("tests/detokenizer/test_stop_reason.py", 0, 0),
-    File("tests/samplers/test_ignore_eos.py", 0, 0),
-    File("tests/samplers/test_no_bad_words.py", 0, 0),
-    File("tests/v1/shutdown/test_delete.py", 0, 0),
+    File(
+        "tests/v1/sample/test_sampling_params_e2e.py",
+        passed=7,
+        drafted=15,
+        left_out={"test_seed": "wants answers of more entropy than the hub's models give: fails with stock too"},
+    ),
 )
