@@ -7,6 +7,7 @@
 # make serve   an OpenAI-compatible server of the shipped policy, with drafts
 # make bench   decoding speed against stock vLLM
 # make identity  the long token-by-token comparison with stock vLLM
+# make vllm-suite  vLLM's own tests with stock vLLM and with drafts; FILES="tests/..." for some of them, or others
 # make versions       trees of the other supported vLLM versions, for tests
 # make versions-test  their source, and a short comparison with stock vLLM on each; tests/versions/tested.json remembers it
 # make docs    the generated reference pages
@@ -52,7 +53,7 @@ timed = @begin=$$(date +%s); $(2); code=$$?; echo "$(1): $$(($$(date +%s) - begi
 PURE := $(addprefix vllm_specrollout/,types.py errors.py plugin.py speculator.py config cli trees budgets scheduling observe cluster \
 	history drafters replay report patches server/asking.py server/reports.py worker/withheld.py)
 
-.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs site wheels lock sbom sanitize faults
+.PHONY: setup demo test nightly nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda nightly-vllm-suite vllm-suite browser unit lint serve bench identity mutants compiled cuda-wheel trainers trainers-fresh versions versions-test docs site wheels lock sbom sanitize faults
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -82,7 +83,7 @@ test: setup
 
 # each part by itself too, so `make -k nightly` runs all whatever one finds
 # unlike rows: as on a host whose attention and products round by the number of rows
-nightly: nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda
+nightly: nightly-sanitizers nightly-v2 nightly-others nightly-faults nightly-unlike nightly-mutants nightly-cuda nightly-vllm-suite
 
 nightly-sanitizers: setup
 	$(call timed,sanitizers,csrc/tests/sanitize.sh 60)
@@ -99,6 +100,8 @@ nightly-mutants: setup
 	$(call timed,mutants,$(MAKE) --no-print-directory mutants)
 nightly-cuda: cuda-wheel
 	$(call timed,vLLM for CUDA,$(PYTEST) tests/versions/test_cuda_wheel.py)
+nightly-vllm-suite: setup
+	$(call timed,vLLM's own tests,$(MAKE) --no-print-directory vllm-suite)
 
 # for the tests of pages, which are skipped without it
 browser:
@@ -149,6 +152,11 @@ compiled: setup .triton/.installed
 
 cuda-wheel: setup
 	$(BIN)/python -m tests.versions.cuda_wheel
+
+# both arms of a file one after the other; what is fetched and made lies in .versions/suite
+vllm-suite: setup
+	$(BIN)/python -m tests.vllm_suite.tree
+	$(BIN)/python -m tests.vllm_suite.run $(FILES)
 
 versions: setup
 	$(BIN)/python -m tests.versions.trees

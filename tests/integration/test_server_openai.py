@@ -26,6 +26,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # `auto` may leave drafting where the host is slow, and there is nothing to compare then
     flags = ("--spec-rollout.budget", "fixed", "--max-model-len", "1024", "--dtype", "float32")
+    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with serve(str(CHECKPOINT), log, *flags) as found:
         yield found
 
@@ -43,8 +44,12 @@ ON, OFF = _with({}), _with({"enabled": False})
 
 
 def _drafted(address: str) -> float:
+    return _counted(address, "draft")
+
+
+def _counted(address: str, kind: str) -> float:
     text = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
-    lines = [line for line in text.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
+    lines = [line for line in text.splitlines() if line.startswith(f"vllm:spec_decode_num_{kind}_tokens_total")]
     return sum(float(line.split()[-1]) for line in lines)
 
 
@@ -81,6 +86,41 @@ def test_four_choices_of_a_chat_are_the_same_with_drafts_and_without(client: Ope
     assert [c.message.content for c in a.choices] == [c.message.content for c in b.choices]
     assert len({c.message.content for c in a.choices}) > 1
     assert a.usage.completion_tokens == b.usage.completion_tokens
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9999}}, "required": ["n"],
+}}}]  # fmt: skip
+CALL = r'<tool_call>\{"name": "look", "arguments": \{"n": [0-9]{1,5}\}\}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("choice", "form"), [("auto", CALL), ("auto", f"[a-z ]{{3,9}}{CALL}\n{CALL}"), ("required", "")]
+)
+def test_tool_calls_come_as_streams_with_drafts_as_without(
+    client: OpenAI, address: str, choice: str, form: str
+) -> None:
+    """A step brings several tokens, so the parser meets other pieces of text."""
+    shaped = {"structured_outputs": {"regex": form}} if form else {}
+
+    def ask(extra: dict[str, Any]) -> tuple[str, dict[int, list[str]], str | None]:
+        stream = _chat(client, {**extra, **shaped}, tools=TOOLS, tool_choice=choice, stream=True)
+        text, calls, reason = "", {}, None
+        for chunk in stream:
+            (one,) = chunk.choices
+            text, reason = text + (one.delta.content or ""), one.finish_reason or reason
+            for call in one.delta.tool_calls or ():
+                whole = calls.setdefault(call.index, ["", ""])
+                whole[0] += call.function.name or ""
+                whole[1] += call.function.arguments or ""
+        return text, calls, reason
+
+    ask(ON)
+    before = _counted(address, "accepted")
+    drafted = ask(ON)  # from the history
+    assert _counted(address, "accepted") > before
+    assert drafted == ask(OFF)
+    assert drafted[1] and all(name == "look" for name, _ in drafted[1].values())
 
 
 def test_requests_as_trl_posts_them_are_the_same_with_drafts_and_without(address: str) -> None:

@@ -10,6 +10,8 @@ FEATURES = f"{IDENTITY}/test_engine_features.py"
 ABORTED = f"{FEATURES}::test_aborted_requests_leave_the_others_alone_and_nothing_behind"
 AUTO = f"{FEATURES}::test_the_ngram_drafter_and_the_auto_budget_yield_stocks_tokens"
 ONE_BY_ONE = f"{FEATURES}::test_requests_one_at_a_time_yield_stocks_tokens"
+MIXES = f"{IDENTITY}/test_mixes.py"
+MIXED = f"{MIXES}::test_random_requests_are_answered_as_by_stock_in_every_field"
 UNITED = f"{IDENTITY}/test_identity.py::test_the_united_trees_of_several_drafters_yield_stocks_tokens"
 EVERY_FEATURE = f"{IDENTITY}/test_identity.py::test_every_feature_yields_stocks_tokens_whatever_is_drafted"
 RESUMED = f"{IDENTITY}/test_resumed.py::test_a_resumed_request_may_be_preempted_and_prefilled_in_pieces"
@@ -46,6 +48,9 @@ MUTANTS = (
         {
             f"{IDENTITY}/test_compare.py": "has no engine",
             f"{IDENTITY}/test_ties.py": "has stock's engine alone",
+            f"{MIXES}::test_every_parameter_of_vllms_is_drawn_or_left_out_with_a_reason": "has no engine",
+            f"{MIXES}::test_beams_are_stocks": "nothing is drafted for requests of one token",
+            f"{MIXES}::test_those_that_wait_begin_in_the_order_of_their_priorities": "is about who waits",
             f"{IDENTITY}/test_decoupled.py::test_bad_calls_are_answered_with_their_cause_and_change_nothing": REFUSAL,
             f"{IDENTITY}/test_collected_heads.py::test_layers_that_the_head_in_use_does_not_take_are_refused": REFUSAL,
             f"{SWAPPED}::test_a_head_with_an_output_head_of_its_own_may_not_leave_it_out": REFUSAL,
@@ -63,8 +68,8 @@ MUTANTS = (
             "tests/v2/test_resumed.py",
         ),
     ),
-    Mutant("drafters silent", (ABORTED, ONE_BY_ONE, RESUMED)),
-    Mutant("budget off", (ABORTED, ONE_BY_ONE, RESUMED)),
+    Mutant("drafters silent", (ABORTED, ONE_BY_ONE, RESUMED, MIXED)),
+    Mutant("budget off", (ABORTED, ONE_BY_ONE, RESUMED, MIXED)),
     Mutant("budget `auto` never pays", (AUTO,)),
     Mutant(
         "a model's drafts are lost",
@@ -84,7 +89,7 @@ MUTANTS = (
     Mutant("the verifier accepts one token too many", (ABORTED, ONE_BY_ONE, RESUMED)),
     Mutant("the bonus token is the root row's", (ABORTED, ONE_BY_ONE, COPY)),
     Mutant("no KV block moves to its request", (ABORTED, UNITED)),
-    Mutant("drafted rows have the noise of the next position", (ABORTED, UNITED, RESUMED)),
+    Mutant("drafted rows have the noise of the next position", (ABORTED, UNITED, RESUMED, MIXED)),
     Mutant("scratch blocks are not copied", (ABORTED, UNITED)),
     Mutant("drafted rows are at the next position", (ABORTED, UNITED)),
     Mutant("M-RoPE's positions follow the rows", (SEVERAL_DIMENSIONS.format("e2e/identity"),)),

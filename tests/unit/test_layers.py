@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit import ceilings
+from tests.unit.ceilings import sources
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "vllm_specrollout"
 MAPPED = sorted(
@@ -36,12 +39,6 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found.add(node.module.partition(".")[0])
     return found
-
-
-def sources() -> list[Path]:
-    return sorted(
-        path for top in ("vllm_specrollout", "kernels", "patches", "bench") for path in ROOT.glob(f"{top}/**/*.py")
-    )
 
 
 @pytest.mark.parametrize("folder", MAPPED, ids=str)
@@ -117,3 +114,56 @@ def test_files_and_functions_stay_readable_in_size():
             ):
                 too_long.append(f"{path.relative_to(ROOT)}:{node.name}")
     assert too_long == []
+
+
+def test_no_folder_has_more_statements_and_no_further_name_is_two_classes():
+    found = ceilings.above(ceilings.flat(ceilings.measured()), ceilings.flat(ceilings.table()))
+    assert not found, f"{found}; hint: delete elsewhere in the folder, or name the class after what it is"
+
+
+def test_the_ceilings_fall_with_the_code():
+    found = ceilings.below(ceilings.flat(ceilings.measured()), ceilings.flat(ceilings.table()))
+    assert not found, f"{found}; hint: run `python -m tests.unit.ceilings --update`"
+
+
+def test_statements_are_counted_without_imports_docstrings_and_layout(tmp_path):
+    file = tmp_path / "one.py"
+    file.write_text(
+        '"""Head."""\nimport os\n\ndef f(\n    a,\n):\n    """Says."""\n    if a:\n        return os\n    return 1\n'
+    )
+    assert ceilings.statements(file) == 4
+    assert ceilings.above({"core/new": 1, "class Row": 3}, {"class Row": 2}) == [
+        "core/new: 1, above 0",
+        "class Row: 3, above 2",
+    ]
+    assert ceilings.below({"core/a": 980, "core/b": 979}, {"core/a": 1000, "core/b": 1000, "class Row": 2}) == [
+        "core/b: 979, far below 1000",
+        "class Row: 0, far below 2",
+    ]
+
+
+def test_no_comment_and_no_page_names_a_file_that_is_gone():
+    """Files of ours or of vLLM's, by their name alone or by a path; folders in the map of CONTRIBUTING.md."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
+        pytest.skip("no vLLM here, whose files comments name too")
+    theirs = Path(vllm.origin).parent
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True)
+    ours = [ROOT / name for name in listed.stdout.split() if (ROOT / name).exists()]
+    paths = [f"/{path.relative_to(ROOT)}" for path in ours] + [
+        f"/vllm/{p.relative_to(theirs)}" for p in theirs.rglob("*")
+    ]
+    # `a/b.py` stands for any path that ends so, `b.py` for any file of that name
+    known = {path[i:] for path in paths for i, letter in enumerate(path) if letter == "/"}
+    known |= {f"/{folder}/" for path in paths for folder in path.split("/")[1:-1]}
+    left_out = ("docs/reference/", "docs/adr/", "CHANGELOG", "tests/", "setup.py")
+    stale = []
+    for path in ours:
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix not in (".py", ".md") or name.startswith(left_out):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            named = [f"/{word}" for word in re.findall(r"(?<![\w./-])\w[\w/-]*\.py\b", line)]
+            named += [f"/{word}" for word in re.findall(r"`(\w+/)`", line) if name == "CONTRIBUTING.md"]
+            stale += [f"{name}:{number}: {word[1:]}" for word in named if word not in known]
+    assert stale == []

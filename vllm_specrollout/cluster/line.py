@@ -1,7 +1,7 @@
 """A line: what a drafter has drafted for one request, ahead of the target. Pure.
 
 What belongs here: the request's tokens, the tree drafted behind them, which requests of the drafter's own engine draft
-it, and what a verdict leaves of it. The engine itself is in worker/drafting.
+it, and what a verdict leaves of it. The engine itself is in worker/drafter_engine.py.
 
 A draft is a *resumed request*: it has the target's seed, and as its prompt the tokens that hold, so it draws with the
 target's own noise. It runs ahead, one token a pass. What it draws is the stream; the likeliest tokens beside each are

@@ -57,7 +57,7 @@ class Grown:
 
 
 class Engine(Protocol):
-    """An engine that decodes; worker/drafting/engine.py has the real one."""
+    """An engine that decodes; worker/drafter_engine.py has the real one."""
 
     # folder or name; and what it runs on
     model: str

@@ -12,11 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+
+from tests.e2e.identity.compare import are_level
 
 CLOCK = "a clock's"
 # of logprobs, in float32; summed over an answer too
 TOLERANCE = 2e-4
+UNLISTED = ", unless one that is not listed is level with it"
+"""Ends a difference that rounding may have made, if it is rare."""
 HERE = "no test here uses it: "
 # class -> fields that are compared
 COMPARED: Mapping[str, frozenset[str]] = {
@@ -103,6 +108,8 @@ def differences(stock: Any, ours: Any, where: str = "", left_out: Sequence[str] 
             yield f"{where}: {stock}, not {ours}"
     elif type(stock) is not type(ours):
         yield f"{where}: {stock!r}, not {ours!r}"
+    elif isinstance(stock, Mapping) and stock and ours and isinstance(next(iter(stock.values())), Logprob):
+        yield from _of_position(stock, ours, where)
     elif isinstance(stock, Mapping):
         if stock.keys() != ours.keys():
             yield f"{where}: {sorted(stock)}, not {sorted(ours)}"
@@ -117,6 +124,30 @@ def differences(stock: Any, ours: Any, where: str = "", left_out: Sequence[str] 
         yield from _of_fields(stock, ours, where, left_out)
     elif stock != ours:
         yield f"{where}: {stock!r}, not {ours!r}"
+
+
+def _are_near(a: float, b: float) -> bool:
+    return a == b or abs(a - b) <= TOLERANCE
+
+
+def _of_position(stock: Mapping[int, Logprob], ours: Mapping[int, Logprob], where: str) -> Iterator[str]:
+    """Logprobs of one position: tokens that are level may change places, or stand in for each other at the end."""
+    common = stock.keys() & ours.keys()
+    strays = [sorted(one.logprob for token, one in side.items() if token not in common) for side in (stock, ours)]
+    if not common or not are_level(stock, ours, strays, TOLERANCE):
+        yield f"{where}: {sorted(stock)}, not {sorted(ours)}"
+    for token in common:
+        a, b = stock[token], ours[token]
+        if not _are_near(a.logprob, b.logprob):
+            yield f"{where}[{token}]: {a.logprob}, not {b.logprob}"
+        elif a.rank != b.rank:
+            # how many others may have changed places with it
+            level = sum(_are_near(one.logprob, a.logprob) for one in stock.values()) - 1
+            by = abs((a.rank or 0) - (b.rank or 0))
+            if by > level:
+                yield f"{where}[{token}]: rank {a.rank}, not {b.rank}{UNLISTED if by == 1 else ''}"
+        if a.decoded_token != b.decoded_token:
+            yield f"{where}[{token}]: {a.decoded_token!r}, not {b.decoded_token!r}"
 
 
 def _of_fields(stock: Any, ours: Any, where: str, left_out: Sequence[str]) -> Iterator[str]:

@@ -22,13 +22,16 @@ class FuzzDrafter(TreeByTree):
         self.quality = quality
         self.rng = np.random.default_rng(seed)
 
+    def rest(self, view: RequestView) -> list[int]:
+        """What is still to come of the true answer."""
+        return self.answers.get(view.problem_id, [])[len(view.token_ids) - view.num_prompt_tokens :]
+
     def tree(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
         rng = self.rng
         size = int(rng.integers(0, max_nodes + 1)) if max_nodes else 0
         if size == 0:
             return EMPTY_TREE
-        done = len(view.token_ids) - view.num_prompt_tokens
-        truth = self.answers.get(view.problem_id, [])[done:] if rng.random() < 0.9 else []
+        truth = self.rest(view) if rng.random() < 0.9 else []
         is_chain = is_chain or rng.random() < 0.2
         tokens: list[int] = []
         parents: list[int] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.logprobs import Logprob
+
 from tests.e2e.identity.cases import Case
 from tests.e2e.identity.compare import Report, _compare_logprobs, compare
+from tests.e2e.identity.fields import UNLISTED, differences
 from tests.e2e.identity.ties import Judge
 
 _CASE = Case("made up", "0", [1, 2], {})
@@ -63,3 +67,16 @@ def test_a_difference_between_level_tokens_is_a_tie_and_any_other_a_failure() ->
 
 def test_without_a_judge_every_difference_is_a_failure() -> None:
     assert _judged(None).failures
+
+
+def _of_ranks(stock: list[tuple[float, int]], ours: list[tuple[float, int]]) -> list[str]:
+    return list(differences(*({i: Logprob(*one) for i, one in enumerate(side)} for side in (stock, ours))))
+
+
+def test_ranks_of_level_tokens_may_be_exchanged_and_no_others() -> None:
+    assert not _of_ranks([(-0.5, 1), (-2.0, 2), (-2.0, 3)], [(-0.5, 1), (-2.0, 3), (-2.0, 2)])
+    (further,) = _of_ranks([(-0.5, 1), (-2.0, 2)], [(-0.5, 1), (-2.0, 4)])
+    (by_one,) = _of_ranks([(-0.5, 1), (-2.0, 2)], [(-0.5, 1), (-2.0, 3)])
+    assert by_one.endswith(UNLISTED) and not further.endswith(UNLISTED)
+    assert not _of_ranks([(-0.5, 1), (-math.inf, 400)], [(-0.5, 1), (-math.inf, 400)])
+    assert _of_ranks([(-0.5, 1)], [(-0.6, 1)])

@@ -1,7 +1,7 @@
 """The V1 model runner with exact verification of drafts, as far as it is the same on CPU and CUDA.
 
 What belongs here: the places where vLLM's step is entered, in its order. Branches are laid out in cpu_runner.py, rows
-sampled in sampler.py, noise kept in requests.py, drafts made by drafting.py and feeding.py. vLLM knows of no drafts.
+sampled in sampler.py, noise kept in trees/tape.py, drafts made by drafting.py, speculator.py. vLLM knows of no drafts.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _Base = GPUModelRunner if TYPE_CHECKING else object
 class SpecRolloutV2(_Base):
     """Mixed into vLLM's V2 runners: drafts at the last moment, verifies trees, moves what was accepted."""
 
-    # a model that drafts, where there is one (modelled.py); the `DecoupledDrafter`, where there is one (worker.py)
+    # a model that drafts, if any (models/drafter.py); the `DecoupledDrafter`, if any (worker.py)
     model_drafter: ModelDrafter | None = None
     remote: Any = None
     # what its self-check found, as plain values; None: it was not checked yet
