@@ -96,7 +96,7 @@ PATCHES = (
         remove_when="vLLM makes the counters when the scheduler reports drafts",
     ),
     _answer(
-        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        target="vllm.v1.engine.output_processor:OutputProcessor.add_request",
         wrap=tell_answers,
         why="it finds stop strings and has the engine abort the request, which then looks like a user's own abort",
         upstream=f"{UPSTREAM}/v1/engine/output_processor.py",

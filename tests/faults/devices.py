@@ -27,7 +27,7 @@ from vllm_specrollout.types import DraftMode, TreeBatch, empty_trees
 from vllm_specrollout.worker.common import Stats
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
 from vllm_specrollout.worker.request import Desk, RequestBook
-from vllm_specrollout.worker.v1.runner import SpecRolloutV1
+from vllm_specrollout.worker.v1.runner import NOBODY, SpecRolloutV1
 from vllm_specrollout.worker.v1.runner import StepState as StepStateV1
 from vllm_specrollout.worker.v2.host import Host
 from vllm_specrollout.worker.v2.host import StepState as StepStateV2
@@ -153,6 +153,7 @@ _GREEDY = SimpleNamespace(
     logprob_token_ids=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=torch.zeros(0),
     presence_penalties=torch.zeros(0), repetition_penalties=torch.zeros(0), output_token_ids=[],
     allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+    thinking_budget_state_holder=None,
 )  # fmt: skip
 
 
@@ -223,17 +224,22 @@ class RunnerV1(SpecRolloutV1, StockV1):
 
     def __init__(self, device: Device, speculator: Speculator, metrics: Metrics, most_requests: int) -> None:
         self.device_, self.spec_rollout, self.metrics = device, speculator, metrics
-        self.noise, self.sampler, self.stats = SimpleNamespace(clear=lambda: None), _Sampler(), Stats()
+        self.noise, self.sampler, self.stats = (
+            SimpleNamespace(keep=lambda *step: None, settle=lambda: None),
+            _Sampler(),
+            Stats(),
+        )
         self.drafting = Drafting(speculator)
         self.weights_version = self.drafting.weights_version
         self.book = RequestBook(DraftMode.TREE, lambda generator: None, self.drafting.admit)
         self.shape, self.max_model_len = (DraftMode.TREE, ""), MOST_TOKENS
         self.step, self._planned, self._timing = StepStateV1(0, 0.0, 0), NO_DRAFTS, None
+        self._undrafted = NOBODY
         self.model_drafter = self.speculative_config = self.execute_model_state = None
         self.requests: dict[str, Any] = {}
         self.query_start_loc, self.discard_request_mask = SimpleNamespace(np=None), SimpleNamespace(np=None)
         self.input_batch = SimpleNamespace(
-            req_ids=[], num_reqs=0, sampling_metadata=_GREEDY, generators={},
+            req_ids=[], num_reqs=0, sampling_metadata=_GREEDY, generators={}, thinking_budget_state_holder=None,
             token_ids_cpu=np.zeros((most_requests, MOST_TOKENS + 64), np.int32),
             num_tokens_no_spec=np.zeros(most_requests, np.int32),
             num_computed_tokens_cpu=np.zeros(most_requests, np.int32),
@@ -316,4 +322,4 @@ class RunnerV2(SpecRolloutV2, StockV2):
         self.times = SimpleNamespace(begin_step=nothing, take=list)
         self.draft_graphs = SimpleNamespace(chosen_from=lambda runner: contextlib.nullcontext())
         self.tokens_ready, self.step, self.execute_model_state = event(), StepStateV2(), None
-        self.shape, self.mover = (DraftMode.TREE, ""), None
+        self.shape, self.mover, self._told = (DraftMode.TREE, ""), None, (0, 0, False)

@@ -219,7 +219,7 @@ def test_on_v2_no_ranks_clock_decides_how_much_room_is_left(monkeypatch: pytest.
                 drafting.speculator.backoff.asked(step, 2, False)  # drafts have not paid here
         runner = SimpleNamespace(
             drafting=drafting,
-            host=SimpleNamespace(limits=lambda: [("a", 8), ("b", 2)]),
+            host=SimpleNamespace(limits={"b": 2}),
             step=SimpleNamespace(
                 number=8, num_running=2, trees=drafting.plan(lambda: None, 8) if not rank else _none()
             ),

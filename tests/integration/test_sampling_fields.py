@@ -145,7 +145,6 @@ def test_a_request_that_moved_to_the_row_of_one_with_a_budget_has_none() -> None
     }
     clear_inherited(batch, requests)
     assert list(batch.thinking_budget_state_holder._state) == [1]
-    clear_inherited(SimpleNamespace(thinking_budget_state_holder=None), requests)
 
 
 # --- V2: our verifier has vLLM's sampler process one row per node --------------------------------------------------

@@ -32,7 +32,7 @@ def pairs(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chosen(distribution: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    noise = SeedNoise.__new__(SeedNoise)
+    noise = SeedNoise("raw_logprobs")
     logits = torch.from_numpy(np.log(np.maximum(distribution, 1e-30)).astype(np.float32))
     return noise.choose(logits, entries(seeds), 0).numpy()  # type: ignore[arg-type]
 
@@ -77,5 +77,5 @@ def test_the_targets_token_does_not_depend_on_who_drafts() -> None:
 def test_greedy_requests_are_drafted_for_greedily() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
     greedy = [SimpleNamespace(tape=None)] * 2
-    noise = SeedNoise.__new__(SeedNoise)
+    noise = SeedNoise("raw_logprobs")
     assert noise.choose(logits, greedy, 3).tolist() == [1, 0]  # type: ignore[arg-type]

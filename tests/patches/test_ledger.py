@@ -52,6 +52,7 @@ COPIES = {
     ("worker/common.py", "clone"),
     ("worker/v1/proposer.py", "plain"),
     ("worker/v1/sampler.py", "clone"),
+    ("worker/v1/thinking.py", "spread"),
     ("worker/v1/kv.py", "larger"),
     ("worker/v1/kv.py", "tensor"),
     ("worker/v2/inputs.py", "step"),

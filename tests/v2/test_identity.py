@@ -121,10 +121,10 @@ def test_prompts_prefilled_in_chunks_beside_drafts_yield_stocks_tokens(models: P
 def test_lora_adapters_and_the_base_model_mix_in_one_batch(models: Path) -> None:
     from vllm.lora.request import LoRARequest
 
-    from tests.e2e.identity.test_engine_features import _random_adapter
+    from tests.e2e.identity.test_engine_features import random_adapter
 
     path = model(models, "qwen3", "float32")
-    adapter = _random_adapter(models / "adapter", path)
+    adapter = random_adapter(models / "adapter", path)
     requests = cases(4, VOCAB, seed=7, max_tokens=12, only=("temperature 1", "greedy"))
 
     def generate(llm: LLM, some: list[Case]) -> Any:
@@ -153,11 +153,11 @@ def test_finished_requests_leave_nothing_behind(models: Path, ahead: None) -> No
     requests = cases(4, VOCAB, seed=8, max_tokens=8, only=("temperature 1", "greedy"))
     with engine(model(models, "qwen3", "float32"), "float32", is_ours=True, spec_rollout=CHAIN, **ENGINE) as ours:
         run(ours.llm, requests)
-        run(ours.llm, requests[:1])
         # its second sample has the next seed, which 64 bits with a sign do not hold: stock's engine ends there
         seeds = replace(requests[0], params={"seed": 2**63 - 1, "n": 2, "max_tokens": 8, "ignore_eos": True})
         first, second = (list(one.token_ids) for one in run(ours.llm, [seeds])[0].outputs)
         assert len(first) == len(second) == 8 and first != second
+        run(ours.llm, requests[:1])
         # the last one's end is told with the next step
         assert len(ours.runner.host._requests) <= 1
         ours.runner.settle()

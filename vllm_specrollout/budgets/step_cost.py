@@ -287,12 +287,8 @@ def _features(timing: StepTiming) -> list[tuple[int, float]]:
     rows = min(float(timing.batch + timing.nodes), _KNOTS[-1])
     left = min(bisect_right(_KNOTS, rows) - 1, _NUM - 2)
     share = (rows - _KNOTS[left]) / (_KNOTS[left + 1] - _KNOTS[left])
-    return [
-        (left, 1.0 - share),
-        (left + 1, share),
-        (_AT_DRAFT, float(timing.nodes > 0)),
-        (_AT_BRANCH, float(timing.branches)),
-    ]
+    drafts = [(_AT_DRAFT, float(timing.nodes > 0)), (_AT_BRANCH, float(timing.branches))]
+    return [(left, 1.0 - share), (left + 1, share), *drafts]
 
 
 def _pull() -> Floats:

@@ -28,7 +28,8 @@ from msgspec import Struct
 from zmq.utils import z85
 
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError, decode, encode
-from vllm_specrollout.config.keys import check_address, key_of
+from vllm_specrollout.config.checks import check_address
+from vllm_specrollout.config.keys import key_of
 from vllm_specrollout.errors import ConfigError, SpecRolloutError
 
 logger = logging.getLogger("vllm.specrollout")

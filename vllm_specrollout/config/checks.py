@@ -12,9 +12,11 @@ from numbers import Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from vllm_specrollout.config import envs
 from vllm_specrollout.config.devices import FORM, parse_devices
 from vllm_specrollout.errors import ConfigError, shown, shown_path
 
+_ADDRESS = "`ipc://PATH` or `tcp://HOST:PORT`"
 MOST_ID = 256
 """Characters of an id that clients choose, at most."""
 MOST_PATH = 4096
@@ -241,3 +243,26 @@ NAME = Rule(check_name, {"pattern": f"^({_NAME})?$"})
 ID = Rule(check_id, {"maxLength": MOST_ID})
 FILE = Rule(check_path, {"maxLength": MOST_PATH})
 DEVICE = Rule(check_device, {"pattern": f"^{FORM}$"})
+
+
+def check_address(name: str, value: str, serves: bool = False) -> None:
+    """See that an address can be used as far as its text says; the empty one stands for none.
+
+    Args:
+        serves: whether it is the end that serves, which may leave its host open.
+
+    Raises:
+        ConfigError: it is none, or has a key in it, which is not repeated.
+    """
+    kind, _, rest = value.partition("://")
+    host, slash, _ = rest.partition("/")
+    if value and kind not in ("ipc", "tcp"):
+        raise ConfigError(f"`{name}` is {shown(value)}", f"give {_ADDRESS}, or leave it out")
+    if kind != "tcp":
+        return
+    if slash:
+        cause = f"`{name}` has something behind `tcp://{host[:80]}`: a key has no place in an address, which is logged"
+        raise ConfigError(cause, f"write tcp://HOST:PORT, and name a file with the key, or set `{envs.KEY}`")
+    if not serves and host.rpartition(":")[0] in ("*", "0.0.0.0", "[::]"):
+        cause = f"`{name}` is {shown(value)}, which says where it listens and not where it is"
+        raise ConfigError(cause, "name the host on which it runs, as its command prints it")

@@ -11,11 +11,11 @@ from vllm_specrollout.config.checks import (
     NAME,
     Choice,
     Range,
+    check_address,
     check_fields,
     check_is_on,
     check_order,
 )
-from vllm_specrollout.config.keys import check_address
 from vllm_specrollout.errors import ConfigError, shown
 
 SCOPES = ("problem", "global")

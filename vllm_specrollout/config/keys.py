@@ -1,4 +1,4 @@
-"""Addresses of what serves engines elsewhere, and the keys of those behind tcp. stdlib only.
+"""Keys of what serves engines elsewhere behind tcp. stdlib only.
 
 A key is in a file or a variable, never in an address: those are logged, and whoever is on the host sees them in lists
 of processes.
@@ -14,36 +14,12 @@ from typing import TYPE_CHECKING
 
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder, opener
-from vllm_specrollout.errors import ConfigError, shown, shown_path
+from vllm_specrollout.errors import ConfigError, shown_path
 
 if TYPE_CHECKING:
     from vllm_specrollout.config.engine import SpecRolloutConfig
 
 _KEY = re.compile("[0-9a-f]{64}")
-_FORM = "`ipc://PATH` or `tcp://HOST:PORT`"
-
-
-def check_address(name: str, value: str, serves: bool = False) -> None:
-    """See that an address can be used as far as its text says; the empty one stands for none.
-
-    Args:
-        serves: whether it is the end that serves, which may leave its host open.
-
-    Raises:
-        ConfigError: it is none, or has a key in it, which is not repeated.
-    """
-    kind, _, rest = value.partition("://")
-    host, slash, _ = rest.partition("/")
-    if value and kind not in ("ipc", "tcp"):
-        raise ConfigError(f"`{name}` is {shown(value)}", f"give {_FORM}, or leave it out")
-    if kind != "tcp":
-        return
-    if slash:
-        cause = f"`{name}` has something behind `tcp://{host[:80]}`: a key has no place in an address, which is logged"
-        raise ConfigError(cause, f"write tcp://HOST:PORT, and name a file with the key, or set `{envs.KEY}`")
-    if not serves and host.rpartition(":")[0] in ("*", "0.0.0.0", "[::]"):
-        cause = f"`{name}` is {shown(value)}, which says where it listens and not where it is"
-        raise ConfigError(cause, "name the host on which it runs, as its command prints it")
 
 
 def check_keys(config: SpecRolloutConfig) -> None:

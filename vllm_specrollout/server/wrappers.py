@@ -70,18 +70,31 @@ def forget_what_was_cut(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def tell_answers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `OutputProcessor.process_outputs`: what it has the engine abort are answers, whose lengths go along.
+    """Wrap `OutputProcessor.add_request`: from the first request with a stop string on, what that front end has the
+    engine abort are answers, whose lengths go along.
 
     It finds stop strings, and nobody else does. Users' aborts take another way, and those of a session that is over are
     no answers.
     """
+
+    @functools.wraps(original)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, request, *args, **kwargs)
+        if getattr(request.sampling_params, "stop", None) and "process_outputs" not in vars(self):
+            self.process_outputs = functools.partial(_with_lengths(self.process_outputs), self)
+
+    return add_request
+
+
+def _with_lengths(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound `OutputProcessor.process_outputs` that says how long the answers are that it has the engine abort."""
     guard = Guard()
 
     @functools.wraps(original)
     def process_outputs(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # it forgets those that end
         states = [self.request_states.get(one.request_id) for one in engine_core_outputs]
-        processed = original(self, engine_core_outputs, *args, **kwargs)
+        processed = original(engine_core_outputs, *args, **kwargs)
         if processed.reqs_to_abort:
             with guard.over("telling the lengths of answers that end at a stop string", "they count as aborted"):
                 ended = {one.request_id: one for one in states if one is not None}

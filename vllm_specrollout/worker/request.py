@@ -191,13 +191,15 @@ class RequestEntry(RequestState):
 
     __slots__ = ("admission", "noise", "state", "tape")
 
-    def __init__(self, state: CachedRequestState, admission: Admission, tape: Tape | None) -> None:
+    def __init__(self, state: CachedRequestState, admission: Admission, noise: Tape | None, *, is_greedy: bool) -> None:
         prompt = np.asarray(state.prompt_token_ids or [], dtype=np.int32)
         super().__init__(state.req_id, admission, prompt, len(prompt))
         self.state = state
         self.admission = admission
-        # None for greedy requests; of a session's greedy part, `noise` is what goes on in a later one
-        self.tape = self.noise = tape
+        # of a session's greedy part, what goes on in a later one
+        self.noise = noise
+        # None for greedy requests
+        self.tape = None if is_greedy else noise
 
     @property
     def is_greedy(self) -> bool:
@@ -259,7 +261,7 @@ class RequestBook(Desk):
         return self._batch
 
     def forget(self, request_id: str) -> None:
-        self._batch_ids = []
+        self._batch_ids, self._batch = [], []
         self._entries.pop(request_id, None)
         self._fresh.pop(request_id, None)
 
@@ -289,8 +291,7 @@ class RequestBook(Desk):
             noise = self._make_tape(state.generator)
             if (resume := admission.options.resume) is not None:
                 noise.skip(len(state.output_token_ids) if resume.drawn is None else resume.drawn)
-        entry = RequestEntry(state, admission, None if is_greedy else noise)
-        entry.noise = noise
+        entry = RequestEntry(state, admission, noise, is_greedy=is_greedy)
         if admission.shape is not DraftMode.OFF:
             self._admitted(entry.view)
             self._fresh[state.req_id] = entry

@@ -326,8 +326,9 @@ class SpecRolloutScheduler(SchedulerMixin, Scheduler):
         if isinstance(model_runner_output, SpecRolloutOutput) and model_runner_output.drafts is not None:
             self.update_draft_token_ids(model_runner_output.drafts)
             for name in self._sessions:
-                if self.requests[name].status is not RequestStatus.RUNNING:
-                    self.requests[name].spec_token_ids = []  # of a part that is over
+                request = self.requests[name]
+                if request.status is not RequestStatus.RUNNING:
+                    request.spec_token_ids = []  # of a part that is over
         return outputs
 
     def make_spec_decoding_stats(

@@ -152,6 +152,9 @@ class Processor:
             for name, count in num_tokens.items()
         }
 
+    def add_request(self, request: Any) -> None:
+        """Nothing is kept of it."""
+
     def process_outputs(self, outputs: list[Any]) -> Any:
         ended = [one.request_id for one in outputs if one.request_id[0] in "se"]
         for name in ended:
@@ -160,9 +163,18 @@ class Processor:
 
 
 def told_of(processor: Any, *names: str) -> list[str]:
-    outputs = [SimpleNamespace(request_id=name) for name in names]
-    aborted: list[str] = tell_answers(Processor.process_outputs)(processor, outputs).reqs_to_abort
+    for stop in ([], ["."], ["."]):
+        request = SimpleNamespace(sampling_params=SimpleNamespace(stop=stop))
+        tell_answers(Processor.add_request)(processor, request)
+    aborted: list[str] = processor.process_outputs([SimpleNamespace(request_id=name) for name in names]).reqs_to_abort
     return aborted
+
+
+def test_a_front_end_that_has_met_no_stop_string_is_vllms_own() -> None:
+    processor = Processor(a=3)
+    for params in (SimpleNamespace(stop=[]), None):  # pooling has none
+        tell_answers(Processor.add_request)(processor, SimpleNamespace(sampling_params=params))
+    assert "process_outputs" not in vars(processor)
 
 
 def test_the_lengths_of_answers_that_stopped_go_along_and_of_nothing_else() -> None:

@@ -45,6 +45,7 @@ from vllm_specrollout.worker.v1.thinking import clear_inherited, follow_plain_st
 
 logger = logging.getLogger("vllm.specrollout")
 _Base = GPUModelRunner if TYPE_CHECKING else object
+NOBODY = (NO_DRAFTS, np.zeros(0, dtype=np.int32))
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class SpecRolloutV1(_Base):
         # fields of the last completed step's `StepTiming`, as far as they are known; None: it was told
         self._timing: dict[str, Any] | None = None
         # no trees and no verdict, over the batch that went without drafts last
-        self._undrafted = (NO_DRAFTS, np.zeros(0, dtype=np.int32))
+        self._undrafted = NOBODY
         self.model_drafter: ModelDrafter | None = None
         self.remote = decoupled.begin(self, sampling_on_v1(self))
 
@@ -138,6 +139,8 @@ class SpecRolloutV1(_Base):
 
     def _on_request_state_removed(self, req_id: str, req_state: CachedRequestState | None) -> None:
         super()._on_request_state_removed(req_id, req_state)
+        self._undrafted = NOBODY
+        self.noise.settle()
         self.book.forget(req_id)
         self.drafting.forget(req_id)
 
@@ -179,7 +182,9 @@ class SpecRolloutV1(_Base):
             self._next_part(self.requests[name])
         if scheduler_output.scheduled_new_reqs:
             fill_in(self, scheduler_output)  # those that were begun elsewhere
-        clear_inherited(self.input_batch, self.requests)
+        holder = self.input_batch.thinking_budget_state_holder
+        if holder is not None and holder.has_tracked_requests():
+            clear_inherited(self.input_batch, self.requests)
         # the tapes own them; vLLM 0.32 would rewind them after a prefill chunk, which on CPU is an error
         self.input_batch.generators.clear()
         return result

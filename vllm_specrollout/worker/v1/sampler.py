@@ -256,7 +256,8 @@ def _spread_metadata(
         return None if tensor is None else tensor.index_select(0, rows.to(tensor.device))
 
     has_penalties = not metadata.no_penalties
-    thinking = at_roots(metadata.thinking_budget_state_holder, trees)
+    holder = metadata.thinking_budget_state_holder
+    thinking = at_roots(holder, trees) if holder is not None and holder.has_tracked_requests() else None
     needs_history = has_penalties or bool(metadata.bad_words_token_ids) or thinking is not None
     requests = row_request.tolist()
     has_processors = any(
@@ -336,6 +337,10 @@ class Noise(Protocol):
         are still in their prompts ([R] `is_discarded`)."""
         ...
 
+    def settle(self) -> None:
+        """What was laid out ahead of the tapes is dropped, and no request is remembered: one is over."""
+        ...
+
     def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
         """[R] int64 the tokens that these logits [R, vocab] float32 and the noise so far ahead choose; the best ones of
         greedy requests. A drafter's logits, then, are met by the target's own noise."""
@@ -364,7 +369,7 @@ class SeedNoise:
 
     def set_roots(self, entries: Sequence[RequestEntry]) -> None:
         if entries is not self._batch or self._sampled == AHEAD:
-            self._settle()
+            self.settle()
             self._batch, self._seeds = entries, np.zeros((AHEAD, len(entries)), np.int64)
             for i, entry in enumerate(entries):
                 if entry.tape is not None:
@@ -372,7 +377,7 @@ class SeedNoise:
         self.sampler.seeds = torch.from_numpy(self._seeds[self._sampled])
 
     def set_nodes(self, entries: Sequence[RequestEntry], node_start: IntArray, row_depth: IntArray) -> None:
-        self._settle()
+        self.settle()
         self.sampler.seeds = torch.from_numpy(node_seeds(entries, node_start, row_depth))
 
     def keep(self, entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
@@ -380,18 +385,17 @@ class SeedNoise:
         if counts is None and entries is self._batch and not is_discarded.any():
             self._sampled += 1
         else:
-            self._settle()
+            self.settle()
             _advance(entries, counts, is_discarded)
 
-    def _settle(self) -> None:
-        """Nothing is known ahead of the tapes any more."""
+    def settle(self) -> None:
         for entry in self._batch:
             if entry.tape is not None:
                 entry.tape.advance(self._sampled)
         self._batch, self._sampled = (), 0
 
     def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
-        self._settle()
+        self.settle()
         seeds = [0 if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries]
         chosen = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds, dtype=torch.int64)).to(torch.int64)
         return _greedy_where_asked(chosen, logits, entries)
@@ -434,6 +438,9 @@ class ExponentialNoise:
     def keep(self, entries: Sequence[RequestEntry], counts: IntArray | None, is_discarded: BoolArray) -> None:
         self.sampler.noise = None
         _advance(entries, counts, is_discarded)
+
+    def settle(self) -> None:
+        """Nothing is laid out ahead."""
 
     def choose(self, logits: torch.Tensor, entries: Sequence[RequestEntry], depth: int) -> torch.Tensor:
         noise = torch.stack([self._ones if e.tape is None else e.tape.peek(depth + 1)[depth] for e in entries])

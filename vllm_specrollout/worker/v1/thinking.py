@@ -14,12 +14,10 @@ from vllm_specrollout.types import TreeBatch
 
 
 def at_roots(holder: Any, trees: TreeBatch) -> Any:
-    """The holder of all budgets, with a row for each request and for each of its nodes; None: nobody has a budget.
+    """The holder of all budgets, with a row for each request and for each of its nodes.
 
     The states stay the holder's own, so what is counted is counted for good.
     """
-    if holder is None or not holder.has_tracked_requests():
-        return None
     spread = copy.copy(holder)
     spread._state = {int(trees.node_start[row]) + row: state for row, state in holder._state.items()}
     spread.cu_num_tokens = {}
@@ -33,8 +31,6 @@ def clear_inherited(batch: Any, requests: Mapping[str, Any]) -> None:
     In vLLM 0.32.0 one that moves to the row of a request that is over takes up its state.
     """
     holder = batch.thinking_budget_state_holder
-    if holder is None or not holder.has_tracked_requests():
-        return
     for row in list(holder._state):
         state = requests[batch.req_ids[row]] if row < batch.num_reqs else None
         if state is None or state.sampling_params.thinking_token_budget is None:

@@ -200,6 +200,8 @@ class Host:
         self._requests: dict[str, HostRequest] = {}
         self.limits: dict[str, int] = {}
         """Most nodes of running requests that allow only so many."""
+        self.num_limited = 0
+        """How many requests have had such a limit."""
         # preempted: they come back as new ones, or end
         self._away: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
@@ -222,7 +224,7 @@ class Host:
         else:
             limit = 0
         if limit < MOST_NODES:
-            self.limits[request.request_id] = limit
+            self.limits[request.request_id], self.num_limited = limit, self.num_limited + 1
 
     def get(self, request_id: str) -> HostRequest | None:
         return self._requests.get(request_id)

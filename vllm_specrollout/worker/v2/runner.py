@@ -81,7 +81,7 @@ class SpecRolloutV2(_Base):
         self.mover: SlotMover | None = None
         self.experts: RoutedExperts | None = None
         self.step = StepState()
-        self._reported = DraftReport()
+        self._told = (0, 0, False)
         self.draft_graphs = DraftGraphs(self.inputs)
 
     @property
@@ -301,9 +301,10 @@ class SpecRolloutV2(_Base):
         self._learn()
         self._remember(output, batch)
         report, counts = self._report(), self.metrics.take_if_due()
-        if report != self._reported or counts:
-            # in a pause there is nothing new
-            self._reported = report
+        news = (report.asks_at, self.host.num_limited, bool(report.drafted))
+        if news != self._told or report.drafted or counts:
+            # in a pause there is nothing new; limits of requests that are over harm nobody
+            self._told = news
             output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, None, report, counts)
         return output
 

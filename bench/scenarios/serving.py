@@ -1,0 +1,162 @@
+"""`specrollout bench serving`: vLLM's own serving benchmark, stock and ours in turns, where drafts do not pay.
+
+Prompts are random tokens, so nothing is known of how their answers go on: what a server with drafts loses there is what
+it costs while it drafts nothing. Stock runs twice in each round, so the rows say how far stock is from itself.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..runner.engine_process import EngineFailed
+from ..runner.models import find_model
+from ..runner.report import Columns, Found, Table, span
+from ..runner.rows import quartiles
+from ..runner.scenario import EngineScenario, Session, command, flag
+from ..soak.server import NAME, VLLM, Server, serve
+
+STOCK, AGAIN = "stock", "stock again"
+ARMS: dict[str, dict[str, Any] | None] = {STOCK: None, AGAIN: None, "ours": {}, "ours, off": {"budget": "off"}}
+"""What is measured -> our configuration; None: stock."""
+_PROBES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRow:
+    """One arm. Ratios are of tokens a second, over stock's of the same round."""
+
+    name: str
+    # seeded answers, of the very servers that are timed, are stock's
+    identical: bool
+    tokens_per_s: float | None
+    ratio: float | None
+    ratio_quartiles: tuple[float, float] | None
+    # added to the time of an output token, beside stock's of the same round: the median over rounds
+    added_us: float | None
+    rounds: int
+
+
+COLUMNS: Columns = {
+    "run": "name",
+    "identical": "identical",
+    "tokens/s": "tokens_per_s",
+    "of stock's": "ratio",
+    "quartiles": lambda row: span(row["ratio_quartiles"] if isinstance(row, Mapping) else row.ratio_quartiles),
+    "added us a step": "added_us",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomServing(EngineScenario):
+    """Serve random prompts (`vllm bench serve`), stock and ours in turns: what drafting costs where it does not pay."""
+
+    bench: ClassVar[str] = "serving"
+
+    size: str | None = flag(None, "The policy at the cost of a model of this size, such as 150M.")
+    batch: int = flag(32, "Requests at once.", within=(1, 256))
+    requests: int = flag(256, "Requests of a round.", within=(8, 1 << 14))
+    prompt: int = flag(48, "Tokens of a prompt.", within=(1, 512))
+    tokens: int = flag(120, "Tokens of an answer.", within=(2, 512))
+    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 100))
+
+    def measure(self, session: Session) -> Found:
+        model, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
+        report = session.display.steps(len(ARMS) * (self.rounds + 3))
+        flags = [*("--dtype", self.dtype, "--max-model-len", "1024", "--max-num-seqs", str(self.batch))]
+        with ExitStack() as running:
+            running.enter_context(_kv_space(self.kv_gib))
+            servers: dict[str, Server] = {}
+            for name, ours in ARMS.items():
+                report(f"starting {name}", 1)
+                if name != AGAIN:
+                    started = serve(model, flags, ours, is_verbose=self.verbose)
+                    servers[name] = running.enter_context(started)
+            answers = {}
+            for name, server in servers.items():
+                report(f"seeded answers of {name}", 1)
+                answers[name] = self._answers(server)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
+            for number in range(-1, self.rounds):
+                # each round begins with another one, so that none is always behind the same
+                turn = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
+                for name in turn:
+                    report(f"{'warm-up' if number < 0 else f'round {number + 1}'}: {name}", 1)
+                    own = self._round(servers.get(name, servers[STOCK]), model, number, session.scratch)
+                    if number >= 0:
+                        found[name].append(own)
+        rows = [self._row(name, own, found[STOCK], answers.get(name) != answers[STOCK]) for name, own in found.items()]
+        return Found(model=title, rows=rows)
+
+    def _answers(self, server: Server) -> list[list[int]]:
+        """Token ids of seeded answers to prompts that come at once, of which none ends early."""
+
+        def ask(number: int) -> list[int]:
+            prompt = [(7 * number + 13 * i) % 390 + 5 for i in range(self.prompt)]
+            asked = {"model": NAME, "prompt": prompt, "max_tokens": self.tokens, "seed": number, "temperature": 1.0}
+            body = json.dumps({**asked, "ignore_eos": True, "return_token_ids": True}).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{server.address}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                return list(json.load(answer)["choices"][0]["token_ids"])
+
+        with ThreadPoolExecutor(_PROBES) as pool:
+            return list(pool.map(ask, range(_PROBES)))
+
+    def _round(self, server: Server, model: Path, number: int, scratch: Path) -> dict[str, float]:
+        """What vLLM's benchmark says of one round."""
+        out = scratch / "serving.json"
+        command = [*(str(VLLM), "bench", "serve", "--base-url", server.address), "--model", NAME]
+        command += ["--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
+        command += ["--random-input-len", str(self.prompt), "--random-output-len", str(self.tokens)]
+        command += ["--max-concurrency", str(self.batch), "--num-prompts", str(self.requests)]
+        command += ["--seed", str(self.seed + number + 1), "--save-result", "--result-filename", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not out.exists():
+            raise EngineFailed(f"`vllm bench serve` failed:\n{done.stderr[-2000:]}", "run it by hand")
+        said = json.loads(out.read_text(encoding="utf-8"))
+        out.unlink()
+        if said["completed"] != self.requests:
+            raise EngineFailed(
+                f"{said['completed']} of {self.requests} requests were answered", "run again with --verbose"
+            )
+        return {"tokens_per_s": said["output_throughput"], "token_us": 1e3 * said["mean_tpot_ms"]}
+
+    def _row(self, name: str, own: list[dict[str, float]], stock: list[dict[str, float]], differs: bool) -> ServingRow:
+        identical = name == AGAIN or not differs
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(own, stock, strict=True)]
+        added = [a["token_us"] - b["token_us"] for a, b in zip(own, stock, strict=True)]
+        return ServingRow(
+            name=name,
+            identical=identical,
+            tokens_per_s=statistics.median(one["tokens_per_s"] for one in own) if identical else None,
+            ratio=statistics.median(ratios) if identical else None,
+            ratio_quartiles=quartiles(ratios) if identical else None,
+            added_us=statistics.median(added) if identical else None,
+            rounds=self.rounds,
+        )
+
+    def title(self, found: Found) -> str:
+        shape = f"prompts of {self.prompt} random tokens, answers of {self.tokens}, {self.batch} at once"
+        return f"{found.model}, {self.dtype}, {shape}"
+
+    def told(self, found: Found) -> Iterator[Table | str]:
+        yield Table(found.rows, COLUMNS)
+
+
+def _kv_space(gib: int) -> Any:
+    """GiB of KV cache of each server, while the block lasts."""
+    from unittest.mock import patch
+
+    return patch.dict("os.environ", {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
+
+
+bench_serving = command(RandomServing)
