@@ -36,6 +36,11 @@ _TITLES = {
     "grpo": ("GRPO", _GRPO_TEXT),
     "sweep": ("Sweep", "`auto` against stock and against every fixed draft length."),
     "load": ("Load", "Loads that change on the way, under every budget."),
+    "serving": (
+        "Serving",
+        "vLLM's own serving benchmark over random prompts, where drafts do not pay: what we cost there. Stock runs"
+        " twice in each round, so `stock again` is the scatter.",
+    ),
     "drafters": (
         "Models that draft",
         "The policy's own head. First, the share of positions where the next draft token, or one of the"

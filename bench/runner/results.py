@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .report import Columns, cells, number, same, span
+from .report import Columns, cells, number, same, span, value
 from .rows import quartiles
 
 SCHEMA = 1
@@ -112,7 +112,7 @@ def _known(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 _ROWS = {
     **{"grpo": _epochs, "drafters": _met, "gpu first hour": _first_hour},
-    **dict.fromkeys(("index", "decoupled", "ladder", "soak"), _plain),
+    **dict.fromkeys(("index", "decoupled", "ladder", "serving", "soak"), _plain),
     **dict.fromkeys(("kernels", "device"), _on_device),
 }
 """Scenario -> its reports' rows as they are kept; of all others, `_paired`."""
@@ -351,6 +351,15 @@ def _judged(name: str) -> Callable[[Row], str | None]:
     return show
 
 
+SERVING: Columns = {
+    "run": "name",
+    "identical": "identical",
+    "tokens a second": "tokens_per_s",
+    "of stock's": "ratio",
+    "quartiles": lambda row: span(value(row, "ratio_quartiles")),
+    "added to a token, us": "added_us",
+}
+
 SOAK: Columns = {
     "what": "name",
     **same("first", "last"),
@@ -371,6 +380,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "grpo": _grpo,
     "sweep": _sweep,
     "load": _of(_LOAD),
+    "serving": _of(SERVING),
     "drafters": _drafters,
     "decoupled": _decoupled,
     "ladder": _of(LADDER),

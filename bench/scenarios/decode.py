@@ -19,7 +19,7 @@ from ..runner.rows import Pair, Row, Run, make_row, step_times
 from ..runner.scenario import ModelScenario, Session, command, flag
 
 SHAPES = ("tree", "chain", "both")
-INSTALLED, IDLE = "installed", "idle"
+INSTALLED, IDLE, PAUSED = "installed", "idle", "paused"
 # a context longer than any n-gram looked up here ever repeats: this drafter is asked every step and never drafts
 _NEVER_DRAFTS = {"drafters": ["ngram"], "budget": "fixed", "ngram": {"min_match": 64, "max_match": 64}}
 
@@ -64,7 +64,7 @@ class Decode(ModelScenario):
 
     def arms(self) -> list[Arm]:
         if self.is_off_path:
-            titles = {"installed, off": INSTALLED, "on, no drafts": IDLE}
+            titles = {"installed, off": INSTALLED, "on, no drafts": IDLE, "on, paused": PAUSED}
             return [Arm(name=title, engine=engine, draft=0) for title, engine in titles.items()]
         shapes = ("chain", "tree") if self.shape == "both" else (self.shape,)
         # one rank is a chain, whatever shape is allowed
@@ -77,6 +77,8 @@ class Decode(ModelScenario):
             return None
         if engine == IDLE:
             return dict(_NEVER_DRAFTS)
+        if engine == PAUSED:
+            return {"budget": "off"}
         largest = max(self.drafts)
         ranks = self.accuracy if engine == "tree" else self.accuracy[:1]
         return {

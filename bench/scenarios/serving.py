@@ -10,16 +10,18 @@ import json
 import statistics
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from ..runner.engine_process import EngineFailed
 from ..runner.models import find_model
-from ..runner.report import Columns, Found, Table, span
+from ..runner.report import Found, Table
+from ..runner.results import SERVING
 from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
 from ..soak.server import NAME, VLLM, Server, serve
@@ -45,16 +47,6 @@ class ServingRow:
     rounds: int
 
 
-COLUMNS: Columns = {
-    "run": "name",
-    "identical": "identical",
-    "tokens/s": "tokens_per_s",
-    "of stock's": "ratio",
-    "quartiles": lambda row: span(row["ratio_quartiles"] if isinstance(row, Mapping) else row.ratio_quartiles),
-    "added us a step": "added_us",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RandomServing(EngineScenario):
     """Serve random prompts (`vllm bench serve`), stock and ours in turns: what drafting costs where it does not pay."""
@@ -73,7 +65,7 @@ class RandomServing(EngineScenario):
         report = session.display.steps(len(ARMS) * (self.rounds + 3))
         flags = [*("--dtype", self.dtype, "--max-model-len", "1024", "--max-num-seqs", str(self.batch))]
         with ExitStack() as running:
-            running.enter_context(_kv_space(self.kv_gib))
+            running.enter_context(patch.dict("os.environ", {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib)}))
             servers: dict[str, Server] = {}
             for name, ours in ARMS.items():
                 report(f"starting {name}", 1)
@@ -149,14 +141,7 @@ class RandomServing(EngineScenario):
         return f"{found.model}, {self.dtype}, {shape}"
 
     def told(self, found: Found) -> Iterator[Table | str]:
-        yield Table(found.rows, COLUMNS)
-
-
-def _kv_space(gib: int) -> Any:
-    """GiB of KV cache of each server, while the block lasts."""
-    from unittest.mock import patch
-
-    return patch.dict("os.environ", {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
+        yield Table(found.rows, SERVING)
 
 
 bench_serving = command(RandomServing)

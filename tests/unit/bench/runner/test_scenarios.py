@@ -21,7 +21,7 @@ SCENARIOS = {
     "ramp": (bench_ramp, ["--budget", "off,fixed", "--requests", 9, "--tokens", 12]),
     "tail": (bench_ramp, ["--tail", "--tokens", 12]),
 }
-ROWS = {"engine": 4, "off path": 2, "rollout": 1, "sweep": 6, "ramp": 15, "tail": 2}
+ROWS = {"engine": 4, "off path": 3, "rollout": 1, "sweep": 6, "ramp": 15, "tail": 2}
 
 
 @pytest.fixture
