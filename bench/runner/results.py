@@ -333,8 +333,7 @@ LADDER: Columns = {
     "makespan, s": "makespan_s",
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
     "moved": "moved",
-    # files of the group that raced only
-    "ran twice": lambda row: row.get("raced", row.get("copied")),
+    "ran twice": "raced",
     "lent": "lent",
 }
 

@@ -43,7 +43,6 @@ SIZES = (0, 1, 2, 4, 8, 16)
 WIDTH = 4
 _SMALLEST_TREE = 8
 _FORMAT = 1
-_FEWER_COLUMNS = COLUMNS[:-1]  # as an earlier release kept them: what asking takes is in no profile
 # of a model's configuration, what says nothing of its speed
 _NOT_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -122,7 +121,7 @@ def load(key: ProfileKey) -> Profile | None:
     """The profile of this key; None where there is none, or, after one warning, where it cannot be used."""
     try:
         body = msgspec.json.decode(key.path.read_bytes(), type=_Body)
-        if body.format != _FORMAT or body.key != key or body.columns not in (COLUMNS, _FEWER_COLUMNS):
+        if body.format != _FORMAT or body.key != key or body.columns != COLUMNS:
             raise ValueError("it is of another model or host, or of another release")
         if not body.rows or any(timing.step_ms <= 0.0 for timing in body.rows):
             raise ValueError("it holds no steps, or one that took no time")
