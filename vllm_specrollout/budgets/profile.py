@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import COLUMNS, StepCost, Timing
 from vllm_specrollout.config import envs
+from vllm_specrollout.config.places import replace_file
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.trees.batch import batch_of, merge_select
 from vllm_specrollout.types import (
@@ -102,19 +101,10 @@ def save(profile: Profile) -> Path:
     Raises:
         OSError: the disk refuses.
     """
-    path = profile.key.path
-    path.parent.mkdir(parents=True, exist_ok=True)
     bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms, ask_ms=0.0) for timing in profile.timings]
     body = _Body(_FORMAT, profile.key, profile.name, COLUMNS, [Timing.of(timing) for timing in bare])
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(body))
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
+    replace_file(profile.key.path, msgspec.json.encode(body))
+    return profile.key.path
 
 
 def load(key: ProfileKey) -> Profile | None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -26,6 +24,7 @@ from vllm_specrollout.cluster.link import Beat, Link
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.cluster.rehearsal import Match
 from vllm_specrollout.config import envs
+from vllm_specrollout.config.places import replace_file
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import StepRecord, StepTiming
@@ -182,14 +181,9 @@ def save(profile: DrafterProfile) -> None:
 
     A disk that refuses is told of, and no more: nobody waits for a profile.
     """
-    folder = _folder()
     name = hashlib.sha256(msgspec.json.encode((profile.key, profile.drafter, profile.device))).hexdigest()[:16]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(profile))
-        os.replace(temporary, folder / f"{name}.json")
+        replace_file(_folder() / f"{name}.json", msgspec.json.encode(profile))
     except OSError as error:
         logger.warning("Spec rollout: the profile of drafter `%s` is not kept: %s", profile.drafter, error)
 
