@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +23,6 @@ from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.papers.fastgrpo import FastGrpoBudget
 from vllm_specrollout.budgets.step_cost import COLUMNS, StepCost, Timing
 from vllm_specrollout.config import envs
-from vllm_specrollout.config.places import replace_file
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.trees.batch import batch_of, merge_select
 from vllm_specrollout.types import (
@@ -93,6 +94,23 @@ def shape_hash(config: Mapping[str, Any]) -> str:
     # whatever is no JSON counts by its kind: its text may hold an address
     text = json.dumps(shape, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a file in the place of an older one, whole or not at all.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def save(profile: Profile) -> Path:

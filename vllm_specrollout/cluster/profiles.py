@@ -18,13 +18,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from vllm_specrollout.budgets.profile import ProfileKey
+from vllm_specrollout.budgets.profile import ProfileKey, replace_file
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.cluster.link import Beat, Link
 from vllm_specrollout.cluster.rates import AffineTime
 from vllm_specrollout.cluster.rehearsal import Match
 from vllm_specrollout.config import envs
-from vllm_specrollout.config.places import replace_file
 from vllm_specrollout.errors import ConfigError
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import StepRecord, StepTiming

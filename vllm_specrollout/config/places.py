@@ -53,23 +53,6 @@ def new_file(path: Path) -> IO[bytes]:
     return open(path, "wb", opener=opener)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put a file in the place of an older one, whole or not at all.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def check_places(config: SpecRolloutConfig) -> None:
     """Make the folders that are to be written, and see whether they can be.
 
