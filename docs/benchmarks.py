@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specrollout.bench.runner.results import TABLES, as_text, below_stock, taken
+from vllm_specrollout.bench.runner.results import TABLES, as_text, below_stock, kept
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "bench" / "results"
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments:
         name, *paths = arguments
         reports = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
-        (RESULTS / f"{name}.json").write_text(as_text(taken(reports)), encoding="utf-8")
+        (RESULTS / f"{name}.json").write_text(as_text(kept(reports)), encoding="utf-8")
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

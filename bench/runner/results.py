@@ -23,8 +23,6 @@ _DEVICE = (
     *("compared", "ties", "drafted", "accepted", "branches"),
 )
 """Fields kept of a row of a GPU's, where they may be told."""
-_SIZES = ("batches", "drafts", "rounds", "repeats")
-"""Settings that say how much was measured, not what."""
 
 
 def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,20 +39,9 @@ def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def taken(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The file of one scenario. What a later report decoded again with equal settings is dropped from earlier ones."""
-    runs: list[dict[str, Any]] = []
-    seen: set[str] = set()
-    for report in reversed(reports):
-        run = reduced(report)
-        if run["bench"] == "engine":
-            # what is not set and what an older report did not know of are the same
-            shared = {name: value for name, value in run["settings"].items() if value and name not in _SIZES}
-            keys = [json.dumps([shared, row["name"], row["batch"], row["draft"]]) for row in run["rows"]]
-            run["rows"] = [row for row, key in zip(run["rows"], keys, strict=True) if key not in seen]
-            seen |= set(keys)
-        runs.insert(0, run)
-    return {"schema": SCHEMA, "runs": [run for run in runs if run["rows"]]}
+def kept(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The file of one scenario."""
+    return {"schema": SCHEMA, "runs": [run for report in reports if (run := reduced(report))["rows"]]}
 
 
 def as_text(body: Mapping[str, Any]) -> str:
@@ -333,8 +320,7 @@ LADDER: Columns = {
     "makespan, s": "makespan_s",
     "times": lambda row: speedup({**row, "speedup_quartiles": row.get("quartiles"), "rounds": 2}),
     "moved": "moved",
-    # files of the group that raced only
-    "ran twice": lambda row: row.get("raced", row.get("copied")),
+    "ran twice": "raced",
     "lent": "lent",
 }
 

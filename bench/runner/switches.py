@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from vllm_specrollout.observe.listener import Listener
 from vllm_specrollout.types import DraftLimits, RequestBatch, StepPlan, TreeBatch
@@ -15,11 +15,7 @@ class SwitchCounter(Listener):
     which drafters knew nothing count for nothing.
     """
 
-    def __init__(self, ignored: Collection[str] = ()) -> None:
-        """Args:
-        ignored: reasons of steps that count for nothing: single steps that try something out, for example.
-        """
-        self._ignored = frozenset(ignored)
+    def __init__(self) -> None:
         self._counts = {"steps_on": 0, "steps_off": 0, "switches": 0, "mind_changes": 0}
         self._was_drafting: bool | None = None
         self._was_on: bool | None = None
@@ -33,10 +29,10 @@ class SwitchCounter(Listener):
         draft_ms: float,
     ) -> None:
         if any(proposal.num_nodes for proposal in proposals):
-            self._count(plan.reason, plan.is_on, plan.trees.num_nodes)
+            self._count(plan.is_on, plan.trees.num_nodes)
 
     def paused(self, num_requests: int, reason: str) -> None:
-        self._count(reason, False, 0)
+        self._count(False, 0)
 
     def start_over(self) -> dict[str, int]:
         """The counts since the last call, which begin anew.
@@ -48,9 +44,7 @@ class SwitchCounter(Listener):
         self._was_drafting = self._was_on = None
         return counts
 
-    def _count(self, reason: str, is_on: bool, nodes: int) -> None:
-        if reason in self._ignored:
-            return
+    def _count(self, is_on: bool, nodes: int) -> None:
         is_drafting = is_on and nodes > 0
         self._counts["steps_on" if is_drafting else "steps_off"] += 1
         self._counts["switches"] += self._was_drafting not in (None, is_drafting)

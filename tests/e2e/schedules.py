@@ -54,7 +54,7 @@ class Trainer:
     """Drives one engine in this process, and knows what must come of it.
 
     Args:
-        ours: its worker is `workers.TrainersWorker`.
+        ours: its worker has `workers.TrainersExtension`.
     """
 
     def __init__(self, ours: Engine, prompts: Sequence[list[int]]) -> None:

@@ -16,7 +16,6 @@ from vllm import SamplingParams
 from tests.e2e.identity.engines import Engine, engine, model
 from tests.e2e.schedules import Trainer
 from vllm_specrollout import resumed
-from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.problems import prompt_hash
 from vllm_specrollout.types import FinishedRequest
 
@@ -31,10 +30,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ours(path: str) -> Iterator[Engine]:
-    """With a trainer's own worker class, as torchtitan has one."""
+    """With a trainer's own methods of the worker."""
     settings = {"drafters": ["history", "ngram"], "max_draft_tokens": 8, "ngram": {"min_match": 1}}
-    worker = "tests.e2e.workers.TrainersWorker"
-    with engine(path, "float32", is_ours=True, spec_rollout=settings, worker_cls=worker, max_num_seqs=6) as one:
+    more = {"worker_extension_cls": "tests.e2e.workers.TrainersExtension", "max_num_seqs": 6}
+    with engine(path, "float32", is_ours=True, spec_rollout=settings, **more) as one:
         yield one
 
 
@@ -60,31 +59,6 @@ def rollout(ours: Engine, prompts: list[list[int]] = PROMPTS, **params: Any) -> 
     sampling = SamplingParams(**{"seed": 3, "max_tokens": 8, "ignore_eos": True, **params})
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     return [list(one.outputs[0].token_ids) for one in ours.llm.generate(asked, sampling, use_tqdm=False)]
-
-
-def test_a_trainers_own_worker_class_keeps_its_methods_and_drafts_are_made(ours: Engine) -> None:
-    rollout(ours, max_tokens=20, temperature=0.0)
-    assert call(ours, "write_in_place", 0) == 1
-    worker = ours.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    assert type(worker).__name__ == "SpecRolloutTrainersWorker"
-    (stats,) = ours.llm.collective_rpc("spec_rollout_stats")
-    assert stats["drafted"] > 0
-
-
-@pytest.mark.parametrize(
-    "worker, cause",
-    [
-        ("tests.e2e.workers.NoWorker", "is no subclass of vLLM's `vllm.v1.worker.cpu_worker.CPUWorker`"),
-        ("tests.e2e.workers.MakesItsRunner", "makes a model runner of its own"),
-        ("tests.e2e.workers.Missing", "cannot be imported"),
-    ],
-)
-def test_a_worker_class_that_cannot_be_mixed_is_refused_at_once(path: str, worker: str, cause: str) -> None:
-    with (
-        pytest.raises(UnsupportedError, match=f"`--worker-cls` is `{worker}`, which {cause}"),
-        engine(path, "float32", is_ours=True, worker_cls=worker),
-    ):
-        pass
 
 
 def test_weights_written_in_place_are_another_policy_and_its_pass_over_the_problems_another_epoch(

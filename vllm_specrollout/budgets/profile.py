@@ -43,7 +43,6 @@ SIZES = (0, 1, 2, 4, 8, 16)
 WIDTH = 4
 _SMALLEST_TREE = 8
 _FORMAT = 1
-_FEWER_COLUMNS = COLUMNS[:-1]  # as an earlier release kept them: what asking takes is in no profile
 # of a model's configuration, what says nothing of its speed
 _NOT_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -97,32 +96,40 @@ def shape_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a file in the place of an older one, whole or not at all.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
 def save(profile: Profile) -> Path:
     """Write a profile in the place of an older one of the same key; whole or not at all.
 
     Raises:
         OSError: the disk refuses.
     """
-    path = profile.key.path
-    path.parent.mkdir(parents=True, exist_ok=True)
     bare = [replace(timing, step_ms=timing.step_ms - timing.ask_ms, ask_ms=0.0) for timing in profile.timings]
     body = _Body(_FORMAT, profile.key, profile.name, COLUMNS, [Timing.of(timing) for timing in bare])
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(body))
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return path
+    replace_file(profile.key.path, msgspec.json.encode(body))
+    return profile.key.path
 
 
 def load(key: ProfileKey) -> Profile | None:
     """The profile of this key; None where there is none, or, after one warning, where it cannot be used."""
     try:
         body = msgspec.json.decode(key.path.read_bytes(), type=_Body)
-        if body.format != _FORMAT or body.key != key or body.columns not in (COLUMNS, _FEWER_COLUMNS):
+        if body.format != _FORMAT or body.key != key or body.columns != COLUMNS:
             raise ValueError("it is of another model or host, or of another release")
         if not body.rows or any(timing.step_ms <= 0.0 for timing in body.rows):
             raise ValueError("it holds no steps, or one that took no time")

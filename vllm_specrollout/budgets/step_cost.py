@@ -310,8 +310,7 @@ MOST = 1 << 40
 """Largest count in a file, and longest time in milliseconds (35 years)."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Ms = Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
-COLUMNS = tuple(field.name for field in fields(StepTiming))
-"""Of a timing that is kept. A later release may add some behind them, and an earlier one had fewer."""
+COLUMNS = tuple(field.name for field in fields(StepTiming))  # of a timing that is kept; others come behind them
 
 # The terms that are fitted, and what they are pulled to where the run says nothing of them: shares of `fixed`, and how
 # strongly. A straight line has a term per node; one that bends has one per tree, and the slopes of its pieces.
@@ -424,8 +423,7 @@ def fit_line(loads: Sequence[Load], ms: Floats) -> CostLine:
         ArithmeticError, numpy.linalg.LinAlgError: no line fits them.
     """
     with np.errstate(over="raise", invalid="raise"):
-        columns = [[1, one.batch, one.nodes > 0, one.nodes, one.branches, one.context] for one in loads]
-        x = np.asarray(columns, np.float64)
+        x = np.asarray([[1, one.batch, one.nodes > 0, one.nodes, one.branches, one.context] for one in loads], float)
         terms = _fit(x, ms, _STRAIGHT_PRIOR, _STRAIGHT_PULL).tolist()
         straight = CostLine(**dict(zip(_STRAIGHT, terms, strict=True)))
         x[:, 3] = [load.trees for load in loads]
@@ -480,8 +478,7 @@ def _fit(x: Floats, y: Floats, prior: Floats, pull: Floats, *, is_relative: bool
 
 def _error(line: CostLine, loads: Sequence[Load], ms: Floats) -> float:
     """Median relative error."""
-    found = np.asarray([line.step_ms(load) for load in loads])
-    return float(np.median(np.abs(found - ms) / np.maximum(ms, 1e-9)))
+    return float(np.median(np.abs(np.asarray([line.step_ms(load) for load in loads]) - ms) / np.maximum(ms, 1e-9)))
 
 
 def _pieces(rows: int) -> Floats:

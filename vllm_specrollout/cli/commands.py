@@ -218,12 +218,6 @@ for group in (app, dev):
     group.command("patches", hidden=is_hidden)(list_patches)
 
 
-@app.command("simulate", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def _simulate() -> None:
-    """The former name of `specrollout bench study`."""
-    raise ConfigError("`specrollout simulate` is now `specrollout bench study`", "it takes the same arguments")
-
-
 def lazy_try() -> Any:
     """The command `try` itself, which comes with the benchmarks' engines."""
     return _as_command("try", _import_bench("try", "vllm_specrollout.bench.scenarios.trial").bench_try)

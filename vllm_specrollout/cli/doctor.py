@@ -16,7 +16,7 @@ from vllm_specrollout.cli import fetch
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.speculative_methods import METHODS
 from vllm_specrollout.errors import ConfigError, UnsupportedError
-from vllm_specrollout.patches import edited, features, supported
+from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.support import TABLE, model_shape
 from vllm_specrollout.types import DraftMode
 
@@ -83,7 +83,7 @@ def examine(model: str = "", server: str = "") -> Report:
         drafted.append(_model_finding(model))
     # before anything is looked at: asking the host of its rows sets one of them
     variables = [Finding(variable.name, os.environ.get(variable.name, "unset")) for variable in envs.TABLE]
-    findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_edited(), *_command()]
+    findings = [*_versions(), _core(), *_plugins(), *_vllm_findings(), *_command()]
     return Report(tuple(findings), tuple(variables), tuple(drafted))
 
 
@@ -180,16 +180,6 @@ def _rows() -> list[Finding]:
     """Whether a row is rounded alike alone and among others, on which exactness rests."""
     ask = importlib.import_module("vllm_specrollout.worker.rows").ask_host
     return [Finding(f"rows in {name}", f"{(found := ask(name)).promise} ({found})") for name in _DTYPES]
-
-
-def _edited() -> list[Finding]:
-    """Edited files are no problem by themselves: what our code leans on is compared piece by piece."""
-    files = edited.edited_files() if supported.installed_vllm() is not None else []
-    if not files:
-        return []
-    editor = edited.editor_of(files)
-    by = f" ({editor} edits {'it' if len(files) == 1 else 'them'})" if editor else ""
-    return [Finding("vllm files", f"edited after installation: {', '.join(files)}{by}")]
 
 
 def _runner(facts: Any) -> Finding:

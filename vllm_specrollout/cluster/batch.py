@@ -134,7 +134,7 @@ class Open:
         return sum(one.tokens != own.tokens[: len(one.tokens)] for one in self.copies.values())
 
 
-class Asking:
+class RequestChecker:
     """Requests as users give them, checked before any is dealt.
 
     Args:

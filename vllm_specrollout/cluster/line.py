@@ -57,7 +57,7 @@ def _cell(rank: int, log_q: float) -> tuple[int, int]:
     return min(rank, 1), min(int(math.exp(log_q) * TENTHS), TENTHS - 1)
 
 
-class Noise:
+class NoiseTrial:
     """Whether the target's noise meets its tokens more often than the drafter's best ones do.
 
     It does where the drafter is much like the target; where it is not, its best token is met as often or more. Both are
@@ -174,7 +174,7 @@ class Line:
         window: int,
         is_coupled: bool,
         survival: Survival,
-        noise: Noise,
+        noise: NoiseTrial,
     ) -> None:
         self.tokens = list(token_ids)
         self.sampling, self.window, self.is_coupled = sampling, window, is_coupled

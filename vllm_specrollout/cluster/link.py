@@ -124,7 +124,7 @@ class Fitting:
 
 
 @dataclass(slots=True)
-class Counts:
+class LinkCounts:
     """What happened so far."""
 
     verdicts: int = 0
@@ -186,7 +186,7 @@ class Link:
         """Whether the drafter has said that it is ready."""
         self.error = ""
         """Why it will not draft; empty: it does, or may yet."""
-        self.counts = Counts()
+        self.counts = LinkCounts()
         self.open: dict[str, Following] = {}
         """By the engine's names."""
         self.busy_s = 0.0

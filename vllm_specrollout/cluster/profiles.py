@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -20,7 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from vllm_specrollout.budgets.profile import ProfileKey
+from vllm_specrollout.budgets.profile import ProfileKey, replace_file
 from vllm_specrollout.budgets.step_cost import StepCost
 from vllm_specrollout.cluster.link import Beat, Link
 from vllm_specrollout.cluster.rates import AffineTime
@@ -182,14 +180,9 @@ def save(profile: DrafterProfile) -> None:
 
     A disk that refuses is told of, and no more: nobody waits for a profile.
     """
-    folder = _folder()
     name = hashlib.sha256(msgspec.json.encode((profile.key, profile.drafter, profile.device))).hexdigest()[:16]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(profile))
-        os.replace(temporary, folder / f"{name}.json")
+        replace_file(_folder() / f"{name}.json", msgspec.json.encode(profile))
     except OSError as error:
         logger.warning("Spec rollout: the profile of drafter `%s` is not kept: %s", profile.drafter, error)
 

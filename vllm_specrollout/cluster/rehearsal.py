@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_specrollout._core import Received
-from vllm_specrollout.cluster.line import Line, Node, Noise, Sampling, Survival, branches
+from vllm_specrollout.cluster.line import Line, Node, NoiseTrial, Sampling, Survival, branches
 from vllm_specrollout.cluster.link import OwnPlan
 from vllm_specrollout.cluster.rates import Mode
 from vllm_specrollout.config.checks import check_range
@@ -130,7 +130,7 @@ class Rehearsal:
     """
 
     def __init__(self, setting: Setting, rng: np.random.Generator) -> None:
-        self._setting, self._rng, self._survival, self._noise = setting, rng, Survival(), Noise()
+        self._setting, self._rng, self._survival, self._noise = setting, rng, Survival(), NoiseTrial()
         self._requests = [self._begun(place) for place in range(setting.batch)]
         self._branches = setting.branches or branches(setting.batch)
         self._received = Received()

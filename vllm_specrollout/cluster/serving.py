@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_specrollout.cluster.line import Ask, Line, Noise, Sampling, Survival, Tree, branches
+from vllm_specrollout.cluster.line import Ask, Line, NoiseTrial, Sampling, Survival, Tree, branches
 from vllm_specrollout.cluster.messages import (
     MOST_REQUESTS,
     MOST_TREE,
@@ -128,7 +128,7 @@ class Serving:
     ) -> None:
         self.targets: dict[bytes, Target] = {}
         self.work = Work()
-        self.noise, self._survival = Noise(), Survival()
+        self.noise, self._survival = NoiseTrial(), Survival()
         self._engine, self._post, self._is_over, self._clock = engine, post, is_over, clock
         # request of the engine -> whose it is
         self._asked: dict[str, tuple[Target, Line]] = {}

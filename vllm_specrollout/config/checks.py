@@ -57,7 +57,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldRule:
     """Anything else: `check` gives what is kept of a value, `schema` says of it what JSON schema can."""
 
     check: Callable[[str, Any], Any]
@@ -239,10 +239,10 @@ def check_name(name: str, value: Any) -> str:
 
 
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,63}"
-NAME = Rule(check_name, {"pattern": f"^({_NAME})?$"})
-ID = Rule(check_id, {"maxLength": MOST_ID})
-FILE = Rule(check_path, {"maxLength": MOST_PATH})
-DEVICE = Rule(check_device, {"pattern": f"^{FORM}$"})
+NAME = FieldRule(check_name, {"pattern": f"^({_NAME})?$"})
+ID = FieldRule(check_id, {"maxLength": MOST_ID})
+FILE = FieldRule(check_path, {"maxLength": MOST_PATH})
+DEVICE = FieldRule(check_device, {"pattern": f"^{FORM}$"})
 
 
 def check_address(name: str, value: str, serves: bool = False) -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm_specrollout.cluster.child import DrafterProcess
 from vllm_specrollout.cluster.link import Fitting, Link, Mail, SamplingOf
 from vllm_specrollout.cluster.mail import Box, check_served
-from vllm_specrollout.cluster.united import united
 from vllm_specrollout.config.checks import check_range, check_type
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.errors import ConfigError, shown
-from vllm_specrollout.trees.batch import proposed
+from vllm_specrollout.trees.batch import merge_select, proposed
 from vllm_specrollout.types import DraftLimits, FinishedRequest, RequestBatch, TreeBatch, empty_trees
 
 MOST_LINKS = 16
@@ -84,9 +84,8 @@ class DecoupledDrafter(BaseDrafter):
             return empty_trees(batch.request_ids)
         self._share_out(links)
         texts, wanted = [view.token_ids for view in batch.views], limits.wanted(self.source)
-        found = [link.propose(batch, texts, limits, wanted) for link in links]
-        own = found[0] if len(found) == 1 else united(found, wanted, limits.is_chain)
-        return self._trees(batch, own)
+        found = [self._trees(batch, link.propose(batch, texts, limits, wanted)) for link in links]
+        return found[0] if len(found) == 1 else merge_select(found, replace(limits, max_nodes=wanted)).trees
 
     @staticmethod
     def _share_out(links: list[Link]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from vllm_specrollout.config.places import FILE_MODE
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.epochs import MAX_EPOCH
-from vllm_specrollout.history.rows import Counts as Counts
+from vllm_specrollout.history.rows import AnswerCounts as AnswerCounts
 from vllm_specrollout.history.rows import Reward as Reward
 from vllm_specrollout.history.rows import Row as Row
 from vllm_specrollout.history.rows import answer_of as answer_of
@@ -290,14 +290,14 @@ class Database:
         newest = self._one(f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}")
         return max(newest or 0, self.begun_epoch())
 
-    def counts(self, oldest: int) -> Counts:
+    def counts(self, oldest: int) -> AnswerCounts:
         """Of the answers since an epoch."""
         found = self._all(
             "SELECT count(*), total(count), count(DISTINCT problem) FROM answers INDEXED BY by_problem"
             f" WHERE epoch BETWEEN ? AND {MAX_EPOCH}",
             (oldest,),
         )
-        return Counts(*map(int, found[0]))
+        return AnswerCounts(*map(int, found[0]))
 
     def integrity(self) -> str:
         """`ok`, or what is damaged. Reads all of it."""

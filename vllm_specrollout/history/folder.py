@@ -22,7 +22,7 @@ from vllm_specrollout.config.places import FILE_MODE, make_folder, opener
 from vllm_specrollout.history.database import (
     ERRORS,
     SUFFIX,
-    Counts,
+    AnswerCounts,
     Database,
     ForeignError,
     HistoryError,
@@ -298,12 +298,12 @@ class Folder:
             more = f" ({len(new) - 1} more: {', '.join(path.name for path in new[1:6])})" if new[1:] else ""
             logger.warning("answers of another engine are not used: %s%s", self._unusable[new[0]], more)
 
-    def counts_of_others(self, oldest: int) -> Counts:
-        found = [Counts(0, 0, 0)]
+    def counts_of_others(self, oldest: int) -> AnswerCounts:
+        found = [AnswerCounts(0, 0, 0)]
         for source in self.sources:
             with contextlib.suppress(*ERRORS):
                 found += [source.counts(oldest)] if source.path != self.own.path else []
-        return Counts(*map(sum, zip(*found, strict=True)))
+        return AnswerCounts(*map(sum, zip(*found, strict=True)))
 
     def num_bytes(self) -> int:
         """Of all files that are read."""

@@ -34,7 +34,7 @@ class Reward(NamedTuple):
     request: bytes
 
 
-class Counts(NamedTuple):
+class AnswerCounts(NamedTuple):
     answers: int
     tokens: int
     problems: int

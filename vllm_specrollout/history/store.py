@@ -23,7 +23,7 @@ from vllm_specrollout.errors import shown
 from vllm_specrollout.history.answers import Answer, Outcome, StoreStats, short_name
 from vllm_specrollout.history.database import (
     ERRORS,
-    Counts,
+    AnswerCounts,
     Database,
     Located,
     Reward,
@@ -109,7 +109,7 @@ class HistoryStore:
         self._epoch = self._epoch_written = self._folder.latest_epoch
         self._evicted = self._write_errors = self._unread = 0
         # what there is in the own file and in others', as last counted, and answers of the own that came since
-        self._own = self._others = Counts(0, 0, 0)
+        self._own = self._others = AnswerCounts(0, 0, 0)
         self._file_bytes = self._used_bytes = self._uncounted = 0
         # where making room has failed: the size at which it is tried again
         self._next_bytes = 0
@@ -380,7 +380,7 @@ class HistoryStore:
                         if kept.reward != row.reward:
                             self._due[kept.number] = kept
                 added = sum(row.num_tokens for _, row in few)
-                self._own = Counts(self._own.answers + len(few), self._own.tokens + added, self._own.problems)
+                self._own = AnswerCounts(self._own.answers + len(few), self._own.tokens + added, self._own.problems)
                 self._uncounted += len(few)
             self._measure()
 

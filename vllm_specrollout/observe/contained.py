@@ -62,11 +62,10 @@ class Contained:
         self.names: list[str] = []
         """Of all drafters, by their sources; also of those that were given up."""
         # all that were not given up; and by their index in the list that they were given in: what `source` and
-        # `DraftLimits.drafters` count by. By their identity, as are those that rest
+        # `DraftLimits.drafters` count by. By their identity
         self._known: dict[int, Drafter] = {}
         self._sources: dict[int, int] = {}
-        self._resting: set[int] = set()
-        # told of requests: also those that rest or are on probation, since they would keep what is over
+        # told of requests: also those on probation, since they would keep what is over
         self._told: list[Drafter] = []
         self.budget = budget
         # in the place of a budget that was given up
@@ -78,7 +77,7 @@ class Contained:
     def replace_drafters(self, drafters: Iterable[Drafter]) -> None:
         """Draft with these from now on. Who was there and is on probation stays on it."""
         given = list(drafters)
-        self.names, self._resting = [drafter.name for drafter in given], set()
+        self.names = [drafter.name for drafter in given]
         self._give(dict(enumerate(given)))
 
     def replace_one(self, source: int, drafter: Drafter) -> None:
@@ -95,8 +94,6 @@ class Contained:
         self._sources = {id(drafter): source for source, drafter in given.items()}
         gone = [drafter for key, drafter in before.items() if key not in self._known]
         self.probation.forget(gone)
-        for drafter in gone:
-            self._resting.discard(id(drafter))
         for key, drafter in self._known.items():
             if key not in before:
                 # another one of that name
@@ -106,20 +103,11 @@ class Contained:
     def _choose(self) -> None:
         """Who is told and who is asked, when that may have changed; in new lists, since somebody may be in the old."""
         self._told = list(self._known.values())
-        left_out = self._resting | self.probation.out
-        self.drafters = [drafter for drafter in self._told if id(drafter) not in left_out]
+        self.drafters = [drafter for drafter in self._told if id(drafter) not in self.probation.out]
         self._tell(lambda listener: listener.drafters_alive(len(self.drafters)))
 
-    def draft_with(self, drafters: Iterable[Drafter]) -> None:
-        """Draft with these alone, of those that were given; their sources stay.
-
-        The others rest: they are told of requests as before, since they would keep what is over, and are not asked.
-        """
-        self._resting = self._known.keys() - {id(drafter) for drafter in drafters}
-        self._choose()
-
     def all_drafters(self) -> list[Drafter]:
-        """Those that are asked, those that rest and those on probation, by their sources."""
+        """Those that are asked and those on probation, by their sources."""
         return list(self._told)
 
     # --- failures ----------------------------------------------------------------------------------------------------
@@ -154,7 +142,6 @@ class Contained:
         left_alone = self.probation.failed(drafter, drafter.name, error, self._step, for_good=for_good)
         if not left_alone:
             self._known.pop(id(drafter), None)
-            self._resting.discard(id(drafter))
             # what it has open may be what it failed at
             closing = threading.Thread(target=self._close, args=(drafter,), name="specrollout-closing", daemon=True)
             closing.start()

@@ -21,7 +21,7 @@ _MOST_TEXT = 200
 
 
 @dataclass(slots=True)
-class Record:
+class FailureRecord:
     """What is known of a part that has failed."""
 
     # kept, so that its identity is not another's
@@ -36,7 +36,7 @@ class Probation:
     """Parts that have failed, by their identity."""
 
     def __init__(self) -> None:
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, FailureRecord] = {}
         self.out: set[int] = set()
         """Those that are not asked now but will be again."""
         self.next_due = NEVER
@@ -50,7 +50,7 @@ class Probation:
         Returns:
             steps that it is left alone for; 0: it is given up.
         """
-        record = self._records.setdefault(id(part), Record(part))
+        record = self._records.setdefault(id(part), FailureRecord(part))
         if record.failures and step - record.until >= RECOVERED:
             record.failures = 0
         record.failures += 1

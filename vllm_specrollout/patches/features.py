@@ -47,8 +47,6 @@ class Features:
     """Whether the experts of each token follow a step's rows; older versions keep them by KV slots, which we move."""
     returns_masks: bool
     """Whether a step may bring several masks of what a request's tokens were sampled from."""
-    pause_keyword: str | None
-    """The keyword of `pause_generation` that older trainers give, where this version still takes it."""
 
 
 _NEWEST = Features(
@@ -66,7 +64,6 @@ _NEWEST = Features(
     mask_stride="fixed",
     returns_experts=True,
     returns_masks=True,
-    pause_keyword=None,
 )
 _0_32 = replace(_NEWEST, mask_stride="drafted")
 _0_31 = replace(
@@ -77,7 +74,6 @@ _0_31 = replace(
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
     returns_masks=False,
-    pause_keyword="wait_for_inflight_requests",
 )
 _0_30 = replace(
     _0_31,

@@ -26,7 +26,7 @@ def room_per_request(max_draft_tokens: int, *, num_running: int, has_waiting: bo
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftAsk:
     """What one request's drafts would take of the KV cache."""
 
     # draft tokens
@@ -35,7 +35,7 @@ class Ask:
     slack: int
 
 
-def granted(asks: Sequence[Ask], spare_blocks: int, block_size: int, blocks_at_once: int = 1) -> list[int]:
+def granted(asks: Sequence[DraftAsk], spare_blocks: int, block_size: int, blocks_at_once: int = 1) -> list[int]:
     """How many draft tokens each request may have: all that its own blocks hold, and what spare blocks add in turn.
 
     Args:

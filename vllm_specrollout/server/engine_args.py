@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specrollout.config import SpecRolloutConfig, envs, speculative_methods
 from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
-from vllm_specrollout.patches import features, mixed_workers, supported
+from vllm_specrollout.patches import features, supported
 from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.settings import FLAG, add_flag, readable_errors
@@ -237,7 +237,7 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
     request_metrics = engine_args.per_request_spec_decode_metrics
     travelling = {} if request_metrics == "none" else {settings.REQUEST_METRICS_KEY: request_metrics}
     changes = {
-        "worker_cls": _worker(engine, engine_args.worker_cls),
+        "worker_cls": engine.worker,
         "block_size": engine_args.block_size or config.block_size or own_size,
         # the scheduler and the front end go on as without a model: only the worker knows of it
         "speculative_config": None,
@@ -253,13 +253,6 @@ def _on(engine_args: Any, config: SpecRolloutConfig, engine: engines.Engine) -> 
         logger.info("Spec rollout runs vLLM's V1 model runner on CPU (`%s=0`)", envs.USE_V2_MODEL_RUNNER)
     with _replaced(engine_args, changes):
         yield
-
-
-def _worker(engine: engines.Engine, given: str) -> str:
-    """The name of our worker class; with the user's own behind it, if there is one."""
-    if given in ("auto", engine.worker) or given.startswith(f"{mixed_workers.__name__}."):
-        return engine.worker if given == "auto" else given
-    return mixed_workers.name_of(engine.worker, given)
 
 
 @contextmanager

@@ -164,8 +164,7 @@ def check_engine_args(args: Any, config: SpecRolloutConfig, engine: Engine) -> N
     for limit in (*ENGINE_ARGS_LIMITS, *of_runner, *of_platform):
         limit.check(args)
     check_connector(args.kv_transfer_config)
-    if not (isinstance(args.worker_cls, str) and "." in args.worker_cls):  # a qualified name: ours is mixed in
-        _check_class("--worker-cls", args.worker_cls, ("auto",), " (`--worker-extension-cls` stays free)")
+    _check_class("--worker-cls", args.worker_cls, ("auto", engine.worker), " (`--worker-extension-cls` stays free)")
     _check_class("--scheduler-cls", args.scheduler_cls, (None, engine.scheduler, engine.async_scheduler or None))
     if not config.sources:
         raise ConfigError("`drafters` is empty", f"name at least one of: {', '.join(DRAFTERS)}")

@@ -32,7 +32,7 @@ _MOST_REASON = 1000  # characters
 
 
 @dataclass(slots=True)
-class _Live:
+class _Generating:
     """A run: what came of it and was not told yet."""
 
     task: asyncio.Task[None]
@@ -66,7 +66,7 @@ class Replica:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         self._at = Wanted()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _Generating] = {}
         self._fills: list[tuple[int, float]] = []
         self._attached: set[str] = set()
         self._news = asyncio.Event()
@@ -108,7 +108,7 @@ class Replica:
         self._changed_at = now = time.monotonic()
         for run in runs:
             task = asyncio.ensure_future(self._run(run))
-            self._live[run.key] = _Live(task, len(run.prompt) + len(run.answer), now)
+            self._live[run.key] = _Generating(task, len(run.prompt) + len(run.answer), now)
 
     async def cancel(self, keys: Sequence[str]) -> None:
         """End these runs; their KV blocks are free before the next step. Those that have ended are left alone."""

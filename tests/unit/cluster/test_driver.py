@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.standin import Engine, answer, token
-from vllm_specrollout.cluster.batch import Asking, GroupError
+from vllm_specrollout.cluster.batch import GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import Driver
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
 
@@ -98,7 +98,7 @@ class World:
 
 def ask(rng: random.Random, count: int) -> dict[str, Any]:
     params = [{"seed": i, "max_tokens": rng.choice([3, 5, 9, 40]), "temperature": 1.0} for i in range(count)]
-    return Asking(0).ask([[1, i // 2] for i in range(count)], params)
+    return RequestChecker(0).ask([[1, i // 2] for i in range(count)], params)
 
 
 def finish(world: World, asked: dict[str, Any], each: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def test_steps_in_flight_alternate_by_the_lengths_that_problems_had() -> None:
         params = [{"seed": i, "max_tokens": 30 if i < 2 else 3, "temperature": 1.0} for i in range(4)]
         return asking.ask([[1, i] for i in range(4)], params)
 
-    asking, homes = Asking(0), []
+    asking, homes = RequestChecker(0), []
     for step in (None, 1, 2):
         asked = batch()
         world.driver.add(asked, step)

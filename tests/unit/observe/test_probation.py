@@ -240,19 +240,6 @@ def test_parts_that_nobody_asks_any_more_are_forgotten() -> None:
     assert [d.name for d in speculator.all_drafters()] == ["other"]
 
 
-def test_of_those_chosen_to_draft_one_on_probation_comes_back_and_others_do_not() -> None:
-    first, second, third = Faulty(), Faulty(source=1), Says("sound", [3], source=2)
-    speculator = contained(first, second, third)
-    run(speculator, range(1))
-    first.is_broken = second.is_broken = False
-    speculator.draft_with([second])
-    assert speculator.drafters == []
-    run(speculator, range(1, 100))
-    assert speculator.drafters == [second]
-    speculator.draft_with([first, third])
-    assert speculator.drafters == [first, third]
-
-
 def test_several_that_fail_at_different_times_come_back_at_their_own() -> None:
     probation, one, other = Probation(), Says("one", []), Says("other", [])
     error = RuntimeError("no")
@@ -309,33 +296,3 @@ def test_one_alone_is_replaced_and_the_others_keep_their_sources_and_their_proba
     speculator.replace_one(0, Says("gone", [9, 9]))
     assert [d.name for d in speculator.drafters] == ["gone", "faulty", "new"]
     assert speculator.health()["drafters"]["gone"]["state"] == "alive"
-
-
-def test_who_rests_is_told_of_requests_and_not_asked() -> None:
-    asked, rests = Says("asked", [1]), Says("rests", [2], source=1)
-    speculator = contained(asked, rests)
-    first, second = views_of(2)
-    speculator.admit(first)
-    speculator.draft_with([asked])
-    speculator.admit(second)
-    assert run(speculator, range(3)) == [1] * 3
-    speculator.finish(ending("0"))
-    speculator.forget("0")
-    assert rests.asked == [] and rests.admitted == ["0", "1"]
-    assert [e.request_id for e in rests.finished] == rests.forgotten == ["0"]
-    assert speculator.all_drafters() == [asked, rests]
-    speculator.draft_with([asked, rests])
-    assert run(speculator, range(3, 4)) == [2]
-
-
-def test_who_fails_at_what_it_is_told_while_it_rests_goes_on_probation_and_goes_on_resting() -> None:
-    asked, rests = Says("asked", [1]), Says("rests", [2], source=1)
-    speculator = contained(asked, rests)
-    speculator.draft_with([asked])
-    rests.forget = lambda request_id: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-    speculator.forget("0")
-    assert speculator.health()["drafters"]["rests"]["state"] == "probation"
-    del rests.forget
-    speculator.forget("1")
-    run(speculator, range(70))
-    assert rests.forgotten == ["1"] and speculator.drafters == [asked]

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specrollout.scheduling.lookahead import Ask, granted, room_per_request
+from vllm_specrollout.scheduling.lookahead import DraftAsk, granted, room_per_request
 
 NUMBERS = st.integers(0, 10_000)
 
@@ -30,7 +30,7 @@ def test_room_never_takes_more_tokens_than_there_are(most, running, waiting, tok
         assert (2 if waiting else 1) * running * (1 + given_room) <= tokens
 
 
-ASKS = st.lists(st.builds(Ask, st.integers(0, 64), st.integers(0, 200)), max_size=12)
+ASKS = st.lists(st.builds(DraftAsk, st.integers(0, 64), st.integers(0, 200)), max_size=12)
 
 
 @given(asks=ASKS, spare=st.integers(-50, 40), size=st.sampled_from([1, 16, 32, 128]), kinds=st.integers(1, 3))
@@ -44,7 +44,7 @@ def test_drafts_take_no_block_that_is_not_spare_and_all_that_their_own_blocks_ho
 
 
 def test_spare_blocks_go_to_who_comes_first():
-    asks = [Ask(20, 4), Ask(20, 20), Ask(20, 4)]
+    asks = [DraftAsk(20, 4), DraftAsk(20, 20), DraftAsk(20, 4)]
     assert granted(asks, 1, 16) == [20, 20, 4]
     assert granted(asks, 0, 16) == [4, 20, 4]
     assert granted(asks, -3, 16) == [4, 20, 4]

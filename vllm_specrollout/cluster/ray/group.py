@@ -15,7 +15,7 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from vllm_specrollout.cluster.batch import Answer, Asking, GroupError
+from vllm_specrollout.cluster.batch import Answer, GroupError, RequestChecker
 from vllm_specrollout.cluster.driver import BEAT_S, BEHIND, Driver
 from vllm_specrollout.cluster.ladder import LADDERS, Rules
 from vllm_specrollout.cluster.planner import choose_ladder
@@ -133,7 +133,7 @@ class SpecGroup:
             *(REPLICA, arguments, drafter_engine or {}, engines, has_drafters, places, beside),
             *(gpus, cpus, max_restarts),
         )
-        self._asking, self._patience_s = Asking(seed), patience_s
+        self._asking, self._patience_s = RequestChecker(seed), patience_s
         self._next, self._lock = threading.Lock(), threading.RLock()
         self._placement = Placement(needs)
         try:

@@ -14,11 +14,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import supports_multimodal
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.patches.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of, with_model
@@ -107,7 +105,6 @@ class SpecRolloutCPUWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin
                 "unset `VLLM_USE_V2_MODEL_RUNNER`, or set it to 0",
             )
         # vLLM names its runner's class in the body of init_device; what it made holds no weights yet.
-        check_runner(self, CPUModelRunner)
         runner = runner_for(config_of(self.vllm_config).collect, SpecRolloutCPURunner)
         self.model_runner = runner(self.vllm_config, torch.device("cpu"))
 

@@ -99,10 +99,6 @@ class TreeAttention:
         """The layer's own attention, causal, whatever the step holds."""
         return self.inner.forward(layer, query, key, value, kv_cache, attn_metadata, output)
 
-    def shadowed(self, found: list[tuple[float, float]]) -> ShadowedAttention:
-        """A stand-in that attends both ways; each time it adds how far apart they were, and how far they may be."""
-        return ShadowedAttention(self, found)
-
     def attend_to(
         self, query: torch.Tensor, kv_cache: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor,
         block_table: torch.Tensor, num_nodes: torch.Tensor, ancestors: torch.Tensor, most_rows: int, longest: int,

@@ -24,7 +24,7 @@ from vllm_specrollout.observe.self_check import tolerance
 from vllm_specrollout.trees.batch import proposed
 from vllm_specrollout.types import FinishedRequest, TreeBatch
 from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
-from vllm_specrollout.worker.v2.attention import attention_layers
+from vllm_specrollout.worker.v2.attention import ShadowedAttention, attention_layers
 from vllm_specrollout.worker.v2.host import Host, HostRequest
 
 _SHORT, _LONG = 12, 600
@@ -227,7 +227,7 @@ class CheckRequests:
         kept = [layer.impl for layer in layers], inputs.always_by_ancestors
         inputs.always_by_ancestors = True
         for layer in layers:
-            layer.impl = layer.impl.shadowed(found)
+            layer.impl = ShadowedAttention(layer.impl, found)
         try:
             with self._graphs(None):
                 self._begin()

@@ -14,7 +14,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY, in_words
-from vllm_specrollout.patches.mixed_workers import check_runner
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
 from vllm_specrollout.worker.common import config_of
@@ -82,7 +81,7 @@ def _warm_up_update(runner: SpecRolloutV2) -> None:
 
 
 @contextmanager
-def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> Iterator[type]:
+def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> Iterator[None]:
     """While a worker sets its device up, it finds our runner under the name of vLLM's.
 
     vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
@@ -95,10 +94,9 @@ def _runner_replaced(module_name: str, class_name: str, *, has_model: bool) -> I
         from vllm_specrollout.worker.v2.proposer import ModelledV2 as ours
     module = importlib.import_module(module_name)
     stock = getattr(module, class_name)
-    found = type("SpecRolloutRunner", (ours, stock), {})
-    setattr(module, class_name, found)
+    setattr(module, class_name, type("SpecRolloutRunner", (ours, stock), {}))
     try:
-        yield found
+        yield
     finally:
         setattr(module, class_name, stock)
 
@@ -117,9 +115,8 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
             )
         config = config_of(self.vllm_config)
         decoupled.keep_off(config)
-        with _runner_replaced(*self.runner_class, has_model=config.coupled_model is not None) as ours:
+        with _runner_replaced(*self.runner_class, has_model=config.coupled_model is not None):
             super().init_device()
-        check_runner(self, ours)
         # vLLM loads the target next; they get ready meanwhile
         self.model_runner.remote = decoupled.begin(self.model_runner, sampling_on_v2(self.model_runner))
 

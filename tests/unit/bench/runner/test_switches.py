@@ -1,5 +1,3 @@
-import pytest
-
 from bench.runner.switches import SwitchCounter
 from tests.trees import batch_of, chain, limits_of
 from tests.unit.observe.engine import view
@@ -38,18 +36,6 @@ def test_a_paused_step_counts_as_one_that_was_decided_to_be_off():
         plan(decided, 0, is_on=False, reason="off")
     counts = {"steps_on": 0, "steps_off": 3, "switches": 0, "mind_changes": 0}
     assert paused.start_over() == decided.start_over() == counts
-
-
-@pytest.mark.parametrize("is_paused", [True, False])
-def test_a_reason_that_is_to_be_ignored_counts_for_nothing(is_paused):
-    counter = SwitchCounter(ignored=["probe"])
-    plan(counter, 2)
-    if is_paused:
-        counter.paused(1, "probe")
-    else:
-        plan(counter, 0, reason="probe")
-    plan(counter, 2)
-    assert counter.start_over() == {"steps_on": 2, "steps_off": 0, "switches": 0, "mind_changes": 0}
 
 
 def test_starting_over_forgets_what_the_last_step_was():

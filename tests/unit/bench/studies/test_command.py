@@ -77,11 +77,6 @@ def test_a_mistake_is_one_error_with_a_hint(arguments, message):
     assert "\n\nhint: " in str(caught.value)
 
 
-def test_the_former_command_says_its_new_name():
-    with pytest.raises(ConfigError, match="`specrollout simulate` is now `specrollout bench study`"):
-        CliRunner().invoke(app, ["simulate", "specactor", "--seed", "1"], catch_exceptions=False)
-
-
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "study.png"
