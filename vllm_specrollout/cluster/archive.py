@@ -29,11 +29,12 @@ from msgspec import Meta, Struct
 
 from vllm_specrollout.cluster.mail import Office
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError
-from vllm_specrollout.cluster.mirrors import MIRROR, Kind, Mirrors
+from vllm_specrollout.cluster.mirrors import MIRROR, MOST_EPOCHS, Kind, Mirrors
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.database import ERRORS, Database, Reward, Row
+from vllm_specrollout.history.epochs import oldest_of
 from vllm_specrollout.history.folder import Lock
 from vllm_specrollout.history.vocabulary import Vocabulary
 
@@ -56,6 +57,7 @@ _Name = Annotated[str, Meta(pattern=rf"^{MIRROR.pattern}\Z")]
 _Node = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Text = Annotated[str, Meta(max_length=4096)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Epochs = Annotated[int, Meta(ge=0, le=MOST_EPOCHS)]
 _Rows = Annotated[tuple[tuple[_Number, Row], ...], Meta(max_length=MOST_ROWS)]
 _Rewards = Annotated[tuple[tuple[_Name, Reward], ...], Meta(max_length=MOST_REWARDS)]
 _Own = Annotated[tuple[Reward, ...], Meta(max_length=MOST_REWARDS)]
@@ -70,7 +72,7 @@ class Bring(Struct, frozen=True, array_like=True, tag="bring"):
     epoch: _Number  # the file's last
     rows: _Rows
     rewards: _Own  # of rows that were brought before
-    epochs: _Number = 1 << 30  # before that one, of which rows still draft
+    epochs: _Epochs = MOST_EPOCHS  # before that one, of which rows still draft
     courier: _Text = ""  # drawn by each; empty: not known
 
 
@@ -88,7 +90,7 @@ class Want(Struct, frozen=True, array_like=True, tag="want"):
     turn: _Number
     node: _Node
     kind: Kind
-    epochs: _Number  # before a file's last, of which rows still draft
+    epochs: _Epochs  # before a file's last, of which rows still draft
     have: Annotated[dict[_Name, _Number], Meta(max_length=MOST_FILES)]  # what is not named there, it has nothing of
     life: str
     seen: _Number  # rewards of that life
@@ -252,7 +254,9 @@ class Archive:
                 continue
             behind = note.have.get(name, 0)
             try:
-                rows, upto = portion(self._mirrors.opened(name), behind, known.epoch - note.epochs)
+                mirror = self._mirrors.opened(name)
+                oldest = oldest_of(known.epoch, note.epochs, mirror.epochs(note.epochs + 1))
+                rows, upto = portion(mirror, behind, oldest)
             except (SpecRolloutError, *ERRORS) as error:
                 self._mirrors.leave_out(name, error)
                 continue

@@ -31,7 +31,7 @@ from vllm_specrollout.history.database import (
     Row,
     remove,
 )
-from vllm_specrollout.history.epochs import MAX_EPOCH
+from vllm_specrollout.history.epochs import MAX_EPOCH, oldest_of
 from vllm_specrollout.history.folder import Lock
 from vllm_specrollout.history.vocabulary import Vocabulary
 
@@ -42,6 +42,8 @@ MIRROR = re.compile(r"[0-9a-f]{16}\.answers-[0-9]{4,5}(?:-[0-9a-f]{8})?")
 NODE_S, RUN_S = 86400.0, 7 * 86400.0
 """A mirror goes when nobody has spoken of it for so long, and its run went on; and all of a run, if it did not."""
 _MOST_OPEN = 256
+MOST_EPOCHS = 1024
+"""Before a file's last one, whose answers draft, at most."""
 
 
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -124,7 +126,7 @@ class Mirrors:
         rows: Sequence[tuple[int, Row]],
         rewards: Sequence[Reward],
         epoch: int,
-        epochs: int = 1 << 30,
+        epochs: int = MOST_EPOCHS,
     ) -> None:
         """
         Args:
@@ -144,7 +146,7 @@ class Mirrors:
             try:
                 mirror.put(rows, rewards, newest)
                 if newest > known.epoch and newest - epochs > known.first:
-                    mirror.drop_before(newest - epochs)
+                    mirror.drop_before(oldest_of(newest, epochs, mirror.epochs(epochs + 1)))
                     mirror.give_back()
                     known.first = _first(mirror)
             except DatabaseError as error:

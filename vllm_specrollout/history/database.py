@@ -290,6 +290,15 @@ class Database:
         newest = self._one(f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}")
         return max(newest or 0, self.begun_epoch())
 
+    def epochs(self, most: int) -> list[int]:
+        """Those that hold answers, so many of the newest."""
+        found = list[int]()
+        newest = f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}"
+        while len(found) < most and (epoch := self._one(newest)) is not None:
+            found.append(epoch)
+            newest = f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {epoch - 1}"
+        return found
+
     def counts(self, oldest: int) -> Counts:
         """Of the answers since an epoch."""
         found = self._all(
@@ -373,6 +382,10 @@ class Database:
         """Drop all that it has, and what it was fetched from."""
         self.drop_oldest(1 << 62)
         self._all("DELETE FROM fetched")
+
+    def bound_epochs(self, epoch: int) -> None:
+        """Answers of later ones are of this one: a call that went far ahead was taken back."""
+        self._all("UPDATE answers SET epoch=? WHERE epoch>?", (epoch, epoch))
 
     def drop_before(self, epoch: int) -> set[int]:
         """Drop the answers of earlier epochs; returns their numbers."""

@@ -233,6 +233,7 @@ class Folder:
         if self._path is None:
             return
         paths = self._listed = files(self._path)
+        latest = 0
         # what is gone need not be remembered
         self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
         for path, reader in list(self._readers.items()):
@@ -246,13 +247,14 @@ class Folder:
                     self._readers[path] = self._opened(path)
                     self._unusable.pop(path, None)
                 if not FETCHED.fullmatch(path.stem):
-                    self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
+                    latest = max(latest, self._readers[path].latest_epoch())
             except FileNotFoundError:
                 # another process makes it now, or has removed it: it is looked for again
                 self._listed, self._seen = [one for one in self._listed if one != path], 0
             except (HistoryError, *ERRORS) as error:
                 self._readers.pop(path, None)
                 self._pass_over(path, error)
+        self.latest_epoch = latest
         self._name_unusable()
 
     @property
@@ -297,6 +299,14 @@ class Folder:
         if new:
             more = f" ({len(new) - 1} more: {', '.join(path.name for path in new[1:6])})" if new[1:] else ""
             logger.warning("answers of another engine are not used: %s%s", self._unusable[new[0]], more)
+
+    def epochs(self, most: int) -> set[int]:
+        """Those of this run that hold answers here, so many of the newest of each file."""
+        found = set[int]()
+        for source in self.sources:
+            with contextlib.suppress(*ERRORS):
+                found |= set(source.epochs(most)) if source.nearness == 2 else set()
+        return found
 
     def counts_of_others(self, oldest: int) -> Counts:
         found = [Counts(0, 0, 0)]
