@@ -13,6 +13,7 @@ nobody else's epochs, and ages as ours begin.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import socket
 import threading
@@ -30,12 +31,12 @@ from vllm_specrollout.cluster.archive import (
     Page,
     Refused,
     Want,
-    kind_of,
     portion,
     read,
 )
 from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import MOST_BYTES, encode
+from vllm_specrollout.cluster.mirrors import kind_of
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.database import (
     ERRORS,
@@ -101,7 +102,7 @@ class Courier:
         self._lock: Lock | None = None
         self._fetched: Fetched | None = None
         self._sources: dict[str, _Source] = {}
-        self._turn = 0
+        self._turns = itertools.count(1)
         # the archive's process, and how many of its rewards have come
         self._life, self._seen = "", 0
         # since when another courier has this folder's name
@@ -209,7 +210,7 @@ class Courier:
         """Returns: up to which number the archive has the file's rows."""
         file = source.file
         name, kind = f"{self._node}.{stem}-{file.part}", kind_of(file.vocabulary, file.run or self._run_name)
-        note = Bring(self._next(), name, kind, file.latest_epoch(), rows, rewards, self._epochs, self._id)
+        note = Bring(next(self._turns), name, kind, file.latest_epoch(), rows, rewards, self._epochs, self._id)
         found = self._ask(note)
         if not isinstance(found, Has):
             raise AwayError("it answers something else")
@@ -229,7 +230,9 @@ class Courier:
             own.follow(epoch, self._epochs)
             for _ in range(_PAGES):
                 have = dict(list(own.have.items())[-MOST_FILES:])
-                note = Want(self._next(), self._node, self._kind, self._epochs, have, self._life, self._seen, self._id)
+                note = Want(
+                    next(self._turns), self._node, self._kind, self._epochs, have, self._life, self._seen, self._id
+                )
                 page = self._ask(note)
                 if not isinstance(page, Page):
                     raise AwayError("it answers something else")
@@ -250,10 +253,6 @@ class Courier:
         return is_done
 
     # --- both --------------------------------------------------------------------------------------------------------
-
-    def _next(self) -> int:
-        self._turn += 1
-        return self._turn
 
     def _ask(self, note: Bring | Want) -> Note:
         """What the archive answers to this."""

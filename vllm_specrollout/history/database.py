@@ -261,7 +261,8 @@ class Database:
         return self._one("SELECT max(id) FROM answers") or 0
 
     def earliest_epoch(self) -> int:
-        return self._one("SELECT min(epoch) FROM answers") or 0
+        """Of its answers; without any, the highest that there is."""
+        return self._one(f"SELECT ifnull(min(epoch), {MAX_EPOCH}) FROM answers")
 
     def rewards(self, stamp: int, most: int) -> list[tuple[int, Reward]]:
         """(stamp, reward) of those that came behind a stamp to answers that were at rest, oldest first."""

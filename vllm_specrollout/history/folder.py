@@ -273,6 +273,7 @@ class Folder:
         try:
             self._expect_ours(found)
         except HistoryError:
+            # the error is kept, and would keep it open
             found.close()
             raise
         return found
