@@ -16,7 +16,9 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_specrollout.config.places import FILE_MODE, make_folder, opener
 from vllm_specrollout.history.database import (
@@ -34,6 +36,7 @@ from vllm_specrollout.history.database import (
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
+T = TypeVar("T")
 
 OWN = re.compile(r"answers-[0-9]{4,5}")
 """Stem of a file that an engine writes."""
@@ -303,25 +306,23 @@ class Folder:
 
     def epochs(self, most: int) -> set[int]:
         """Those of this run that hold answers here, so many of the newest of each file."""
-        found = set[int]()
-        for source in self.sources:
-            with contextlib.suppress(*ERRORS):
-                found |= set(source.epochs(most)) if source.nearness == 2 else set()
-        return found
+        return set().union(*self._of_each(lambda source: source.epochs(most) if source.nearness == 2 else ()))
 
     def counts_of_others(self, oldest: int) -> Counts:
-        found = [Counts(0, 0, 0)]
-        for source in self.sources:
-            with contextlib.suppress(*ERRORS):
-                found += [source.counts(oldest)] if source.path != self.own.path else []
-        return Counts(*map(sum, zip(*found, strict=True)))
+        none, own = Counts(0, 0, 0), self.own.path
+        found = self._of_each(lambda source: source.counts(oldest) if source.path != own else none)
+        return Counts(*map(sum, zip(none, *found, strict=True)))
 
     def num_bytes(self) -> int:
         """Of all files that are read."""
-        found = 0
+        return sum(self._of_each(lambda source: size_of(source.path) if source.path is not None else 0))
+
+    def _of_each(self, ask: Callable[[Database], T]) -> list[T]:
+        """What all files answer that can be read."""
+        found = list[T]()
         for source in self.sources:
             with contextlib.suppress(*ERRORS):
-                found += size_of(source.path) if source.path is not None else 0
+                found.append(ask(source))
         return found
 
     # --- upkeep ------------------------------------------------------------------------------------------------------

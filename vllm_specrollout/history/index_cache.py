@@ -216,10 +216,9 @@ class IndexCache(Generic[IndexType]):
     def _key(self, problem_id: str) -> str:
         return GLOBAL if self._config.scope == "global" else problem_id
 
-    def _weight(self, epoch: int, reward: float | None, present: int | None = None) -> int:
-        age = (self._epoch if present is None else present) - epoch
+    def _weight(self, epoch: int, reward: float | None) -> int:
         # behind a jump what drafts is no older than the oldest otherwise is
-        return weight_of(self._config, min(age, self._config.epochs), reward)
+        return weight_of(self._config, min(self._epoch - epoch, self._config.epochs), reward)
 
     def _follow_epoch(self) -> None:
         """On a new epoch, weigh anew what is in use; what is not will be built anew when its problem comes back."""
@@ -335,7 +334,8 @@ class IndexCache(Generic[IndexType]):
             earlier = documents.get(name)
             if earlier is not None and earlier.epoch == answer.epoch:
                 continue
-            weight = self._weight(answer.epoch, answer.reward, built.epoch)
+            # once it is published it is weighed anew, if an epoch has begun meanwhile
+            weight = self._weight(answer.epoch, answer.reward)
             index.set_prompt(answer.prompt_tail)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[name] = Document(number, answer.epoch, answer.reward)

@@ -115,7 +115,6 @@ class HistoryStore:
         self._file_bytes = self._used_bytes = self._uncounted = 0
         # where making room has failed: the size at which it is tried again
         self._next_bytes = 0
-        self._try(self._look_at_epochs)
         self._try(self._count_all)
         if self._is_full:
             self._work_soon(settle=True)
@@ -370,7 +369,8 @@ class HistoryStore:
                 few, num_bytes = list[tuple[_Kept, Row]](), 0
                 for kept in itertools.islice(self._waiting, _MOST_AT_ONCE):
                     if num_bytes < self._most_bytes // 16 and kept.row is not None:
-                        few.append((kept, kept.row._replace(reward=kept.reward)))
+                        own = kept.row._replace(reward=kept.reward, epoch=min(kept.epoch, self._epoch))
+                        few.append((kept, own))
                         num_bytes += kept.num_bytes
                 due = [(kept, kept.reward) for kept in itertools.islice(self._due.values(), _MOST_AT_ONCE)]
                 epoch = self._epoch if self._epoch != self._epoch_written else None
@@ -403,6 +403,9 @@ class HistoryStore:
         self._used_bytes, self._file_bytes = self._folder.own.used_bytes(), self._folder.num_bytes()
 
     def _count_all(self) -> None:
+        held = self._folder.epochs(self._config.epochs + 2)
+        with self._lock:
+            self._held = frozenset(held) | {kept.epoch for kept in self._waiting}
         self._folder.own.bound_log(min(1 << 20, self._most_bytes // 16))
         self._others = self._folder.counts_of_others(self.oldest)
         self._uncounted = self._own.answers
@@ -419,9 +422,7 @@ class HistoryStore:
         """What a new epoch, or a limit that is reached, means for what is kept; may take as long as writing it does."""
         for step in (
             lambda: self._folder.own.sync(),
-            lambda: self._folder.own.bound_epochs(self._epoch),
             self._folder.refresh,
-            self._look_at_epochs,
             lambda: self._folder.own.drop_before(self.oldest),
             self._count_all,
             self._evict,
@@ -433,11 +434,6 @@ class HistoryStore:
             self._try(step)
         # where making room has failed it is tried again once there is a sixteenth more
         self._next_bytes = self._used_bytes + self._most_bytes // 16
-
-    def _look_at_epochs(self) -> None:
-        found = self._folder.epochs(self._config.epochs + 2)
-        with self._lock:
-            self._held = frozenset(found) | {kept.epoch for kept in self._waiting}
 
     def _evict(self) -> None:
         """Drop what there is no room for, and a sixteenth more, so that this is not done for every answer."""
