@@ -12,6 +12,7 @@ nobody else's epochs, and ages as ours begin.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -325,7 +326,7 @@ class Fetched:
     def __init__(self, folder: Path, vocabulary: Vocabulary, run: str) -> None:
         self._folder, self._vocabulary, self._run = folder, vocabulary, run
         self._epoch = self._epochs = 0
-        self._locks = list[Lock]()
+        self._open = contextlib.ExitStack()
         try:
             self.siblings, self.strangers = self._opened("siblings"), self._opened("strangers")
         except BaseException:
@@ -344,7 +345,8 @@ class Fetched:
             for _ in range(2):
                 try:
                     found = Database(path, True, self._vocabulary, self._run)
-                    self._locks.append(lock)
+                    self._open.callback(lock.release)
+                    self._open.callback(found.close)
                     return found
                 except (ForeignError, DamagedError, OtherFileError):
                     # it is a copy, and fetched again
@@ -397,12 +399,7 @@ class Fetched:
             file.give_back()
 
     def close(self) -> None:
-        for file in (getattr(self, "siblings", None), getattr(self, "strangers", None)):
-            if file is not None:
-                file.close()
-        for lock in self._locks:
-            lock.release()
-        self._locks = []
+        self._open.close()
 
 
 def _number(name: str, number: int) -> int:

@@ -175,9 +175,8 @@ def beginning(epoch: int | None) -> Conversation[int]:
     if epoch is not None:
         check_range("epoch", epoch, 0, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
-        kept = yield Call("spec_rollout_history")
-        stores = [report["store"] for report in _living(kept) if report]
-        present, lowest = (max((one[what] for one in stores), default=0) for what in ("epoch", "lowest"))
+        stores = [report["store"] for report in _living((yield Call("spec_rollout_history"))) if report]
+        present, lowest = map(max, zip((0, 0), *((one["epoch"], one["lowest"]) for one in stores), strict=True))
         check_epoch(present, epoch, lowest)
     answers = yield Call("spec_rollout_begin_epoch", (epoch,))
     # ranks that keep no history echo the number they were given
