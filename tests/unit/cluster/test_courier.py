@@ -394,6 +394,16 @@ def test_an_archive_without_room_takes_the_oldest_epochs_of_the_run_that_has_mos
     mirrors.close()
 
 
+def test_a_file_whose_epoch_has_jumped_keeps_its_last_epochs_with_answers(tmp_path: Path) -> None:
+    archive, name = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM), f"{7:016x}.answers-0000"
+    rows = tuple((1 + epoch, row_of(answer(f"{epoch}", epoch=epoch))) for epoch in range(4))
+    for epoch in (3, 1_000_000, 2_000_000):
+        archive.answer(Bring(1, name, RUN, epoch, rows if epoch == 3 else (), (), 2))
+    page = archive.answer(Want(1, "0" * 16, RUN, 2, {}, "", 0))
+    assert isinstance(page, Page) and [row.epoch for _, row in page.rows] == [2, 3]
+    archive.close()
+
+
 def test_a_question_costs_what_is_new_however_many_old_rows_there_are(tmp_path: Path) -> None:
     archive = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM)
     name, row = f"{7:016x}.answers-0000", row_of(answer("x"))
