@@ -29,13 +29,13 @@ from msgspec import Meta, Struct
 
 from vllm_specrollout.cluster.mail import Office
 from vllm_specrollout.cluster.messages import MOST_BYTES, MessageError
-from vllm_specrollout.cluster.mirrors import MIRROR, Kind, Mirrors
+from vllm_specrollout.cluster.mirrors import MIRROR, MOST_EPOCHS, Kind, Mirrors
 from vllm_specrollout.config import envs
 from vllm_specrollout.config.places import make_folder
 from vllm_specrollout.errors import SpecRolloutError
 from vllm_specrollout.history.database import ERRORS, Database, Reward, Row
+from vllm_specrollout.history.epochs import oldest_of
 from vllm_specrollout.history.folder import Lock
-from vllm_specrollout.history.vocabulary import Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -56,6 +56,7 @@ _Name = Annotated[str, Meta(pattern=rf"^{MIRROR.pattern}\Z")]
 _Node = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _Text = Annotated[str, Meta(max_length=4096)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Epochs = Annotated[int, Meta(ge=0, le=MOST_EPOCHS)]
 _Rows = Annotated[tuple[tuple[_Number, Row], ...], Meta(max_length=MOST_ROWS)]
 _Rewards = Annotated[tuple[tuple[_Name, Reward], ...], Meta(max_length=MOST_REWARDS)]
 _Own = Annotated[tuple[Reward, ...], Meta(max_length=MOST_REWARDS)]
@@ -70,7 +71,7 @@ class Bring(Struct, frozen=True, array_like=True, tag="bring"):
     epoch: _Number  # the file's last
     rows: _Rows
     rewards: _Own  # of rows that were brought before
-    epochs: _Number = 1 << 30  # before that one, of which rows still draft
+    epochs: _Epochs = MOST_EPOCHS  # before that one, of which rows still draft
     courier: _Text = ""  # drawn by each; empty: not known
 
 
@@ -88,7 +89,7 @@ class Want(Struct, frozen=True, array_like=True, tag="want"):
     turn: _Number
     node: _Node
     kind: Kind
-    epochs: _Number  # before a file's last, of which rows still draft
+    epochs: _Epochs  # before a file's last, of which rows still draft
     have: Annotated[dict[_Name, _Number], Meta(max_length=MOST_FILES)]  # what is not named there, it has nothing of
     life: str
     seen: _Number  # rewards of that life
@@ -133,10 +134,6 @@ def read(data: bytes) -> Note:
         raise MessageError(f"{len(data)} bytes are no message: {str(error)[:200]}") from None
 
 
-def kind_of(vocabulary: Vocabulary, run: str = "") -> Kind:
-    return Kind(vocabulary.model[:1024], vocabulary.size, vocabulary.digest[:1024], run)
-
-
 def portion(source: Database, behind: int, oldest: int = 0) -> tuple[tuple[tuple[int, Row], ...], int]:
     """Rows behind a number that fit a message together, oldest first; and the number up to which nothing is left."""
     numbers, end = source.behind(behind, oldest, MOST_ROWS)
@@ -173,7 +170,7 @@ class Archive:
     def __init__(self, folder: Path, address: str, most_bytes: int, key_file: str = "") -> None:
         make_folder(folder)
         self._lock = Lock(folder / "archive")
-        self.mirrors = self._mirrors = Mirrors(folder, most_bytes)
+        self.mirrors = Mirrors(folder, most_bytes)
         self.key_file = key_file or ("" if os.environ.get(envs.KEY) else str(folder / "key"))
         self._office = Office(address, read, self.key_file, is_brief=True)
         self._life = secrets.token_hex(8)
@@ -193,9 +190,12 @@ class Archive:
             self._office.wait(_POLL_S)
             for courier, note in self._office.receive():
                 self._office.send(courier, self.answer(note))
-            if time.monotonic() >= due:
-                due = time.monotonic() + _UPKEEP_S
-                self._tidy()
+            if time.monotonic() >= due or self._written >= MOST_ROWS:
+                due, self._written = time.monotonic() + _UPKEEP_S, 0
+                try:
+                    self.mirrors.trim()
+                except (SpecRolloutError, *ERRORS) as error:
+                    logger.warning("the archive's folder cannot be tidied: %s", error)
 
     def answer(self, note: Note) -> Note:
         try:
@@ -215,29 +215,18 @@ class Archive:
         """Of a folder and its copy one speaks: the other one's rows would go under the same numbers."""
         key = (note.name[:16] if isinstance(note, Bring) else note.node, note.kind.run)
         now = time.monotonic()
-        courier, heard = self._couriers.get(key, ("", now))
-        if note.courier and courier not in ("", note.courier) and now - heard < SILENCE_S:
-            return True
-        if note.courier:
+        courier, heard = self._couriers.get(key, (note.courier, now))
+        is_taken = courier != note.courier and now - heard < SILENCE_S
+        if not is_taken:
             self._couriers[key] = note.courier, now
-        return False
+        return is_taken
 
     def _kept(self, note: Bring) -> Has:
-        self._mirrors.put(note.name, note.kind, note.rows, note.rewards, note.epoch, note.epochs)
+        self.mirrors.put(note.name, note.kind, note.rows, note.rewards, note.epoch, note.epochs)
         self._rewards += [(note.name, reward) for reward in note.rewards]
         self._told += len(note.rewards)
         self._written += len(note.rows)
-        if self._written >= MOST_ROWS:
-            self._written = 0
-            self._tidy()
-        return Has(note.turn, self._mirrors.upto[note.name], self._life)
-
-    def _tidy(self) -> None:
-        """Whatever comes of it, nobody is refused for that."""
-        try:
-            self._mirrors.trim()
-        except (SpecRolloutError, *ERRORS) as error:
-            logger.warning("the archive's folder cannot be tidied: %s", error)
+        return Has(note.turn, self.mirrors.known[note.name].upto, self._life)
 
     def _given(self, note: Want) -> Page:
         # who was told by an earlier life begins with what this one knows
@@ -245,16 +234,17 @@ class Archive:
         missed = list(islice(self._rewards, max(len(self._rewards) - self._told + since, 0), None))[:MOST_REWARDS]
         own = [(name, reward) for name, reward in missed if not name.startswith(note.node)]
         page = Page(note.turn, self._life, since + len(missed), tuple(own))
-        new = [name for name, upto in self._mirrors.upto.items() if upto > note.have.get(name, 0)]
-        for name in sorted(new, key=lambda name: self._mirrors.known[name].kind.run != note.kind.run):
-            known = self._mirrors.known[name]
+        new = [(name, known) for name, known in self.mirrors.known.items() if known.upto > note.have.get(name, 0)]
+        for name, known in sorted(new, key=lambda one: one[1].kind.run != note.kind.run):
             if name.startswith(note.node) or not note.kind.vocabulary.fits(known.kind.vocabulary):
                 continue
             behind = note.have.get(name, 0)
             try:
-                rows, upto = portion(self._mirrors.opened(name), behind, known.epoch - note.epochs)
+                mirror = self.mirrors.opened(name)
+                oldest = oldest_of(known.epoch, note.epochs, mirror.epochs(note.epochs + 1))
+                rows, upto = portion(mirror, behind, oldest)
             except (SpecRolloutError, *ERRORS) as error:
-                self._mirrors.leave_out(name, error)
+                self.mirrors.leave_out(name, error)
                 continue
             if rows or upto > behind:
                 about = {"name": name, "kind": known.kind, "epoch": known.epoch}
@@ -263,5 +253,5 @@ class Archive:
 
     def close(self) -> None:
         self._office.close()
-        self._mirrors.close()
+        self.mirrors.close()
         self._lock.release()

@@ -12,7 +12,9 @@ nobody else's epochs, and ages as ours begin.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import logging
 import socket
 import threading
@@ -30,12 +32,12 @@ from vllm_specrollout.cluster.archive import (
     Page,
     Refused,
     Want,
-    kind_of,
     portion,
     read,
 )
 from vllm_specrollout.cluster.mail import Box
 from vllm_specrollout.cluster.messages import MOST_BYTES, encode
+from vllm_specrollout.cluster.mirrors import kind_of
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.database import (
     ERRORS,
@@ -101,7 +103,7 @@ class Courier:
         self._lock: Lock | None = None
         self._fetched: Fetched | None = None
         self._sources: dict[str, _Source] = {}
-        self._turn = 0
+        self._turns = itertools.count(1)
         # the archive's process, and how many of its rewards have come
         self._life, self._seen = "", 0
         # since when another courier has this folder's name
@@ -209,7 +211,7 @@ class Courier:
         """Returns: up to which number the archive has the file's rows."""
         file = source.file
         name, kind = f"{self._node}.{stem}-{file.part}", kind_of(file.vocabulary, file.run or self._run_name)
-        note = Bring(self._next(), name, kind, file.latest_epoch(), rows, rewards, self._epochs, self._id)
+        note = Bring(next(self._turns), name, kind, file.latest_epoch(), rows, rewards, self._epochs, self._id)
         found = self._ask(note)
         if not isinstance(found, Has):
             raise AwayError("it answers something else")
@@ -229,7 +231,9 @@ class Courier:
             own.follow(epoch, self._epochs)
             for _ in range(_PAGES):
                 have = dict(list(own.have.items())[-MOST_FILES:])
-                note = Want(self._next(), self._node, self._kind, self._epochs, have, self._life, self._seen, self._id)
+                note = Want(
+                    next(self._turns), self._node, self._kind, self._epochs, have, self._life, self._seen, self._id
+                )
                 page = self._ask(note)
                 if not isinstance(page, Page):
                     raise AwayError("it answers something else")
@@ -250,10 +254,6 @@ class Courier:
         return is_done
 
     # --- both --------------------------------------------------------------------------------------------------------
-
-    def _next(self) -> int:
-        self._turn += 1
-        return self._turn
 
     def _ask(self, note: Bring | Want) -> Note:
         """What the archive answers to this."""
@@ -326,7 +326,7 @@ class Fetched:
     def __init__(self, folder: Path, vocabulary: Vocabulary, run: str) -> None:
         self._folder, self._vocabulary, self._run = folder, vocabulary, run
         self._epoch = self._epochs = 0
-        self._locks = list[Lock]()
+        self._open = contextlib.ExitStack()
         try:
             self.siblings, self.strangers = self._opened("siblings"), self._opened("strangers")
         except BaseException:
@@ -345,7 +345,8 @@ class Fetched:
             for _ in range(2):
                 try:
                     found = Database(path, True, self._vocabulary, self._run)
-                    self._locks.append(lock)
+                    self._open.callback(lock.release)
+                    self._open.callback(found.close)
                     return found
                 except (ForeignError, DamagedError, OtherFileError):
                     # it is a copy, and fetched again
@@ -398,12 +399,7 @@ class Fetched:
             file.give_back()
 
     def close(self) -> None:
-        for file in (getattr(self, "siblings", None), getattr(self, "strangers", None)):
-            if file is not None:
-                file.close()
-        for lock in self._locks:
-            lock.release()
-        self._locks = []
+        self._open.close()
 
 
 def _number(name: str, number: int) -> int:

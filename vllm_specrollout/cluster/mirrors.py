@@ -11,7 +11,7 @@ import re
 import resource
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import DatabaseError
@@ -31,9 +31,9 @@ from vllm_specrollout.history.database import (
     Row,
     remove,
 )
-from vllm_specrollout.history.epochs import MAX_EPOCH
+from vllm_specrollout.history.epochs import MAX_EPOCH, oldest_of
 from vllm_specrollout.history.folder import Lock
-from vllm_specrollout.history.vocabulary import Vocabulary
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
 
@@ -42,6 +42,8 @@ MIRROR = re.compile(r"[0-9a-f]{16}\.answers-[0-9]{4,5}(?:-[0-9a-f]{8})?")
 NODE_S, RUN_S = 86400.0, 7 * 86400.0
 """A mirror goes when nobody has spoken of it for so long, and its run went on; and all of a run, if it did not."""
 _MOST_OPEN = 256
+MOST_EPOCHS = 1024
+"""Before a file's last one, whose answers draft, at most."""
 
 
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -61,11 +63,17 @@ class Kind(Struct, frozen=True, array_like=True):
         return Vocabulary(self.model, self.size, self.digest)
 
 
+def kind_of(vocabulary: Vocabulary, run: str = "") -> Kind:
+    return Kind(vocabulary.model[:1024], vocabulary.size, vocabulary.digest[:1024], run)
+
+
 @dataclass(slots=True)
 class Known:
     """What is known of a mirror while it is closed."""
 
     kind: Kind
+    # the newest number that it has had
+    upto: int
     # the newest that it was told of, and the earliest of its answers
     epoch: int
     first: int
@@ -92,8 +100,6 @@ class Mirrors:
         self._most_open = max(4, min(_MOST_OPEN, limit // 8)) if limit != resource.RLIM_INFINITY else _MOST_OPEN
         self._open: OrderedDict[str, tuple[Database, Lock]] = OrderedDict()
         self.known: dict[str, Known] = {}
-        self.upto: dict[str, int] = {}
-        """Of each mirror: the newest number that it has had."""
         self.left_out: dict[str, str] = {}
         """What cannot be used, and why."""
         make_folder(folder)
@@ -103,10 +109,6 @@ class Mirrors:
                     self._know(path.stem, Database(path))
                 except (HistoryError, *ERRORS) as error:
                     self.leave_out(path.stem, error)
-
-    def __iter__(self) -> Iterator[tuple[str, Database]]:
-        for name in list(self.known):
-            yield name, self.opened(name)
 
     def leave_out(self, name: str, error: Exception) -> None:
         """It costs itself alone, and is read whole when it is opened again; said once."""
@@ -124,7 +126,7 @@ class Mirrors:
         rows: Sequence[tuple[int, Row]],
         rewards: Sequence[Reward],
         epoch: int,
-        epochs: int = 1 << 30,
+        epochs: int = MOST_EPOCHS,
     ) -> None:
         """
         Args:
@@ -143,22 +145,22 @@ class Mirrors:
         if rows or rewards or newest > known.epoch:
             try:
                 mirror.put(rows, rewards, newest)
-                if newest > known.epoch and newest - epochs > known.first:
-                    mirror.drop_before(newest - epochs)
+                if newest > known.epoch:
+                    mirror.drop_before(oldest_of(newest, epochs, mirror.epochs(epochs + 1)))
                     mirror.give_back()
-                    known.first = _first(mirror)
+                    known.first = mirror.earliest_epoch()
             except DatabaseError as error:
                 # one of which nothing is wrong but the disk is an OperationalError
                 if type(error) is DatabaseError:
                     self.leave_out(name, error)
                 raise
         known.epoch, known.num_bytes, known.heard = newest, mirror.used_bytes(), self._clock()
-        self.upto[name] = max([self.upto[name], *(number for number, _ in rows)])
+        known.upto = max([known.upto, *(number for number, _ in rows)])
 
     def opened(self, name: str, kind: Kind | None = None) -> Database:
         """
         Args:
-            kind: of one that may have to be made.
+            kind: of one that is not known, and has to be made.
 
         Raises:
             HistoryError, sqlite3.Error, OSError: it cannot be used.
@@ -169,18 +171,17 @@ class Mirrors:
         while len(self._open) >= self._most_open:
             self._close(next(iter(self._open)))
         path, known = self._folder / (name + SUFFIX), self.known.get(name)
-        kind = kind if known is None else known.kind
+        kind = known.kind if known is not None else kind or kind_of(ANY_VOCABULARY)
         lock = Lock(path)
         try:
-            is_checked = known is not None and known.is_checked
             try:
-                found = self._database(path, kind, is_checked)
+                found = Database(path, True, kind.vocabulary, kind.run, known is not None and known.is_checked)
             except (DamagedError, OtherFileError) as error:
                 logger.warning("a mirror is begun anew, and its node brings it again: %s", error)
                 remove(path)
-                self.upto.pop(name, None)
-                found = self._database(path, kind, False)
-            if name not in self.upto:
+                self.known.pop(name, None)
+                found = Database(path, True, kind.vocabulary, kind.run)
+            if name not in self.known:
                 self._know(name, found)
             self.known[name].is_checked = True
         except BaseException:
@@ -190,17 +191,10 @@ class Mirrors:
         self._open[name] = found, lock
         return found
 
-    def _database(self, path: Path, kind: Kind | None, is_checked: bool) -> Database:
-        if kind is None:
-            return Database(path, True, is_checked=is_checked)
-        return Database(path, True, kind.vocabulary, kind.run, is_checked)
-
     def _know(self, name: str, mirror: Database) -> None:
-        of = mirror.vocabulary
-        kind = Kind(of.model, of.size, of.digest, mirror.run)
-        first, size = _first(mirror), mirror.used_bytes()
-        self.known[name] = Known(kind, mirror.latest_epoch(), first, size, self._clock())
-        self.upto[name] = mirror.newest()
+        epochs = mirror.latest_epoch(), mirror.earliest_epoch()
+        kind = kind_of(mirror.vocabulary, mirror.run)
+        self.known[name] = Known(kind, mirror.newest(), *epochs, mirror.used_bytes(), self._clock())
 
     def _close(self, name: str) -> None:
         if name in self._open:
@@ -216,7 +210,7 @@ class Mirrors:
         sizes = Counter[str]()
         for known in self.known.values():
             sizes[known.kind.run] += known.num_bytes
-        filled = {name for name, known in self.known.items() if self.upto[name]}
+        filled = {name for name, known in self.known.items() if known.upto}
         while sizes.total() > self._most_bytes and filled:
             # one run takes no other's room
             largest = max({self.known[name].kind.run for name in filled}, key=lambda run: sizes[run])
@@ -225,7 +219,7 @@ class Mirrors:
             mirror, known = self.opened(name), self.known[name]
             mirror.drop_oldest(1 + mirror.counts(0).answers // 16)
             sizes[largest] -= known.num_bytes - mirror.used_bytes()
-            known.first, known.num_bytes = _first(mirror), mirror.used_bytes()
+            known.first, known.num_bytes = mirror.earliest_epoch(), mirror.used_bytes()
             if not mirror.newest():
                 filled.discard(name)
             mirror.give_back()
@@ -239,7 +233,7 @@ class Mirrors:
             if now - known.heard > (NODE_S if goes_on else RUN_S):
                 self._close(name)
                 remove(self._folder / (name + SUFFIX))
-                del self.known[name], self.upto[name]
+                del self.known[name]
 
     def runs(self) -> dict[str, tuple[int, int]]:
         """Of each run: its files, and the newest epoch that one of them was told of."""
@@ -252,7 +246,3 @@ class Mirrors:
     def close(self) -> None:
         for name in list(self._open):
             self._close(name)
-
-
-def _first(mirror: Database) -> int:
-    return mirror.earliest_epoch() if mirror.newest() else MAX_EPOCH

@@ -176,7 +176,7 @@ class HistoryDrafter(BaseDrafter):
         index = self.cache.get(live.problem_id)
         if index is not None and index is live.index:
             index.sync(live.document, answer.token_ids)
-            self.cache.track(live.problem_id, answer.request_id, live.document, live.epoch, answer.reward)
+            self.cache.track(live.problem_id, answer.request_id, live.document, answer.epoch, answer.reward)
 
     def forget(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)

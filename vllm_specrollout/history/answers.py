@@ -63,6 +63,8 @@ class StoreStats:
     """What a store holds, and what went wrong."""
 
     epoch: int
+    lowest: int
+    """Epoch that may be named now."""
     answers: int
     problems: int
     tokens: int

@@ -149,8 +149,7 @@ class Database:
             self._read_about()
             if writes and vocabulary not in (ANY_VOCABULARY, self.vocabulary):
                 self._expect_fitting(vocabulary)
-            if writes and run != self.run and run:
-                self.expect_run(run)
+            self.expect_run(run if writes else "")
             if writes and not is_checked and (damage := self.integrity()) != "ok":
                 # what goes into it might not be found again
                 raise sqlite3.DatabaseError(damage)
@@ -208,8 +207,8 @@ class Database:
             )
 
     def expect_run(self, run: str) -> None:
-        """Raises: OtherRunError, it is of another run; one that says none is anybody's."""
-        if self.run not in ("", run):
+        """Raises: OtherRunError, it is of another run; one that says none is anybody's, and none is any."""
+        if run and self.run not in ("", run):
             raise OtherRunError(
                 f"`{self.path}` is of the run `{self.run}`, and this is the run `{run}`",
                 "name one `history.run` for both to share their epochs, or give each its own `history.dir`",
@@ -261,7 +260,8 @@ class Database:
         return self._one("SELECT max(id) FROM answers") or 0
 
     def earliest_epoch(self) -> int:
-        return self._one("SELECT min(epoch) FROM answers") or 0
+        """Of its answers; without any, the highest that there is."""
+        return self._one(f"SELECT ifnull(min(epoch), {MAX_EPOCH}) FROM answers")
 
     def rewards(self, stamp: int, most: int) -> list[tuple[int, Reward]]:
         """(stamp, reward) of those that came behind a stamp to answers that were at rest, oldest first."""
@@ -289,6 +289,17 @@ class Database:
         """Of its answers, and the last that was begun; what no index could hold is passed over."""
         newest = self._one(f"SELECT max(epoch) FROM answers WHERE epoch BETWEEN 0 AND {MAX_EPOCH}")
         return max(newest or 0, self.begun_epoch())
+
+    def epochs(self, most: int) -> list[int]:
+        """Those that hold answers, so many of the newest."""
+        newest = "SELECT max(epoch) AS epoch FROM answers WHERE epoch BETWEEN 0 AND"
+        # each from the one before: what is between two of them is not read
+        found = self._all(
+            f"WITH RECURSIVE found(epoch) AS ({newest} {MAX_EPOCH} UNION ALL SELECT ({newest} found.epoch - 1)"
+            " FROM found WHERE epoch IS NOT NULL) SELECT epoch FROM found WHERE epoch IS NOT NULL LIMIT ?",
+            (most,),
+        )
+        return [epoch for (epoch,) in found]
 
     def counts(self, oldest: int) -> AnswerCounts:
         """Of the answers since an epoch."""
@@ -338,7 +349,7 @@ class Database:
 
         Args:
             rewards: of answers that are there.
-            epoch: the one that has begun.
+            epoch: the one that has begun; answers of later ones are of this one from now on.
         """
         first = max(self._last + 1, time.time_ns() // 1000)
         numbers = list(range(first, first + len(rows)))
@@ -361,6 +372,8 @@ class Database:
             self._connection.executemany("UPDATE answers SET reward=?, stamp=? WHERE id=? AND request=?", stamped)
             if epoch is not None:
                 self._connection.execute("UPDATE about SET epoch=?", (epoch,))
+                # a call that went far ahead was taken back
+                self._connection.execute("UPDATE answers SET epoch=? WHERE epoch>?", (epoch, epoch))
             self._connection.executemany("INSERT OR REPLACE INTO fetched VALUES(?, ?)", (fetched or {}).items())
         self._last = max([self._last, *(number for number, _ in rows)])
         self._stamp += len(rewards)

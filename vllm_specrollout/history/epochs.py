@@ -16,6 +16,7 @@ Wrong guesses cost speed only, never tokens. A boundary too many makes siblings 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_specrollout.errors import ConfigError, shown
@@ -32,20 +33,36 @@ class EpochError(ConfigError):
     """The epoch named is not one that can begin now."""
 
 
-def check_epoch(present: int, asked: int | None) -> int:
+def oldest_of(present: int, epochs: int, held: Iterable[int]) -> int:
+    """The oldest epoch that drafts: so many before the present one, and of those that hold answers as many. One without
+    answers ages nothing, however far ahead a call has named it."""
+    before = sorted({epoch for epoch in held if epoch < present}, reverse=True)
+    return min([present - epochs, *before[:epochs]])
+
+
+def lowest_of(present: int, held: Iterable[int]) -> int:
+    """The lowest epoch that may be named: one behind all that hold answers but the present one, so that a call which
+    went far ahead is taken back. Where only the present one does, none below it."""
+    held = set(held)
+    return 1 + max((epoch for epoch in held if epoch < present), default=present - 1 if present in held else -1)
+
+
+def check_epoch(present: int, asked: int | None, lowest: int | None = None) -> int:
     """The epoch that begins; the present one again where that is named, so that a call may be repeated.
 
     Args:
         asked: None: the one after `present`.
+        lowest: that may be named (`lowest_of`); None: `present`.
 
     Raises:
-        EpochError: it lies before the present one, or too far behind it.
+        EpochError: it lies before the lowest one, or too far behind the present one.
     """
     epoch = present + 1 if asked is None else asked
-    if epoch < present:
+    lowest = present if lowest is None else lowest
+    if epoch < lowest:
         raise EpochError(
             f"`epoch` is {shown(epoch)}, below the present epoch {present}",
-            f"name {present} or a later epoch, or none to begin epoch {present + 1}",
+            f"name {lowest} or a later epoch, or none to begin epoch {present + 1}",
         )
     highest = min(present + MAX_JUMP, MAX_EPOCH)
     if epoch > highest:

@@ -16,7 +16,9 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_specrollout.config.places import FILE_MODE, make_folder, opener
 from vllm_specrollout.history.database import (
@@ -34,6 +36,7 @@ from vllm_specrollout.history.database import (
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
 
 logger = logging.getLogger("vllm.specrollout")
+T = TypeVar("T")
 
 OWN = re.compile(r"answers-[0-9]{4,5}")
 """Stem of a file that an engine writes."""
@@ -233,6 +236,7 @@ class Folder:
         if self._path is None:
             return
         paths = self._listed = files(self._path)
+        latest = 0
         # what is gone need not be remembered
         self._unusable = {path: why for path, why in self._unusable.items() if path in paths}
         for path, reader in list(self._readers.items()):
@@ -246,13 +250,14 @@ class Folder:
                     self._readers[path] = self._opened(path)
                     self._unusable.pop(path, None)
                 if not FETCHED.fullmatch(path.stem):
-                    self.latest_epoch = max(self.latest_epoch, self._readers[path].latest_epoch())
+                    latest = max(latest, self._readers[path].latest_epoch())
             except FileNotFoundError:
                 # another process makes it now, or has removed it: it is looked for again
                 self._listed, self._seen = [one for one in self._listed if one != path], 0
             except (HistoryError, *ERRORS) as error:
                 self._readers.pop(path, None)
                 self._pass_over(path, error)
+        self.latest_epoch = latest
         self._name_unusable()
 
     @property
@@ -271,6 +276,7 @@ class Folder:
         try:
             self._expect_ours(found)
         except HistoryError:
+            # the error is kept, and would keep it open
             found.close()
             raise
         return found
@@ -298,19 +304,25 @@ class Folder:
             more = f" ({len(new) - 1} more: {', '.join(path.name for path in new[1:6])})" if new[1:] else ""
             logger.warning("answers of another engine are not used: %s%s", self._unusable[new[0]], more)
 
+    def epochs(self, most: int) -> set[int]:
+        """Those of this run that hold answers here, so many of the newest of each file."""
+        return set().union(*self._of_each(lambda source: source.epochs(most) if source.nearness == 2 else ()))
+
     def counts_of_others(self, oldest: int) -> AnswerCounts:
-        found = [AnswerCounts(0, 0, 0)]
-        for source in self.sources:
-            with contextlib.suppress(*ERRORS):
-                found += [source.counts(oldest)] if source.path != self.own.path else []
-        return AnswerCounts(*map(sum, zip(*found, strict=True)))
+        none, own = AnswerCounts(0, 0, 0), self.own.path
+        found = self._of_each(lambda source: source.counts(oldest) if source.path != own else none)
+        return AnswerCounts(*map(sum, zip(none, *found, strict=True)))
 
     def num_bytes(self) -> int:
         """Of all files that are read."""
-        found = 0
+        return sum(self._of_each(lambda source: size_of(source.path) if source.path is not None else 0))
+
+    def _of_each(self, ask: Callable[[Database], T]) -> list[T]:
+        """What all files answer that can be read."""
+        found = list[T]()
         for source in self.sources:
             with contextlib.suppress(*ERRORS):
-                found += size_of(source.path) if source.path is not None else 0
+                found.append(ask(source))
         return found
 
     # --- upkeep ------------------------------------------------------------------------------------------------------

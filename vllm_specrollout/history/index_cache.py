@@ -217,7 +217,8 @@ class IndexCache(Generic[IndexType]):
         return GLOBAL if self._config.scope == "global" else problem_id
 
     def _weight(self, epoch: int, reward: float | None) -> int:
-        return weight_of(self._config, self._epoch - epoch, reward)
+        # behind a jump what drafts is no older than the oldest otherwise is
+        return weight_of(self._config, min(self._epoch - epoch, self._config.epochs), reward)
 
     def _follow_epoch(self) -> None:
         """On a new epoch, weigh anew what is in use; what is not will be built anew when its problem comes back."""
@@ -234,7 +235,7 @@ class IndexCache(Generic[IndexType]):
             self._resize(entry, entry.index.nbytes)
 
     def _weigh(self, index: IndexType, documents: dict[str, Document]) -> None:
-        oldest = self._epoch - self._config.epochs
+        oldest = self._store.oldest
         for request_id, document in list(documents.items()):
             if document.epoch < oldest:
                 index.remove(document.number)
@@ -333,7 +334,8 @@ class IndexCache(Generic[IndexType]):
             earlier = documents.get(name)
             if earlier is not None and earlier.epoch == answer.epoch:
                 continue
-            weight = weight_of(self._config, built.epoch - answer.epoch, answer.reward)
+            # once it is published it is weighed anew, if an epoch has begun meanwhile
+            weight = self._weight(answer.epoch, answer.reward)
             index.set_prompt(answer.prompt_tail)
             number = index.add(answer.token_ids, weight, answer.epoch)
             documents[name] = Document(number, answer.epoch, answer.reward)

@@ -32,7 +32,7 @@ from vllm_specrollout.history.database import (
     as_bytes,
     row_of,
 )
-from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch
+from vllm_specrollout.history.epochs import MAX_EPOCH, EpochGuess, check_epoch, lowest_of, oldest_of
 from vllm_specrollout.history.folder import Folder
 from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Filter, Vocabulary
 from vllm_specrollout.observe.patience import PATIENCE_S, wait_for
@@ -107,6 +107,8 @@ class HistoryStore:
         where = Path(config.dir) if config.dir else None
         self._folder = Folder(where, vocabulary, config.foreign == "refuse", config.run)
         self._epoch = self._epoch_written = self._folder.latest_epoch
+        # epochs that hold answers of this run here: the newest, as last looked at, and those that came since
+        self._held = frozenset[int]()
         self._evicted = self._write_errors = self._unread = 0
         # what there is in the own file and in others', as last counted, and answers of the own that came since
         self._own = self._others = AnswerCounts(0, 0, 0)
@@ -120,6 +122,11 @@ class HistoryStore:
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    @property
+    def oldest(self) -> int:
+        """The oldest epoch whose answers draft."""
+        return oldest_of(self._epoch, self._config.epochs, self._held)
 
     def arrived(
         self, problem_id: str, request_id: str, weights_version: int | None = None, continues: bool = False
@@ -153,7 +160,10 @@ class HistoryStore:
         with self._lock:
             self._guess.ended(request_id)
             reward = self._early.pop(request_id, answer.reward)
-        answer = dataclasses.replace(answer, request_id=request_id, reward=reward)
+            # one that began in an epoch which was taken back is of the present one
+            epoch = min(answer.epoch, self._epoch)
+            self._held |= {epoch}
+        answer = dataclasses.replace(answer, request_id=request_id, epoch=epoch, reward=reward)
         try:
             kept = _Kept(answer.request_id, answer.epoch, reward, row_of(answer))
         except ValueError as error:
@@ -227,7 +237,7 @@ class HistoryStore:
         To name the present one begins nothing. Raises: as `check_epoch`.
         """
         with self._lock:
-            begun = check_epoch(self._epoch, epoch)
+            begun = check_epoch(self._epoch, epoch, lowest_of(self._epoch, self._held))
             self._is_guessing = False
             if begun != self._epoch:
                 self._guess.begin()
@@ -242,7 +252,7 @@ class HistoryStore:
         if self._folder.has_changed:
             self._work_soon(settle=True)
         problem = None if problem_id is None else as_bytes(problem_id)
-        oldest = self._epoch - self._config.epochs
+        oldest = self.oldest
         with self._lock:
             # before the files: what is written meanwhile is found twice rather than never
             waiting = [(kept, kept.row._replace(reward=kept.reward)) for kept in self._waiting if kept.row is not None]
@@ -288,6 +298,7 @@ class HistoryStore:
             held = self._waiting_bytes + (0 if is_on_disk else self._used_bytes) + _NAMED * len(self._requests)
             return StoreStats(
                 epoch=self._epoch,
+                lowest=lowest_of(self._epoch, self._held),
                 answers=self._own.answers + self._others.answers + len(waiting),
                 problems=self._own.problems + self._others.problems,
                 tokens=self._own.tokens + self._others.tokens + sum(row.num_tokens for row in waiting),
@@ -358,10 +369,11 @@ class HistoryStore:
                 few, num_bytes = list[tuple[_Kept, Row]](), 0
                 for kept in itertools.islice(self._waiting, _MOST_AT_ONCE):
                     if num_bytes < self._most_bytes // 16 and kept.row is not None:
-                        few.append((kept, kept.row._replace(reward=kept.reward)))
+                        own = kept.row._replace(reward=kept.reward, epoch=min(kept.epoch, self._epoch))
+                        few.append((kept, own))
                         num_bytes += kept.num_bytes
                 due = [(kept, kept.reward) for kept in itertools.islice(self._due.values(), _MOST_AT_ONCE)]
-                epoch = self._epoch if self._epoch > self._epoch_written else None
+                epoch = self._epoch if self._epoch != self._epoch_written else None
             if not few and not due and epoch is None:
                 return
             rewards = [
@@ -387,12 +399,15 @@ class HistoryStore:
     def _measure(self) -> None:
         """Problems are counted when an eighth more answers have come: it takes long where there are many."""
         if 8 * self._uncounted >= self._own.answers:
-            self._own, self._uncounted = self._folder.own.counts(self._epoch - self._config.epochs), 0
+            self._own, self._uncounted = self._folder.own.counts(self.oldest), 0
         self._used_bytes, self._file_bytes = self._folder.own.used_bytes(), self._folder.num_bytes()
 
     def _count_all(self) -> None:
+        held = self._folder.epochs(self._config.epochs + 2)
+        with self._lock:
+            self._held = frozenset(held) | {kept.epoch for kept in self._waiting}
         self._folder.own.bound_log(min(1 << 20, self._most_bytes // 16))
-        self._others = self._folder.counts_of_others(self._epoch - self._config.epochs)
+        self._others = self._folder.counts_of_others(self.oldest)
         self._uncounted = self._own.answers
         self._measure()
 
@@ -405,15 +420,14 @@ class HistoryStore:
 
     def _settle(self) -> None:
         """What a new epoch, or a limit that is reached, means for what is kept; may take as long as writing it does."""
-        oldest = self._epoch - self._config.epochs
         for step in (
             lambda: self._folder.own.sync(),
             self._folder.refresh,
-            lambda: self._folder.own.drop_before(oldest),
+            lambda: self._folder.own.drop_before(self.oldest),
             self._count_all,
             self._evict,
             lambda: self._folder.own.give_back(),
-            lambda: self._folder.remove_stale(oldest, 2 * self._most_bytes - self._used_bytes),
+            lambda: self._folder.remove_stale(self.oldest, 2 * self._most_bytes - self._used_bytes),
             self._count_all,
             self._forget_old,
         ):
@@ -437,7 +451,7 @@ class HistoryStore:
 
     def _forget_old(self) -> None:
         """Names of answers that are so old that no reward for them counts."""
-        rewardable = max(self._epoch - self._config.epochs, self._epoch - 1)
+        rewardable = oldest_of(self._epoch, min(1, self._config.epochs), self._held)
         with self._lock:
             gone = [kept for kept in self._requests.values() if kept.epoch < rewardable]
         self._forget_all(gone)

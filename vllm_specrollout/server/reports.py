@@ -69,7 +69,8 @@ def begin_epoch(llm: Any, epoch: int | None = None) -> int:
     """Tell an engine that the trainer begins its next epoch, or the one named; returns the epoch begun.
 
     Raises:
-        EpochError: `epoch` is below the present one, or more than `MAX_JUMP` behind it.
+        EpochError: `epoch` is below the present one, or more than `MAX_JUMP` behind it. One that went far
+            ahead of all answers is taken back.
         ConfigError: it is no epoch, or `llm` no such engine.
         UnsupportedError: the engine keeps no history.
     """
@@ -174,9 +175,9 @@ def beginning(epoch: int | None) -> Conversation[int]:
     if epoch is not None:
         check_range("epoch", epoch, 0, MAX_EPOCH)
         # asked first: of several engines, none shall begin what another would refuse
-        kept = yield Call("spec_rollout_history")
-        present = max((report["store"]["epoch"] for report in _living(kept) if report), default=0)
-        check_epoch(present, epoch)
+        stores = [report["store"] for report in _living((yield Call("spec_rollout_history"))) if report]
+        present, lowest = map(max, zip((0, 0), *((one["epoch"], one["lowest"]) for one in stores), strict=True))
+        check_epoch(present, epoch, lowest)
     answers = yield Call("spec_rollout_begin_epoch", (epoch,))
     # ranks that keep no history echo the number they were given
     begun = max(_living(answers))
@@ -294,7 +295,7 @@ def _sum(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total: dict[str, Any] = {}
     for report in reports:
         for name, value in report.items():
-            if name == "epoch":
+            if name in ("epoch", "lowest"):
                 total[name] = max(total.get(name, 0), value)
             elif isinstance(value, Mapping):
                 total[name] = _sum([total.get(name, {}), value])

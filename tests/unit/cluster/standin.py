@@ -130,7 +130,7 @@ class Replica:
         if method == "spec_rollout_profiles":
             return [self._profiles, []]
         if method == "spec_rollout_history":
-            return [{"store": {"epoch": self._own.at.epoch or 0}}, {}]
+            return [{"store": dict.fromkeys(("epoch", "lowest"), self._own.at.epoch or 0)}, {}]
         return [state.get(method)]
 
     def close(self) -> None:

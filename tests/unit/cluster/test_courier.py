@@ -19,10 +19,10 @@ import pytest
 pytest.importorskip("zmq")
 
 from vllm_specrollout.cluster import courier as module
-from vllm_specrollout.cluster.archive import Archive, Bring, Has, Page, Refused, Want, kind_of, portion, read
+from vllm_specrollout.cluster.archive import Archive, Bring, Has, Page, Refused, Want, portion, read
 from vllm_specrollout.cluster.courier import Courier
 from vllm_specrollout.cluster.messages import MessageError, encode
-from vllm_specrollout.cluster.mirrors import Mirrors
+from vllm_specrollout.cluster.mirrors import Mirrors, kind_of
 from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import ConfigError
@@ -61,6 +61,10 @@ def settled(read: Callable[[], T], wanted: T) -> T:
 def answer(request: str, problem: str = "p", epoch: int = 0, tokens: int = 3, reward: float | None = None) -> Answer:
     token_ids = np.arange(tokens, dtype=np.int32)
     return Answer(problem, request, epoch, 0, FinishReason.FINISHED, token_ids, token_ids[:2], reward)
+
+
+def all_of(mirrors: Mirrors) -> dict[str, Database]:
+    return {name: mirrors.opened(name) for name in list(mirrors.known)}
 
 
 class Node:
@@ -384,10 +388,20 @@ def test_an_archive_without_room_takes_the_oldest_epochs_of_the_run_that_has_mos
         if epoch < 3:
             mirrors.put(f"{1:016x}.answers-0000", kind_of(ANY_VOCABULARY, "small"), [(epoch + 1, row)], (), epoch)
         mirrors.trim()
-    kept = {name: [row.epoch for row in mirror.rows()] for name, mirror in mirrors}
+    kept = {name: [row.epoch for row in mirror.rows()] for name, mirror in all_of(mirrors).items()}
     assert kept[f"{1:016x}.answers-0000"] == [0, 1, 2]
     assert 3 < len(kept[f"{0:016x}.answers-0000"]) < 20 and kept[f"{0:016x}.answers-0000"][-1] == 19
     mirrors.close()
+
+
+def test_a_file_whose_epoch_has_jumped_keeps_its_last_epochs_with_answers(tmp_path: Path) -> None:
+    archive, name = Archive(tmp_path, f"ipc://{tmp_path}/s", ROOM), f"{7:016x}.answers-0000"
+    rows = tuple((1 + epoch, row_of(answer(f"{epoch}", epoch=epoch))) for epoch in range(4))
+    for epoch in (3, 1_000_000, 2_000_000):
+        archive.answer(Bring(1, name, RUN, epoch, rows if epoch == 3 else (), (), 2))
+    page = archive.answer(Want(1, "0" * 16, RUN, 2, {}, "", 0))
+    assert isinstance(page, Page) and [row.epoch for _, row in page.rows] == [2, 3]
+    archive.close()
 
 
 def test_a_question_costs_what_is_new_however_many_old_rows_there_are(tmp_path: Path) -> None:
@@ -396,12 +410,13 @@ def test_a_question_costs_what_is_new_however_many_old_rows_there_are(tmp_path: 
     for first in range(1, 9000, 256):
         rows = tuple((number, row) for number in range(first, first + 256))
         archive.answer(Bring(1, name, KIND, 9, rows, ()))
-    archive.mirrors.known[name].epoch = 9
-    have, asked = {name: 0}, 0
+    # two epochs since that hold answers
+    archive.answer(Bring(1, name, KIND, 9, tuple((n, row._replace(epoch=6 + n)) for n in (1, 2)), ()))
+    have, asked = {name: 2}, 0
     while (page := archive.answer(Want(1, "0" * 16, KIND, 2, have, "", 0))).name:  # type: ignore[union-attr]
         assert isinstance(page, Page) and not page.rows and page.upto > have[name]
         have, asked = {name: page.upto}, asked + 1
-    assert asked <= 3 and have[name] == archive.mirrors.upto[name], "it is not asked for again"
+    assert asked <= 3 and have[name] == archive.mirrors.known[name].upto, "it is not asked for again"
     archive.close()
 
 
@@ -432,7 +447,10 @@ def test_little_waits_in_an_engine_for_an_archive_that_is_away(
     monkeypatch.setattr(module, "_PATIENCE_S", 5.0)
     one = Served(tmp_path / "archive", address)
     until(
-        lambda: {row.request for _, mirror in one.archive.mirrors for row in mirror.rows()} == {b"x", b"0", b"1", b"2"}
+        lambda: (
+            {row.request for mirror in all_of(one.archive.mirrors).values() for row in mirror.rows()}
+            == {b"x", b"0", b"1", b"2"}
+        )
     )
     one.close()
 
@@ -490,7 +508,7 @@ def test_an_archive_that_lost_its_folder_is_given_all_again(
     first.store.append(answer("x"))
     for folder in ("one", "other"):
         one = Served(tmp_path / folder, address)
-        kept = lambda one=one: [row.request for _, mirror in one.archive._mirrors for row in mirror.rows()]  # noqa: E731
+        kept = lambda one=one: [row.request for mirror in all_of(one.archive.mirrors).values() for row in mirror.rows()]  # noqa: E731
         assert settled(kept, [b"x"]) == [b"x"]
         one.close()
 
@@ -566,12 +584,13 @@ def test_the_archive_keeps_within_its_room_and_the_oldest_epochs_go(tmp_path: Pa
         row = row_of(Answer("p", f"{epoch}", epoch, 0, FinishReason.FINISHED, tokens, tokens[:2]))
         mirrors.put(f"{epoch % 2:016x}.answers-0000", KIND, [(epoch + 1, row)], (), epoch)
         mirrors.trim()
-        assert sum(one.used_bytes() for _, one in mirrors) <= 1 << 18
-    left = sorted(row.epoch for _, one in mirrors for row in one.rows())
+        assert sum(one.used_bytes() for one in all_of(mirrors).values()) <= 1 << 18
+    left = sorted(row.epoch for one in all_of(mirrors).values() for row in one.rows())
     assert left and left == list(range(6 - len(left), 6)) and len(left) < 6
-    assert mirrors.upto == {f"{0:016x}.answers-0000": 5, f"{1:016x}.answers-0000": 6}, (
-        "what went is not asked for again"
-    )
+    assert {name: known.upto for name, known in mirrors.known.items()} == {
+        f"{0:016x}.answers-0000": 5,
+        f"{1:016x}.answers-0000": 6,
+    }, "what went is not asked for again"
     mirrors.close()
 
 
@@ -631,7 +650,7 @@ def test_a_number_that_no_database_holds_is_refused_and_the_archive_goes_on(tmp_
     found = archive.answer(Bring(0, name, KIND, 1, ((5, row._replace(version=number)),), ()))
     assert isinstance(found, Refused) and "OverflowError" in found.reason
     assert archive.answer(Bring(1, name, KIND, 1, ((5, row),), ())).turn == 1
-    assert [one.request for _, mirror in archive._mirrors for one in mirror.rows()] == [b"x"]
+    assert [one.request for mirror in all_of(archive.mirrors).values() for one in mirror.rows()] == [b"x"]
     archive.close()
 
 

@@ -161,7 +161,7 @@ def test_files_that_former_engines_left_are_removed_once_nothing_in_them_may_dra
     filled(tmp_path / "merged.history", make_answer("m"))
     kept = HistoryStore(config)
     assert len(files(tmp_path)) == 5
-    kept.begin_epoch(1)
+    kept.append(make_answer("b", epoch=kept.begin_epoch(1)))
     assert len(files(tmp_path)) == 5
     kept.begin_epoch(2)
     # its own, that of an engine that runs, and what a person named

@@ -106,6 +106,19 @@ def tokens_in(index):
     return [tokens for tokens, _, _ in index.documents.values()]
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_behind_a_jump_of_the_epoch_answers_weigh_as_the_oldest_that_draft(build, later, make_answer, is_running):
+    store, cache = build([make_answer("a")], decay=0.5)
+    cache.want("p")
+    later.run()
+    if not is_running:
+        cache.done("p")
+    store.begin_epoch(1_000_000)
+    cache.want("p")
+    later.run()
+    assert cache.get("p").weights() == [ONE // 4]
+
+
 def test_an_index_is_built_from_its_problems_answers_once_it_is_wanted(build, later, make_answer):
     mine = [make_answer("a"), make_answer("b")]
     _, cache = build([*mine, make_answer("c", problem_id="q")])

@@ -111,6 +111,36 @@ def test_epochs_are_guessed_until_the_trainer_names_one(config, make_answer):
     assert [play(problem, f"{n}") for n, problem in enumerate("pqpqpq", 10)] == [2] * 6
 
 
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_epoch_far_ahead_ages_nothing_and_the_trainers_next_one_takes_it_back(
+    on_disk, make_answer, between, restarts
+):
+    """So whoever may name an epoch empties no history by it, and ends no training."""
+    store = HistoryStore(on_disk)
+    for epoch in range(3):
+        store.append(make_answer(f"e{epoch}", epoch=store.begin_epoch(epoch)))
+    running = store.arrived("p", "running")
+    for far in (1_000_000, 2_000_000):
+        assert store.begin_epoch(far) == far and names(store) == ["e2"], "as in the epoch behind 2"
+    if between:
+        store.append(make_answer("far", epoch=2_000_000))
+    if restarts:
+        store.close()
+        store = HistoryStore(on_disk)
+        assert store.epoch == 2_000_000
+    with pytest.raises(EpochError, match="name 3 or a later epoch"):
+        store.begin_epoch(2)
+    assert store.begin_epoch(3) == 3
+    store.append(make_answer("late", epoch=2_000_000))
+    store.append(make_answer("running", epoch=running))
+    wanted = {"running": 2, "e2": 2, "late": 3} | ({"far": 3} if between else {})
+    assert {one.request_id: one.epoch for one in answers_in(store, "p")} == wanted
+    store.close()
+    again = HistoryStore(on_disk)
+    assert again.epoch == 3 and again.begin_epoch(4) == 4
+
+
 @pytest.mark.parametrize("epoch", [-1, 6, 1_000_008, 2**31 - 1, 2**31, pytest.param(10**5000, id="huge")])
 def test_an_epoch_that_lies_back_or_far_ahead_is_refused_and_changes_nothing(on_disk, make_answer, epoch):
     store = HistoryStore(on_disk)
@@ -257,16 +287,16 @@ def test_what_was_left_to_do_when_a_store_closed_is_not_done_to_a_file_that_may_
     tasks = []
     store = HistoryStore(on_disk, background=tasks.append)
     store.append(make_answer("a"))
-    store.begin_epoch(5)
+    store.append(make_answer("b", epoch=store.begin_epoch(5)))
     store.close()
     store.close()
     other = HistoryStore(on_disk)
-    other.append(make_answer("b", epoch=5))
+    other.append(make_answer("c", epoch=other.begin_epoch(6)))
     for task in tasks:
         task()
-    other.append(make_answer("c", epoch=5))
+    other.append(make_answer("d", epoch=6))
     other.close()
-    assert names(HistoryStore(on_disk)) == ["b", "c"] and store.stats().write_errors == 0
+    assert names(HistoryStore(on_disk)) == ["b", "c", "d"] and store.stats().write_errors == 0
 
 
 def test_an_answer_whose_tokens_are_damaged_costs_itself_alone(on_disk, make_answer):
@@ -333,9 +363,10 @@ def test_a_store_is_a_list_of_answers_with_a_window_whenever_it_writes_and_howev
     tmp_path_factory, seed, is_on_disk, is_late
 ):
     chance, tasks = random.Random(seed), []
-    config = HistoryConfig(dir=str(tmp_path_factory.mktemp("kept")) if is_on_disk else "", epochs=1)
+    epochs = chance.randrange(1, 4)
+    config = HistoryConfig(dir=str(tmp_path_factory.mktemp("kept")) if is_on_disk else "", epochs=epochs)
     background = {"background": tasks.append} if is_late else {}
-    store, naive, asked = HistoryStore(config, **background), NaiveStore(1), []
+    store, naive, asked = HistoryStore(config, **background), NaiveStore(epochs), []
     for number in range(chance.randrange(40)):
         act = chance.random()
         if act < 0.5:
@@ -346,7 +377,12 @@ def test_a_store_is_a_list_of_answers_with_a_window_whenever_it_writes_and_howev
                 one.append(answer)
             asked.append(name)
         elif act < 0.6:
-            assert store.begin_epoch() == naive.begin_epoch()
+            # the next one, one far ahead, or one that takes such a call back
+            given = chance.choice([None, naive.epoch + chance.randrange(10**3), naive.lowest(), naive.epoch])
+            if given == naive.lowest() and given > 0:
+                with pytest.raises(EpochError):
+                    store.begin_epoch(given - 1)
+            assert store.begin_epoch(given) == naive.begin_epoch(given)
             while tasks:
                 tasks.pop(0)()
         elif act < 0.65 and is_on_disk:

@@ -38,6 +38,7 @@ def _store(folder: Path, vocabulary: Vocabulary) -> HistoryStore:
 def _filled(folder: Path, vocabulary: Vocabulary, *answers: Answer) -> None:
     store = _store(folder, vocabulary)
     for answer in answers:
+        store.begin_epoch(answer.epoch)
         store.append(answer)
     store.close()
 

@@ -73,7 +73,7 @@ class FakeEngine:
     def spec_rollout_history(self) -> dict[str, Any]:
         if self.given_up:
             return {"cause": self.given_up, "hint": "start the engine anew"}
-        store = {"epoch": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}
+        store = {"epoch": self.epoch, "lowest": self.epoch, "answers": len(self.rewards), "memory_bytes": 1024}
         return {"store": store, "hits": 1, "lookups": 4, "hit_rate": 0.25}
 
 

@@ -91,7 +91,12 @@ def test_an_epoch_that_falls_is_a_conflict_and_changes_nothing(client, engine):
 
 
 def test_the_history_is_listed_and_summed(client):
-    kept = {"store": {"epoch": 0, "answers": 0, "memory_bytes": 1024}, "hits": 1, "lookups": 4, "hit_rate": 0.25}
+    kept = {
+        "store": {"epoch": 0, "lowest": 0, "answers": 0, "memory_bytes": 1024},
+        "hits": 1,
+        "lookups": 4,
+        "hit_rate": 0.25,
+    }
     assert client.get("/spec_rollout/history").json() == {"total": kept, "engines": [kept]}
 
 

@@ -47,7 +47,7 @@ class Engine:
         return [self.epochs[engine], epoch or 0]
 
     def spec_rollout_history(self, engine):
-        store = {"epoch": self.epochs[engine], "answers": 10, "rewards": {"late": 1}}
+        store = {"epoch": self.epochs[engine], "lowest": self.epochs[engine], "answers": 10, "rewards": {"late": 1}}
         library = {"build_seconds": 0.5, "dir": "somewhere"}
         return [{"store": store, "library": library, "hits": 3 * engine, "lookups": 4 * engine, "hit_rate": 0.75}, {}]
 
@@ -168,7 +168,7 @@ def test_the_history_of_several_engines_is_listed_and_summed():
     found = asyncio.run(vllm_specrollout.aread_history(engine))
     assert [kept["store"]["epoch"] for kept in found["engines"]] == [1, 3, 2]
     assert found["total"] == {
-        "store": {"epoch": 3, "answers": 30, "rewards": {"late": 3}},
+        "store": {"epoch": 3, "lowest": 3, "answers": 30, "rewards": {"late": 3}},
         "library": {"build_seconds": 1.5},
         "hits": 9,
         "lookups": 12,
