@@ -1,4 +1,4 @@
-"""A server of two data-parallel ranks drafts, its answers are those without drafts, and both ranks are counted."""
+"""A server of two data-parallel ranks drafts, and its answers are those without drafts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,5 @@ def test_two_ranks_draft_and_answer_as_without_drafts(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(8) as pool:
             drafted, plain = ([*pool.map(complete, range(16), [is_on] * 16)] for is_on in (True, False))
-        with urllib.request.urlopen(f"{address}/metrics", timeout=60) as page:
-            counted = page.read().decode()
-    for rank in "01":  # each front end counts for both of them, and answers for all front ends
-        assert f'vllm:spec_rollout_verified_nodes_total{{engine="{rank}",' in counted
     assert [answer for answer, _ in drafted] == [answer for answer, _ in plain]
     assert sum(accepted for _, accepted in drafted) > 0 == sum(accepted for _, accepted in plain)
