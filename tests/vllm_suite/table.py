@@ -28,4 +28,6 @@ FILES = (
         left_out={"test_seed": "wants answers of more entropy than the hub's models give: fails with stock too"},
     ),
     File("tests/v1/e2e/general/test_min_tokens.py", passed=13, drafted=8),
+    # some of its sessions are cut off by the clock
+    File("tests/v1/e2e/general/test_streaming_input.py", passed=14, drafted=4, is_unskipped=True),
 )
