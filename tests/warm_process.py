@@ -88,10 +88,18 @@ def _become(request: dict[str, Any], files: list[int], imported: dict[str, str])
     # the standard library's start methods: a fresh process would import everything again
     contexts: Any = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     contexts["spawn"] = contexts["fork"]
+    os.register_at_fork(after_in_child=_count_beside_others)
     level = environment.get("VLLM_LOGGING_LEVEL", "INFO")
     logging.getLogger("vllm").setLevel(level)
     for handler in logging.getLogger("vllm").handlers:
         handler.setLevel(level)
+
+
+def _count_beside_others() -> None:
+    """Prometheus' client decides when it is imported whether processes count together: it was, before they began."""
+    values: Any = sys.modules.get("prometheus_client.values")
+    if values is not None:
+        values.ValueClass = values.get_value_class()
 
 
 def _run(program: list[str]) -> int:

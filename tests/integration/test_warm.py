@@ -42,3 +42,24 @@ def test_a_file_is_run_as_the_main_module_beside_its_neighbours(tmp_path):
 )
 def test_a_process_ends_with_its_own_status(code, status):
     assert warm.run(["-c", code], os.environ).returncode == status
+
+
+COUNT = """
+import multiprocessing, os, sys
+from prometheus_client import CollectorRegistry, Counter, generate_latest, multiprocess
+
+def ends():
+    Counter("ended", "", registry=CollectorRegistry()).inc()
+
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]
+process = multiprocessing.get_context("spawn").Process(target=ends)
+process.start()
+process.join()
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_what_its_processes_count_together_is_found_as_of_a_server_with_several_front_ends(tmp_path):
+    assert "ended_total 1.0" in warm.run(["-c", COUNT, str(tmp_path)], os.environ).stdout

@@ -57,6 +57,8 @@ def arm(file: File, is_ours: bool, folder: Path) -> Arm:
         # no plugin has this name
         "VLLM_PLUGINS": "spec_rollout" if is_ours else "none",
     }
+    if file.is_unskipped:
+        environment["VLLM_SUITE_UNSKIPPED"] = "1"
     if is_ours:
         given = {"VLLM_SPEC_ROLLOUT": '{"budget": "fixed"}', "SPECROLLOUT_STRICT": "1"}
         environment |= {**given, "VLLM_SUITE_COUNTS": str(folder)}

@@ -16,6 +16,8 @@ class File:
     drafted: int
     # test -> why it does not run
     left_out: Mapping[str, str] = field(default_factory=dict)
+    # of a file that skips itself on CPU, whose engines do there what it asks for
+    is_unskipped: bool = False
 
 
 FILES = (
@@ -25,4 +27,7 @@ FILES = (
         drafted=15,
         left_out={"test_seed": "wants answers of more entropy than the hub's models give: fails with stock too"},
     ),
+    File("tests/v1/e2e/general/test_min_tokens.py", passed=13, drafted=8),
+    # some of its sessions are cut off by the clock
+    File("tests/v1/e2e/general/test_streaming_input.py", passed=14, drafted=4, is_unskipped=True),
 )

@@ -140,7 +140,7 @@ def _of_position(stock: Mapping[int, Logprob], ours: Mapping[int, Logprob], wher
         a, b = stock[token], ours[token]
         if not _are_near(a.logprob, b.logprob):
             yield f"{where}[{token}]: {a.logprob}, not {b.logprob}"
-        elif a.rank != b.rank:
+        elif a.rank != b.rank and a.logprob > -np.inf:  # all that are ruled out are level, and vLLM lists any of them
             # how many others may have changed places with it
             level = sum(_are_near(one.logprob, a.logprob) for one in stock.values()) - 1
             by = abs((a.rank or 0) - (b.rank or 0))

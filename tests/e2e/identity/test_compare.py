@@ -78,5 +78,6 @@ def test_ranks_of_level_tokens_may_be_exchanged_and_no_others() -> None:
     (further,) = _of_ranks([(-0.5, 1), (-2.0, 2)], [(-0.5, 1), (-2.0, 4)])
     (by_one,) = _of_ranks([(-0.5, 1), (-2.0, 2)], [(-0.5, 1), (-2.0, 3)])
     assert by_one.endswith(UNLISTED) and not further.endswith(UNLISTED)
-    assert not _of_ranks([(-0.5, 1), (-math.inf, 400)], [(-0.5, 1), (-math.inf, 400)])
+    for rank in (400, 5):
+        assert not _of_ranks([(-0.5, 1), (-math.inf, 400)], [(-0.5, 1), (-math.inf, rank)])
     assert _of_ranks([(-0.5, 1)], [(-0.6, 1)])
