@@ -63,7 +63,8 @@ class RandomServing(EngineScenario):
     def measure(self, session: Session) -> Found:
         model, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
         report = session.display.steps(len(ARMS) * (self.rounds + 3))
-        flags = [*("--dtype", self.dtype, "--max-model-len", "1024", "--max-num-seqs", str(self.batch))]
+        flags = ["--dtype", self.dtype, "--max-model-len", "1024", "--max-num-seqs", str(self.batch)]
+        flags += ["--gpu-memory-utilization", "0.2"]  # several at once: each looks for so much free memory at its start
         with ExitStack() as running:
             running.enter_context(patch.dict("os.environ", {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib)}))
             servers: dict[str, Server] = {}
