@@ -34,7 +34,8 @@ def test_one_rank_is_called_a_chain():
 
 def test_off_path_measures_the_plugin_without_drafts():
     plan = Decode(is_off_path=True)
-    assert [arm.engine for arm in plan.arms()] == ["installed", "idle"]
+    assert [arm.engine for arm in plan.arms()] == ["installed", "idle", "paused"]
+    assert parse(plan.spec_rollout("paused", Path("oracle.json"))).budget == "off"
     assert plan.spec_rollout("installed", Path("oracle.json")) is None
     idle = parse(plan.spec_rollout("idle", Path("oracle.json")))
     assert (idle.drafters, idle.ngram.min_match) == (("ngram",), 64)
