@@ -112,7 +112,7 @@ class Speculator(Contained):
         elif self.backoff.steps_left(step, num_requests):
             reason = "drafts do not pay"
         elif self._budget_does(lambda budget: int(budget.steps_off(num_requests))):
-            reason = "off"
+            reason = self.budget.why_off
         elif self.probation.out and self.probation.steps_left(self.budget, step):
             reason = RESTS
         else:

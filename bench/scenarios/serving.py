@@ -12,7 +12,6 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,35 +57,27 @@ class RandomServing(EngineScenario):
     requests: int = flag(256, "Requests of a round.", within=(8, 1 << 14))
     prompt: int = flag(48, "Tokens of a prompt.", within=(1, 512))
     tokens: int = flag(120, "Tokens of an answer.", within=(2, 512))
-    rounds: int = flag(3, "Timed rounds; the medians are reported.", within=(1, 100))
+    rounds: int = flag(3, "Rounds, of one server each way; the medians are reported.", within=(1, 100))
 
     def measure(self, session: Session) -> Found:
         model, title = find_model(None, self.size, self.dtype, self.cache, session.display, is_policy=True)
-        report = session.display.steps(len(ARMS) * (self.rounds + 3))
+        report = session.display.steps(len(ARMS) * self.rounds)
         flags = ["--dtype", self.dtype, "--max-model-len", "1024", "--max-num-seqs", str(self.batch)]
-        flags += ["--gpu-memory-utilization", "0.2"]  # several at once: each looks for so much free memory at its start
-        with ExitStack() as running:
-            running.enter_context(patch.dict("os.environ", {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib)}))
-            servers: dict[str, Server] = {}
-            for name, ours in ARMS.items():
-                report(f"starting {name}", 1)
-                if name != AGAIN:
-                    started = serve(model, flags, ours, is_verbose=self.verbose)
-                    servers[name] = running.enter_context(started)
-            answers = {}
-            for name, server in servers.items():
-                report(f"seeded answers of {name}", 1)
-                answers[name] = self._answers(server)
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
-            for number in range(-1, self.rounds):
+        answers: dict[str, list[list[int]]] = {}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
+        with patch.dict("os.environ", {"VLLM_CPU_KVCACHE_SPACE": str(self.kv_gib)}):
+            for number in range(self.rounds):
                 # each round begins with another one, so that none is always behind the same
                 turn = list(ARMS)[number % len(ARMS) :] + list(ARMS)[: number % len(ARMS)]
                 for name in turn:
-                    report(f"{'warm-up' if number < 0 else f'round {number + 1}'}: {name}", 1)
-                    own = self._round(servers.get(name, servers[STOCK]), model, number, session.scratch)
-                    if number >= 0:
-                        found[name].append(own)
-        rows = [self._row(name, own, found[STOCK], answers.get(name) != answers[STOCK]) for name, own in found.items()]
+                    report(f"round {number + 1}: {name}", 1)
+                    # one at a time: a server that waits is taken for cold, and is slow when its turn comes
+                    with serve(model, flags, ARMS[name], is_verbose=self.verbose) as server:
+                        seeded = self._answers(server)
+                        found[name].append(self._round(server, model, number, session.scratch))
+                    if answers.setdefault(name, seeded) != seeded:
+                        raise EngineFailed(f"{name} gave other tokens for the same seeds", "report it")
+        rows = [self._row(name, own, found[STOCK], answers[name] != answers[STOCK]) for name, own in found.items()]
         return Found(model=title, rows=rows)
 
     def _answers(self, server: Server) -> list[list[int]]:
@@ -124,7 +115,7 @@ class RandomServing(EngineScenario):
         return {"tokens_per_s": said["output_throughput"], "token_us": 1e3 * said["mean_tpot_ms"]}
 
     def _row(self, name: str, own: list[dict[str, float]], stock: list[dict[str, float]], differs: bool) -> ServingRow:
-        identical = name == AGAIN or not differs
+        identical = not differs
         ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(own, stock, strict=True)]
         added = [a["token_us"] - b["token_us"] for a, b in zip(own, stock, strict=True)]
         return ServingRow(

@@ -36,6 +36,8 @@ class Budget(Protocol):
 
     backs_off: bool
     """Whether asking may be left for a while where nothing is proposed; what does not pay is said by each plan."""
+    why_off: str
+    """Why steps go without drafts where `steps_off` says so."""
 
     def steps_off(self, num_requests: int) -> int:
         """How many of the coming steps go without drafts whichever requests are in them; 0: look at the next one's.
@@ -91,6 +93,7 @@ class BaseBudget:
     """What most budgets answer alike: they ask in every step, as the published systems do."""
 
     backs_off = False
+    why_off = "off"
 
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         """Args:

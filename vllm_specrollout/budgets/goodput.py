@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vllm_specrollout import _core
 from vllm_specrollout.budgets.base import BaseBudget, bounded
 from vllm_specrollout.budgets.step_cost import StepCost
-from vllm_specrollout.trees.batch import Merged, Prices, merge_select
+from vllm_specrollout.trees.batch import Prices, merge_select
 from vllm_specrollout.types import (
     SOURCES,
     TENTHS,
@@ -34,9 +34,13 @@ from vllm_specrollout.types import (
     empty_trees,
 )
 
-FIRST_PLAIN, RARER = 8, 8
-"""Steps with drafts after which one goes without, to measure what drafts are compared with; then so many times as many,
-each time. The first one comes soon, since the step at the very start may have been disturbed."""
+COLD, SPELL = 3, 6
+"""A spell: so many steps in a row leave drafters alone, to measure what drafts are compared with. Its first ones do not
+count. They are up to a half dearer than plain decoding's own, since caches and threads have just worked for drafts."""
+LEAST, SHARE, CREDIT = 8, 0.01, 2.0
+"""Steps with drafts between two spells, at least. Spells may lose that share of the steps with drafts, and a few steps
+more: where drafts seem to gain little, there is little to lose, and a wrong measure costs most."""
+TO_KNOW = "plain, to know its cost"
 _ANY = 1 << 30
 _LEAST = 1e-9
 PRIOR = 20.0
@@ -99,6 +103,7 @@ class GoodputBudget(BaseBudget):
     """Most tokens per millisecond, by what steps cost and by what was accepted."""
 
     backs_off = True
+    why_off = TO_KNOW
 
     def __init__(self, max_nodes: int, max_depth: int) -> None:
         """Args:
@@ -107,76 +112,70 @@ class GoodputBudget(BaseBudget):
         super().__init__(max_nodes, max_depth)
         self.cost = StepCost()
         self.acceptance = Acceptance()
-        # steps with drafts since the last one without, and after how many the next one goes without: the first does
-        self._drafted, self._plain_after = 0, 0
+        self._has_begun = False
+        # steps with drafts since the last spell, those left of one, those without drafts in a row; those they may lose
+        self._drafted, self._spell, self._plain, self._credit = 0, 0, 0, CREDIT
+
+    def steps_off(self, num_requests: int) -> int:
+        return self._spell
 
     def limits(self, batch: RequestBatch) -> DraftLimits:
-        token_ms = self.cost.plain_ms(batch.size) / batch.size if self.cost.is_known else 0.0
-        return bounded(batch, self.max_nodes, self.max_depth, token_ms=token_ms)
+        step_ms = self.cost.plain_ms(batch.size) if self.cost.is_known else 0.0
+        return bounded(batch, self.max_nodes, self.max_depth, token_ms=step_ms / batch.size)
 
     def choose(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
     ) -> StepPlan:
-        plain_ms = self.cost.plain_ms(batch.size)
         if not any(proposal.num_nodes for proposal in proposals):
-            return self._without("nothing proposed", batch, plain_ms, pays=False)
-        if self._drafted >= self._plain_after:
-            self._drafted, self._plain_after = 0, max(RARER * self._plain_after, FIRST_PLAIN)
-            return self._without("plain, to know its cost", batch, plain_ms, pays=True)
-        self._drafted += 1
+            return self._without("nothing proposed", batch, pays=False)
+        if not self._has_begun:
+            self._has_begun = True
+            return self._without(TO_KNOW, batch, pays=True)
         # before the first step is measured, its milliseconds and the drafters' cannot be compared
-        asking = draft_ms if self.cost.is_known else 0.0
-        # drafters have been asked already: where nothing pays, the best set is verified all the same, to learn from it
-        merged = self._best(proposals, limits, batch, plain_ms, asking)
-        pays = merged.gain > 1.0
-        reason = "goodput" if pays else "drafts do not pay"
-        return StepPlan(
-            merged.trees, reason, pays=pays, reach=merged.reach, expected_ms=merged.ms + asking, plain_ms=plain_ms
-        )
+        plan = self._best(proposals, limits, batch, draft_ms if self.cost.is_known else 0.0)
+        gain = (1.0 + plan.expected_tokens / batch.size) * plan.plain_ms / max(plan.expected_ms, _LEAST)
+        self._drafted, self._credit, loses = self._drafted + 1, self._credit + SHARE, SPELL * max(gain - 1.0, 0.0)
+        if self._drafted >= LEAST and loses <= self._credit:
+            self._drafted, self._spell, self._credit = 0, SPELL, self._credit - loses
+        return plan
 
     def preview(
         self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, draft_ms: float
     ) -> StepPlan | None:
         if not self.cost.is_known:
             return None
-        plain_ms = self.cost.plain_ms(batch.size)
         if any(proposal.num_nodes for proposal in proposals):
-            # where it does not pay it is verified all the same, as in `choose`
-            merged = self._best(proposals, limits, batch, plain_ms, draft_ms)
-            ms = merged.ms + draft_ms
-            return StepPlan(merged.trees, "goodput", reach=merged.reach, expected_ms=ms, plain_ms=plain_ms)
-        trees = empty_trees(batch.request_ids)
-        return StepPlan(trees, "plain", pays=False, expected_ms=plain_ms + draft_ms, plain_ms=plain_ms)
+            return self._best(proposals, limits, batch, draft_ms)
+        return self._without("plain", batch, pays=False, asking_ms=draft_ms)
 
     def _best(
-        self,
-        proposals: Sequence[TreeBatch],
-        limits: DraftLimits,
-        batch: RequestBatch,
-        plain_ms: float,
-        asking_ms: float,
-    ) -> Merged:
-        """The nodes with most tokens per millisecond; at least some, even where none pay."""
-        num_nodes = sum(proposal.num_nodes for proposal in proposals)
+        self, proposals: Sequence[TreeBatch], limits: DraftLimits, batch: RequestBatch, asking_ms: float
+    ) -> StepPlan:
+        """The nodes with most tokens per millisecond. Where nothing pays, they are verified all the same, to learn from
+        them: drafters have been asked already."""
+        plain_ms, num_nodes = self.cost.plain_ms(batch.size), sum(proposal.num_nodes for proposal in proposals)
         prices = Prices(plain_ms, self.cost.added_ms(batch.size, num_nodes), self.cost.branch_ms, asking_ms)
-        calibration = self.acceptance.calibration()
-        return merge_select(proposals, limits, calibration=calibration, prices=prices, least_nodes=_ANY)
+        merged = merge_select(
+            proposals, limits, calibration=self.acceptance.calibration(), prices=prices, least_nodes=_ANY
+        )
+        pays, ms = merged.gain > 1.0, merged.ms + asking_ms
+        why = "goodput" if pays else "drafts do not pay"
+        return StepPlan(merged.trees, why, pays=pays, reach=merged.reach, expected_ms=ms, plain_ms=plain_ms)
 
     def observe(self, record: StepRecord) -> None:
         self.acceptance.observe(record)
-        if record.timing is not None:
+        self._plain = 0 if record.trees.num_nodes else self._plain + 1
+        self._spell = max(self._spell - (self._plain > 0), 0)
+        if record.timing is not None and (not 0 < self._plain <= COLD or not self.cost.is_known):
             self.cost.observe(record.timing)
-            if record.timing.is_decode_only and not record.timing.nodes:
-                self._drafted = 0
 
     def renewed(self, first_source: int, num_sources: int) -> None:
         self.acceptance.forget(first_source, num_sources)
 
     def seed(self, timings: Sequence[StepTiming]) -> None:
         self.cost.seed(timings)
-        if any(timing.is_decode_only and not timing.nodes for timing in timings):
-            self._plain_after = FIRST_PLAIN
+        self._has_begun |= any(timing.is_decode_only and not timing.nodes for timing in timings)
 
-    def _without(self, reason: str, batch: RequestBatch, plain_ms: float, *, pays: bool) -> StepPlan:
-        trees = empty_trees(batch.request_ids)
-        return StepPlan(trees, reason, pays=pays, expected_ms=plain_ms, plain_ms=plain_ms)
+    def _without(self, reason: str, batch: RequestBatch, *, pays: bool, asking_ms: float = 0.0) -> StepPlan:
+        plain_ms, trees = self.cost.plain_ms(batch.size), empty_trees(batch.request_ids)
+        return StepPlan(trees, reason, pays=pays, expected_ms=plain_ms + asking_ms, plain_ms=plain_ms)

@@ -186,8 +186,7 @@ class RandomDrafter(BaseDrafter):
 
     def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
         bounds = zip(limits.max_nodes.tolist(), limits.max_depth.tolist(), limits.is_chain.tolist(), strict=True)
-        trees = [self._one(*bound) for bound in bounds]
-        return batch_of(batch.request_ids, trees)
+        return batch_of(batch.request_ids, [self._one(*bound) for bound in bounds])
 
     def _one(self, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
         width = 1 if is_chain else self._sweep.now.width
@@ -239,7 +238,7 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
     cost, knee = StepCost(), FastGrpoBudget(1, 1)
     cost.seed(shuffled(timings))
     knee.seed(shuffled(timings))
-    fitted = [_fitted(cost, timing) for timing in timings]
+    fitted = [cost.predict(timing.batch, timing.nodes, timing.branches) for timing in timings]
     by_rows = []
     for rows in sorted({timing.rows for timing in timings if not timing.branches}):
         at = [i for i, timing in enumerate(timings) if timing.rows == rows and not timing.branches]
@@ -252,7 +251,6 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
             }
         )
     errors = [abs(ms - timing.step_ms) / timing.step_ms for ms, timing in zip(fitted, timings, strict=True)]
-    found = knee.knee
     return {
         "by_rows": by_rows,
         "line": {
@@ -261,13 +259,9 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
             "branch": cost.branch_ms,
         },
         "error": float(np.median(errors)),
-        "c_peak": None if found is None else found.rows,
-        "is_corner": found is not None and found.is_corner,
+        "c_peak": None if knee.knee is None else knee.knee.rows,
+        "is_corner": knee.knee is not None and knee.knee.is_corner,
     }
-
-
-def _fitted(cost: StepCost, timing: StepTiming) -> float:
-    return cost.predict(timing.batch, timing.nodes, timing.branches)
 
 
 def undisturbed(timings: Sequence[StepTiming], share: float = 3.0) -> list[StepTiming]:
@@ -275,7 +269,5 @@ def undisturbed(timings: Sequence[StepTiming], share: float = 3.0) -> list[StepT
     kinds: dict[tuple[int, int, int], list[float]] = {}
     for timing in timings:
         kinds.setdefault((timing.batch, timing.rows, timing.branches), []).append(timing.step_ms)
-    medians = {kind: float(np.median(times)) for kind, times in kinds.items()}
-    return [
-        timing for timing in timings if timing.step_ms <= share * medians[timing.batch, timing.rows, timing.branches]
-    ]
+    most = {kind: share * float(np.median(times)) for kind, times in kinds.items()}
+    return [timing for timing in timings if timing.step_ms <= most[timing.batch, timing.rows, timing.branches]]

@@ -5,10 +5,10 @@ from bench.replay.synthetic import Plan, make_trace
 from tests.unit.budgets.builders import batch, chains, record, step
 from tests.unit.replay import gate
 from vllm_specrollout.budgets.fixed import FixedBudget, OffBudget
-from vllm_specrollout.budgets.goodput import FIRST_PLAIN, RARER, Acceptance, GoodputBudget
+from vllm_specrollout.budgets.goodput import COLD, CREDIT, LEAST, SHARE, SPELL, Acceptance, GoodputBudget
 from vllm_specrollout.budgets.step_cost import CostLine
 from vllm_specrollout.replay.simulate import Result, replay
-from vllm_specrollout.types import StepPlan, StepTiming
+from vllm_specrollout.types import StepPlan, StepRecord, StepTiming, empty_trees
 
 LINE = CostLine(fixed=10.0, request=0.1, node=0.1)
 
@@ -27,6 +27,11 @@ def experienced(max_nodes: int = 8) -> GoodputBudget:
 def choose(budget: GoodputBudget, probability: float, length: int = 8, draft_ms: float = 0.1) -> StepPlan:
     requests = batch(8)
     return budget.choose([chains(8, length, probability)], budget.limits(requests), requests, draft_ms)
+
+
+def plainly(ms: float) -> StepRecord:
+    """A step without drafts that took so long."""
+    return record(empty_trees([f"r{i}" for i in range(8)]), [0] * 8, step(8, 0, ms))
 
 
 def run(plan: Plan, budget: GoodputBudget | FixedBudget | OffBudget | None = None) -> Result:
@@ -72,11 +77,33 @@ def test_with_nothing_proposed_there_is_nothing_to_choose() -> None:
     assert plan.reason == "nothing proposed" and not plan.pays and plan.trees.num_nodes == 0
 
 
-def test_a_step_without_drafts_is_measured_again_soon_and_then_ever_more_rarely() -> None:
+def test_plain_decoding_is_measured_again_in_a_spell_once_that_may_lose_so_much() -> None:
     budget = experienced()
-    second = FIRST_PLAIN + 1 + RARER * FIRST_PLAIN
-    reasons = [choose(budget, 0.9).reason for _ in range(second + 100)]
-    assert [i for i, reason in enumerate(reasons) if reason != "goodput"] == [FIRST_PLAIN, second]
+    gains, begun = [], []
+    for number in range(600):
+        plan = choose(budget, 0.5)
+        gains.append((8 + plan.expected_tokens) / plan.expected_ms / (8 / plan.plain_ms))
+        if budget.steps_off(8):
+            begun.append(number)
+            for left in range(SPELL, 0, -1):
+                assert budget.steps_off(8) == left
+                budget.observe(plainly(10.8))
+            assert budget.steps_off(8) == 0
+    assert gains[0] > 1.0 + CREDIT / SPELL, "or the first spell would come at once"
+    first = (SPELL * (gains[0] - 1.0) - CREDIT) / SHARE
+    assert begun[0] == pytest.approx(first, abs=2) and begun[1] > begun[0] + LEAST
+
+
+def test_the_first_plain_steps_behind_drafts_do_not_count() -> None:
+    budget = experienced()
+    before = budget.cost.plain_ms(8)
+    budget.observe(record(chains(8, 8, 0.9), [7] * 8, timing(8, 64)))
+    for _ in range(COLD):
+        budget.observe(plainly(2.0 * before))
+    assert budget.cost.plain_ms(8) == pytest.approx(before, rel=0.01)
+    for _ in range(40):
+        budget.observe(plainly(1.1 * before))
+    assert budget.cost.plain_ms(8) == pytest.approx(1.1 * before, rel=0.03)
 
 
 def test_a_drafter_that_claims_too_much_is_written_off_and_comes_back() -> None:
