@@ -56,6 +56,8 @@ NEVER_DRAFTED = frozenset({BUDGET})
 """Parameters whose requests have no drafts: there, others of the batch must have had some."""
 FEW = 2
 """So many requests of a feature may happen to have no drafts: another seed than the usual one draws rare features."""
+SEVERAL = 4
+"""Tokens of an answer that may have no draft: on the V2 runner one comes two steps behind the first token."""
 MOST_STEPS = 50_000
 MOST_LEVEL = 0.01
 """Share of requests with a rank that rounding may have changed."""
@@ -380,7 +382,7 @@ def undrafted(requests: Sequence[Mixed], wanted: Sequence[Any], drafts: Drafts) 
     met: Counter[str] = Counter()
     had: set[str] = set()
     for case, answer in zip(requests, wanted, strict=True):
-        if isinstance(answer, RequestOutput) and any(len(one.token_ids) > 2 for one in answer.outputs):
+        if isinstance(answer, RequestOutput) and any(len(one.token_ids) > SEVERAL for one in answer.outputs):
             # what comes beside a feature that is never drafted for says nothing of its own drafts
             met.update(case.features & NEVER_DRAFTED or case.features)
             if drafts.accepted[case.problem_id]:
