@@ -23,7 +23,7 @@ from ..runner.report import Found, Table
 from ..runner.results import SERVING
 from ..runner.rows import quartiles
 from ..runner.scenario import EngineScenario, Session, command, flag
-from ..soak.server import NAME, VLLM, Server, serve
+from ..runner.server import NAME, VLLM, Server, serve
 
 STOCK, AGAIN = "stock", "stock again"
 ARMS: dict[str, dict[str, Any] | None] = {STOCK: None, AGAIN: None, "ours": {}, "ours, off": {"budget": "off"}}

@@ -12,10 +12,10 @@ from typing import Any
 
 from ..runner.engines import STOCK, Engines
 from ..runner.rows import Run, partings
+from ..runner.server import Holding
 from ..runner.ties import asked
 from .drive import Outcome, Sample
 from .load import Answer
-from .server import Holding
 
 LEAST_SAMPLES = 8
 """Of a shorter series nothing is judged."""

@@ -17,9 +17,9 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..policy.reward import reward
+from ..runner.server import Holding, Server, disk_bytes, holdings
 from .faults import Fault, inflict
 from .load import PATIENCE_S, Answer, Arrival, Lost, arrivals, ask
-from .server import Holding, Server, disk_bytes, holdings
 
 MOST_TOLD = 20
 """Failures that are told word by word; further ones are counted."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from .server import DRAFTER, WORKER, family
+from ..runner.server import DRAFTER, WORKER, family
 
 FULL, AWAY, STALL, KILL = "disk full", "folder away", "worker stalled", "drafter killed"
 """No write goes through; the history's folder is a file; the worker stands still; a drafter's process ends."""

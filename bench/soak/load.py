@@ -18,7 +18,7 @@ import aiohttp
 from ..policy.reward import problems
 from ..policy.tasks import FAMILIES, Problem, make_problem
 from ..policy.tokenizer import prompt_text
-from .server import NAME
+from ..runner.server import NAME
 
 PLAIN, CHOICES, GRAMMAR = "plain", "choices", "grammar"
 MOST_CHOICES = 4

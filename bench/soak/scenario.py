@@ -14,13 +14,13 @@ from ..runner.models import check_length, find_model
 from ..runner.report import Found, Table
 from ..runner.results import SOAK
 from ..runner.scenario import EngineScenario, Session, command, flag
+from ..runner.server import serve
 from ..runner.ties import JUDGE
 from . import checks
 from .checks import Check, Verdict, compare
 from .drive import MOST_TOLD, Outcome, Soak
 from .faults import AWAY, FULL, KILL, STALL, Fault, plan
 from .load import Mix
-from .server import serve
 
 OURS = "ours"
 

@@ -68,7 +68,7 @@ def test_oracle_drafts_take_fewer_steps_as_chains_and_as_trees(measured):
 @pytest.mark.nightly
 def test_off_path_nothing_is_drafted_in_both_states_of_the_plugin(measured):
     body, _ = measured(bench_engine, "--batch", 2, "--tokens", 12, "--off-path")
-    assert [row["name"] for row in body["rows"]] == ["installed, off", "on, no drafts"]
+    assert [row["name"] for row in body["rows"]] == ["installed, off", "on, no drafts", "on, paused"]
     for row in body["rows"]:
         assert row["steps"] == row["stock_steps"] == 12
         assert (row["ideal"], row["nodes_per_step"]) == (1.0, 0.0)

@@ -81,6 +81,12 @@ def test_the_ends_of_an_answer_are_those_that_vllms_scheduler_looks_for() -> Non
     assert ends(min_tokens=5) == [4]
 
 
+def test_what_ends_a_grammar_is_an_end_though_the_answer_goes_on_behind_it() -> None:
+    told = {"spec_rollout_arrival": {"problem_id": "", "continues": False, "ends": [4]}}
+    params = SamplingParams(ignore_eos=True, stop_token_ids=[9], extra_args=told)
+    assert ends_of(params).tolist() == [4, 9]
+
+
 def test_the_next_part_of_a_session_has_its_own_limits_and_the_noise_goes_on() -> None:
     tapes: list[Any] = []
 

@@ -136,6 +136,8 @@ class Arrivals:
         self._has_connector = vllm_config.kv_transfer_config is not None
         self._problems = Problems()
         self._guard = Guard()
+        self.grammar_end: int | None = None
+        """The token that ends what a grammar describes, whether or not it ends the request; None: it is not known."""
 
     def add(self, request: Request, session: Request | None = None) -> Attribution:
         """Called once per request, before anything else is done with it.
@@ -158,6 +160,8 @@ class Arrivals:
         told = {"problem_id": found.problem_id, "continues": found.continues, "is_unseeded": is_unseeded}
         if getattr(request, "resumable", False):
             told["is_session"] = True
+        if params.structured_outputs is not None and self.grammar_end is not None:
+            told["ends"] = [self.grammar_end]
         own.extra_args = {**(params.extra_args or {}), _KEY: told}
         return found
 
@@ -196,6 +200,11 @@ def attribution_of(params: SamplingParams) -> Attribution | None:
 def is_unseeded(params: SamplingParams) -> bool:
     """Whether the request came without a seed, and was given one here."""
     return bool(_told(params).get("is_unseeded"))
+
+
+def ends_of_grammar(params: SamplingParams) -> list[int]:
+    """Tokens behind which the request's grammar takes no further one in the same step, as some backends fail at it."""
+    return list(_told(params).get("ends") or ())
 
 
 def is_session(params: SamplingParams) -> bool:

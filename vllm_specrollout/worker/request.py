@@ -19,7 +19,7 @@ from vllm_specrollout.history.problems import Attribution, prompt_hash
 from vllm_specrollout.scheduling.support import RequestTraits, request_shape
 from vllm_specrollout.trees.tape import SeedTape, VectorTape
 from vllm_specrollout.types import DraftMode, FinishedRequest, FinishReason, IntArray, RequestView
-from vllm_specrollout.worker.arriving import attribution_of, is_session
+from vllm_specrollout.worker.arriving import attribution_of, ends_of_grammar, is_session
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -55,7 +55,8 @@ def ends_of(params: SamplingParams) -> IntArray:
     `min_tokens` leaves none of them out: until then none is sampled.
     """
     eos = params.eos_token_id  # None: there is none, or it is ignored
-    return np.unique(np.asarray([*(params.stop_token_ids or ()), *([] if eos is None else [eos])], dtype=np.int32))
+    given = [*(params.stop_token_ids or ()), *([] if eos is None else [eos]), *ends_of_grammar(params)]
+    return np.unique(np.asarray(given, dtype=np.int32))
 
 
 class Desk:

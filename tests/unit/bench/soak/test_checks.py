@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.runner.server import Holding
 from bench.soak import checks
 from bench.soak.checks import LEAST_SAMPLES, Verdict, grown
 from bench.soak.drive import Outcome, Sample, parse_counts
-from bench.soak.server import Holding
 
 _COUNTS = {"drafted": 0.0, "accepted": 0.0, "failures": 0.0, "tokens": 0.0, "preemptions": 0.0}
 _IDLE = {**_COUNTS, "running": 0.0, "waiting": 0.0}

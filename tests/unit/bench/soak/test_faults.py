@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.runner.server import DRAFTER, disk_bytes, family, holdings
 from bench.soak.faults import AWAY, FULL, KILL, STALL, inflict, plan
-from bench.soak.server import DRAFTER, disk_bytes, family, holdings
 
 KINDS = (FULL, AWAY, STALL, KILL)
 # it writes a byte whenever it is sent a line, and says whether that went

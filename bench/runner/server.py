@@ -21,8 +21,8 @@ import psutil
 
 from vllm_specrollout.config import envs
 
-from ..runner import leash
-from ..runner.engine_process import EngineFailed
+from . import leash
+from .engine_process import EngineFailed
 
 NAME = "policy"
 """Under which the model is served."""
