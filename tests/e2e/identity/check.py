@@ -22,7 +22,7 @@ TOTAL = Report()
 ALIKE = Report()
 """Of all compared, what came from hosts and dtypes whose rows are alike: there ties are rare."""
 QUALITIES = (0.8, 0.95, 0.2)
-ENOUGH = 12
+ENOUGH = 16
 """Tokens from which on the answers to one kind of request are long enough for drafts to have been accepted."""
 
 
@@ -56,7 +56,9 @@ class Accepted(Listener):
         for case, answer in zip(requests, answers, strict=True):
             if not must_accept and "structured_outputs" in case.params:
                 continue
-            tokens[case.name] += sum(len(one.token_ids) - 1 for one in answer.outputs)
+            # neither the first token nor the one that ends an answer is ever drafted
+            lengths = [len(one.token_ids) - 1 - (one.finish_reason == "stop") for one in answer.outputs]
+            tokens[case.name] += sum(max(length, 0) for length in lengths)
             found[case.name] += counted[case.problem_id]
         return [name for name, count in tokens.items() if count >= ENOUGH and not found[name]]
 
