@@ -238,7 +238,7 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
     cost, knee = StepCost(), FastGrpoBudget(1, 1)
     cost.seed(shuffled(timings))
     knee.seed(shuffled(timings))
-    fitted = [cost.predict(timing.batch, timing.nodes, timing.branches) for timing in timings]
+    fitted, found = [cost.predict(one.batch, one.nodes, one.branches) for one in timings], knee.knee
     by_rows = []
     for rows in sorted({timing.rows for timing in timings if not timing.branches}):
         at = [i for i, timing in enumerate(timings) if timing.rows == rows and not timing.branches]
@@ -259,8 +259,8 @@ def summary(timings: Sequence[StepTiming]) -> dict[str, Any]:
             "branch": cost.branch_ms,
         },
         "error": float(np.median(errors)),
-        "c_peak": None if knee.knee is None else knee.knee.rows,
-        "is_corner": knee.knee is not None and knee.knee.is_corner,
+        "c_peak": None if found is None else found.rows,
+        "is_corner": found is not None and found.is_corner,
     }
 
 
