@@ -129,15 +129,17 @@ _GREEDY = 1e-5  # below this temperature vLLM samples greedily
 
 
 class Arrivals:
-    """One scheduler's."""
+    """One scheduler's.
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    `grammar_end` is the token that ends what a grammar describes, whether or not it ends the request; None: not known.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, grammar_end: int | None = None) -> None:
         self._seeds = RequestSeeds.of(vllm_config)
         self._has_connector = vllm_config.kv_transfer_config is not None
         self._problems = Problems()
         self._guard = Guard()
-        self.grammar_end: int | None = None
-        """The token that ends what a grammar describes, whether or not it ends the request; None: it is not known."""
+        self._grammar_end = grammar_end
 
     def add(self, request: Request, session: Request | None = None) -> Attribution:
         """Called once per request, before anything else is done with it.
@@ -160,8 +162,8 @@ class Arrivals:
         told = {"problem_id": found.problem_id, "continues": found.continues, "is_unseeded": is_unseeded}
         if getattr(request, "resumable", False):
             told["is_session"] = True
-        if params.structured_outputs is not None and self.grammar_end is not None:
-            told["ends"] = [self.grammar_end]
+        if params.structured_outputs is not None and self._grammar_end is not None:
+            told["ends"] = [self._grammar_end]
         own.extra_args = {**(params.extra_args or {}), _KEY: told}
         return found
 

@@ -130,10 +130,8 @@ class SchedulerMixin(_Base):
         self.places: int = getattr(self, features.installed().places_field)
         # The grammar bitmasks need a row per draft token.
         self.structured_output_manager.vllm_config = with_speculation(vllm_config, self.max_draft_tokens)
-        self._arrivals = Arrivals(vllm_config)
-        self._arrivals.grammar_end = getattr(
-            getattr(self.structured_output_manager, "tokenizer", None), "eos_token_id", None
-        )
+        tokenizer = getattr(self.structured_output_manager, "tokenizer", None)
+        self._arrivals = Arrivals(vllm_config, grammar_end=getattr(tokenizer, "eos_token_id", None))
         is_wanted = config.queue_order == "longest_first"
         self._queue = Queue() if is_wanted and self.policy is SchedulingPolicy.FCFS else None
         # False: lengths are remembered all the same
