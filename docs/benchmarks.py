@@ -76,8 +76,8 @@ _LIMITS = """## Limits
   parts outside the forward pass take stock 3.2 to 4.1 ms at batch 64 and ours 3.4 to 4.6 (no file is kept of
   it). How much of that is ours is not known.
 - **Answers of one length.** In Serving every answer has as many tokens as the next. Without drafts they end in one step
-  and the next prompts share one; drafts pull them apart, so more steps hold a prompt. With 3 M parameters that costs more
-  than drafts save ([ADR 16](adr/0016-goodput.md)); at the cost of 150 M it does not.
+  and the next prompts share one. Drafts pull them apart, so more steps hold a prompt. With 3 M parameters that costs
+  more than drafts save ([ADR 16](adr/0016-goodput.md)); at the cost of 150 M it does not.
 - **Choices made in hindsight.** A fixed draft length can beat `auto`: see where `auto / best fixed` is below 1.
 """
 
