@@ -149,8 +149,12 @@ class _Walker:
         for drafts in step.candidates:
             self._told[drafts.request] = drafts.position
         named = np.array(_named(step), np.int64)
-        # one that was lost sight of is not over after all
-        found = named[~self._runs[named] & (self._position[named] > 0) & (self._told[named] < self._lengths[named])]
+        # one that was lost sight of is not over after all, nor is one whose draft was verified
+        found = named[
+            ~self._runs[named]
+            & (self._position[named] > 0)
+            & ((self._told[named] < self._lengths[named]) | (self._nodes[named] > 0))
+        ]
         new = np.array(self._arriving.get(i, ()), np.int64)
         ids = np.concatenate([running, np.unique(found), new])
         self._runs[ids] = True

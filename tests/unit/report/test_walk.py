@@ -166,6 +166,20 @@ def test_a_draft_that_was_verified_for_an_answer_that_had_ended_is_counted_and_y
     assert table.gained.tolist() == [2, 0] and table.nodes.tolist() == [0, 2]
 
 
+def test_a_draft_is_counted_that_was_verified_where_the_picture_took_its_request_for_over():
+    drafts = (Candidates.of(0, 2, tree([5, 6], [-1, 0])),)
+    steps = (
+        Step(at_ms=1.0),
+        # it was preempted, of which the picture knows nothing: it counts a token for each step
+        Step(at_ms=2.0),
+        Step(at_ms=3.0, views=1, candidates=drafts),
+        Step(at_ms=4.0, views=1, candidates=drafts, verified=(Verified(0, 2, 0),)),
+    )
+    trace = trace_of([[1, 2]])
+    table = walk(Trace(trace.header, trace.arrivals, steps, trace.ends))
+    assert table.nodes.tolist() == [0, 0, 2]
+
+
 def test_a_record_of_a_request_that_never_came_is_refused():
     trace = trace_of([[1, 2, 3]])
     steps = (Step(at_ms=0.0), Step(at_ms=1.0, verified=(Verified(7, 1, 1),)))
