@@ -142,7 +142,7 @@ def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
     with SpecGroup("model", engines=2, ladder="move", max_restarts=-1, cpus=0.4, devices=["cpu:0", "cpu:1"]) as group:
         kills = 0
         while kills < 50:
-            own = [one for one in psutil.Process().children(recursive=True) if "Actor" in " ".join(one.cmdline())]
+            own = [one for one in psutil.Process().children(recursive=True) if _is_actor(one)]
             seen |= {one.pid: one for one in own}
             if own:
                 victim = rng.choice(own)
@@ -154,6 +154,12 @@ def test_fifty_random_kills_cost_no_token_and_leave_no_process() -> None:
         assert group.status()["lost"] > 10
     _, alive = psutil.wait_procs(seen.values(), timeout=60)
     assert not alive
+
+
+def _is_actor(one: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # one that was just killed
+        return "Actor" in " ".join(one.cmdline())
+    return False
 
 
 def _kill(victim: psutil.Process) -> None:
