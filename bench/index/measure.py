@@ -17,7 +17,7 @@ from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.history.tokens import encode_tokens
 
 from .data import Data, Epoch, Key, Problem, synthetic
-from .systems import Ours, System, Theirs
+from .systems import LookedUp, Ours, System, Theirs
 
 Report = Callable[[str, int], None]
 _APPEND = 4
@@ -179,6 +179,19 @@ def _rows(data: Data, made: dict[str, list[float]], runs: dict[str, list[Replaye
         *possible,
         row(name, "accepted, tree to chain", "tokens/step", tree, chain, 1.15, is_least=True),
     ]
+
+
+def on_the_device(data: Data, config: HistoryConfig, sizes: Sequence[int], batch: int, report: Report) -> list[Row]:
+    """Tokens a step of what a device looks up, beside the index's chains of the same length."""
+    rows = []
+    for nodes in sizes:
+        report(f"{data.name}: chains of {nodes} looked up on the device", 0)
+        runs = [replay(begun(make(data, config), data, 0), data, nodes, True, batch, 0) for make in (LookedUp, Ours)]
+        looked_up, ours = (run.tokens_per_step for run in runs)
+        name = f"accepted, chain of {nodes}: on the device to the index"
+        rows.append(row(data.name, name, "tokens/step", looked_up, ours, 0.97, is_least=True))
+        report("", 1)
+    return rows
 
 
 def flatness(config: HistoryConfig, nodes: int, seed: int, sizes: tuple[int, int], report: Report) -> Row:

@@ -15,6 +15,7 @@ from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.index_cache import weight_of
+from vllm_specrollout.kernels.lookup import naive
 
 from .data import Data, IntArray, Key
 
@@ -140,7 +141,52 @@ class Theirs:
         return sum(tree.estimate_memory() for tree in trees)
 
 
-System = Ours | Theirs
+class LookedUp:
+    """What the device looks up in the same texts, by the plain way (kernels/lookup/naive.py); chains alone."""
+
+    def __init__(self, data: Data, config: HistoryConfig) -> None:
+        self._data, self._answers, self._config = data, data.answers, config
+        self._past: list[list[naive.Text]] = []
+        self._lengths = dict.fromkeys(self._answers, 0)
+
+    def build(self) -> float:
+        for problem in self._data.problems:
+            tail, newest = problem.prompt[-naive.REACH :], len(problem.past)
+            self._past.append(
+                [
+                    naive.Text(
+                        np.concatenate([tail, answer]),
+                        weight=np.float32(weight_of(self._config, newest - number, reward)),
+                    )
+                    for number, epoch in enumerate(problem.past)
+                    for answer, reward in zip(epoch.answers, epoch.rewards, strict=True)
+                ]
+            )
+        return 0.0
+
+    def append(self, key: Key, start: int, end: int) -> float:
+        self._lengths[key] = end
+        return 0.0
+
+    def draft(self, asks: Sequence[tuple[Key, int]], nodes: int, is_chain: bool) -> Drafts:
+        drafts = []
+        for (p, own), _ in asks:
+            prompt, present = self._data.problems[p].prompt, self._data.problems[p].present
+            running = [
+                naive.Text(np.concatenate([prompt, answer[: self._lengths[p, a]]]), first=len(prompt) - 1)
+                for a, answer in enumerate(present.answers)
+            ]
+            itself = naive.Text(running.pop(own).tokens)
+            tokens, chances = naive.look_up([*self._past[p], *running, itself], itself.tokens, (), nodes, nodes)
+            count = int((tokens >= 0).sum())
+            drafts.append((tokens[:count].tolist(), range(-1, count - 1), chances[:count].tolist()))
+        return drafts, [0.0] * len(asks)
+
+    def nbytes(self) -> int:
+        return sum(text.tokens.nbytes for own in self._past for text in own)
+
+
+System = Ours | Theirs | LookedUp
 
 
 def load_arctic() -> Any:

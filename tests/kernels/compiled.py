@@ -134,7 +134,26 @@ class Committed:
         kv_commit(CacheTable.of([cache]), torch.zeros(1, dtype=torch.int64), none[0], none, none[0, :1])
 
 
-Case = Model | Verified | Committed
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What scanning and voting are compiled for."""
+
+    depth: int
+    ends: int = 1
+    is_whole: bool = False
+
+    def warm_up(self, gpu: Gpu) -> None:
+        import torch
+        from vllm_specrollout.kernels.lookup.kernel import Lookup
+
+        row = torch.zeros(1, 18, dtype=torch.int32)
+        Lookup(self.depth, 1, 64, row.device)(
+            row[0], torch.zeros(1, 64, 3, dtype=torch.int32), row, row[0, :1], row[0, :1], row, row[0, :1],
+            torch.zeros(1, self.ends, dtype=torch.int32), 64,
+        )  # fmt: skip
+
+
+Case = Model | Verified | Committed | LookedUp
 CASES: dict[str, Case] = {
     "heads of 64, 7 per key (Qwen2.5-0.5B)": Model(14, 2, 64, is_whole=True),
     "heads of 64, 4 per key (Llama-3.2-1B)": Model(32, 8, 64),
@@ -167,6 +186,8 @@ CASES: dict[str, Case] = {
     "8 key heads of 128": Committed(8, 128, is_whole=True),
     "1 key head of 128": Committed(1, 128),
     "4 key heads of 80 in bytes": Committed(4, 80, "float8_e4m3fn"),
+    "lookups of 16 tokens": LookedUp(16, is_whole=True),
+    "lookups of 16 tokens, 8 ends": LookedUp(16, 8),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from vllm_specrollout.bench.index import measure
-from vllm_specrollout.bench.index.data import recorded, synthetic
+from vllm_specrollout.bench.index.data import Data, recorded, synthetic
 from vllm_specrollout.bench.index.systems import Ours
 
 from vllm_specrollout.config.drafters import HistoryConfig
@@ -51,6 +51,13 @@ def test_a_replay_writes_every_answer_to_its_end() -> None:
     result = measure.replay(system, data, nodes=8, is_chain=False, batch=4, begin=0)
     assert result.tokens == 2 * 3 * 120
     assert len(result.seconds) == result.steps < result.tokens
+
+
+def test_what_a_device_looks_up_is_accepted_as_often_as_what_the_index_drafts() -> None:
+    held = recorded()
+    data = Data(held.name, held.problems[:2])
+    (found,) = measure.on_the_device(data, HistoryConfig(), (8,), 32, lambda text, units: None)
+    assert found.ours > 3.0 and found.is_met, found
 
 
 def test_a_row_is_met_below_its_limit_and_for_tokens_above() -> None:

@@ -1,0 +1,127 @@
+"""The lookup's two launches against the plain way, on texts of few different tokens, where much agrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from vllm_specrollout.kernels.lookup import naive
+from vllm_specrollout.kernels.lookup.kernel import Lookup
+
+UNWRITTEN = -1_234_567_890
+"""As NaN: a token that no text has, which nothing may be drafted from."""
+ROWS, TOKENS, PAST = 4, 48, 5
+SHAPES = [(4, 4, 2), (32, 16, 4), (2, 8, 3)]
+
+
+@dataclass
+class Case:
+    """A batch as the kernel reads it; the fields are named in `Lookup`."""
+
+    texts: np.ndarray
+    spans: np.ndarray
+    running: np.ndarray
+    prompts: np.ndarray
+    lengths: np.ndarray
+    batch: np.ndarray
+    limits: np.ndarray
+    ends: np.ndarray
+    tile: int
+
+    def texts_of(self, request: int) -> list[naive.Text]:
+        own, problem, *siblings = self.batch[request].tolist()
+        past = self.spans[problem].tolist() if problem >= 0 else []
+        texts = [naive.Text(self.texts[begin:end], weight=np.float32(2 ** (w / 8))) for begin, end, w in past]
+        for row in siblings:
+            if row >= 0:
+                texts.append(naive.Text(self.running[row, : self.lengths[row]], first=max(int(self.prompts[row]) - 1, 0)))
+        return [*texts, naive.Text(self.running[own, : self.lengths[own]])]
+
+    def most_tiles(self) -> int:
+        """By what a host knows: running texts may have come to their rows' ends."""
+        counts = []
+        for own, problem, *siblings in self.batch.tolist():
+            past = self.spans[problem].tolist() if problem >= 0 else []
+            places = [end - begin - 1 for begin, end, _ in past]
+            places += [TOKENS - 1 - max(int(self.prompts[row]) - 1, 0) for row in siblings if row >= 0] + [TOKENS - 1]
+            counts.append(sum(-(-max(most, 0) // self.tile) for most in places))
+        return max(counts)
+
+    def plainly(self, request: int, depth: int, **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+        own = self.running[self.batch[request, 0]]
+        own = own[: self.lengths[self.batch[request, 0]]]
+        limit, ends = int(self.limits[request]), self.ends[request].tolist()
+        return naive.look_up(self.texts_of(request), own, ends, limit, depth, tile=self.tile, **sizes)
+
+    def looked_up(self, depth: int, device: torch.device, **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+        columns = [
+            torch.from_numpy(np.ascontiguousarray(column, dtype=np.int32)).to(device)
+            for column in (
+                self.texts, self.spans, self.running, self.prompts, self.lengths, self.batch, self.limits, self.ends,
+            )
+        ]  # fmt: skip
+        most = self.most_tiles()
+        lookup = Lookup(depth, len(self.batch), most * len(self.batch), device, tile=self.tile, **sizes)
+        lookup.drafts.fill_(UNWRITTEN)
+        lookup.chances.fill_(float("nan"))
+        drafts, chances = lookup(*columns, most)
+        return drafts.cpu().numpy(), chances.cpu().numpy()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    vocabulary = draw(st.sampled_from([1, 2, 3, 9]))
+
+    def unwritten_or_stale(shape: int | tuple[int, ...]) -> np.ndarray:
+        stale = rng.integers(0, vocabulary, shape, np.int32)
+        return np.full_like(stale, UNWRITTEN) if draw(st.booleans()) else stale
+
+    texts, spans = unwritten_or_stale(500), np.zeros((2, PAST, 3), np.int32)
+    at, longest = 0, draw(st.sampled_from([5, 45]))
+    for span in spans.reshape(-1, 3):
+        begin = at + int(rng.integers(0, 4))
+        at = begin + int(rng.integers(0, longest))
+        texts[begin:at] = rng.integers(0, vocabulary, at - begin)
+        # their weights are powers of two, so that every order of adding them up comes to the same
+        span[:] = begin, at if rng.random() < 0.8 else begin, 8 * rng.integers(-2, 3)
+    running, lengths = unwritten_or_stale((ROWS, TOKENS)), rng.integers(1, min(TOKENS, 2 * longest) + 1, ROWS)
+    for row, length in zip(running, lengths, strict=True):
+        row[:length] = rng.integers(0, vocabulary, length)
+    requests, siblings = draw(st.integers(1, ROWS)), draw(st.integers(0, ROWS - 1))
+    batch = np.full((requests, 2 + siblings), -1)
+    for request, slot in enumerate(rng.permutation(ROWS)[:requests].tolist()):
+        others = [row for row in range(ROWS) if row != slot][: int(rng.integers(0, siblings + 1))]
+        batch[request, : 2 + len(others)] = [slot, rng.integers(-1, 2), *others]
+    ends = rng.integers(-1, vocabulary, (requests, draw(st.integers(1, 3))))
+    return Case(
+        texts,
+        spans,
+        running,
+        np.minimum(rng.integers(0, 9, ROWS), lengths),
+        lengths,
+        batch,
+        rng.integers(0, 8, requests),
+        ends if draw(st.booleans()) else np.full_like(ends, -1),
+        draw(st.sampled_from([16, 32])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 6), st.sampled_from(SHAPES))
+def test_drafts_are_those_of_the_plain_way(
+    device: torch.device, case: Case, depth: int, shape: tuple[int, int, int]
+) -> None:
+    sizes = dict(zip(("reach", "voting", "per_tile"), shape, strict=True))
+    drafts, chances = case.looked_up(depth, device, **sizes)
+    for request in range(len(case.batch)):
+        expected = case.plainly(request, depth, **sizes)
+        assert drafts[request].tolist() == expected[0].tolist()
+        np.testing.assert_allclose(chances[request], expected[1], rtol=1e-5)
