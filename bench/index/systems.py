@@ -10,12 +10,12 @@ from time import thread_time
 from typing import Any
 
 import numpy as np
+from vllm_specrollout.kernels.lookup import naive
 
 from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.history.index_cache import weight_of
-from vllm_specrollout.kernels.lookup import naive
 
 from .data import Data, IntArray, Key
 

@@ -137,7 +137,7 @@ def _vote(
         reads = reads & (tl.where(level < limit, token, -1) >= 0)
         same = (token[:, None] == token[None, :]) & reads[:, None] & reads[None, :]
         near = agreeing + 2 * level
-        kind = tl.where(near <= 8, near - 1, tl.where(near <= 12, 8, tl.where(near <= 16, 9, tl.where(near <= 32, 10, 11))))
+        kind = tl.where(near <= 8, near - 1, 8 + (near > 12).to(tl.int32) + (near > 16) + (near > 32))
         chance = tl.zeros([PLACES], tl.float32)
         left = tl.full([], 1.0, tl.float32)
         for other in range(KINDS):

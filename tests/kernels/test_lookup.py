@@ -41,13 +41,14 @@ class Case:
         texts = [naive.Text(self.texts[begin:end], weight=np.float32(2 ** (w / 8))) for begin, end, w in past]
         for row in siblings:
             if row >= 0:
-                texts.append(naive.Text(self.running[row, : self.lengths[row]], first=max(int(self.prompts[row]) - 1, 0)))
+                first = max(int(self.prompts[row]) - 1, 0)
+                texts.append(naive.Text(self.running[row, : self.lengths[row]], first=first))
         return [*texts, naive.Text(self.running[own, : self.lengths[own]])]
 
     def most_tiles(self) -> int:
         """By what a host knows: running texts may have come to their rows' ends."""
         counts = []
-        for own, problem, *siblings in self.batch.tolist():
+        for _, problem, *siblings in self.batch.tolist():
             past = self.spans[problem].tolist() if problem >= 0 else []
             places = [end - begin - 1 for begin, end, _ in past]
             places += [TOKENS - 1 - max(int(self.prompts[row]) - 1, 0) for row in siblings if row >= 0] + [TOKENS - 1]
