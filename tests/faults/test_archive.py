@@ -125,7 +125,11 @@ ARGUMENTS = {"model": str(CHECKPOINT), "dtype": "float32", "max_model_len": 256,
 
 def spec(name: str, spec_rollout: dict[str, Any] | None) -> EngineSpec:
     # its steps are short, and the engines share the host: threads that wait for each other would take most of it
-    environment = {"OMP_NUM_THREADS": "1"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        # one within the asking process tells its last answers with its next step (docs/limits.md), which comes too late
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     is_ours = spec_rollout is not None
     return EngineSpec(
         name=name, arguments=ARGUMENTS, has_plugin=is_ours, spec_rollout=spec_rollout, environment=environment
