@@ -15,7 +15,7 @@ from vllm_specrollout.kernels.lookup import naive
 from vllm_specrollout import _core
 from vllm_specrollout.config.drafters import HistoryConfig
 from vllm_specrollout.errors import UnsupportedError
-from vllm_specrollout.history.index_cache import weight_of
+from vllm_specrollout.history.index_cache import ONE, weight_of
 
 from .data import Data, IntArray, Key
 
@@ -156,7 +156,7 @@ class LookedUp:
                 [
                     naive.Text(
                         np.concatenate([tail, answer]),
-                        weight=np.float32(weight_of(self._config, newest - number, reward)),
+                        weight=np.float32(weight_of(self._config, newest - number, reward) / ONE),
                     )
                     for number, epoch in enumerate(problem.past)
                     for answer, reward in zip(epoch.answers, epoch.rewards, strict=True)
