@@ -59,7 +59,11 @@ _TITLES = {
         "Soak",
         "A server under load and faults: what it holds, and whether its answers are stock's.",
     ),
-    "index": ("History index", "The index behind the `history` drafter beside arctic-inference's suffix cache."),
+    "index": (
+        "History index",
+        "The index behind the `history` drafter beside arctic-inference's suffix cache. On the device: what is looked up"
+        " there by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), which no engine calls yet.",
+    ),
     "try": (
         "Try",
         "`specrollout try`: engines one after the other, each with the whole device; epochs of the same prompts.",
