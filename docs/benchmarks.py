@@ -61,8 +61,8 @@ _TITLES = {
     ),
     "index": (
         "History index",
-        "The index behind the `history` drafter beside arctic-inference's suffix cache. On the device: what is looked up"
-        " there by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), which no engine calls yet.",
+        "The index behind the `history` drafter beside arctic-inference's suffix cache. On the device: what is looked"
+        " up there by its specification ([ADR 32](adr/0032-looked-up-on-the-device.md)), which no engine calls yet.",
     ),
     "try": (
         "Try",
