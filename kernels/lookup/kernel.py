@@ -18,8 +18,8 @@ from vllm_specrollout.kernels.lookup.naive import DOUBTS, PER_TILE, PLACES, REAC
 
 __all__ = ["Lookup"]
 
-_CHUNK = 256
-"""Places of tiles that are ranked at a time."""
+_CHUNK, _MOST_TEXTS = 256, 255
+"""Places of tiles that are ranked at a time; texts of a request, whose numbers have eight bits, one of them for none."""
 # a score: how many tokens agree, which text it is, and which of its tokens, counted from 1
 _AGREEING, _TEXT, _TOKEN = tl.constexpr(40), tl.constexpr(32), tl.constexpr((1 << 32) - 1)
 
@@ -208,8 +208,16 @@ class Lookup:
         Returns:
             [R, depth] int32 drafts, -1 behind their ends; [R, depth] float32 probabilities that each token is right,
             given that those before it are. Both are overwritten by the next call.
+
+        Raises:
+            ValueError: more tiles than there is memory for, or more texts than their numbers tell apart.
         """
         requests, columns = batch.shape
+        if requests * most_tiles * self._per_tile > len(self._found) or spans.shape[1] + columns - 1 > _MOST_TEXTS:
+            raise ValueError(
+                f"{requests} requests of {most_tiles} tiles and {spans.shape[1] + columns - 1} texts each, where there is"
+                f" room for {len(self._found) // self._per_tile} tiles and {_MOST_TEXTS} texts"
+            )
         where = (texts, spans, running, prompts, lengths, running.stride(0), batch, columns, self._found)
         sizes = {"PAST": spans.shape[1], "SIBLINGS": columns - 2}
         if most_tiles:

@@ -126,3 +126,10 @@ def test_drafts_are_those_of_the_plain_way(
         expected = case.plainly(request, depth, **sizes)
         assert drafts[request].tolist() == expected[0].tolist()
         np.testing.assert_allclose(chances[request], expected[1], rtol=1e-5)
+
+
+def test_more_tiles_than_there_is_memory_for_are_refused(device: torch.device) -> None:
+    lookup, row = Lookup(4, 1, 1, device), torch.zeros(1, 2, dtype=torch.int32, device=device)
+    none = torch.zeros(1, 1, 3, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="1 requests of 2 tiles and 2 texts each, where there is room for 1 tiles"):
+        lookup(row[0], none, row, row[0], row[0], row, row[0], row[:, :1], 2)
