@@ -19,7 +19,7 @@ from vllm_specrollout.kernels.lookup.naive import DOUBTS, PER_TILE, PLACES, REAC
 __all__ = ["Lookup"]
 
 _CHUNK, _MOST_TEXTS = 256, 255
-"""Places of tiles that are ranked at a time; texts of a request, whose numbers have eight bits, one of them for none."""
+"""Places of tiles that are ranked at a time; texts of a request, at most: their numbers have eight bits."""
 # a score: how many tokens agree, which text it is, and which of its tokens, counted from 1
 _AGREEING, _TEXT, _TOKEN = tl.constexpr(40), tl.constexpr(32), tl.constexpr((1 << 32) - 1)
 
@@ -215,8 +215,8 @@ class Lookup:
         requests, columns = batch.shape
         if requests * most_tiles * self._per_tile > len(self._found) or spans.shape[1] + columns - 1 > _MOST_TEXTS:
             raise ValueError(
-                f"{requests} requests of {most_tiles} tiles and {spans.shape[1] + columns - 1} texts each, where there is"
-                f" room for {len(self._found) // self._per_tile} tiles and {_MOST_TEXTS} texts"
+                f"{requests} requests of {most_tiles} tiles and {spans.shape[1] + columns - 1} texts each, where there"
+                f" is room for {len(self._found) // self._per_tile} tiles and {_MOST_TEXTS} texts"
             )
         where = (texts, spans, running, prompts, lengths, running.stride(0), batch, columns, self._found)
         sizes = {"PAST": spans.shape[1], "SIBLINGS": columns - 2}
