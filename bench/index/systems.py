@@ -182,9 +182,6 @@ class LookedUp:
             drafts.append((tokens[:count].tolist(), range(-1, count - 1), chances[:count].tolist()))
         return drafts, [0.0] * len(asks)
 
-    def nbytes(self) -> int:
-        return sum(text.tokens.nbytes for own in self._past for text in own)
-
 
 System = Ours | Theirs | LookedUp
 

@@ -210,20 +210,20 @@ class Lookup:
             given that those before it are. Both are overwritten by the next call.
 
         Raises:
-            ValueError: more tiles than there is memory for, or more texts than their numbers tell apart.
+            ValueError: more requests or tiles than there is memory for, or more texts than their numbers tell apart.
         """
-        requests, columns = batch.shape
-        if requests * most_tiles * self._per_tile > len(self._found) or spans.shape[1] + columns - 1 > _MOST_TEXTS:
+        (requests, columns), past, room = batch.shape, spans.shape[1], len(self._found) // self._per_tile
+        if requests > len(self.drafts) or requests * most_tiles > room or past + columns - 1 > _MOST_TEXTS:
             raise ValueError(
-                f"{requests} requests of {most_tiles} tiles and {spans.shape[1] + columns - 1} texts each, where there"
-                f" is room for {len(self._found) // self._per_tile} tiles and {_MOST_TEXTS} texts"
+                f"{requests} requests of {most_tiles} tiles and {past + columns - 1} texts each, where there is room for"
+                f" {len(self.drafts)} requests, {room} tiles and {_MOST_TEXTS} texts"
             )
         where = (texts, spans, running, prompts, lengths, running.stride(0), batch, columns, self._found)
-        sizes = {"PAST": spans.shape[1], "SIBLINGS": columns - 2}
+        sizes = {"PAST": past, "SIBLINGS": columns - 2}
         if most_tiles:
             _scan[(requests, most_tiles)](
                 *where, TILE=self.tile, REACH=self._reach, PER_TILE=self._per_tile,
-                TEXTS=triton.next_power_of_2(spans.shape[1] + columns - 1), **sizes,
+                TEXTS=triton.next_power_of_2(past + columns - 1), **sizes,
             )  # fmt: skip
         _vote[(requests,)](
             *where, most_tiles * self._per_tile, self._doubts, limits, ends, self.drafts, self.chances, self.depth,

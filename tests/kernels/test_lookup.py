@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from vllm_specrollout.kernels.lookup import naive
 from vllm_specrollout.kernels.lookup.kernel import Lookup
 
+from tests.reference.history import DOUBT, context_class
+
 UNWRITTEN = -1_234_567_890
 """As NaN: a token that no text has, which nothing may be drafted from."""
 ROWS, TOKENS, PAST = 4, 48, 5
@@ -128,8 +130,15 @@ def test_drafts_are_those_of_the_plain_way(
         np.testing.assert_allclose(chances[request], expected[1], rtol=1e-5)
 
 
-def test_more_tiles_than_there_is_memory_for_are_refused(device: torch.device) -> None:
-    lookup, row = Lookup(4, 1, 1, device), torch.zeros(1, 2, dtype=torch.int32, device=device)
+@pytest.mark.parametrize(("requests", "tiles"), [(1, 2), (2, 0)])
+def test_more_than_there_is_memory_for_is_refused(device: torch.device, requests: int, tiles: int) -> None:
+    lookup, rows = Lookup(4, 1, 1, device), torch.zeros(requests, 2, dtype=torch.int32, device=device)
     none = torch.zeros(1, 1, 3, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="1 requests of 2 tiles and 2 texts each, where there is room for 1 tiles"):
-        lookup(row[0], none, row, row[0], row[0], row, row[0], row[:, :1], 2)
+    words = f"{requests} requests of {tiles} tiles and 2 texts each, where there is room for 1 requests, 1 tiles"
+    with pytest.raises(ValueError, match=words):
+        lookup(rows[0], none, rows, rows[0], rows[0], rows, rows[0], rows[:, :1], tiles)
+
+
+def test_votes_are_shared_out_by_the_table_of_the_index() -> None:
+    assert [16 * doubt for doubt in naive.DOUBTS] == list(DOUBT)
+    assert [naive.kind_of(tokens) for tokens in range(1, 80)] == [context_class(tokens) for tokens in range(1, 80)]
