@@ -215,8 +215,8 @@ class Lookup:
         (requests, columns), past, room = batch.shape, spans.shape[1], len(self._found) // self._per_tile
         if requests > len(self.drafts) or requests * most_tiles > room or past + columns - 1 > _MOST_TEXTS:
             raise ValueError(
-                f"{requests} requests of {most_tiles} tiles and {past + columns - 1} texts each, where there is room for"
-                f" {len(self.drafts)} requests, {room} tiles and {_MOST_TEXTS} texts"
+                f"{requests} requests of {most_tiles} tiles and {past + columns - 1} texts each, where there is room"
+                f" for {len(self.drafts)} requests, {room} tiles and {_MOST_TEXTS} texts"
             )
         where = (texts, spans, running, prompts, lengths, running.stride(0), batch, columns, self._found)
         sizes = {"PAST": past, "SIBLINGS": columns - 2}
