@@ -77,6 +77,24 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
     return clone
 
 
+def is_lane(config: SpecRolloutConfig) -> bool:
+    """Whether drafts are looked up on the device (v2/lane.py): by drafters that only look up, here."""
+    return set(config.drafters) <= {"history", "ngram"} and not config.sources[len(config.drafters) :]
+
+
+def with_lane(vllm_config: VllmConfig) -> VllmConfig:
+    """A shallow copy for the V2 worker alone whose place for drafts is filled, so that vLLM's runner drafts by itself.
+
+    Of vLLM's own methods it names the one for which all tokens of a request lie on the device.
+    """
+    config = config_of(vllm_config)
+    clone = copy.copy(vllm_config)
+    given = {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
+    given["num_speculative_tokens"] = min(config.max_draft_tokens, config.max_depth)
+    clone.speculative_config = speculative_config(vllm_config, given)
+    return clone
+
+
 @dataclass(slots=True)
 class Stats:
     """Totals since the last reset; milliseconds are wall clock in the worker."""

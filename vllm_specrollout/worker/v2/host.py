@@ -7,6 +7,7 @@ before, which is its only wait, and drafts into that room.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -57,6 +58,10 @@ class InFlight:
     withheld: str = ""
     # that it computed with
     weights_version: int = 0
+    # the trees, where the device drafted them: asked once the tokens are home; None: they are known
+    drafted: Callable[[], TreeBatch] | None = None
+    # whether the tokens are there, so that nobody need wait
+    is_home: Callable[[], bool] = lambda: True
 
 
 @dataclass(slots=True)
@@ -66,6 +71,9 @@ class Settled:
     steps: int = 0
     tokens: int = 0
     accepted: int = 0
+    drafted: int = 0
+    # steps with drafts
+    drafting: int = 0
     wait_ms: float = 0.0
     # when the last tokens came, by the host's clock; None: no step did
     home_s: float | None = None
@@ -160,6 +168,7 @@ class StepState:
     waiting: int = 0
     preempted: AbstractSet[str] = frozenset()
     is_paused: bool = False
+    has_drafts: bool = False
     # when the tokens came that it was drafted from; None: it was not waited for any
     home_s: float | None = None
     # most drafts of the requests that some room was left for
@@ -171,6 +180,10 @@ class StepState:
     # the request that is held at the first token of its path; empty: none is
     withheld: str = ""
     num_rows: int = 0
+    # as in `InFlight`
+    drafted: Callable[[], TreeBatch] | None = None
+    # drafts that are on their way home with the step's tokens; None: none are
+    home: Any = None
     # [R] logits rows of each request
     num_logits: IntArray | None = None
     # first rows, paths and counts of what was accepted, until the KV cache is put in order by it
@@ -284,6 +297,12 @@ class Host:
         return len(self._in_flight)
 
     @property
+    def num_out(self) -> int:
+        """Steps in flight from the first one on whose tokens are not home yet."""
+        home = sum(1 for _ in itertools.takewhile(lambda step: step.is_home(), self._in_flight))
+        return len(self._in_flight) - home
+
+    @property
     def rows_in_flight(self) -> int:
         return sum(step.rows for step in self._in_flight)
 
@@ -304,6 +323,8 @@ class Host:
             total.home_s = self._last_home = now
         is_uniform = len({(step.rows, step.is_decode_only) for step in steps}) == 1
         for step, (sampled, counts) in zip(steps, homes, strict=True):
+            if step.drafted is not None:
+                step.trees = step.drafted()
             num_accepted, accepted = self._take_in(step, sampled, counts)
             tokens = int(counts.sum())
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
@@ -316,6 +337,8 @@ class Host:
             total.steps += 1
             total.tokens += tokens
             total.accepted += len(accepted)
+            total.drafted += step.trees.num_nodes
+            total.drafting += step.trees.num_nodes > 0
         self._tell_endings()
         return total
 
@@ -339,9 +362,14 @@ class Host:
         Args:
             is_paused: what the drafting said of this step.
         """
-        return self.drafting.plan(lambda: None if is_paused else self._batch(room, may_branch), step)
+        return self.drafting.plan(lambda: None if is_paused else self.batch(room, may_branch), step)
 
-    def _batch(self, room: Mapping[str, int], may_branch: bool) -> RequestBatch:
+    def batch(self, room: Mapping[str, int], may_branch: bool) -> RequestBatch:
+        """Views of those requests that may be drafted for, as far as their tokens are known.
+
+        Args:
+            room: most nodes of each.
+        """
         version = self.weights_version.number
         views: list[RequestView] = []
         for request_id, limit in room.items():

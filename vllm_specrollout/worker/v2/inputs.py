@@ -41,6 +41,8 @@ class TreeInputs:
         self.ancestors = self._words[self._ancestors :]
         # [logits rows] each row's parent, counted from its request's root row; -1 for the root
         self.parents: torch.Tensor | None = None
+        # [logits rows] the token that each row was computed for, -1 where none was drafted; None: the step's own inputs
+        self.draft_ids: torch.Tensor | None = None
         # [num_groups' first, rows] KV slots, set when they are known
         self.slots: torch.Tensor | None = None
         # some request of the step has a tree, not a chain; known before the step's graph is chosen
@@ -52,7 +54,7 @@ class TreeInputs:
         self._is_dirty = False
 
     def clear(self) -> None:
-        self.parents = self.slots = self._shift = None
+        self.parents = self.draft_ids = self.slots = self._shift = None
         self.has_branches = self.by_ancestors = False
 
     def expect(self, trees: TreeBatch) -> None:
@@ -111,6 +113,19 @@ class TreeInputs:
             self._is_dirty = True
         else:
             self.set_plain()  # chains attend causally, which any kernel can do
+
+    def set_looked_up(self, batch: InputBatch, drafted: torch.Tensor) -> None:
+        """The step's drafts are those that the device has.
+
+        Args:
+            drafted: [rows of requests, 3, most drafts] int32 tokens (-1: none, and vLLM put that into the inputs),
+                parents, and what is of no interest here.
+        """
+        row, local = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
+        node, is_root = (local - 1).clamp_(min=0), local == 0
+        self.draft_ids = torch.where(is_root, batch.input_ids[batch.logits_indices], drafted[row, 0, node])
+        self.parents = torch.where(is_root, -1, drafted[row, 1, node] + 1)
+        batch.input_ids.clamp_(min=0)
 
     def shift_positions(self, positions: torch.Tensor) -> None:
         """Rewrite positions [..., rows] in place: those of nodes follow their depth, not their place in the order."""

@@ -36,8 +36,8 @@ from vllm_specrollout.worker.models.proposing import (
     check_layers,
     without_adapters,
 )
+from vllm_specrollout.worker.v2.from_host import DraftedByHost
 from vllm_specrollout.worker.v2.host import HostRequest, InFlight
-from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 from vllm_specrollout.worker.v2.speculators import (
     HEADS,
     MODELS,
@@ -237,7 +237,7 @@ class Computed:
     hidden: torch.Tensor
 
 
-class ModelledV2(SpecRolloutV2):
+class ModelledV2(DraftedByHost):
     """Mixed into vLLM's V2 runners where the configuration names a model that drafts."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -1,9 +1,8 @@
-"""The V2 model runner with exact tree verification.
+"""The V2 model runner with exact tree verification, whoever drafts.
 
-What belongs here: the places where vLLM's step is entered, in the order of the step. What the host knows and drafts is
-in host.py, what of a tree the device is told in inputs.py, how it is attended to in attention.py, how it is sampled in
-verify.py. The runner never learns that it speculates: `speculative_config` stays None, so none of vLLM's own drafting
-runs and nothing is captured or sized for it.
+What belongs here: the places where vLLM's step is entered, in the order of the step. Drafts come from the device
+(lane.py), behind vLLM's own speculation, or from the host (from_host.py). What the host knows is in host.py, what of a
+tree the device is told in inputs.py, how it is attended to in attention.py, how it is sampled in verify.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -27,7 +25,7 @@ from vllm_specrollout.trees.batch import over
 from vllm_specrollout.types import DraftMode, FinishedRequest
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
-from vllm_specrollout.worker.drafting import Drafting, begin_step, drafted_tokens
+from vllm_specrollout.worker.drafting import Drafting, begin_step
 from vllm_specrollout.worker.models.drafter import ModelDrafter
 from vllm_specrollout.worker.request import Desk
 from vllm_specrollout.worker.scheduler import DraftReport, SpecRolloutOutput, endings_of, step_of, waiting_of
@@ -35,9 +33,9 @@ from vllm_specrollout.worker.speculate import announce, make_speculator
 from vllm_specrollout.worker.v2.attention import install_tree_attention
 from vllm_specrollout.worker.v2.commit import RoutedExperts, SlotMover
 from vllm_specrollout.worker.v2.device_times import DeviceTimes
-from vllm_specrollout.worker.v2.graphs import DraftGraphs, profiled_graphs
+from vllm_specrollout.worker.v2.graphs import DraftGraphs
 from vllm_specrollout.worker.v2.host import Host, HostRequest, InFlight, StepState, tokens_of
-from vllm_specrollout.worker.v2.inputs import TreeInputs, emptied, fill, follow_depths, holds_prompt
+from vllm_specrollout.worker.v2.inputs import TreeInputs, follow_depths
 from vllm_specrollout.worker.v2.scheduler import with_masks_for_drafts
 from vllm_specrollout.worker.v2.shape import model_shape, one_line_reason
 from vllm_specrollout.worker.v2.verify import TreeVerifier
@@ -128,15 +126,6 @@ class SpecRolloutV2(_Base):
             effect = "off" if self.shape[0] is DraftMode.OFF else "chains only"
             logger.warning("Spec rollout: drafts are %s for this model: %s", effect, self.shape[1])
 
-    def capture_model(self, **kwargs: Any) -> int:
-        # vLLM 0.29 knows no `profile_only`
-        if kwargs.get("profile_only"):
-            return super().capture_model(**kwargs) + profiled_graphs(self)
-        if self.shape[0] is not DraftMode.OFF:
-            # before vLLM's own, which locks the workspaces when it is done
-            self.draft_graphs.capture(self)
-        return super().capture_model(**kwargs)
-
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.seed is not None:
@@ -177,13 +166,15 @@ class SpecRolloutV2(_Base):
             if not dummy_run and scheduler_output.total_num_scheduled_tokens:
                 begin_step(self.weights_version, scheduler_output)
                 step.is_paused = self.drafting.is_paused(step.number, num_running)
-                if scheduler_output.scheduled_spec_decode_tokens:
-                    step.room = {rid: len(ids) for rid, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
-                    scheduler_output = emptied(scheduler_output)
+                scheduler_output = self._begun(scheduler_output)
             output = super().execute_model(scheduler_output, *args, **kwargs)
-        if step.home_s is not None and step.trees.num_nodes:
+        if step.home_s is not None and step.has_drafts:
             self._took("idle", (self.host.clock() - step.home_s) * 1e3)
         return output
+
+    def _begun(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """A step begins that computes something; returns the schedule as vLLM is to see it."""
+        raise NotImplementedError
 
     def _took(self, part: str, ms: float) -> None:
         """A part of a step took so long."""
@@ -192,66 +183,8 @@ class SpecRolloutV2(_Base):
         entry[1] += ms
         self.metrics.part(part, ms)
 
-    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        super().update_requests(scheduler_output)
-        if self.step.room:
-            # all that vLLM does for a step without its tokens is done, so that the device waits for less
-            self._draft_into(scheduler_output)
-
-    def take_draft_token_ids(self) -> DraftTokenIds:
-        """The drafts of the step in progress; the scheduler asks before it masks rows by a grammar."""
-        return DraftTokenIds(*drafted_tokens(self.step.trees))
-
-    @property
-    def _takes_in(self) -> bool:
-        """Whether the tokens of earlier steps are waited for: on every rank where a model drafts, by the same rows."""
-        is_on_all_ranks = self.model_drafter is not None and self.drafting.group is not None
-        return is_on_all_ranks or not self.step.is_paused
-
-    def _draft_into(self, scheduler_output: SchedulerOutput) -> None:
-        """Put drafts into the room that was left in the schedule; what stays empty is gone."""
-        step = self.step
-        if self._takes_in:
-            if self.host.num_in_flight and self.model_drafter is None:
-                # What vLLM does next, and then finds done. It turns its host buffers once more by that, which is safe:
-                # the wait for all earlier steps lies between. A model that drafts does so by the last step's tables,
-                # on all ranks.
-                self.block_tables.apply_staged_writes()
-            self.take_in()  # the only wait there is
-        # a prompt stays with vLLM's attention, and so does all that is computed beside it
-        may_branch = self.shape[0] is DraftMode.TREE and not holds_prompt(scheduler_output)
-        step.trees = self.host.plan(step.room, may_branch, step.number, step.is_paused)
-        step.planned, step.ask_ms = self.drafting.planned, self.drafting.ms
-        step.withheld = self.drafting.withholding
-        self.stats.draft_ms += step.ask_ms
-        if step.planned is not None:
-            self._took("draft", step.ask_ms)
-        fill(scheduler_output, step.trees)
-        if step.trees.num_nodes:
-            self.inputs.expect(step.trees)
-            self.times.begin_step()
-            self._during.enter_context(self.draft_graphs.chosen_from(self))
-
-    def prepare_inputs(
-        self, scheduler_output: SchedulerOutput, batch_req_state: Any, batch_desc: Any, *more: Any
-    ) -> InputBatch:
-        arguments = (scheduler_output, batch_req_state, batch_desc, *more)
-        if not self.step.trees.num_nodes:
-            self.inputs.set_plain()
-            return super().prepare_inputs(*arguments)
-        stock, self.decode_query_len = self.decode_query_len, self.max_draft_tokens + 1
-        try:  # vLLM sizes a request's logits rows by it
-            batch = super().prepare_inputs(*arguments)
-        finally:
-            self.decode_query_len = stock
-        self.step.num_logits = np.diff(batch.cu_num_logits_np)
-        self.inputs.set_trees(batch, self.step.trees)
-        # attention's metadata must fit what the step's graph was captured for, if it has one
-        batch.max_query_len = batch_desc.max_query_len
-        return batch
-
     def _set_active_loras(self, prompt_lora_mapping: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        if self.step.trees.num_nodes:
+        if self.step.has_drafts:
             # one entry per logits row; vLLM's has one per request
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self.step.num_logits).tolist())
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)
@@ -269,7 +202,7 @@ class SpecRolloutV2(_Base):
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         self.step.num_rows = input_batch.num_tokens
-        if not self.step.trees.num_nodes:
+        if not self.step.has_drafts:
             return super().sample(hidden_states, input_batch, grammar_output)
         logits = self.model.compute_logits(hidden_states[input_batch.logits_indices])
         if grammar_output is not None and logits.shape[0] > 0:
@@ -300,9 +233,9 @@ class SpecRolloutV2(_Base):
         self.tokens_ready.record(self.output_copy_stream)
         self._learn()
         self._remember(output, batch)
-        report, counts = self._report(), self.metrics.take_if_due()
+        report, counts = self._report(output), self.metrics.take_if_due()
         news = (report.asks_at, self.host.num_limited, bool(report.drafted))
-        if news != self._told or report.drafted or counts:
+        if news != self._told or self.step.has_drafts or counts:
             # in a pause there is nothing new; limits of requests that are over harm nobody
             self._told = news
             output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, None, report, counts)
@@ -310,24 +243,24 @@ class SpecRolloutV2(_Base):
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
         """Note the step as in flight; nobody waits for it before drafts need its tokens."""
-        trees = over(self.step.trees, batch.req_ids)
+        step, trees = self.step, over(self.step.trees, batch.req_ids)
         self.stats.steps += 1
         self.stats.request_steps += trees.num_requests
-        self.stats.drafted += trees.num_nodes
-        self.stats.steps_with_drafts += bool(trees.num_nodes)
         self.host.sent(
             InFlight(
                 [self.host.get(request_id) for request_id in batch.req_ids],
                 trees,
-                self.step.planned,
+                step.planned,
                 tokens_of(output, self.tokens_ready),
-                self.step.num_rows,
-                self.step.num_rows - trees.num_nodes == trees.num_requests,
-                self.step.waiting,
-                self.step.ask_ms,
+                step.num_rows,
+                step.num_rows - batch.num_draft_tokens == batch.num_reqs,
+                step.waiting,
+                step.ask_ms,
                 self._computed(batch),
-                self.step.withheld,
+                step.withheld,
                 self.weights_version.number,
+                step.drafted,
+                getattr(self.tokens_ready, "query", lambda: True),
             )
         )
         self.tokens_ready = torch.cuda.Event()
@@ -355,6 +288,8 @@ class SpecRolloutV2(_Base):
                 self._took(part, ms)
         self.stats.output_tokens += settled.tokens
         self.stats.accepted += settled.accepted
+        self.stats.drafted += settled.drafted
+        self.stats.steps_with_drafts += settled.drafting
 
     def _learn(self) -> None:
         for timing in self.host.learn():
@@ -364,7 +299,7 @@ class SpecRolloutV2(_Base):
                 entry[0] += 1
                 entry[1] += timing.step_ms
 
-    def _report(self) -> DraftReport:
+    def _report(self, output: Any) -> DraftReport:
         trees, after = self.step.trees, self.step.number + 1
         asks_at = after + self.drafting.steps_off(after, self.step.num_running)
         return DraftReport(

@@ -8,6 +8,7 @@ code takes what was not accepted, filled or not, back from the request's counter
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.lookahead import room_per_request
-from vllm_specrollout.worker.common import config_of, speculative_config
+from vllm_specrollout.worker.common import config_of, is_lane, speculative_config
 from vllm_specrollout.worker.scheduler import DraftReport, SchedulerMixin, SpecRolloutOutput
 
 # vLLM's mark for a draft that the grammar forbids; rows behind it are not masked, and no walk gets there
@@ -82,6 +83,8 @@ def drafted_schedule(
     drafts: DraftTokenIds | None,
     requests: Mapping[str, Request],
     manager: StructuredOutputManager,
+    *,
+    is_lane: bool = False,
 ) -> SchedulerOutput:
     """A copy of a step's schedule in which the room of `request_ids` has become what was drafted into it.
 
@@ -92,9 +95,15 @@ def drafted_schedule(
     step = copy.copy(scheduler_output)
     step.scheduled_spec_decode_tokens = {}
     for request_id in request_ids:
-        tokens = drafted.get(request_id)
+        tokens = drafted.get(request_id) or []
+        if is_lane:
+            # all of the room has rows, behind the drafts as well
+            most = len(scheduler_output.scheduled_spec_decode_tokens[request_id])
+            tokens = (list(tokens) + [_FORBIDDEN] * most)[:most]
         if tokens:
-            allowed = manager.validate_tokens(requests[request_id], list(tokens))
+            allowed = manager.validate_tokens(
+                requests[request_id], list(itertools.takewhile(_FORBIDDEN.__ne__, tokens))
+            )
             step.scheduled_spec_decode_tokens[request_id] = allowed + [_FORBIDDEN] * (len(tokens) - len(allowed))
     return step
 
@@ -106,6 +115,7 @@ class SchedulerMixinV2(SchedulerMixin):
         super().__init__(vllm_config, *args, **kwargs)
         self._report = DraftReport()
         self._workers: Executor | None = None
+        self._is_lane = is_lane(config_of(vllm_config))
         given = config_of(vllm_config).coupled_model
         if given is not None:
             # a model writes keys and values of what it only drafts
@@ -144,7 +154,12 @@ class SchedulerMixinV2(SchedulerMixin):
             assert self._workers is not None
             drafts = self._workers.take_draft_token_ids()
             scheduler_output = drafted_schedule(
-                scheduler_output, with_room, drafts, self.requests, self.structured_output_manager
+                scheduler_output,
+                with_room,
+                drafts,
+                self.requests,
+                self.structured_output_manager,
+                is_lane=self._is_lane,
             )
         return super().get_grammar_bitmask(scheduler_output)
 

@@ -56,7 +56,7 @@ class _Rows:
             logits,
             batch.expanded_idx_mapping,
             batch.positions[batch.logits_indices],
-            batch.input_ids[batch.logits_indices],
+            batch.input_ids[batch.logits_indices] if inputs.draft_ids is None else inputs.draft_ids,
             batch.expanded_local_pos,
             inputs.parents,
             batch.cu_num_logits,
