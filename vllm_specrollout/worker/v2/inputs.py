@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specrollout import _core
+from vllm_specrollout.kernels.tree_rows.kernel import lay_out
 from vllm_specrollout.trees.batch import token_lists
 from vllm_specrollout.types import TreeBatch
 
@@ -51,6 +52,8 @@ class TreeInputs:
         self.by_ancestors = False
         self.always_by_ancestors = False
         self._shift: torch.Tensor | None = None
+        # [max_rows] int32, where the device lays rows out
+        self._shifts: torch.Tensor | None = None
         self._is_dirty = False
 
     def clear(self) -> None:
@@ -121,11 +124,19 @@ class TreeInputs:
             drafted: [rows of requests, 3, most drafts] int32 tokens (-1: none, and vLLM put that into the inputs),
                 parents, and what is of no interest here.
         """
-        row, local = batch.expanded_idx_mapping, batch.expanded_local_pos.long()
-        node, is_root = (local - 1).clamp_(min=0), local == 0
-        self.draft_ids = torch.where(is_root, batch.input_ids[batch.logits_indices], drafted[row, 0, node])
-        self.parents = torch.where(is_root, -1, drafted[row, 1, node] + 1)
-        batch.input_ids.clamp_(min=0)
+        if self._shifts is None:
+            self._shifts = torch.zeros(len(self.ancestors), dtype=torch.int32, device=self.device)
+        parents, draft_ids = torch.empty(2, len(batch.logits_indices), dtype=torch.int32, device=self.device)
+        if self.has_branches:
+            # those of padding as well
+            self.num_nodes.zero_()
+        lay_out(
+            drafted, batch.idx_mapping, batch.cu_num_logits, batch.query_start_loc, batch.input_ids,
+            parents, draft_ids, self.num_nodes, self.ancestors, self._shifts, has_branches=self.has_branches,
+        )  # fmt: skip
+        self.parents, self.draft_ids, self.by_ancestors = parents, draft_ids, self.has_branches
+        if self.has_branches:
+            self._shift = self._shifts[: batch.num_tokens]
 
     def shift_positions(self, positions: torch.Tensor) -> None:
         """Rewrite positions [..., rows] in place: those of nodes follow their depth, not their place in the order."""

@@ -25,9 +25,12 @@ from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatc
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
 from vllm_specrollout.worker.v2.host import InFlight
-from vllm_specrollout.worker.v2.inputs import emptied
+from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
 from vllm_specrollout.worker.v2.looked_up import Home, LookedUp, Told
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+
+TREES_UP_TO = 8
+"""Requests of a step, at most, that trees are drafted for: among more, rows cost more than branches bring."""
 
 
 class Lane(SpecRolloutV2):
@@ -57,7 +60,10 @@ class Lane(SpecRolloutV2):
         # it decodes plainly until what was withheld of it is found again, or on its way home
         if name in self.drafting.withheld.held or name in self._withheld:
             limit = 0
-        return Told(-1, (), request.admission.ends, limit)
+        return Told(-1, (), request.admission.ends, limit, request.admission.shape is DraftMode.CHAIN)
+
+    def _may_branch(self, num_requests: int) -> bool:
+        return self.shape[0] is DraftMode.TREE and num_requests <= TREES_UP_TO
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -71,9 +77,14 @@ class Lane(SpecRolloutV2):
         if step.has_drafts:
             self.times.begin_step()
             self._withhold()
+            # a prompt stays with vLLM's attention, and so does all that is computed beside it
+            self.inputs.has_branches = self._may_branch(step.num_running) and not holds_prompt(scheduler_output)
+            if self.inputs.has_branches:
+                self._during.enter_context(self.draft_graphs.chosen_from(self))
         # vLLM's scheduler was told of no drafts, so it names none to be made
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
         after = step.number + 1
+        self.speculator.may_branch = self._may_branch(step.num_running)
         self.speculator.is_paused = self.drafting.speculator.steps_off(after, step.num_running) > 0
         return scheduler_output
 

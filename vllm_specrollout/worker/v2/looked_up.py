@@ -41,6 +41,8 @@ class Told:
     ends: IntArray
     # most nodes; 0: nothing is drafted
     limit: int
+    # no branches
+    is_chain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class LookedUp(BaseSpeculator):
         self.drafted = torch.full((most, 3, width), -1, dtype=torch.int32, device=device)
         self.draft_token_confidence_probs = torch.zeros(most, width, dtype=torch.float32, device=device)
         self._lookup = Lookup(width, most, MOST_TILES, device)
+        self.may_branch = False
+        """Whether trees are drafted for those requests that may have them."""
         self.is_paused = False
         """Whether nothing is looked up."""
         self.look_up: Callable[[InputBatch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = self._looked_up
