@@ -191,6 +191,23 @@ def with_branches(trees: TreeBatch) -> BoolArray:
     return _any_by_request(trees, trees.parents != local - 1)
 
 
+def first_paths(trees: TreeBatch) -> IntArray:
+    """[R, most levels] tokens of each tree's path that begins at its first node and goes on with first children; -1
+    behind its end."""
+    count = trees.num_nodes
+    owner = np.repeat(np.arange(trees.num_requests), trees.sizes)
+    above = np.where(trees.parents != ROOT, trees.parents + trees.node_start[owner], count + owner)
+    # the first child of each node, then of each root; the last slot is for those who have none
+    child = np.full(count + trees.num_requests + 1, -1, dtype=np.int64)
+    child[above[::-1]] = np.arange(count)[::-1]
+    tokens = np.append(trees.token_ids, -1).astype(np.int32)
+    node, levels = count + np.arange(trees.num_requests), list[IntArray]()
+    for _ in range(int(trees.depth.max(initial=0))):
+        node = child[node]
+        levels.append(tokens[node])
+    return np.stack(levels, axis=1) if levels else np.zeros((trees.num_requests, 0), dtype=np.int32)
+
+
 def num_branches(trees: TreeBatch) -> int:
     """Root-to-leaf paths beyond the first of each tree, all requests together."""
     with_child = np.zeros(trees.num_nodes, dtype=np.bool_)

@@ -16,10 +16,13 @@ class FuzzDrafter(TreeByTree):
 
     name = "fuzz"
 
-    def __init__(self, answers: Mapping[str, list[int]], vocab_size: int, seed: int = 0, quality: float = 0.8) -> None:
+    def __init__(
+        self, answers: Mapping[str, list[int]], vocab_size: int, seed: int = 0, quality: float = 0.8, source: int = 0
+    ) -> None:
         self.answers = answers
         self.vocab_size = vocab_size
         self.quality = quality
+        self.source = source
         self.rng = np.random.default_rng(seed)
 
     def rest(self, view: RequestView) -> list[int]:
@@ -46,10 +49,10 @@ class FuzzDrafter(TreeByTree):
             parents.append(parent)
             if parent == tip and level < len(truth) and token == truth[level]:
                 tip, level = len(tokens) - 1, level + 1
-        return _within(tokens, parents, max_depth)
+        return _within(tokens, parents, max_depth, self.source)
 
 
-def _within(tokens: list[int], parents: list[int], max_depth: int) -> DraftTree:
+def _within(tokens: list[int], parents: list[int], max_depth: int, source: int) -> DraftTree:
     """The nodes no deeper than allowed; log_q 0 throughout, so that any order is best first."""
     array = np.asarray(parents, dtype=np.int32)
     kept = [i for i, depth in enumerate(depths(array).tolist()) if depth <= max_depth] if tokens else []
@@ -59,5 +62,5 @@ def _within(tokens: list[int], parents: list[int], max_depth: int) -> DraftTree:
         np.asarray([tokens[i] for i in kept], dtype=np.int32),
         np.asarray([index[parents[i]] for i in kept], dtype=np.int32),
         np.zeros(n, dtype=np.float32),
-        np.zeros(n, dtype=np.int32),
+        np.full(n, source, dtype=np.int32),
     )

@@ -117,7 +117,7 @@ class TreeInputs:
         else:
             self.set_plain()  # chains attend causally, which any kernel can do
 
-    def set_looked_up(self, batch: InputBatch, drafted: torch.Tensor) -> None:
+    def set_drafted(self, batch: InputBatch, drafted: torch.Tensor) -> None:
         """The step's drafts are those that the device has.
 
         Args:

@@ -1,12 +1,13 @@
-"""The lane: vLLM's own speculation on its V2 runner, made exact, with drafts that are looked up on the device.
+"""The lane: vLLM's own speculation on its V2 runner, made exact, with drafts that are made on the device.
 
 What belongs here: where the lane differs from a plain step. vLLM drafts behind its sampler and schedules a step ahead,
 so no step waits for the host. The host learns of drafts and tokens when they are home anyway; what it makes of that,
-a pause or a request's most drafts, holds from the next schedule on.
+a pause, a request's most drafts, or a line to go on with, holds from a later step on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,49 +19,84 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout.drafters.base import BaseDrafter
-from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep
-from vllm_specrollout.trees.batch import cut, over
+from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
 from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
+from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, Bystander, DeviceDrafts, Told
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
-from vllm_specrollout.worker.v2.looked_up import Home, LookedUp, Told
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 TREES_UP_TO = 8
 """Requests of a step, at most, that trees are drafted for: among more, rows cost more than branches bring."""
 
 
-class Lane(SpecRolloutV2):
-    """Mixed into vLLM's V2 runners whose configuration has a place for drafts (`with_lane`)."""
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A step's drafts on their way to the host; they are there when the step's tokens are."""
 
-    speculator: LookedUp
+    request_ids: list[str]
+    # [R, 3 * K + 2] int32 tokens, parents, bits of the chances; who made the draft; how many of it had rows
+    words: np.ndarray
+    # sources of the kinds of drafts
+    sources: tuple[int, ...]
+
+    def proposed(self) -> TreeBatch:
+        """All that was drafted, whatever had room."""
+        tokens, parents, chances = np.split(self.words[:, :-2], 3, axis=1)
+        is_there = tokens >= 0
+        own = np.ascontiguousarray(chances).view(np.float32)
+        # of a node, given its parent
+        above = np.where(parents >= 0, np.take_along_axis(own, np.maximum(parents, 0), axis=1), 1.0)
+        given = np.clip(own / np.where(is_there, above, 1.0), 1e-9, 1.0)
+        starts = np.concatenate([[0], np.cumsum(is_there.sum(axis=1))]).astype(np.int32)
+        trees = proposed(
+            self.request_ids, starts, tokens[is_there], parents[is_there], np.log(given[is_there]).astype(np.float32), 0
+        )
+        sources = np.array(self.sources, dtype=np.int32)[np.maximum(self.words[:, -2], 0)]
+        trees.source[:] = np.repeat(sources, trees.sizes)
+        return trees
+
+    def drafted(self) -> TreeBatch:
+        """What of it was verified."""
+        return cut(self.proposed(), self.words[:, -1])
+
+
+class Lane(SpecRolloutV2):
+    """Mixed into vLLM's V2 runners, whose configuration has a place for drafts (`with_lane`)."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.max_draft_tokens = self.num_speculative_steps
-        rows = self.req_states.req_id_to_index
-        self.speculator = LookedUp(self.num_speculative_steps, self.req_states, device, self._told_of, rows.get)
+        model, self.speculator = self.spec_config.coupled_model, self.speculator
+        if model is None:
+            self.speculator = Bystander(self.num_speculative_steps)
+        levels = 0 if model is None else int(model["num_speculative_tokens"])
+        self.drafts = DeviceDrafts(self.speculator, levels, self.req_states, self._told_of, None)
+        drafters = len(self.spec_config.drafters)
+        # of what is looked up, carried in lines, and a model's
+        self.sources = 0, drafters + (0 if model is None else 2), drafters
         # what steps to come are planned by; None: nothing was
         self._planned: PlannedStep | None = None
-        # the drafts that came home last, whatever had room, for whoever chooses how many are verified
         self.latest: TreeBatch = NO_DRAFTS
+        """The drafts that came home last, whatever had room, for whoever chooses how many are verified."""
         # requests whose verdict is withheld in a step that is not home yet
         self._withheld: dict[str, None] = {}
         self.host.came_home = self._came_home
 
-    def _told_of(self, name: str) -> Told | None:
-        """What the lookup is to know of a request; None: nothing is drafted for it."""
+    def _told_of(self, name: str) -> Told:
+        """What a lookup is to know of a request."""
         request = self.host.get(name)
         if request is None or request.admission.shape is DraftMode.OFF:
-            return None
-        limit = min(request.admission.max_draft_tokens, self.max_draft_tokens)
-        # it decodes plainly until what was withheld of it is found again, or on its way home
-        if name in self.drafting.withheld.held or name in self._withheld:
-            limit = 0
-        return Told(-1, (), request.admission.ends, limit, request.admission.shape is DraftMode.CHAIN)
+            return NOBODY
+        admission = request.admission
+        # it decodes plainly until what was withheld of it is found again
+        is_held = name in self.drafting.withheld.held or name in self._withheld
+        limit = 0 if is_held else min(admission.max_draft_tokens, self.max_draft_tokens)
+        is_chain = admission.shape is DraftMode.CHAIN or not self.drafting.withheld.may_branch
+        return Told(-1, (), admission.ends, limit, is_chain)
 
     def _may_branch(self, num_requests: int) -> bool:
         return self.shape[0] is DraftMode.TREE and num_requests <= TREES_UP_TO
@@ -70,7 +106,7 @@ class Lane(SpecRolloutV2):
     def _begun(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         step = self.step
         if self.shape[0] is DraftMode.OFF:
-            self.speculator.is_paused = True
+            self.drafts.is_paused = True
             return emptied(scheduler_output)
         step.room = {name: len(ids) for name, ids in scheduler_output.scheduled_spec_decode_tokens.items()}
         step.has_drafts = bool(step.room)
@@ -83,33 +119,32 @@ class Lane(SpecRolloutV2):
                 self._during.enter_context(self.draft_graphs.chosen_from(self))
         # vLLM's scheduler was told of no drafts, so it names none to be made
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
-        after = step.number + 1
-        self.speculator.may_branch = self._may_branch(step.num_running)
-        self.speculator.is_paused = self.drafting.speculator.steps_off(after, step.num_running) > 0
+        self.drafts.may_branch = self._may_branch(step.num_running)
+        self.drafts.is_paused = self.spec_rollout.steps_off(step.number + 1, step.num_running) > 0
         return scheduler_output
 
     def prepare_inputs(self, *args: Any) -> InputBatch:
         batch = super().prepare_inputs(*args)
         if self.step.has_drafts:
             self.step.num_logits = np.diff(batch.cu_num_logits_np)
-            self.inputs.set_looked_up(batch, self.speculator.drafted)
+            self.inputs.set_drafted(batch, self.drafts.drafted)
         return batch
 
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         found = super().sample(hidden_states, input_batch, grammar_output)
-        if not self.speculator.is_paused or self.step.has_drafts:
+        if self.step.has_drafts or not self.drafts.is_paused:
             # on the stream on which vLLM copies the tokens next, so that one event says that all of it is there
-            words = self.speculator.home(input_batch)
+            words = self.drafts.home(input_batch)
             self.output_copy_stream.wait_stream(self.main_stream)
             with torch.cuda.stream(self.output_copy_stream):
-                home = Home(input_batch.req_ids, async_copy_to_np(words))
+                home = Home(input_batch.req_ids, async_copy_to_np(words), self.sources)
             self.step.home, self.step.drafted = home, lambda: self._came(home, words)
         return found
 
     def _withhold(self) -> None:
-        """Choose a request whose verdict is withheld, now and then, of those that were last seen with drafts."""
+        """Now and then choose a request whose verdict is withheld, of those that were last seen with drafts."""
         step, withheld = self.step, self.drafting.withheld
         if self.drafting.is_drafting and withheld.drafted >= withheld.due:
             seen = over(self.latest, list(step.room))
@@ -119,9 +154,9 @@ class Lane(SpecRolloutV2):
             self._withheld[step.withheld] = None
 
     def _came(self, home: Home, words: torch.Tensor) -> TreeBatch:
-        """The step's drafts are home. Until then `words` [R, 3 * K + 1] is kept, which they are copied from."""
+        """The step's drafts are home. Until then `words` [R, 3 * K + 2] is kept, which they are copied from."""
         self.latest = home.proposed()
-        return cut(self.latest, home.rows)
+        return home.drafted()
 
     def _came_home(self, step: InFlight, counts: IntArray, result: VerifyResult) -> None:
         self._withheld.pop(step.withheld, None)
@@ -135,21 +170,17 @@ class Lane(SpecRolloutV2):
     # --- what the host makes of it -----------------------------------------------------------------------------------
 
     def _report(self, output: Any) -> DraftReport:
-        after = self.step.number + 1
-        limits = self.host.limits.copy()
-        if not self.speculator.is_paused and self.drafting.is_drafting:
-            try:
+        after, limits = self.step.number + 1, self.host.limits.copy()
+        if not self.drafts.is_paused and self.drafting.is_drafting:
+            with self.spec_rollout.guard.over("planning", "requests get as much room as they may"):
                 limits |= self._windows()
-            except CONTAINED as error:
-                self.spec_rollout.guard.failed("planning", error, "requests get as much room as they may")
         report = DraftReport(after + self.drafting.steps_off(after, self.step.num_running), limits, {})
         get_output, home = output.get_output, self.step.home
 
         def counted() -> Any:
             found = get_output()
-            if home is not None:
-                trees = cut(home.proposed(), home.rows)
-                report.drafted.update(zip(trees.request_ids, trees.sizes.tolist(), strict=True))
+            trees = home.drafted()
+            report.drafted.update(zip(trees.request_ids, trees.sizes.tolist(), strict=True))
             return found
 
         if self.step.has_drafts:
@@ -159,16 +190,28 @@ class Lane(SpecRolloutV2):
     def _windows(self) -> dict[str, int]:
         """Most drafts of requests of which the budget would verify fewer than there are, by what came home last."""
         room = dict.fromkeys(self.req_states.req_id_to_index, self.max_draft_tokens)
-        batch = self.host.batch(room, may_branch=False)
-        self._planned = None
+        batch, self._planned = self.host.batch(room, may_branch=self.drafts.may_branch), None
         if not batch.size:
             return {}
         self.drafting.withheld.narrow(batch)
-        self._planned = planned = self.drafting.speculator.propose(batch, self.step.number)
+        self._planned = planned = self.spec_rollout.propose(batch, self.step.number)
+        for trees in planned.proposals:
+            if trees.num_nodes and trees.source[0] == self.sources[1]:
+                self._carry(batch, trees)
         chosen = cut(planned.plan.trees, batch.max_nodes).sizes
-        proposed = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
-        is_cut = (chosen < proposed) | ((proposed == 0) & self.drafting.speculator.budget.backs_off)
+        most = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
+        is_cut = (chosen < most) | ((most == 0) & self.spec_rollout.budget.backs_off)
         return {name: int(chosen[i]) for i, name in enumerate(batch.request_ids) if is_cut[i]}
+
+    def _carry(self, batch: RequestBatch, trees: TreeBatch) -> None:
+        """Drafts that were not made on the device go there as lines, each behind the tokens that it was made for."""
+        drafted = np.flatnonzero(trees.sizes)
+        lines = np.full((len(drafted), 1 + LINE), -1, dtype=np.int32)
+        lines[:, 0] = [len(batch.views[i].token_ids) for i in drafted]
+        paths = first_paths(trees)[drafted, :LINE]
+        lines[:, 1 : 1 + paths.shape[1]] = paths
+        rows = [self.req_states.req_id_to_index[trees.request_ids[i]] for i in drafted]
+        self.drafts.carry(np.array(rows, dtype=np.int32), lines)
 
 
 class LateDrafts(BaseDrafter):

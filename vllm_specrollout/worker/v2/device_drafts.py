@@ -1,0 +1,292 @@
+"""Drafts of the lane, made on the device behind the sampler: looked up, carried there in lines, or a model's.
+
+What belongs here: who drafts for a batch's requests, what the host tells of them in one packed copy, whose draft each
+request gets, and what the device keeps of it until its step. What is looked up in is `texts.py`, how, is
+`kernels/lookup`. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_specrollout.kernels.lookup.kernel import Lookup
+from vllm_specrollout.kernels.lookup.naive import TILE
+from vllm_specrollout.types import IntArray
+from vllm_specrollout.worker.v2.texts import DeviceTexts
+
+MOST_TILES = 1 << 20
+"""Tiles of a batch, at most: 32 MiB for what is found in them. Where there are more, the last texts are left out."""
+MOST_SIBLINGS = 63
+"""Running requests whose tokens are looked at beside a request's own."""
+LINE = 64
+"""Tokens that the host carries to the device of a draft which was not made there."""
+LOOKED, LINED, MODELLED = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the host knows of one request that runs."""
+
+    # of its problem's earlier answers; -1: there are none
+    problem: int
+    siblings: Sequence[str]
+    # tokens that end it, which are not drafted
+    ends: IntArray
+    # most nodes; 0: nothing is drafted
+    limit: int
+    # no branches
+    is_chain: bool
+
+
+NOBODY = Told(-1, (), np.zeros(0, np.int32), 0, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """One kind of drafts for a batch, on the device. Parents come before their children."""
+
+    # [R, K] int32, -1 behind a draft's end
+    tokens: torch.Tensor
+    # [R, K] int32 node that each hangs on; -1: the root
+    parents: torch.Tensor
+    # [R, K] float32 probability that the target walks down to each
+    chances: torch.Tensor
+
+
+class Bystander(BaseSpeculator):
+    """What vLLM's runner asks where no model drafts."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+    enable_adaptive_verification = False
+
+    def __init__(self, width: int) -> None:
+        self.num_speculative_steps = width
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """A lookup's launches go by the texts, so they are made anew in each step."""
+
+    def capture(self) -> None:
+        """Nothing is captured."""
+
+    def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[R, width] int64 no drafts."""
+        device = input_batch.idx_mapping.device
+        return torch.full((input_batch.num_reqs, self.num_speculative_steps), -1, dtype=torch.int64, device=device)
+
+
+class DeviceDrafts:
+    """Drafts of the requests that run, made in each step for the next.
+
+    Args:
+        speculator: vLLM's. What it proposes are a model's drafts; what it answers from now on is what was chosen.
+        depth: most tokens that the speculator drafts itself; 0: it is a bystander.
+        states: vLLM's of the requests that run.
+        told: what the host knows of a request by its name.
+        texts: earlier answers on the device; None: none are looked at.
+    """
+
+    def __init__(
+        self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None
+    ) -> None:
+        self._states, self._told, self.texts = states, told, texts
+        self._device = states.device
+        self.width, most = states.num_speculative_steps, states.max_num_reqs
+        self._propose, self._depth = speculator.propose, depth
+        speculator.propose = self.propose
+        self._speculator = speculator
+        speculator.draft_token_confidence_probs = torch.zeros(most, self.width, device=self._device)
+        # [rows, 3, width] int32 of each running request's next step: tokens (-1: none), parents, bits of the chances
+        self.drafted = torch.full((most, 3, self.width), -1, dtype=torch.int32, device=self._device)
+        # [rows] int32 who made it
+        self.kinds = torch.zeros(most, dtype=torch.int32, device=self._device)
+        # [rows, 1 + LINE] int32 tokens of a request when its line begins, and the line, -1 behind its end
+        self._lines = torch.full((most, 1 + LINE), -1, dtype=torch.int32, device=self._device)
+        self.has_lines = False
+        # [3] share of each kind's drafts that hold where those before them do
+        self._rates = torch.full((3,), 0.7, device=self._device)
+        self._lookup = Lookup(self.width, most, MOST_TILES, self._device)
+        self.may_branch = False
+        """Whether trees are drafted for those requests that may have them."""
+        self.is_paused = False
+        """Whether nothing but a model drafts."""
+        self.look_up: Callable[[InputBatch, Sequence[Told]], Drafts] = self._looked_up
+
+    @torch.inference_mode()
+    def propose(self, input_batch: InputBatch, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        """[R, width] int64 drafts of the batch's requests, -1 where there are none: in the place of vLLM's."""
+        modelled = None
+        if self._depth:
+            kwargs["num_speculative_tokens"] = self._depth
+            modelled = self._propose(input_batch, *args, dummy_run=dummy_run, **kwargs)[:, : self._depth]
+        if dummy_run:
+            shape = input_batch.num_reqs, self.width
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
+        group = get_tp_group()
+        if group.rank_in_group == 0:
+            packed = self._chosen(input_batch, modelled)
+        else:
+            packed = torch.empty(input_batch.num_reqs, 3 * self.width + 1, dtype=torch.int32, device=self._device)
+        if group.world_size > 1:
+            # texts come when they come, and all ranks must compute the same rows
+            packed = group.broadcast(packed, src=0)
+        own = packed[:, :-1].view(-1, 3, self.width)
+        self.drafted[input_batch.idx_mapping], self.kinds[input_batch.idx_mapping] = own, packed[:, -1]
+        self._tell_confidence(own)
+        return own[:, 0].long()
+
+    def _chosen(self, batch: InputBatch, modelled: torch.Tensor | None) -> torch.Tensor:
+        """[R, 3 * width + 1] int32 per request the drafts of which most tokens are expected, and whose they are."""
+        told = [self._told(name) for name in batch.req_ids]
+        limits, ends = self._sent(self._limits(told), self._ends(told))
+        kinds: list[tuple[int, Drafts]] = []
+        if not self.is_paused:
+            kinds.append((LOOKED, self.look_up(batch, told)))
+            if self.has_lines:
+                kinds.append((LINED, self._chain(self._lined(batch), LINED, limits, ends)))
+        if modelled is not None:
+            kinds.append((MODELLED, self._chain(modelled.int(), MODELLED, limits, ends)))
+        if not kinds:
+            return torch.full((len(told), 3 * self.width + 1), -1, dtype=torch.int32, device=self._device)
+        packed = torch.stack(
+            [torch.stack([one.tokens, one.parents, one.chances.view(torch.int32)], dim=1) for _, one in kinds]
+        )
+        if len(kinds) == 1:
+            best = torch.zeros(len(told), dtype=torch.int64, device=self._device)
+        else:
+            best = torch.stack([(one.chances * (one.tokens >= 0)).sum(dim=1) for _, one in kinds]).argmax(dim=0)
+        names = torch.tensor([kind for kind, _ in kinds], dtype=torch.int32, device="cpu", pin_memory=PIN_MEMORY)
+        which = names.to(self._device, non_blocking=True)[best]
+        own = packed[best, torch.arange(len(told), device=self._device)]
+        return torch.cat([own.flatten(1), which[:, None]], dim=1)
+
+    def _chain(self, tokens: torch.Tensor, kind: int, limits: torch.Tensor, ends: torch.Tensor) -> Drafts:
+        """A chain of these tokens [R, at most K] int32, cut at a request's limit and before what ends it."""
+        count, depth = tokens.shape[1], torch.arange(self.width, dtype=torch.int32, device=self._device)
+        own = torch.full((len(tokens), self.width), -1, dtype=torch.int32, device=self._device)
+        own[:, :count] = tokens
+        is_there = (own >= 0) & (depth < limits[:, None]) & ~(own[:, :, None] == ends[:, None, :]).any(dim=2)
+        own = torch.where(is_there.cumprod(dim=1).bool(), own, -1)
+        chances = (self._rates[kind] ** (depth + 1)).expand(own.shape)
+        return Drafts(own, (depth - 1).expand(own.shape), chances)
+
+    def _lined(self, batch: InputBatch) -> torch.Tensor:
+        """[R, K] int32 what is left of each request's line, if all that it has got since is the line's."""
+        rows, states = batch.idx_mapping, self._states
+        line, begin = self._lines[rows, 1:], self._lines[rows, :1].long()
+        place = torch.arange(LINE, device=self._device)
+        since = states.total_len.gpu[rows][:, None] - begin
+        at = (begin + place).clamp(0, states.max_model_len - 1)
+        is_met = (states.all_token_ids.gpu[rows[:, None], at] == line) | (place >= since)
+        is_good = (begin > 0) & (since >= 0) & is_met.all(dim=1, keepdim=True)
+        left = since + place[: self.width]
+        found = line.gather(1, left.clamp(0, LINE - 1))
+        return torch.where(is_good & (left < LINE), found, -1)
+
+    def _tell_confidence(self, own: torch.Tensor) -> None:
+        """Each draft's chance over that of the one before it: their product, by which rows are given, is its own."""
+        chances = torch.where(own[:, 0] >= 0, own[:, 2].contiguous().view(torch.float32), 0.0)
+        before = torch.cat([torch.ones_like(chances[:, :1]), chances[:, :-1]], dim=1)
+        self._speculator.draft_token_confidence_probs[: len(own)] = (chances / before.clamp(min=1e-9)).clamp_(max=1.0)
+
+    # --- between host and device -------------------------------------------------------------------------------------
+
+    def home(self, batch: InputBatch) -> torch.Tensor:
+        """[R, 3 * width + 2] int32, as in `Home`, of the step that is verified now."""
+        rows = batch.idx_mapping
+        sizes = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1] - 1).clamp_(min=0)
+        return torch.cat([self.drafted[rows].flatten(1), self.kinds[rows, None], sizes[:, None].int()], dim=1)
+
+    def carry(self, rows: IntArray, lines: IntArray) -> None:
+        """Have these lines on the device from the next step on.
+
+        Args:
+            rows: [R] int32 rows of the requests.
+            lines: [R, 1 + LINE] int32 as in `_lines`.
+        """
+        self.has_lines = True
+        where, what = self._sent(rows, lines)
+        self._lines[where.long()] = what
+
+    def rate(self, rates: Sequence[float]) -> None:
+        """What of each kind's drafts held lately, by which they are compared from now on."""
+        (bits,) = self._sent(np.asarray(rates, dtype=np.float32).view(np.int32))
+        self._rates = bits.view(torch.float32)
+
+    # --- what the lookup is told -------------------------------------------------------------------------------------
+
+    def _looked_up(self, batch: InputBatch, told: Sequence[Told]) -> Drafts:
+        states, texts = self._states, self.texts
+        if texts is not None:
+            texts.apply()
+        asked = self._asked(batch, told)
+        most_tiles = min(self._most_tiles(asked, told), MOST_TILES // len(told))
+        on_device = self._sent(asked, self._limits(told), self._ends(told))
+        buffers = (texts.texts, texts.spans) if texts is not None else self._no_texts()
+        tokens, chances = self._lookup(
+            *buffers, states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu, *on_device, most_tiles
+        )
+        chain = torch.arange(-1, self.width - 1, dtype=torch.int32, device=self._device).expand(tokens.shape)
+        return Drafts(tokens, chain, chances.cumprod(dim=1))
+
+    def _limits(self, told: Sequence[Told]) -> IntArray:
+        return np.fromiter((one.limit for one in told), np.int32, len(told))
+
+    def _asked(self, batch: InputBatch, told: Sequence[Told]) -> IntArray:
+        """[R, 2 + siblings] int32: rows of the request, of its problem, and of its siblings, -1 where there are none.
+
+        A kernel is compiled for each number of siblings, so there are few of them.
+        """
+        rows = [
+            [row for name in one.siblings if (row := self._states.req_id_to_index.get(name)) is not None]
+            for one in told
+        ]
+        most = min(max(map(len, rows)), MOST_SIBLINGS)
+        asked = np.full((len(told), 2 + (1 << most.bit_length()) - 1), -1, dtype=np.int32)
+        asked[:, 0] = batch.idx_mapping_np
+        for i, (one, own) in enumerate(zip(told, rows, strict=True)):
+            asked[i, 1] = one.problem
+            asked[i, 2 : 2 + min(len(own), MOST_SIBLINGS)] = own[:MOST_SIBLINGS]
+        return asked
+
+    def _ends(self, told: Sequence[Told]) -> IntArray:
+        """[R, some] int32, -1 where a request has fewer."""
+        most = max(len(one.ends) for one in told)
+        ends = np.full((len(told), 1 << max(most - 1, 0).bit_length()), -1, dtype=np.int32)
+        for own, one in zip(ends, told, strict=True):
+            own[: len(one.ends)] = one.ends
+        return ends
+
+    def _most_tiles(self, asked: IntArray, told: Sequence[Told]) -> int:
+        """Tiles of one request, at most. How long texts are that run, the device alone knows: no longer than this."""
+        states = self._states
+        most = np.maximum(states.num_computed_tokens_np + self.width + 2, states.prefill_len.np)
+        own = -(-most[asked[:, 0]] // TILE)
+        others = np.where(asked[:, 2:] >= 0, -(-(most - states.prompt_len.np + 1)[asked[:, 2:]] // TILE), 0)
+        past = [0 if self.texts is None else self.texts.tiles_of(one.problem) for one in told]
+        return int((own + others.sum(axis=1) + np.array(past)).max())
+
+    def _sent(self, *arrays: IntArray) -> list[torch.Tensor]:
+        """These arrays of int32 on the device, by one copy; each begins where 16 bytes do."""
+        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+        words = torch.zeros(int(starts[-1]), dtype=torch.int32, pin_memory=PIN_MEMORY)
+        for begin, array in zip(starts.tolist(), arrays, strict=False):
+            words[begin : begin + array.size] = torch.from_numpy(array.reshape(-1))
+        there = words.to(self._device, non_blocking=True)
+        return [
+            there[begin : begin + array.size].view(array.shape)
+            for begin, array in zip(starts.tolist(), arrays, strict=False)
+        ]
+
+    def _no_texts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        none = torch.zeros(4, dtype=torch.int32, device=self._device)
+        return none, none[:0].view(0, 1, 3)
