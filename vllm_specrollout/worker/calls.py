@@ -22,6 +22,7 @@ from vllm_specrollout.observe.metrics import Gain
 from vllm_specrollout.observe.timeline import TimelineListener
 from vllm_specrollout.worker.common import Stats, is_first_rank
 from vllm_specrollout.worker.models import decoupled
+from vllm_specrollout.worker.models.proposing import path_of
 from vllm_specrollout.worker.models.swapping import swap
 from vllm_specrollout.worker.profiling import key_of
 from vllm_specrollout.worker.weights_version import WeightsMixin
@@ -76,7 +77,7 @@ class DrafterMixin(_Base):
         if drafter is None:
             return
         try:
-            swap(runner, *(self._drafter_place or (drafter.proposer.path, None)), is_new=False)
+            swap(runner, *(self._drafter_place or (path_of(drafter.of_vllm), None)), is_new=False)
         except SpecRolloutError as error:
             if runner.model_drafter is not None:
                 runner.model_drafter = None

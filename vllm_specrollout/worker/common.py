@@ -77,21 +77,33 @@ def with_speculation(vllm_config: VllmConfig, num_tokens: int) -> VllmConfig:
     return clone
 
 
-def is_lane(config: SpecRolloutConfig) -> bool:
-    """Whether drafts are looked up on the device (v2/lane.py): by drafters that only look up, here."""
-    return set(config.drafters) <= {"history", "ngram"} and not config.sources[len(config.drafters) :]
+_ANY_LENGTH = ("draft_model", "eagle", "eagle3")
+"""Methods whose models run once per token, so that steps may have more drafts than they make."""
+
+
+def levels_of(vllm_config: VllmConfig) -> int:
+    """Tokens that the model drafts in the target's steps; 0: there is none."""
+    given = config_of(vllm_config).coupled_model
+    return 0 if given is None else speculative_config(vllm_config, given).num_speculative_tokens
 
 
 def with_lane(vllm_config: VllmConfig) -> VllmConfig:
     """A shallow copy for the V2 worker alone whose place for drafts is filled, so that vLLM's runner drafts by itself.
 
-    Of vLLM's own methods it names the one for which all tokens of a request lie on the device.
+    Where no model drafts it names the one of vLLM's methods for which all tokens of a request lie on the device.
     """
     config = config_of(vllm_config)
+    given = config.coupled_model or {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
+    # a tree may have more nodes than levels, and no model's drafts have branches
+    has_branches = config.shape != "chain" and config.coupled_model is None
+    width = config.max_draft_tokens if has_branches else min(config.max_draft_tokens, config.max_depth)
     clone = copy.copy(vllm_config)
-    given = {"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 1}
-    given["num_speculative_tokens"] = min(config.max_draft_tokens, config.max_depth)
-    clone.speculative_config = speculative_config(vllm_config, given)
+    if config.coupled_model is not None:
+        clone.speculative_config = speculative_config(vllm_config, given)
+        if clone.speculative_config.method not in _ANY_LENGTH:
+            return clone
+        width = max(width, clone.speculative_config.num_speculative_tokens)
+    clone.speculative_config = speculative_config(vllm_config, {**given, "num_speculative_tokens": width})
     return clone
 
 

@@ -46,11 +46,9 @@ _STATUS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.FINISHED,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.TRUNCATED,
 }
+_ANY = 1 << 30  # draft tokens; more than any request has
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
 _SIGNALLED = "spec_rollout_signalled"
-_ANY = 1 << 30  # draft tokens; more than any request has
-
-
 @dataclass(frozen=True)
 class DraftReport:
     """V2 runner: what the worker tells the scheduler of its drafting."""
@@ -61,6 +59,8 @@ class DraftReport:
     limits: dict[str, int] = field(default_factory=dict)
     # request id -> nodes drafted in the step that this output is of
     drafted: dict[str, int] = field(default_factory=dict)
+    # most placeholders that any request can use
+    most: int = _ANY
 
 
 @dataclass

@@ -152,7 +152,7 @@ class ModelDrafter(BaseDrafter):
     is_in_step = True
 
     def __init__(self, proposer: Proposer, noise: Chooses, source: int, ranks: Ranks) -> None:
-        self.proposer = proposer
+        self.proposer, self.of_vllm = proposer, proposer.of_vllm
         self.most_tokens = proposer.most_tokens
         self._ranks, self.is_on_ranks = ranks, ranks.are_several
         proposer.draw = ranks.drawing(self._draw)

@@ -99,6 +99,16 @@ def most_tokens(proposer: Any, max_depth: int) -> int:
     return UNBOUNDED if context >= proposer.vllm_config.model_config.max_model_len else max(context - max_depth, 0)
 
 
+def path_of(proposer: Any) -> Path:
+    """The folder that vLLM loaded the model from that drafts."""
+    config = proposer.vllm_config.speculative_config.draft_model_config
+    if Path(config.model).exists():
+        return Path(config.model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+
+
 class Proposer:
     """Runs one of vLLM's proposers on rows of the target that we choose.
 
@@ -121,16 +131,6 @@ class Proposer:
         self._max_rows, self._extra = max_rows, extra
         # of one batch: its buffers must hold some rows of each
         self.most_requests = max_rows // (2 + extra)
-
-    @property
-    def path(self) -> Path:
-        """The folder that vLLM loaded the model from."""
-        config = self.of_vllm.vllm_config.speculative_config.draft_model_config
-        if Path(config.model).exists():
-            return Path(config.model)
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
 
     def run(self, rows: Rows, seats: Sequence[Seat], depth: int) -> float:
         """Feed rows, at least one for each seat and in the seats' order, and draft so many levels.

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from vllm_specrollout.errors import ConfigError, ForbiddenError, UnsupportedError, shown
 from vllm_specrollout.observe.guard import CONTAINED
+from vllm_specrollout.worker.models.proposing import path_of
 
 FLOATING = ("F32", "F16", "BF16")
 """Dtypes of weights, as safetensors names them."""
@@ -251,10 +252,10 @@ def swap(runner: Any, path: Path, below: Path | None = None, *, is_new: bool = T
         raise ConfigError(
             "no model drafts in this engine", "start it with a `speculative_config`; a failed one stays off"
         )
-    proposer = drafter.proposer.of_vllm
+    proposer = drafter.of_vllm
     config = proposer.vllm_config.speculative_config.draft_model_config
     shared = _shared_modules(proposer.model, runner.get_model())
-    kept = _read(drafter.proposer.path, path, below, shared, is_new)
+    kept = _read(path_of(proposer), path, below, shared, is_new)
     if is_new:
         _check_drafts(kept, path, proposer.vllm_config.model_config.get_vocab_size())
     try:

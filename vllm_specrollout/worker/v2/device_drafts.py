@@ -117,8 +117,11 @@ class DeviceDrafts:
         self._lookup = Lookup(self.width, most, MOST_TILES, self._device)
         self.may_branch = False
         """Whether trees are drafted for those requests that may have them."""
+        self.looks_up = True
         self.is_paused = False
         """Whether nothing but a model drafts."""
+        self.model: Any = None
+        """The model whose drafts are taken; None: none are."""
         self.look_up: Callable[[InputBatch, Sequence[Told]], Drafts] = self._looked_up
 
     @torch.inference_mode()
@@ -149,12 +152,14 @@ class DeviceDrafts:
         told = [self._told(name) for name in batch.req_ids]
         limits, ends = self._sent(self._limits(told), self._ends(told))
         kinds: list[tuple[int, Drafts]] = []
-        if not self.is_paused:
+        if self.looks_up and not self.is_paused:
             kinds.append((LOOKED, self.look_up(batch, told)))
-            if self.has_lines:
-                kinds.append((LINED, self._chain(self._lined(batch), LINED, limits, ends)))
-        if modelled is not None:
-            kinds.append((MODELLED, self._chain(modelled.int(), MODELLED, limits, ends)))
+        if self.has_lines and not self.is_paused:
+            kinds.append((LINED, self._chain(self._lined(batch), LINED, limits, ends)))
+        if modelled is not None and self.model is not None:
+            has_room = self._states.total_len.gpu[batch.idx_mapping].long() < self.model.most_tokens
+            own = torch.where(has_room[:, None], modelled.int(), -1)
+            kinds.append((MODELLED, self._chain(own, MODELLED, limits, ends)))
         if not kinds:
             return torch.full((len(told), 3 * self.width + 1), -1, dtype=torch.int32, device=self._device)
         packed = torch.stack(

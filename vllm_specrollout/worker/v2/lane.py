@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -22,11 +23,13 @@ from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
 from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
+from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
 from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, Bystander, DeviceDrafts, Told
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
+from vllm_specrollout.worker.v2.model import DeviceModel
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
 
 TREES_UP_TO = 8
@@ -69,15 +72,14 @@ class Lane(SpecRolloutV2):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.max_draft_tokens = self.num_speculative_steps
-        model, self.speculator = self.spec_config.coupled_model, self.speculator
-        if model is None:
+        self._levels = levels_of(vllm_config)
+        if not self._levels:
             self.speculator = Bystander(self.num_speculative_steps)
-        levels = 0 if model is None else int(model["num_speculative_tokens"])
-        self.drafts = DeviceDrafts(self.speculator, levels, self.req_states, self._told_of, None)
+        self.drafts = DeviceDrafts(self.speculator, self._levels, self.req_states, self._told_of, None)
+        self.drafts.looks_up = not {"history", "ngram"}.isdisjoint(self.spec_config.drafters)
         drafters = len(self.spec_config.drafters)
         # of what is looked up, carried in lines, and a model's
-        self.sources = 0, drafters + (0 if model is None else 2), drafters
+        self.sources = 0, drafters + (2 if self._levels else 0), drafters
         # what steps to come are planned by; None: nothing was
         self._planned: PlannedStep | None = None
         self.latest: TreeBatch = NO_DRAFTS
@@ -85,6 +87,34 @@ class Lane(SpecRolloutV2):
         # requests whose verdict is withheld in a step that is not home yet
         self._withheld: dict[str, None] = {}
         self.host.came_home = self._came_home
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self._levels:
+            self.model_drafter = DeviceModel(self.speculator, self.model, self._levels, self.sources[2])
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
+        if self.model_drafter is not None:
+            # vLLM has sized its first pass by the target's rows; how often its model runs goes by its own levels
+            self.speculator.num_speculative_steps = self._levels
+        if self.model_drafter is not None and not is_profiling:
+            self.spec_rollout.replace_drafters([*self.spec_rollout.drafters, self.model_drafter])
+            self.metrics.bounded(self.model_drafter.name, self.model_drafter.most_tokens)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        names = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        if self.model_drafter is not None and names:
+            self.model_drafter.take([self.req_states.req_id_to_index[name] for name in names], names)
+
+    def _remove_request(self, req_id: str) -> bool:
+        row = self.req_states.req_id_to_index.get(req_id)
+        if row is not None and self._levels:
+            # drafts may reach beyond the next request's blocks, and must not find the last one's there
+            for table in self.block_tables.block_tables:
+                table.gpu[row].zero_()
+        return super()._remove_request(req_id)
 
     def _told_of(self, name: str) -> Told:
         """What a lookup is to know of a request."""
@@ -94,12 +124,19 @@ class Lane(SpecRolloutV2):
         admission = request.admission
         # it decodes plainly until what was withheld of it is found again
         is_held = name in self.drafting.withheld.held or name in self._withheld
-        limit = 0 if is_held else min(admission.max_draft_tokens, self.max_draft_tokens)
+        limit = 0 if is_held else min(admission.max_draft_tokens, self._most)
         is_chain = admission.shape is DraftMode.CHAIN or not self.drafting.withheld.may_branch
         return Told(-1, (), admission.ends, limit, is_chain)
 
     def _may_branch(self, num_requests: int) -> bool:
-        return self.shape[0] is DraftMode.TREE and num_requests <= TREES_UP_TO
+        # what vLLM's speculators read of a step's rows is what is accepted only if those come first
+        return self.shape[0] is DraftMode.TREE and num_requests <= TREES_UP_TO and not self._levels
+
+    @property
+    def _most(self) -> int:
+        """Most drafts of a request in the next step: a chain has as many as it has levels."""
+        depth = max(self.spec_config.max_depth, self._levels)
+        return self.max_draft_tokens if self.drafts.may_branch else min(self.max_draft_tokens, depth)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -120,6 +157,7 @@ class Lane(SpecRolloutV2):
         # vLLM's scheduler was told of no drafts, so it names none to be made
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
         self.drafts.may_branch = self._may_branch(step.num_running)
+        self.drafts.model = self.model_drafter
         self.drafts.is_paused = self.spec_rollout.steps_off(step.number + 1, step.num_running) > 0
         return scheduler_output
 
@@ -174,7 +212,8 @@ class Lane(SpecRolloutV2):
         if not self.drafts.is_paused and self.drafting.is_drafting:
             with self.spec_rollout.guard.over("planning", "requests get as much room as they may"):
                 limits |= self._windows()
-        report = DraftReport(after + self.drafting.steps_off(after, self.step.num_running), limits, {})
+        asks_at = after + self.drafting.steps_off(after, self.step.num_running)
+        report = DraftReport(asks_at, limits, {}, self._most)
         get_output, home = output.get_output, self.step.home
 
         def counted() -> Any:
@@ -189,7 +228,7 @@ class Lane(SpecRolloutV2):
 
     def _windows(self) -> dict[str, int]:
         """Most drafts of requests of which the budget would verify fewer than there are, by what came home last."""
-        room = dict.fromkeys(self.req_states.req_id_to_index, self.max_draft_tokens)
+        room = dict.fromkeys(self.req_states.req_id_to_index, self._most)
         batch, self._planned = self.host.batch(room, may_branch=self.drafts.may_branch), None
         if not batch.size:
             return {}

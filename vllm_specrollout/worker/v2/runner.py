@@ -60,12 +60,7 @@ class SpecRolloutV2(_Base):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.spec_config = config_of(vllm_config)
-        self.max_draft_tokens = self.spec_config.max_draft_tokens
-        # As wide as drafts get, by which vLLM's kernels are compiled; it makes it as wide as its own drafts, which are
-        # none. Ours do not stand there: they go where vLLM would copy them to (inputs.py).
-        self.req_states.draft_tokens = torch.zeros(
-            self.max_num_reqs, self.max_draft_tokens, dtype=torch.int64, device=device
-        )
+        self.max_draft_tokens = self.num_speculative_steps
         self.spec_rollout, self.metrics = make_speculator(vllm_config, "v2")
         is_checking = self.spec_config.self_check != "off"
         drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=is_checking)

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 from vllm_specrollout.patches import features
 from vllm_specrollout.scheduling.lookahead import room_per_request
-from vllm_specrollout.worker.common import config_of, is_lane, speculative_config
+from vllm_specrollout.worker.common import levels_of, with_lane
 from vllm_specrollout.worker.scheduler import DraftReport, SchedulerMixin, SpecRolloutOutput
 
 # vLLM's mark for a draft that the grammar forbids; rows behind it are not masked, and no walk gets there
@@ -83,8 +83,6 @@ def drafted_schedule(
     drafts: DraftTokenIds | None,
     requests: Mapping[str, Request],
     manager: StructuredOutputManager,
-    *,
-    is_lane: bool = False,
 ) -> SchedulerOutput:
     """A copy of a step's schedule in which the room of `request_ids` has become what was drafted into it.
 
@@ -95,16 +93,11 @@ def drafted_schedule(
     step = copy.copy(scheduler_output)
     step.scheduled_spec_decode_tokens = {}
     for request_id in request_ids:
-        tokens = drafted.get(request_id) or []
-        if is_lane:
-            # all of the room has rows, behind the drafts as well
-            most = len(scheduler_output.scheduled_spec_decode_tokens[request_id])
-            tokens = (list(tokens) + [_FORBIDDEN] * most)[:most]
-        if tokens:
-            allowed = manager.validate_tokens(
-                requests[request_id], list(itertools.takewhile(_FORBIDDEN.__ne__, tokens))
-            )
-            step.scheduled_spec_decode_tokens[request_id] = allowed + [_FORBIDDEN] * (len(tokens) - len(allowed))
+        # all of the room has rows, whether there is a draft or not
+        most = len(scheduler_output.scheduled_spec_decode_tokens[request_id])
+        tokens = itertools.takewhile(_FORBIDDEN.__ne__, drafted.get(request_id, ())[:most])
+        allowed = manager.validate_tokens(requests[request_id], list(tokens))
+        step.scheduled_spec_decode_tokens[request_id] = allowed + [_FORBIDDEN] * (most - len(allowed))
     return step
 
 
@@ -113,13 +106,11 @@ class SchedulerMixinV2(SchedulerMixin):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        self.max_draft_tokens = with_lane(vllm_config).speculative_config.num_speculative_tokens
         self._report = DraftReport()
         self._workers: Executor | None = None
-        self._is_lane = is_lane(config_of(vllm_config))
-        given = config_of(vllm_config).coupled_model
-        if given is not None:
-            # a model writes keys and values of what it only drafts
-            self.num_lookahead_tokens = speculative_config(vllm_config, given).num_speculative_tokens
+        # a model writes keys and values of what it only drafts
+        self.num_lookahead_tokens = max(self.num_lookahead_tokens, levels_of(vllm_config))
 
     def meet_workers(self, executor: Executor) -> None:
         """Called once by the engine core, before the first step. Not called: a grammar's requests decode plainly."""
@@ -130,7 +121,7 @@ class SchedulerMixinV2(SchedulerMixin):
         if self._step + 1 < self._report.asks_at:
             return  # the next step comes before that
         room = room_per_request(
-            self.max_draft_tokens,
+            min(self.max_draft_tokens, self._report.most),
             num_running=len(self.running),
             has_waiting=bool(self.waiting) or any_in_prompt(self.running),
             max_tokens_per_step=self.max_num_scheduled_tokens,
@@ -159,7 +150,6 @@ class SchedulerMixinV2(SchedulerMixin):
                 drafts,
                 self.requests,
                 self.structured_output_manager,
-                is_lane=self._is_lane,
             )
         return super().get_grammar_bitmask(scheduler_output)
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from vllm_specrollout.config import SpecRolloutConfig
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY, in_words
 from vllm_specrollout.types import DraftMode
 from vllm_specrollout.worker.calls import DrafterMixin, ExplainsMixin, StatsMixin, TrainerMixin
-from vllm_specrollout.worker.common import config_of, is_lane, with_lane
+from vllm_specrollout.worker.common import config_of, with_lane
 from vllm_specrollout.worker.models import decoupled
 from vllm_specrollout.worker.models.decoupled import sampling_on_v2
 from vllm_specrollout.worker.v2.attention import attention_layers
@@ -82,21 +81,16 @@ def _warm_up_update(runner: SpecRolloutV2) -> None:
 
 
 @contextmanager
-def _runner_replaced(module_name: str, class_name: str, config: SpecRolloutConfig) -> Iterator[None]:
+def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
     """While a worker sets its device up, it finds our runner under the name of vLLM's.
 
     vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
     """
-    from vllm_specrollout.worker.v2.from_host import DraftedByHost as ours
+    from vllm_specrollout.worker.v2.lane import Lane
 
-    if is_lane(config):
-        from vllm_specrollout.worker.v2.lane import Lane as ours
-    elif config.coupled_model is not None:
-        # what it imports of vLLM's has other names in other versions, where no model drafts
-        from vllm_specrollout.worker.v2.proposer import ModelledV2 as ours
     module = importlib.import_module(module_name)
     stock = getattr(module, class_name)
-    setattr(module, class_name, type("SpecRolloutRunner", (ours, stock), {}))
+    setattr(module, class_name, type("SpecRolloutRunner", (Lane, stock), {}))
     try:
         yield
     finally:
@@ -117,10 +111,9 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
             )
         config = config_of(self.vllm_config)
         decoupled.keep_off(config)
-        if is_lane(config):
-            self.vllm_config = with_lane(self.vllm_config)
-            self.speculative_config = self.vllm_config.speculative_config
-        with _runner_replaced(*self.runner_class, config):
+        self.vllm_config = with_lane(self.vllm_config)
+        self.speculative_config = self.vllm_config.speculative_config
+        with _runner_replaced(*self.runner_class):
             super().init_device()
         # vLLM loads the target next; they get ready meanwhile
         self.model_runner.remote = decoupled.begin(self.model_runner, sampling_on_v2(self.model_runner))
