@@ -20,7 +20,7 @@ from .systems import ARCTIC, load_arctic
 
 DATA = ("recorded", "synthetic")
 _HISTORY = HistoryConfig()
-_UNITS, _CHAINS = 6, (8, 16)
+_UNITS, _CHAINS, _TREES = 6, (8, 16), (8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,14 @@ class Index(Scenario):
 
     def measure(self, session: Session) -> Found:
         config, nodes, rows = self.config, self.nodes, []
-        more = ("synthetic" in self.data) * 2 + ("recorded" in self.data) * (1 + len(_CHAINS))
+        more = ("synthetic" in self.data) * 2 + ("recorded" in self.data) * (1 + len(_CHAINS) + len(_TREES))
         report = session.display.steps(_UNITS * len(self.data) + more)
         if "recorded" in self.data:
             held = recorded(self.recorded)
             rows += compare(held, config, nodes, self.batch, 0, report)
             rows += many_problems(held, config, 10_000, report)
-            rows += on_the_device(held, config, _CHAINS, self.batch, report)
+            rows += on_the_device(held, config, _CHAINS, True, self.batch, report)
+            rows += on_the_device(held, config, _TREES, False, self.batch, report)
         if "synthetic" in self.data:
             made = synthetic(self.problems, 16, self.tokens, 1, self.seed)
             rows += compare(made, config, nodes, self.batch, self.tokens - self.drafted, report)

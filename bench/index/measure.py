@@ -181,15 +181,18 @@ def _rows(data: Data, made: dict[str, list[float]], runs: dict[str, list[Replaye
     ]
 
 
-def on_the_device(data: Data, config: HistoryConfig, sizes: Sequence[int], batch: int, report: Report) -> list[Row]:
-    """Tokens a step of what a device looks up, beside the index's chains of the same length."""
-    rows = []
+def on_the_device(
+    data: Data, config: HistoryConfig, sizes: Sequence[int], is_chain: bool, batch: int, report: Report
+) -> list[Row]:
+    """Tokens a step of what a device looks up, beside the index's drafts of as many nodes."""
+    rows, (form, limit) = [], ("chain", 0.97) if is_chain else ("tree", 0.95)
     for nodes in sizes:
-        report(f"{data.name}: chains of {nodes} looked up on the device", 0)
-        runs = [replay(begun(make(data, config), data, 0), data, nodes, True, batch, 0) for make in (LookedUp, Ours)]
+        report(f"{data.name}: {form}s of {nodes} looked up on the device", 0)
+        makers = (LookedUp, Ours)
+        runs = [replay(begun(make(data, config), data, 0), data, nodes, is_chain, batch, 0) for make in makers]
         looked_up, ours = (run.tokens_per_step for run in runs)
-        name = f"accepted, chain of {nodes}: on the device to the index"
-        rows.append(row(data.name, name, "tokens/step", looked_up, ours, 0.97, is_least=True))
+        name = f"accepted, {form} of {nodes}: on the device to the index"
+        rows.append(row(data.name, name, "tokens/step", looked_up, ours, limit, is_least=True))
         report("", 1)
     return rows
 

@@ -142,7 +142,7 @@ class Theirs:
 
 
 class LookedUp:
-    """What the device looks up in the same texts, by the plain way (kernels/lookup/naive.py); chains alone."""
+    """What the device looks up in the same texts, by the plain way (kernels/lookup/naive.py)."""
 
     def __init__(self, data: Data, config: HistoryConfig) -> None:
         self._data, self._answers, self._config = data, data.answers, config
@@ -177,9 +177,14 @@ class LookedUp:
                 for a, answer in enumerate(present.answers)
             ]
             itself = naive.Text(running.pop(own).tokens)
-            tokens, chances = naive.look_up([*self._past[p], *running, itself], itself.tokens, (), nodes, nodes)
+            texts = [*self._past[p], *running, itself]
+            tokens, parents, chances = naive.look_up(
+                texts, itself.tokens, (), nodes, nodes, is_chain=is_chain, max_depth=nodes
+            )
             count = int((tokens >= 0).sum())
-            drafts.append((tokens[:count].tolist(), range(-1, count - 1), chances[:count].tolist()))
+            # of paths; of a token, given those before it, is what the index says
+            given = chances[:count] / np.append(chances, np.float32(1.0))[parents[:count]]
+            drafts.append((tokens[:count].tolist(), parents[:count].tolist(), given.tolist()))
         return drafts, [0.0] * len(asks)
 
 

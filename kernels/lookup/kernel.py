@@ -2,7 +2,7 @@
 
 The first launch scans: one program per tile of a request's texts compares its places with the end of the request's own
 tokens, and keeps those that agree longest. The second votes: one program per request follows the best places of all its
-tiles and lets them vote on each next token. `naive.py` is the specification.
+tiles and lets them vote on each next node. `naive.py` is the specification.
 
 Tokens are read where they lie: earlier answers in a buffer of texts, and what runs in vLLM's table of all requests'
 tokens, whose lengths are known to the device alone. So the host tells how many tiles there are at most, and each
@@ -104,7 +104,7 @@ def _scan(
 @triton.jit
 def _vote(
     texts_ptr, spans_ptr, running_ptr, prompts_ptr, lengths_ptr, stride, batch_ptr, batch_stride, found_ptr, num_found,
-    doubts_ptr, limits_ptr, ends_ptr, drafts_ptr, chances_ptr, depth,
+    doubts_ptr, limits_ptr, branches_ptr, ends_ptr, drafts_ptr, parents_ptr, chances_ptr, nodes, max_depth,
     PLACES: tl.constexpr, CHUNK: tl.constexpr, ENDS: tl.constexpr, KINDS: tl.constexpr,
     PAST: tl.constexpr, SIBLINGS: tl.constexpr,
 ):  # fmt: skip
@@ -121,21 +121,24 @@ def _vote(
             best = tl.where(lane == k, most, best)
             score = tl.where(score == most, 0, score)
             kept = tl.where(kept == most, 0, kept)
-    reads = best > 0
+    # who stands at the newest node: at first all at the root, except who found no place, and reads nothing of any text
+    moved = best > 0
     agreeing = (best >> _AGREEING).to(tl.int32)
-    # who found no place reads nothing of any text
-    text = tl.where(reads, ((best >> _TEXT) & 255).to(tl.int32), 255)
+    text = tl.where(moved, ((best >> _TEXT) & 255).to(tl.int32), 255)
     owner, begin, _, end = _texts_of(spans_ptr, prompts_ptr, lengths_ptr, stride, batch_ptr, text, PAST, SIBLINGS)
     source = tl.where(owner >= 0, running_ptr.to(tl.int64), texts_ptr.to(tl.int64)).to(tl.pointer_type(tl.int32))
     span = spans_ptr + (tl.load(batch_ptr + 1).to(tl.int64) * PAST + text) * 3
-    weight = tl.exp2(tl.load(span + 2, mask=reads & (owner < 0), other=0).to(tl.float32) * 0.125)
-    at = begin + (best & _TOKEN) - 1
-    limit = tl.load(limits_ptr + request)
-    for level in range(depth):
-        at += 1
-        token = tl.load(source + at, mask=reads & (at < end), other=-1)
-        reads = reads & (tl.where(level < limit, token, -1) >= 0)
-        same = (token[:, None] == token[None, :]) & reads[:, None] & reads[None, :]
+    weight = tl.exp2(tl.load(span + 2, mask=moved & (owner < 0), other=0).to(tl.float32) * 0.125)
+    first = begin + (best & _TOKEN)
+    limit, is_tree = tl.load(limits_ptr + request), tl.load(branches_ptr + request) != 0
+    # where each place stands, and what it offers there: a token, and the path's probability, 0 where there is none
+    at, level = tl.full([PLACES], -1, tl.int32), tl.zeros([PLACES], tl.int32)
+    token, offer = tl.full([PLACES], -1, tl.int32), tl.zeros([PLACES], tl.float32)
+    path = tl.full([], 1.0, tl.float32)
+    for node in range(nodes):
+        ahead = tl.load(source + first + level, mask=moved & (first + level < end), other=-1)
+        reads = tl.where(level < max_depth, ahead, -1) >= 0
+        same = (ahead[:, None] == ahead[None, :]) & reads[:, None] & reads[None, :]
         near = agreeing + 2 * level
         kind = tl.where(near <= 8, near - 1, 8 + (near > 12).to(tl.int32) + (near > 16) + (near > 32))
         chance = tl.zeros([PLACES], tl.float32)
@@ -150,47 +153,59 @@ def _vote(
                 is_first = counts & (tl.sum(earlier.to(tl.int32), 1) == 0)
                 distinct = tl.sum(is_first.to(tl.float32), 0)
                 doubt = tl.load(doubts_ptr + its) * distinct * distinct
-                rest = left * doubt / (count + doubt)
+                # rounded as the specification rounds: equal offers are equal on every device
+                rest = tl.div_rn(left * doubt, count + doubt)
                 votes = tl.where(counts, weight, 0.0)
-                chance += (left - rest) * tl.sum(tl.where(same, votes[None, :], 0.0), 1) / tl.sum(votes, 0)
+                share = (left - rest) * tl.sum(tl.where(same, votes[None, :], 0.0), 1)
+                chance += tl.div_rn(share, tl.sum(votes, 0))
                 left = rest
         is_end = tl.zeros([PLACES], tl.int1)
         for e in tl.static_range(ENDS):
-            is_end = is_end | (token == tl.load(ends_ptr + request * ENDS + e))
-        chance = tl.where(reads & (is_end == 0), chance, -1.0)
-        most = tl.max(chance, 0)
+            is_end = is_end | (ahead == tl.load(ends_ptr + request * ENDS + e))
+        # who did not come along still offers what it did, in a chain nothing
+        token = tl.where(moved, ahead, token)
+        offer = tl.where(moved, tl.where(reads & (is_end == 0), path * chance, 0.0), tl.where(is_tree, offer, 0.0))
+        path = tl.where(node < limit, tl.max(offer, 0), 0.0)
         # among equals the first: it agreed longest, then it is the latest
-        winner = tl.min(tl.where(chance == most, lane, PLACES), 0)
-        chosen = tl.where(most > 0, tl.sum(tl.where(lane == winner, token, 0), 0), -1)
-        tl.store(drafts_ptr + request * depth + level, chosen)
-        tl.store(chances_ptr + request * depth + level, tl.maximum(most, 0.0))
-        reads = reads & (token == chosen)
+        is_best = lane == tl.min(tl.where(offer == path, lane, PLACES), 0)
+        chosen = tl.where(path > 0, tl.sum(tl.where(is_best, token, 0), 0), -1)
+        parent = tl.where(path > 0, tl.sum(tl.where(is_best, at, 0), 0), -1)
+        out = request * nodes + node
+        tl.store(drafts_ptr + out, chosen)
+        tl.store(parents_ptr + out, parent)
+        tl.store(chances_ptr + out, path)
+        moved = (offer > 0) & (token == chosen) & (at == parent)
+        at = tl.where(moved, node, at)
+        level += moved.to(tl.int32)
 
 
 class Lookup:
     """Both launches, with the memory between them.
 
     Args:
-        depth: tokens of a draft, at most.
+        nodes: of a draft, at most.
         max_reqs: requests of a batch, at most.
         most_found: tiles that a request may have, times the requests of its batch, at most.
+        max_depth: tokens on a path from a draft's root, at most.
     """
 
     def __init__(
-        self, depth: int, max_reqs: int, most_found: int, device: torch.device, *,
+        self, nodes: int, max_reqs: int, most_found: int, device: torch.device, *, max_depth: int,
         tile: int = TILE, reach: int = REACH, voting: int = PLACES, per_tile: int = PER_TILE,
     ) -> None:  # fmt: skip
-        self.depth, self.tile = depth, tile
+        self.nodes, self.max_depth, self.tile = nodes, max_depth, tile
         self._reach, self._voting, self._per_tile = reach, voting, per_tile
         self._found = torch.empty(most_found * per_tile, dtype=torch.int64, device=device)
         self._doubts = torch.tensor(DOUBTS, dtype=torch.float32, device=device)
-        self.drafts = torch.empty(max_reqs, depth, dtype=torch.int32, device=device)
-        self.chances = torch.empty(max_reqs, depth, dtype=torch.float32, device=device)
+        self.drafts = torch.empty(max_reqs, nodes, dtype=torch.int32, device=device)
+        self.parents = torch.empty_like(self.drafts)
+        self.chances = torch.empty(max_reqs, nodes, dtype=torch.float32, device=device)
 
     def __call__(
         self, texts: torch.Tensor, spans: torch.Tensor, running: torch.Tensor, prompts: torch.Tensor,
-        lengths: torch.Tensor, batch: torch.Tensor, limits: torch.Tensor, ends: torch.Tensor, most_tiles: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        lengths: torch.Tensor, batch: torch.Tensor, limits: torch.Tensor, branches: torch.Tensor, ends: torch.Tensor,
+        most_tiles: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Look drafts up.
 
         Args:
@@ -201,13 +216,15 @@ class Lookup:
             prompts, lengths: [rows] int32 tokens of the prompt, and of all that there is.
             batch: [R, 2 + siblings] int32 the request's row of `running`; that of its problem in `spans`, or -1; rows
                 of its siblings, -1 where there are no more. With `past`, at most 255 texts.
-            limits: [R] int32 most tokens of each draft.
+            limits: [R] int32 most nodes of each draft.
+            branches: [R] int32 whether it is a tree; 0: a chain, whose nodes follow one another.
             ends: [R, at least 1] int32 tokens that are not drafted; -1: none.
             most_tiles: of a request, at most: `tile` places each, a text's last one with fewer.
 
         Returns:
-            [R, depth] int32 drafts, -1 behind their ends; [R, depth] float32 probabilities that each token is right,
-            given that those before it are. Both are overwritten by the next call.
+            [R, nodes] int32 drafts, -1 behind their ends; [R, nodes] int32 parents, which come before their children,
+            -1: the root; [R, nodes] float32 probabilities that the answer goes on by the path to each node. All are
+            overwritten by the next call.
 
         Raises:
             ValueError: more requests or tiles than there is memory for, or more texts than their numbers tell apart.
@@ -226,7 +243,8 @@ class Lookup:
                 TEXTS=triton.next_power_of_2(past + columns - 1), **sizes,
             )  # fmt: skip
         _vote[(requests,)](
-            *where, most_tiles * self._per_tile, self._doubts, limits, ends, self.drafts, self.chances, self.depth,
+            *where, most_tiles * self._per_tile, self._doubts, limits, branches, ends,
+            self.drafts, self.parents, self.chances, self.nodes, self.max_depth,
             PLACES=self._voting, CHUNK=_CHUNK, ENDS=ends.shape[1], KINDS=len(DOUBTS), num_warps=1, **sizes,
         )  # fmt: skip
-        return self.drafts[:requests], self.chances[:requests]
+        return self.drafts[:requests], self.parents[:requests], self.chances[:requests]

@@ -2,9 +2,10 @@
 
 A text is whatever a request's answer may go on like: earlier answers to its problem, its siblings' answers so far, its
 own prompt and tokens. A place is a token of a text with another one behind it. The places whose last tokens agree
-longest with the request's own vote on what comes next, depth after depth, for as long as they go on with what was
-chosen. Their votes are shared out as in the history index (docs/adr/0008-history-index.md): places of a longer
-agreement explain their part of the probability first.
+longest with the request's own vote on what comes next. The most probable token becomes a node; the places that go on
+with it move on to that node, and vote on what follows it. In a tree the others stay and go on offering their tokens
+where they are; in a chain they leave. Votes are shared out as in the history index (docs/adr/0008-history-index.md):
+places of a longer agreement explain their part of the probability first.
 """
 
 from __future__ import annotations
@@ -47,30 +48,48 @@ def kind_of(agreeing: int) -> int:
     return next((kind for kind, most in ((8, 12), (9, 16), (10, 32)) if agreeing <= most), 11)
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The token that a place would have for the next node."""
+
+    lane: int
+    """Which place: those that agree longer come first, and then the latest."""
+    parent: int
+    """The node where the place stands; -1: the root."""
+    level: int
+    """Tokens from the root to there."""
+    token: int
+    chance: np.float32
+    """That the answer goes on by the path to this token, as the places that came to the parent vote."""
+
+
 def look_up(
     texts: Sequence[Text],
     own: npt.NDArray[np.int32],
     ends: Sequence[int],
     limit: int,
-    depth: int,
+    nodes: int,
     *,
+    is_chain: bool,
+    max_depth: int,
     tile: int = TILE,
     reach: int = REACH,
     voting: int = PLACES,
     per_tile: int = PER_TILE,
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """A draft for one request, which knows no more than the tokens that it has.
 
     Args:
         texts: where to look; among places that agree as long, those of later texts come first.
         own: its tokens so far.
         ends: tokens that are never drafted.
-        limit: most tokens of the draft.
-        depth: length of what is returned.
+        limit: most nodes of the draft.
+        nodes: length of what is returned.
+        max_depth: most tokens on a path from the root.
 
     Returns:
-        [depth] int32 drafted tokens, -1 behind the last one; [depth] float32 probabilities that each is right, given
-        that those before it are.
+        [nodes] int32 drafted tokens, -1 behind the last one; [nodes] int32 parents, which come before their children,
+        -1: the root; [nodes] float32 probabilities that the answer goes on by the path to each node.
     """
     found = list[tuple[int, int, int]]()
     for number, text in enumerate(texts):
@@ -80,20 +99,32 @@ def look_up(
             ranked = sorted(((int(agreeing[place]), number, int(place)) for place in places), reverse=True)
             found += ranked[:per_tile]
     voters = sorted(found, reverse=True)[:voting]
-    drafts, chances = np.full(depth, -1, np.int32), np.zeros(depth, np.float32)
-    for level in range(min(depth, limit)):
-        ahead = [(one, texts[one[1]].tokens[one[2] + 1 + level :][:1]) for one in voters]
-        read = [(one, int(token[0])) for one, token in ahead if len(token) and token[0] >= 0]
-        votes = _votes([(kind_of(one[0] + 2 * level), token, texts[one[1]].weight) for one, token in read])
-        votes = {token: chance for token, chance in votes.items() if token not in ends}
-        if not votes:
+
+    def offered(lanes: Sequence[int], parent: int, level: int, path: np.float32) -> list[Offer]:
+        """By places that have come to a node together."""
+        read = [
+            (lane, token)
+            for lane in lanes
+            for token in texts[voters[lane][1]].tokens[voters[lane][2] + 1 + level :][:1].tolist()
+            if token >= 0 and level < max_depth
+        ]
+        votes = _votes(
+            [(kind_of(voters[lane][0] + 2 * level), token, texts[voters[lane][1]].weight) for lane, token in read]
+        )
+        return [Offer(lane, parent, level, token, path * votes[token]) for lane, token in read if token not in ends]
+
+    drafts, parents, chances = np.full(nodes, -1, np.int32), np.full(nodes, -1, np.int32), np.zeros(nodes, np.float32)
+    offers = offered(range(len(voters)), -1, 0, np.float32(1.0))
+    for node in range(min(nodes, limit)):
+        if not offers:
             break
-        best = max(votes.values())
         # among equals, that of the place which agrees longest, and then of the latest
-        chosen = next(token for _, token in read if votes.get(token) == best)
-        drafts[level], chances[level] = chosen, best
-        voters = [one for one, token in read if token == chosen]
-    return drafts, chances
+        best = max(offers, key=lambda offer: (offer.chance, -offer.lane))
+        drafts[node], parents[node], chances[node] = best.token, best.parent, best.chance
+        moved = [offer.lane for offer in offers if (offer.parent, offer.token) == (best.parent, best.token)]
+        stayed = [] if is_chain else [offer for offer in offers if offer.lane not in moved]
+        offers = stayed + offered(moved, node, best.level + 1, best.chance)
+    return drafts, parents, chances
 
 
 def agreement(tokens: npt.NDArray[np.int32], own: npt.NDArray[np.int32], reach: int) -> npt.NDArray[np.int64]:

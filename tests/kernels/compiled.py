@@ -138,7 +138,7 @@ class Committed:
 class LookedUp:
     """What scanning and voting are compiled for."""
 
-    depth: int
+    nodes: int
     ends: int = 1
     is_whole: bool = False
 
@@ -147,8 +147,8 @@ class LookedUp:
         from vllm_specrollout.kernels.lookup.kernel import Lookup
 
         row = torch.zeros(1, 18, dtype=torch.int32)
-        Lookup(self.depth, 1, 64, row.device)(
-            row[0], torch.zeros(1, 64, 3, dtype=torch.int32), row, row[0, :1], row[0, :1], row, row[0, :1],
+        Lookup(self.nodes, 1, 64, row.device, max_depth=self.nodes)(
+            row[0], torch.zeros(1, 64, 3, dtype=torch.int32), row, row[0, :1], row[0, :1], row, row[0, :1], row[0, :1],
             torch.zeros(1, self.ends, dtype=torch.int32), 64,
         )  # fmt: skip
 

@@ -34,6 +34,7 @@ class Case:
     lengths: np.ndarray
     batch: np.ndarray
     limits: np.ndarray
+    branches: np.ndarray
     ends: np.ndarray
     tile: int
 
@@ -57,25 +58,29 @@ class Case:
             counts.append(sum(-(-max(most, 0) // self.tile) for most in places))
         return max(counts)
 
-    def plainly(self, request: int, depth: int, **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+    def plainly(self, request: int, nodes: int, **sizes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         own = self.running[self.batch[request, 0]]
         own = own[: self.lengths[self.batch[request, 0]]]
-        limit, ends = int(self.limits[request]), self.ends[request].tolist()
-        return naive.look_up(self.texts_of(request), own, ends, limit, depth, tile=self.tile, **sizes)
+        limit, ends, is_chain = int(self.limits[request]), self.ends[request].tolist(), not self.branches[request]
+        return naive.look_up(
+            self.texts_of(request), own, ends, limit, nodes, is_chain=is_chain, tile=self.tile, **sizes
+        )
 
-    def looked_up(self, depth: int, device: torch.device, **sizes: int) -> tuple[np.ndarray, np.ndarray]:
+    def looked_up(self, nodes: int, device: torch.device, **sizes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         columns = [
             torch.from_numpy(np.ascontiguousarray(column, dtype=np.int32)).to(device)
             for column in (
-                self.texts, self.spans, self.running, self.prompts, self.lengths, self.batch, self.limits, self.ends,
+                self.texts, self.spans, self.running, self.prompts, self.lengths, self.batch, self.limits,
+                self.branches, self.ends,
             )
         ]  # fmt: skip
         most = self.most_tiles()
-        lookup = Lookup(depth, len(self.batch), most * len(self.batch), device, tile=self.tile, **sizes)
+        lookup = Lookup(nodes, len(self.batch), most * len(self.batch), device, tile=self.tile, **sizes)
         lookup.drafts.fill_(UNWRITTEN)
+        lookup.parents.fill_(UNWRITTEN)
         lookup.chances.fill_(float("nan"))
-        drafts, chances = lookup(*columns, most)
-        return drafts.cpu().numpy(), chances.cpu().numpy()
+        drafts, parents, chances = lookup(*columns, most)
+        return drafts.cpu().numpy(), parents.cpu().numpy(), chances.cpu().numpy()
 
 
 @st.composite
@@ -111,32 +116,69 @@ def cases(draw: st.DrawFn) -> Case:
         np.minimum(rng.integers(0, 9, ROWS), lengths),
         lengths,
         batch,
-        rng.integers(0, 8, requests),
+        rng.integers(0, 12, requests),
+        rng.integers(0, 2, requests),
         ends if draw(st.booleans()) else np.full_like(ends, -1),
         draw(st.sampled_from([16, 32])),
     )
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases(), st.integers(1, 6), st.sampled_from(SHAPES))
-def test_drafts_are_those_of_the_plain_way(
-    device: torch.device, case: Case, depth: int, shape: tuple[int, int, int]
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(1, 10), st.integers(1, 10), st.sampled_from(SHAPES))
+def test_trees_and_chains_of_one_batch_are_those_of_the_plain_way(
+    device: torch.device, case: Case, nodes: int, max_depth: int, shape: tuple[int, int, int]
 ) -> None:
-    sizes = dict(zip(("reach", "voting", "per_tile"), shape, strict=True))
-    drafts, chances = case.looked_up(depth, device, **sizes)
+    sizes = {"max_depth": max_depth, **dict(zip(("reach", "voting", "per_tile"), shape, strict=True))}
+    drafts, parents, chances = case.looked_up(nodes, device, **sizes)
     for request in range(len(case.batch)):
-        expected = case.plainly(request, depth, **sizes)
+        expected = case.plainly(request, nodes, **sizes)
         assert drafts[request].tolist() == expected[0].tolist()
-        np.testing.assert_allclose(chances[request], expected[1], rtol=1e-5)
+        assert parents[request].tolist() == expected[1].tolist()
+        np.testing.assert_allclose(chances[request], expected[2], rtol=1e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.integers(1, 10), st.integers(1, 10))
+def test_a_tree_is_best_first_and_names_no_token_twice_at_a_node(case: Case, nodes: int, max_depth: int) -> None:
+    case.branches[:] = 1
+    for request in range(len(case.batch)):
+        drafts, parents, chances = case.plainly(request, nodes, max_depth=max_depth)
+        count = int((drafts >= 0).sum())
+        assert count <= min(nodes, case.limits[request]) and (drafts[count:] == -1).all()
+        assert not set(drafts[:count].tolist()) & set(case.ends[request].tolist())
+        edges = list(zip(parents[:count].tolist(), drafts[:count].tolist(), strict=True))
+        assert len(set(edges)) == count
+        depths = dict[int, int]([(-1, 0)])
+        for node, (parent, _) in enumerate(edges):
+            depths[node] = depths[parent] + 1
+        assert max(depths.values()) <= max_depth
+        assert (chances[:count] > 0).all() and (np.diff(chances) <= 0).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(1, 10))
+def test_a_chain_is_a_tree_s_most_probable_walk_from_the_root(case: Case, nodes: int) -> None:
+    """Where a node's places offer its most probable child first."""
+    for request in range(len(case.batch)):
+        case.limits[request], case.branches[request] = nodes, 0
+        chain, follows, chances = case.plainly(request, nodes, max_depth=nodes)
+        count = int((chain >= 0).sum())
+        assert follows.tolist() == [*range(-1, count - 1), *[-1] * (nodes - count)]
+        case.limits[request], case.branches[request] = 200, 1
+        tree, parents, paths = case.plainly(request, 200, max_depth=nodes)
+        at = -1
+        for token, chance in zip(chain[:count], chances[:count], strict=True):
+            at = next(node for node in range(200) if parents[node] == at and tree[node] >= 0)
+            assert (tree[at], paths[at]) == (token, chance)
 
 
 @pytest.mark.parametrize(("requests", "tiles"), [(1, 2), (2, 0)])
 def test_more_than_there_is_memory_for_is_refused(device: torch.device, requests: int, tiles: int) -> None:
-    lookup, rows = Lookup(4, 1, 1, device), torch.zeros(requests, 2, dtype=torch.int32, device=device)
+    lookup, rows = Lookup(4, 1, 1, device, max_depth=4), torch.zeros(requests, 2, dtype=torch.int32, device=device)
     none = torch.zeros(1, 1, 3, dtype=torch.int32, device=device)
     words = f"{requests} requests of {tiles} tiles and 2 texts each, where there is room for 1 requests, 1 tiles"
     with pytest.raises(ValueError, match=words):
-        lookup(rows[0], none, rows, rows[0], rows[0], rows, rows[0], rows[:, :1], tiles)
+        lookup(rows[0], none, rows, rows[0], rows[0], rows, rows[0], rows[0], rows[:, :1], tiles)
 
 
 def test_votes_are_shared_out_by_the_table_of_the_index() -> None:

@@ -53,10 +53,11 @@ def test_a_replay_writes_every_answer_to_its_end() -> None:
     assert len(result.seconds) == result.steps < result.tokens
 
 
-def test_what_a_device_looks_up_is_accepted_as_often_as_what_the_index_drafts() -> None:
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_what_a_device_looks_up_is_accepted_as_often_as_what_the_index_drafts(is_chain: bool) -> None:
     held = recorded()
     data = Data(held.name, held.problems[:2])
-    (found,) = measure.on_the_device(data, HistoryConfig(), (8,), 32, lambda text, units: None)
+    (found,) = measure.on_the_device(data, HistoryConfig(), (8,), is_chain, 32, lambda text, units: None)
     assert found.ours > 3.0 and found.is_met, found
 
 
