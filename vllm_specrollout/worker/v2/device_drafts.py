@@ -93,11 +93,13 @@ class DeviceDrafts:
         states: vLLM's of the requests that run.
         told: what the host knows of a request by its name.
         texts: earlier answers on the device; None: none are looked at.
+        max_depth: most tokens of a path that is looked up.
     """
 
     def __init__(
-        self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None
-    ) -> None:
+        self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None,
+        max_depth: int,
+    ) -> None:  # fmt: skip
         self._states, self._told, self.texts = states, told, texts
         self._device = states.device
         self.width, most = states.num_speculative_steps, states.max_num_reqs
@@ -114,7 +116,7 @@ class DeviceDrafts:
         self.has_lines = False
         # [3] share of each kind's drafts that hold where those before them do
         self._rates = torch.full((3,), 0.7, device=self._device)
-        self._lookup = Lookup(self.width, most, MOST_TILES, self._device)
+        self._lookup = Lookup(self.width, most, MOST_TILES, self._device, max_depth=max_depth)
         self.may_branch = False
         """Whether trees are drafted for those requests that may have them."""
         self.looks_up = True
@@ -235,13 +237,13 @@ class DeviceDrafts:
             texts.apply()
         asked = self._asked(batch, told)
         most_tiles = min(self._most_tiles(asked, told), MOST_TILES // len(told))
-        on_device = self._sent(asked, self._limits(told), self._ends(told))
+        branches = np.fromiter((self.may_branch and not one.is_chain for one in told), np.int32, len(told))
+        on_device = self._sent(asked, self._limits(told), branches, self._ends(told))
         buffers = (texts.texts, texts.spans) if texts is not None else self._no_texts()
-        tokens, chances = self._lookup(
+        found = self._lookup(
             *buffers, states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu, *on_device, most_tiles
         )
-        chain = torch.arange(-1, self.width - 1, dtype=torch.int32, device=self._device).expand(tokens.shape)
-        return Drafts(tokens, chain, chances.cumprod(dim=1))
+        return Drafts(*found)
 
     def _limits(self, told: Sequence[Told]) -> IntArray:
         return np.fromiter((one.limit for one in told), np.int32, len(told))

@@ -75,7 +75,9 @@ class Lane(SpecRolloutV2):
         self._levels = levels_of(vllm_config)
         if not self._levels:
             self.speculator = Bystander(self.num_speculative_steps)
-        self.drafts = DeviceDrafts(self.speculator, self._levels, self.req_states, self._told_of, None)
+        self.drafts = DeviceDrafts(
+            self.speculator, self._levels, self.req_states, self._told_of, None, self.spec_config.max_depth
+        )
         self.drafts.looks_up = not {"history", "ngram"}.isdisjoint(self.spec_config.drafters)
         drafters = len(self.spec_config.drafters)
         # of what is looked up, carried in lines, and a model's
