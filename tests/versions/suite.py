@@ -34,7 +34,7 @@ def models_of(row: Features, runner: str) -> tuple[str, ...]:
     """The kinds of models that draft on a version's runner."""
     if runner == "V1":
         return MODELS if row.cpu_models_draft else ()
-    return MODELS if row.v2_models else ("eagle3",)
+    return MODELS if row.has_v2_models else ("eagle3",)
 
 
 @dataclass

@@ -31,10 +31,10 @@ class Features:
     """Whether steps with drafts get CUDA graphs on the V2 runner: vLLM says which attention could replay them."""
     cpu_models_draft: bool
     """Whether vLLM itself runs a model that drafts on CPU's V1 runner: once, a kernel did not fit its launcher."""
-    v2_heads: Literal["target_dependent_ar", "autoregressive"]
-    """Where the V2 runner's speculator for heads is; the newer one is told how many levels to draft."""
-    v2_models: Literal["standalone_ar", "draft_model", ""]
-    """Where its speculator for small models is; empty: it has none."""
+    drafts_few: bool
+    """Whether the V2 runner's speculators may be asked for fewer tokens than their steps have drafts."""
+    has_v2_models: bool
+    """Whether it has a speculator for small models."""
     speculates_by: Literal["config", "tokens"]
     """What makes the V1 runner give draft tokens rows of logits: `speculative_config`, or that some are scheduled."""
     counts_field: str
@@ -56,8 +56,8 @@ _NEWEST = Features(
     processors_know_lengths=True,
     captures_drafts=True,
     cpu_models_draft=True,
-    v2_heads="target_dependent_ar",
-    v2_models="standalone_ar",
+    drafts_few=True,
+    has_v2_models=True,
     speculates_by="config",
     counts_field="num_kv_fetch_reqs_by_stage",
     places_field="max_num_active_reqs",
@@ -69,8 +69,7 @@ _0_32 = replace(_NEWEST, mask_stride="drafted")
 _0_31 = replace(
     _0_32,
     cpu_noise="vector",
-    v2_heads="autoregressive",
-    v2_models="draft_model",
+    drafts_few=False,
     speculates_by="tokens",
     counts_field="waiting_lora_adapters",
     returns_masks=False,
@@ -81,7 +80,7 @@ _0_30 = replace(
     processors_know_lengths=False,
     captures_drafts=False,
     cpu_models_draft=False,
-    v2_models="",
+    has_v2_models=False,
     returns_experts=False,
     places_field="max_num_running_reqs",
 )

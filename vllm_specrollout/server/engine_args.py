@@ -155,7 +155,7 @@ def _check_model(vllm_config: Any, given: Mapping[str, Any], engine: engines.Eng
 
     parallel, row = vllm_config.parallel_config, features.installed()
     resolved = SpeculativeConfig(**given, target_model_config=vllm_config.model_config, target_parallel_config=parallel)
-    has_models = bool(row.v2_models) or resolved.method != "draft_model"
+    has_models = row.has_v2_models or resolved.method != "draft_model"
     speculative_methods.check(
         str(resolved.method),
         given,

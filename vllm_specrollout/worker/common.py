@@ -100,7 +100,7 @@ def with_lane(vllm_config: VllmConfig) -> VllmConfig:
     clone = copy.copy(vllm_config)
     if config.coupled_model is not None:
         clone.speculative_config = speculative_config(vllm_config, given)
-        if clone.speculative_config.method not in _ANY_LENGTH:
+        if clone.speculative_config.method not in _ANY_LENGTH or not features.installed().drafts_few:
             return clone
         width = max(width, clone.speculative_config.num_speculative_tokens)
     clone.speculative_config = speculative_config(vllm_config, {**given, "num_speculative_tokens": width})

@@ -164,6 +164,20 @@ class Drafting:
         self.ms = (time.perf_counter() - begin) * 1e3 if self.planned is not None else 0.0
         return trees
 
+    def look_ahead(self, batch: RequestBatch, step: int) -> PlannedStep | None:
+        """What the first rank would verify of these requests' drafts; for steps to come, of which others decide.
+
+        None: nothing is planned.
+        """
+        if not self.is_drafting or not batch.size:
+            return None
+        try:
+            self.withheld.narrow(batch)
+            return self.speculator.propose(batch, step)
+        except CONTAINED as error:
+            self.speculator.guard.failed("drafting", error, "such steps go by what was planned before")
+            return None
+
     def order(self, order: Any) -> None:
         """Have the other ranks follow; called on the first one, while it plans."""
         if self.group is not None and self.is_drafting:

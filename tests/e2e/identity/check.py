@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,10 +97,7 @@ def check_identity(
         for number in range(rounds):
             quality = QUALITIES[number % len(QUALITIES)]
             if num_drafters:
-                ours.runner.spec_rollout.replace_drafters(
-                    FuzzDrafter(answers, VOCAB, seed=number + 1000 * other, quality=quality)
-                    for other in range(num_drafters)
-                )
+                fuzz(ours, answers, number, quality, num_drafters)
             accepted = Accepted(ours)
             drafted.append(run(ours.llm, requests))
             ours.runner.settle()
@@ -120,6 +117,18 @@ def check_identity(
         TOTAL.add(level_c)
         if rows_are_alike:
             ALIKE.add(level_c)
+
+
+def fuzz(ours: Engine, answers: Mapping[str, list[int]], seed: int, quality: float, num_drafters: int = 1) -> None:
+    """Have drafts of all kinds drafted, by so many drafters where the host drafts."""
+    if hasattr(ours.runner, "drafts"):
+        from tests.v2.fuzz import FuzzLookup
+
+        FuzzLookup(ours.runner, answers, VOCAB, seed, quality)
+        return
+    ours.runner.spec_rollout.replace_drafters(
+        FuzzDrafter(answers, VOCAB, seed=seed + 1000 * other, quality=quality) for other in range(num_drafters)
+    )
 
 
 def at_a_steady_speed(ours: Engine) -> None:

@@ -176,10 +176,6 @@ class HostTreeAttention(TreeAttention):
     # an interpreter's time goes by the number of tiles, not by their size
     tile = Tile(block_n=256, block_m=(128,), rows_per_warp=32, num_stages=1)
 
-    def __init__(self, inner: Any, inputs: TreeInputs) -> None:
-        super().__init__(inner, inputs)
-        inputs.always_by_ancestors = True
-
     def warm_up(self, layer: Any, dtype: torch.dtype, block_table: torch.Tensor) -> None:
         super().warm_up(layer, torch.float32, block_table)
 

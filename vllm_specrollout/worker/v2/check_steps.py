@@ -21,9 +21,8 @@ from vllm.v1.request import Request
 from vllm_specrollout.kernels.tree_verify.naive import noise32, noise64, philox_noise32
 from vllm_specrollout.observe.guard import Guard
 from vllm_specrollout.observe.self_check import tolerance
-from vllm_specrollout.trees.batch import proposed
-from vllm_specrollout.types import FinishedRequest, TreeBatch
-from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
+from vllm_specrollout.types import FinishedRequest
+from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.v2.attention import ShadowedAttention, attention_layers
 from vllm_specrollout.worker.v2.host import Host, HostRequest
 
@@ -69,15 +68,14 @@ class _Deaf:
 
 
 class Scripted(Drafting):
-    """Drafts what it was told, on every rank."""
+    """Plans nothing: what is drafted is given to the device by hand."""
 
     def __init__(self) -> None:
         super().__init__(_Deaf())  # type: ignore[arg-type]
         self.withheld.end()
-        self.trees: TreeBatch = NO_DRAFTS
 
-    def plan(self, *args: Any) -> TreeBatch:
-        return self.trees
+    def look_ahead(self, *args: Any) -> None:
+        return None
 
     def is_paused(self, *args: Any) -> bool:
         return False
@@ -346,19 +344,9 @@ class CheckRequests:
             if room:
                 output.scheduled_spec_decode_tokens[name] = [-1] * room
         output.scheduled_cached_reqs = cached
-        self.drafting.trees = self._trees(drafts)
+        for number, (tokens, parents) in drafts.items():
+            self.runner.drafts.put(self._name(number), tokens, parents)
         return self._run(output)
-
-    def _trees(self, drafts: Mapping[int, Draft]) -> TreeBatch:
-        tokens = [token for own, _ in drafts.values() for token in own]
-        return proposed(
-            [self._name(number) for number in drafts],
-            np.cumsum([0, *(len(own) for own, _ in drafts.values())], dtype=np.int32),
-            np.array(tokens, np.int32),
-            np.array([parent for _, own in drafts.values() for parent in own], np.int32),
-            np.zeros(len(tokens), np.float32),
-            0,
-        )
 
     def _run(self, output: SchedulerOutput) -> list[str]:
         """Returns the requests in the order of the step's rows."""
@@ -368,7 +356,6 @@ class CheckRequests:
         order = list(runner.execute_model_state.input_batch.req_ids)
         runner.sample_tokens(None)
         runner.settle()
-        self.drafting.trees = NO_DRAFTS
         return order
 
     def end(self) -> None:

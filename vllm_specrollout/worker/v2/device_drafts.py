@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specrollout.kernels.lookup.kernel import Lookup
 from vllm_specrollout.kernels.lookup.naive import TILE
+from vllm_specrollout.patches import features
 from vllm_specrollout.types import IntArray
 from vllm_specrollout.worker.v2.texts import DeviceTexts
 
@@ -67,7 +68,6 @@ class Bystander(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
-    enable_adaptive_verification = False
 
     def __init__(self, width: int) -> None:
         self.num_speculative_steps = width
@@ -131,7 +131,8 @@ class DeviceDrafts:
         """[R, width] int64 drafts of the batch's requests, -1 where there are none: in the place of vLLM's."""
         modelled = None
         if self._depth:
-            kwargs["num_speculative_tokens"] = self._depth
+            if features.installed().drafts_few:
+                kwargs["num_speculative_tokens"] = self._depth
             modelled = self._propose(input_batch, *args, dummy_run=dummy_run, **kwargs)[:, : self._depth]
         if dummy_run:
             shape = input_batch.num_reqs, self.width
@@ -212,6 +213,14 @@ class DeviceDrafts:
         rows = batch.idx_mapping
         sizes = (batch.cu_num_logits[1:] - batch.cu_num_logits[:-1] - 1).clamp_(min=0)
         return torch.cat([self.drafted[rows].flatten(1), self.kinds[rows, None], sizes[:, None].int()], dim=1)
+
+    def put(self, request_id: str, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Have a running request drafted for with these nodes in its next step."""
+        row, count = self._states.req_id_to_index[request_id], len(tokens)
+        own = torch.full((3, self.width), -1, dtype=torch.int32)
+        own[0, :count], own[1, :count] = torch.tensor(tokens), torch.tensor(parents)
+        self.drafted[row] = own.to(self._device)
+        self._states.draft_tokens[row] = own[0].to(self._device)
 
     def carry(self, rows: IntArray, lines: IntArray) -> None:
         """Have these lines on the device from the next step on.

@@ -356,14 +356,6 @@ class Host:
                 found.append(timing)
         return found
 
-    def plan(self, room: Mapping[str, int], may_branch: bool, step: int, is_paused: bool) -> TreeBatch:
-        """Trees for the engine step `step`, at most `room` nodes each, over the requests that were drafted for.
-
-        Args:
-            is_paused: what the drafting said of this step.
-        """
-        return self.drafting.plan(lambda: None if is_paused else self.batch(room, may_branch), step)
-
     def batch(self, room: Mapping[str, int], may_branch: bool) -> RequestBatch:
         """Views of those requests that may be drafted for, as far as their tokens are known.
 

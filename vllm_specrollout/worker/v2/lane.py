@@ -7,6 +7,10 @@ a pause, a request's most drafts, or a line to go on with, holds from a later st
 
 from __future__ import annotations
 
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.speculator import PlannedStep
@@ -31,7 +36,11 @@ from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
 from vllm_specrollout.worker.v2.model import DeviceModel
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.verify import MOST_SPLIT_ROWS
 
+logger = logging.getLogger("vllm.specrollout")
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
 TREES_UP_TO = 8
 """Requests of a step, at most, that trees are drafted for: among more, rows cost more than branches bring."""
 
@@ -67,14 +76,53 @@ class Home:
         return cut(self.proposed(), self.words[:, -1])
 
 
+@contextmanager
+def rebound(module_name: str, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Meanwhile a module finds something else under a name of its own.
+
+    Args:
+        wrap: takes what stands there, returns what is to.
+    """
+    module = importlib.import_module(module_name)
+    stock = getattr(module, name)
+    setattr(module, name, wrap(stock))
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
+
+
+def _if_it_can(create: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's maker of what gives each step its drafts by cost; an attention backend that cannot has fixed windows."""
+
+    def created(**kwargs: Any) -> Any:
+        try:
+            return create(**kwargs)
+        except ValueError as error:
+            logger.info("Spec rollout: how many drafts are verified is chosen a step ahead: %s", error)
+            return None
+
+    return created
+
+
+def no_model(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of vLLM's maker of speculators, where no model drafts."""
+    return lambda vllm_config, *args: Bystander(vllm_config.num_speculative_tokens)
+
+
 class Lane(SpecRolloutV2):
     """Mixed into vLLM's V2 runners, whose configuration has a place for drafts (`with_lane`)."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._levels = levels_of(vllm_config)
-        if not self._levels:
-            self.speculator = Bystander(self.num_speculative_steps)
+        # which backends bear it is known when the KV cache is set up
+        self.speculator.enable_adaptive_verification = (
+            device.type == "cuda"
+            and self.spec_config.budget == "auto"
+            and self.lora_config is None
+            and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        )
         self.drafts = DeviceDrafts(
             self.speculator, self._levels, self.req_states, self._told_of, None, self.spec_config.max_depth
         )
@@ -96,7 +144,8 @@ class Lane(SpecRolloutV2):
             self.model_drafter = DeviceModel(self.speculator, self.model, self._levels, self.sources[2])
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
+        with rebound(_RUNNER, "maybe_create_adaptive_verification_manager", _if_it_can):
+            super().initialize_kv_cache(kv_cache_config, is_profiling=is_profiling, **kwargs)
         if self.model_drafter is not None:
             # vLLM has sized its first pass by the target's rows; how often its model runs goes by its own levels
             self.speculator.num_speculative_steps = self._levels
@@ -156,12 +205,26 @@ class Lane(SpecRolloutV2):
             self.inputs.has_branches = self._may_branch(step.num_running) and not holds_prompt(scheduler_output)
             if self.inputs.has_branches:
                 self._during.enter_context(self.draft_graphs.chosen_from(self))
+                # a tree is verified as it is
+                self._during.callback(setattr, self, "adaptive_verification", self.adaptive_verification)
+                self.adaptive_verification = None
+        self._bound_rows(scheduler_output)
         # vLLM's scheduler was told of no drafts, so it names none to be made
         scheduler_output.num_spec_tokens_to_schedule = self.max_draft_tokens
         self.drafts.may_branch = self._may_branch(step.num_running)
         self.drafts.model = self.model_drafter
-        self.drafts.is_paused = self.spec_rollout.steps_off(step.number + 1, step.num_running) > 0
+        self.drafts.is_paused = self.drafting.steps_off(step.number + 1, step.num_running) > 0
         return scheduler_output
+
+    def _bound_rows(self, scheduler_output: SchedulerOutput) -> None:
+        """Where top-p is asked for, a draft's row takes the way that it would take without drafts (`TreeVerifier`)."""
+        manager = self.adaptive_verification
+        self.verifier.rows_are_on_device = self.step.has_drafts and manager is not None
+        if manager is not None:
+            rows = [self.req_states.req_id_to_index.get(name) for name in scheduler_output.num_scheduled_tokens]
+            top_p = self.sampler.sampling_states.top_p.np[[row for row in rows if row is not None]]
+            has_few = len(rows) <= MOST_SPLIT_ROWS and (top_p != 1.0).any()
+            manager._max_total_logits = MOST_SPLIT_ROWS if has_few else get_max_chunk_logits(self.vocab_size)
 
     def prepare_inputs(self, *args: Any) -> InputBatch:
         batch = super().prepare_inputs(*args)
@@ -211,9 +274,8 @@ class Lane(SpecRolloutV2):
 
     def _report(self, output: Any) -> DraftReport:
         after, limits = self.step.number + 1, self.host.limits.copy()
-        if not self.drafts.is_paused and self.drafting.is_drafting:
-            with self.spec_rollout.guard.over("planning", "requests get as much room as they may"):
-                limits |= self._windows()
+        if not self.drafts.is_paused:
+            limits |= self._windows()
         asks_at = after + self.drafting.steps_off(after, self.step.num_running)
         report = DraftReport(asks_at, limits, {}, self._most)
         get_output, home = output.get_output, self.step.home
@@ -230,12 +292,10 @@ class Lane(SpecRolloutV2):
 
     def _windows(self) -> dict[str, int]:
         """Most drafts of requests of which the budget would verify fewer than there are, by what came home last."""
-        room = dict.fromkeys(self.req_states.req_id_to_index, self._most)
-        batch, self._planned = self.host.batch(room, may_branch=self.drafts.may_branch), None
-        if not batch.size:
+        batch = self.host.batch(dict.fromkeys(self.req_states.req_id_to_index, self._most), self.drafts.may_branch)
+        self._planned = planned = self.drafting.look_ahead(batch, self.step.number)
+        if planned is None:
             return {}
-        self.drafting.withheld.narrow(batch)
-        self._planned = planned = self.spec_rollout.propose(batch, self.step.number)
         for trees in planned.proposals:
             if trees.num_nodes and trees.source[0] == self.sources[1]:
                 self._carry(batch, trees)

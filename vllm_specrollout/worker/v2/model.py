@@ -70,7 +70,9 @@ class DeviceModel(BaseDrafter):
         seeds: torch.Tensor, *args: Any, spec_step_idx: int = 0, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """[R] int64, in the place of `DraftModelSpeculator.sample_draft`."""
-        logits = self.of_vllm.compute_draft_logits(hidden, spec_step_idx)
+        has_levels = hasattr(self.of_vllm, "compute_draft_logits")
+        compute = self.of_vllm.compute_draft_logits if has_levels else self.of_vllm.model.compute_logits
+        logits = compute(hidden, spec_step_idx) if has_levels else compute(hidden)
         return gumbel_sample(
             logits, rows, temperature / self._sharpness, seeds, positions, apply_temperature=True, is_drafting=False,
             use_fp64=self.of_vllm.use_fp64_gumbel,

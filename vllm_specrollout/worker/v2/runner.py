@@ -65,7 +65,7 @@ class SpecRolloutV2(_Base):
         is_checking = self.spec_config.self_check != "off"
         drafting = Drafting.of(self.spec_rollout, self.parallel_config, is_checking=is_checking)
         self.host = Host(drafting, self.max_model_len)
-        self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
+        self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, device)
         self.tokens_ready = torch.cuda.Event()
         self.times = DeviceTimes(device)
         self.stats = Stats()

@@ -51,12 +51,12 @@ class _Rows:
 
     @classmethod
     def of(cls, logits: torch.Tensor, batch: InputBatch, inputs: TreeInputs) -> _Rows:
-        assert inputs.parents is not None
+        assert inputs.parents is not None and inputs.draft_ids is not None
         return cls(
             logits,
             batch.expanded_idx_mapping,
             batch.positions[batch.logits_indices],
-            batch.input_ids[batch.logits_indices] if inputs.draft_ids is None else inputs.draft_ids,
+            inputs.draft_ids,
             batch.expanded_local_pos,
             inputs.parents,
             batch.cu_num_logits,
@@ -115,6 +115,8 @@ class TreeVerifier:
         self.sampler = sampler
         self.width = max_draft_tokens + 1
         self.is_philox = features.installed().v2_noise == "philox"
+        self.rows_are_on_device = False
+        """Whether how many of a request's drafts are verified is known to the device alone."""
         # False: until our kernel has proved itself, chains are judged by vLLM's sampler and plain torch
         self.has_kernel = True
 
@@ -211,6 +213,8 @@ class TreeVerifier:
             else:
                 least = MOST_SPLIT_ROWS + 1
         starts = batch.cu_num_logits_np
+        if self.rows_are_on_device:
+            return [rows]  # the step has no more of them than one part may have
         if (bounds := part_bounds(starts, max(most, 2 * least - 1), least)) == [0, len(starts) - 1]:
             return [rows]
         return [rows.of_requests(first, end, starts) for first, end in itertools.pairwise(bounds)]
@@ -255,7 +259,7 @@ class TreeVerifier:
             logits[rows],
             most if most != NO_LOGPROBS else 0,
             tokens,
-            batch.cu_num_logits_np.tolist(),
+            batch.cu_num_logits.clone() if self.rows_are_on_device else batch.cu_num_logits_np.tolist(),
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
             expanded_idx_mapping=batch.expanded_idx_mapping,
             max_per_req_token_ids=most_ids,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,23 +79,6 @@ def _warm_up_update(runner: SpecRolloutV2) -> None:
         runner.postprocess_sampled(**given)
 
 
-@contextmanager
-def _runner_replaced(module_name: str, class_name: str) -> Iterator[None]:
-    """While a worker sets its device up, it finds our runner under the name of vLLM's.
-
-    vLLM names the runner's class in the body of `init_device`, and making it twice would allocate everything twice.
-    """
-    from vllm_specrollout.worker.v2.lane import Lane
-
-    module = importlib.import_module(module_name)
-    stock = getattr(module, class_name)
-    setattr(module, class_name, type("SpecRolloutRunner", (Lane, stock), {}))
-    try:
-        yield
-    finally:
-        setattr(module, class_name, stock)
-
-
 class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _Base):
     """What both workers add."""
 
@@ -113,7 +95,14 @@ class SpeculatingWorker(StatsMixin, DrafterMixin, ExplainsMixin, TrainerMixin, _
         decoupled.keep_off(config)
         self.vllm_config = with_lane(self.vllm_config)
         self.speculative_config = self.vllm_config.speculative_config
-        with _runner_replaced(*self.runner_class):
+        from vllm_specrollout.worker.v2.lane import Lane, no_model, rebound
+
+        with ExitStack() as during:
+            # vLLM names the runner's class in the body of this method, and to make it twice would allocate twice
+            module, name = self.runner_class
+            during.enter_context(rebound(module, name, lambda stock: type("SpecRolloutRunner", (Lane, stock), {})))
+            if config.coupled_model is None:
+                during.enter_context(rebound("vllm.v1.worker.gpu.model_runner", "init_speculator", no_model))
             super().init_device()
         # vLLM loads the target next; they get ready meanwhile
         self.model_runner.remote = decoupled.begin(self.model_runner, sampling_on_v2(self.model_runner))
