@@ -1,2 +1,0 @@
-"""Placeholder."""
-class DeviceTexts: pass
