@@ -101,8 +101,15 @@ class _Placed:
     is_shortened: bool
     # as `weight_of` has it; 0: it does not draft now
     weight: int = 0
+    # among those of its epoch, the older the lower
+    number: int = 0
     # its place, counted on from round to round of the ring; -1: it has none yet
     begin: int = -1
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The nearest comes last."""
+        return self.nearness, self.epoch, self.number
 
 
 class Texts:
@@ -140,7 +147,7 @@ class Texts:
         self._at_once = min(MOST_AT_ONCE, self.most_tokens // 2)
         self._longest = max(min(self._at_once, self.most_tokens // 8), _LEAST)
         self._executor = executor or Background("specrollout-history")
-        self._epoch, self._oldest = store.epoch, store.oldest
+        self._epoch = store.epoch
         # least recently asked for first
         self._problems: OrderedDict[str, _Problem] = OrderedDict()
         self._free = list(range(self.most_problems))[::-1]
@@ -158,6 +165,8 @@ class Texts:
         self._tiles_before: dict[int, int] = {}
         self._unread: OrderedDict[_Problem, None] = OrderedDict()
         self._handed: queue.SimpleQueue[tuple[_Problem, list[_Placed] | None]] = queue.SimpleQueue()
+        # texts that were numbered: upwards as they were added, and downwards as they were read
+        self._added = self._read_so_far = 0
         self._reading = self._evicted = self._shortened = self._given_up = 0
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -197,7 +206,8 @@ class Texts:
         self._follow_epoch()
         problem = self._problems.get(self._key(answer.problem_id))
         if problem is not None:
-            self._keep(self._text_of(problem, answer, answer.request_id, 2))
+            self._added += 1
+            self._keep(self._text_of(problem, answer, answer.request_id, 2), self._added)
 
     def set_reward(self, request_id: str, reward: float) -> None:
         """Weigh an answer anew, if it is here; the store is told apart from this."""
@@ -278,13 +288,13 @@ class Texts:
         """On a new epoch, weigh anew what is in use; what is not will be read anew when its problem comes back."""
         if self._epoch == self._store.epoch:
             return
-        self._epoch, self._oldest = self._store.epoch, self._store.oldest
+        self._epoch, oldest = self._store.epoch, self._store.oldest
         for problem in list(self._problems.values()):
             if not problem.running and self._config.scope != "global":
                 self._forget(problem)
                 continue
             for text in list(problem.texts.values()):
-                if text.epoch < self._oldest:
+                if text.epoch < oldest:
                     self._drop(text)
                 else:
                     self._weigh(text)
@@ -308,13 +318,14 @@ class Texts:
         if text.begin >= 0:
             self._dirty.add(text.problem.row)
 
-    def _keep(self, text: _Placed) -> None:
+    def _keep(self, text: _Placed, number: int) -> None:
         """Have a text placed. Where its problem has too many, the one that weighs least goes, the oldest first."""
         problem, key = text.problem, (text.name, text.epoch)
-        if problem.row < 0 or text.num_tokens < _LEAST or text.epoch < self._oldest:
+        if problem.row < 0 or text.num_tokens < _LEAST or text.epoch < self._store.oldest:
             return
         if key in problem.texts:
             self._drop(problem.texts[key])
+        text.number = number
         self._weigh(text)
         problem.texts[key] = text
         if text.name not in self._named or self._named[text.name].epoch <= text.epoch:
@@ -322,7 +333,7 @@ class Texts:
         self._waiting[text] = None
         self._shortened += text.is_shortened
         if len(problem.texts) > self.past:
-            self._drop(min(problem.texts.values(), key=lambda one: (one.weight, one.nearness, one.epoch)))
+            self._drop(min(problem.texts.values(), key=lambda one: (one.weight, *one.order)))
             self._evicted += 1
 
     def _drop(self, text: _Placed) -> None:
@@ -345,11 +356,11 @@ class Texts:
             # no text goes on at the buffer's beginning
             text.begin = self._head + (behind if behind < text.num_tokens else 0)
             self._head = text.begin + text.num_tokens
-            while self._ring and (oldest := next(iter(self._ring))).begin < self._head - self.most_tokens:
-                self._drop(oldest)
+            while self._ring and (first := next(iter(self._ring))).begin < self._head - self.most_tokens:
+                self._drop(first)
                 self._evicted += 1
                 # where nobody asks for it now, it is read again for whoever does
-                oldest.problem.is_asked &= oldest.problem.running > 0
+                first.problem.is_asked &= first.problem.running > 0
             at = text.begin % self.most_tokens
             begin = begin if runs and at else at
             runs.setdefault(begin, []).append(text.token_ids)  # type: ignore[arg-type]
@@ -363,7 +374,7 @@ class Texts:
         """Write a row's spans [past, 3] over zeros; returns its texts' tiles."""
         texts: Iterable[_Placed] = () if problem is None else problem.texts.values()
         drafting = [text for text in texts if text.begin >= 0 and text.weight]
-        drafting.sort(key=lambda text: (text.nearness, text.epoch))
+        drafting.sort(key=lambda text: text.order)
         for span, text in zip(spans, drafting, strict=False):
             begin = text.begin % self.most_tokens
             span[:] = begin, begin + text.num_tokens, round(8 * math.log2(text.weight / ONE))
@@ -389,10 +400,12 @@ class Texts:
             self._reading -= 1
             self._given_up += texts is None
             problem.is_asked = texts is not None
-            for text in texts or ():
+            self._read_so_far += len(texts or ())
+            # older than whatever has come already, since what is read again has lost its place to that
+            for number, text in enumerate(texts or (), -self._read_so_far):
                 # one that has ended meanwhile is here already
                 if (text.name, text.epoch) not in problem.texts:
-                    self._keep(text)
+                    self._keep(text, number)
 
     def _read(self, problem: _Problem) -> None:
         """In the executor's thread, where nobody looks at an error."""
