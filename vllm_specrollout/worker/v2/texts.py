@@ -33,7 +33,7 @@ class DeviceTexts:
         changes = self.plan.take()
         if changes is None:
             return
-        with torch.cuda.stream(self._stream):  # type: ignore[arg-type]  # None is none
+        with torch.cuda.stream(self._stream):  # None: the current one
             for begin, tokens in changes.pieces:
                 self.texts[begin : begin + len(tokens)].copy_(_pinned(tokens), non_blocking=True)
             rows, spans = (
