@@ -14,7 +14,7 @@ import msgspec
 from vllm_specrollout.cluster.child import WarmDrafter
 from vllm_specrollout.cluster.profiles import kept, of_engine
 from vllm_specrollout.config import DECOUPLED_SOURCES
-from vllm_specrollout.drafters.history import HistoryDrafter
+from vllm_specrollout.drafters.keeping import KeepsHistory
 from vllm_specrollout.errors import ForbiddenError, SpecRolloutError
 from vllm_specrollout.history.answers import Outcome
 from vllm_specrollout.history.epochs import EpochError
@@ -172,14 +172,14 @@ _COUNTED_AS = {Outcome.REPEATED: "repeated", Outcome.UNKNOWN: "unknown"}
 class TrainerMixin(WeightsMixin):
     """Mixed into vLLM's workers, whose model runner has a `spec_rollout`. Ranks that do not draft keep no history."""
 
-    def _history(self) -> HistoryDrafter | None:
+    def _history(self) -> KeepsHistory | None:
         # one on probation drafts nothing for a while, and goes on keeping what it is told
         drafters = self.model_runner.spec_rollout.all_drafters()
-        return next((drafter for drafter in drafters if isinstance(drafter, HistoryDrafter)), None)
+        return next((drafter for drafter in drafters if isinstance(drafter, KeepsHistory)), None)
 
     def _refusal(self) -> dict[str, str] | None:
         """Cause and hint, since errors have to pass between processes; None: the history has not been given up."""
-        given_up = self.model_runner.spec_rollout.probation.given_up.get(HistoryDrafter.name)
+        given_up = self.model_runner.spec_rollout.probation.given_up.get(KeepsHistory.name)
         if given_up is None:
             return None
         cause = f"the history drafter failed {given_up[0]} times and is given up; the last time: {given_up[1]}"

@@ -1,0 +1,76 @@
+"""The `history` drafter of a runner that looks drafts up on the device: all of it but the lookup.
+
+What belongs here: which texts a request's lookup reads. How it reads them is in `kernels/lookup`, and what is kept, and
+for how long, in `history/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.drafters.keeping import KeepsHistory, Live
+from vllm_specrollout.history.answers import Answer
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.texts import Texts
+from vllm_specrollout.history.vocabulary import ANY_VOCABULARY, Vocabulary
+from vllm_specrollout.types import DraftLimits, RequestBatch, RequestView, TreeBatch, empty_trees
+
+
+class LookedUpHistory(KeepsHistory):
+    """Knows which row of the device's spans and which running requests draft for a request.
+
+    Who looks up counts it in `lookups` and `hits`.
+
+    Args:
+        make_texts: over a store.
+        store, vocabulary: as `KeepsHistory`.
+    """
+
+    def __init__(
+        self,
+        config: HistoryConfig,
+        make_texts: Callable[[HistoryStore], Texts],
+        *,
+        store: HistoryStore | None = None,
+        vocabulary: Vocabulary = ANY_VOCABULARY,
+    ) -> None:
+        super().__init__(config, store, vocabulary)
+        self.library = self.texts = make_texts(self.store)
+        # running requests of each problem and epoch, in the order they came
+        self._groups: dict[tuple[str, int], dict[str, None]] = {}
+
+    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
+        """No drafts: the device has them."""
+        for view in batch.views:
+            self._live_of(view)
+        return empty_trees(batch.request_ids)
+
+    def row_of(self, request_id: str) -> int:
+        """Row of the spans of its problem's earlier answers; -1: there is none, or the request is not known."""
+        live = self._live.get(request_id)
+        return -1 if live is None else self.texts.row(live.problem_id)
+
+    def siblings_of(self, request_id: str) -> list[str]:
+        """Other running requests whose answers draft for it: of its problem and epoch, in the order they came."""
+        live = self._live.get(request_id)
+        if live is None or not self._config.siblings:
+            return []
+        return [other for other in self._groups[live.problem_id, live.epoch] if other != request_id]
+
+    def admit(self, view: RequestView) -> None:
+        super().admit(view)
+        live = self._live[view.request_id]
+        self._groups.setdefault((live.problem_id, live.epoch), {})[view.request_id] = None
+
+    def _leaves(self, request_id: str) -> Live | None:
+        live = super()._leaves(request_id)
+        if live is not None:
+            group = self._groups[live.problem_id, live.epoch]
+            del group[request_id]
+            if not group:
+                del self._groups[live.problem_id, live.epoch]
+        return live
+
+    def _keep(self, live: Live, answer: Answer) -> None:
+        self.texts.add(answer)
