@@ -49,6 +49,8 @@ _STATUS = {
 _ANY = 1 << 30  # draft tokens; more than any request has
 _ENDINGS, _WAITING, _STEP = "spec_rollout_endings", "spec_rollout_waiting", "spec_rollout_step"
 _SIGNALLED = "spec_rollout_signalled"
+
+
 @dataclass(frozen=True)
 class DraftReport:
     """V2 runner: what the worker tells the scheduler of its drafting."""

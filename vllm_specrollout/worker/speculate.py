@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -16,6 +17,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm_specrollout import __version__, drafters
 from vllm_specrollout.budgets.registry import make_budget
 from vllm_specrollout.config import SpecRolloutConfig
+from vllm_specrollout.config.drafters import HistoryConfig
+from vllm_specrollout.history.store import HistoryStore
+from vllm_specrollout.history.texts import Texts
 from vllm_specrollout.history.vocabulary import Vocabulary
 from vllm_specrollout.observe.metrics import Metrics
 from vllm_specrollout.replay.recorder import Recorder
@@ -27,6 +31,8 @@ from vllm_specrollout.worker.profiling import seed_from_profile
 logger = logging.getLogger("vllm.specrollout")
 
 _REPLICA = "VERL_REPLICA_RANK"
+MOST_PROBLEMS, MOST_PAST = 4096, 64
+"""Problems whose earlier answers lie on a device, and answers of each."""
 
 
 def vocabulary_of(vllm_config: VllmConfig) -> Vocabulary:
@@ -105,6 +111,11 @@ def announce(vllm_config: VllmConfig, runner: str, shape: tuple[DraftMode, str])
     )
 
 
+def texts_of(config: HistoryConfig, store: HistoryStore) -> Texts:
+    """The texts that a device is to hold: a token takes a quarter of what it takes in an index, so does the memory."""
+    return Texts(config, store, most_problems=MOST_PROBLEMS, past=MOST_PAST, most_tokens=(config.max_mib << 18) // 4)
+
+
 def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, Metrics]:
     """Of several tensor-parallel ranks only the first one gets drafters.
 
@@ -119,7 +130,8 @@ def make_speculator(vllm_config: VllmConfig, runner: str) -> tuple[Speculator, M
     budget = make_budget(config)
     seed_from_profile(budget, vllm_config)
     vocabulary = vocabulary_of(vllm_config)
-    proposers = drafters.build(config, vocabulary) if is_first_rank() else []
+    make_texts = functools.partial(texts_of, config.history) if runner == "v2" else None
+    proposers = drafters.build(config, vocabulary, make_texts) if is_first_rank() else []
     metrics = Metrics(config.sources)
     recorder = recorder_of(config, vllm_config, runner)
     listeners = [metrics, *([] if recorder is None else [recorder])]

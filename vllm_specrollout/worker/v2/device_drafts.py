@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specrollout.kernels.lookup.kernel import Lookup
 from vllm_specrollout.kernels.lookup.naive import TILE
+from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.patches import features
 from vllm_specrollout.types import IntArray
 from vllm_specrollout.worker.v2.texts import DeviceTexts
@@ -94,14 +95,15 @@ class DeviceDrafts:
         told: what the host knows of a request by its name.
         texts: earlier answers on the device; None: none are looked at.
         max_depth: most tokens of a path that is looked up.
+        guard: told of what fails.
     """
 
     def __init__(
         self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None,
-        max_depth: int,
+        max_depth: int, guard: Guard,
     ) -> None:  # fmt: skip
         self._states, self._told, self.texts = states, told, texts
-        self._device = states.device
+        self._device, self._guard = states.device, guard
         self.width, most = states.num_speculative_steps, states.max_num_reqs
         self._propose, self._depth = speculator.propose, depth
         speculator.propose = self.propose
@@ -138,10 +140,12 @@ class DeviceDrafts:
             shape = input_batch.num_reqs, self.width
             return torch.zeros(shape, dtype=torch.int64, device=self._device)
         group = get_tp_group()
+        packed = torch.full((input_batch.num_reqs, 3 * self.width + 1), -1, dtype=torch.int32, device=self._device)
         if group.rank_in_group == 0:
-            packed = self._chosen(input_batch, modelled)
-        else:
-            packed = torch.empty(input_batch.num_reqs, 3 * self.width + 1, dtype=torch.int32, device=self._device)
+            try:
+                packed = self._chosen(input_batch, modelled, packed)
+            except CONTAINED as error:
+                self._guard.failed("drafting", error, "requests go on without drafts in such a step")
         if group.world_size > 1:
             # texts come when they come, and all ranks must compute the same rows
             packed = group.broadcast(packed, src=0)
@@ -150,7 +154,7 @@ class DeviceDrafts:
         self._tell_confidence(own)
         return own[:, 0].long()
 
-    def _chosen(self, batch: InputBatch, modelled: torch.Tensor | None) -> torch.Tensor:
+    def _chosen(self, batch: InputBatch, modelled: torch.Tensor | None, none: torch.Tensor) -> torch.Tensor:
         """[R, 3 * width + 1] int32 per request the drafts of which most tokens are expected, and whose they are."""
         told = [self._told(name) for name in batch.req_ids]
         limits, ends = self._sent(self._limits(told), self._ends(told))
@@ -164,7 +168,7 @@ class DeviceDrafts:
             own = torch.where(has_room[:, None], modelled.int(), -1)
             kinds.append((MODELLED, self._chain(own, MODELLED, limits, ends)))
         if not kinds:
-            return torch.full((len(told), 3 * self.width + 1), -1, dtype=torch.int32, device=self._device)
+            return none
         packed = torch.stack(
             [torch.stack([one.tokens, one.parents, one.chances.view(torch.int32)], dim=1) for _, one in kinds]
         )
@@ -288,7 +292,7 @@ class DeviceDrafts:
         most = np.maximum(states.num_computed_tokens_np + self.width + 2, states.prefill_len.np)
         own = -(-most[asked[:, 0]] // TILE)
         others = np.where(asked[:, 2:] >= 0, -(-(most - states.prompt_len.np + 1)[asked[:, 2:]] // TILE), 0)
-        past = [0 if self.texts is None else self.texts.tiles_of(one.problem) for one in told]
+        past = [0 if self.texts is None else self.texts.plan.tiles_of(one.problem) for one in told]
         return int((own + others.sum(axis=1) + np.array(past)).max())
 
     def _sent(self, *arrays: IntArray) -> list[torch.Tensor]:

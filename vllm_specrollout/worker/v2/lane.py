@@ -24,10 +24,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_specrollout.drafters.base import BaseDrafter
+from vllm_specrollout.config import MODEL_SOURCES
+from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
-from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
+from vllm_specrollout.types import DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
@@ -36,10 +37,12 @@ from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
 from vllm_specrollout.worker.v2.model import DeviceModel
 from vllm_specrollout.worker.v2.runner import SpecRolloutV2
+from vllm_specrollout.worker.v2.texts import DeviceTexts
 from vllm_specrollout.worker.v2.verify import MOST_SPLIT_ROWS
 
 logger = logging.getLogger("vllm.specrollout")
 
+_ON_DEVICE = ("history", "ngram", *MODEL_SOURCES)
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 TREES_UP_TO = 8
 """Requests of a step, at most, that trees are drafted for: among more, rows cost more than branches bring."""
@@ -123,13 +126,22 @@ class Lane(SpecRolloutV2):
             and self.lora_config is None
             and self.compilation_config.cudagraph_mode.has_full_cudagraphs()
         )
+        lookups = [one for one in self.spec_rollout.drafters if isinstance(one, LateDrafts)]
+        self._history = next((one for one in lookups if isinstance(one, LookedUpHistory)), None)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        texts = None if self._history is None else DeviceTexts(self._history.texts, device, stream)
         self.drafts = DeviceDrafts(
-            self.speculator, self._levels, self.req_states, self._told_of, None, self.spec_config.max_depth
-        )
-        self.drafts.looks_up = not {"history", "ngram"}.isdisjoint(self.spec_config.drafters)
-        drafters = len(self.spec_config.drafters)
+            self.speculator, self._levels, self.req_states, self._told_of, texts, self.spec_config.max_depth,
+            self.spec_rollout.guard,
+        )  # fmt: skip
+        self.drafts.looks_up = bool(lookups)
+        for one in lookups[:1]:
+            one.latest = lambda: self.latest
+        names = self.spec_config.sources
+        self._on_device = {i for i, name in enumerate(names) if name in _ON_DEVICE}
         # of what is looked up, carried in lines, and a model's
-        self.sources = 0, drafters + (2 if self._levels else 0), drafters
+        elsewhere = next((i for i in range(len(names)) if i not in self._on_device), 0)
+        self.sources = min(self._on_device, default=0), elsewhere, len(self.spec_config.drafters)
         # what steps to come are planned by; None: nothing was
         self._planned: PlannedStep | None = None
         self.latest: TreeBatch = NO_DRAFTS
@@ -142,6 +154,8 @@ class Lane(SpecRolloutV2):
         super().load_model(*args, **kwargs)
         if self._levels:
             self.model_drafter = DeviceModel(self.speculator, self.model, self._levels, self.sources[2])
+            if not self.drafts.looks_up:
+                self.model_drafter.latest = lambda: self.latest
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         with rebound(_RUNNER, "maybe_create_adaptive_verification_manager", _if_it_can):
@@ -177,7 +191,10 @@ class Lane(SpecRolloutV2):
         is_held = name in self.drafting.withheld.held or name in self._withheld
         limit = 0 if is_held else min(admission.max_draft_tokens, self._most)
         is_chain = admission.shape is DraftMode.CHAIN or not self.drafting.withheld.may_branch
-        return Told(-1, (), admission.ends, limit, is_chain)
+        if self._history is None:
+            return Told(-1, (), admission.ends, limit, is_chain)
+        row, siblings = self._history.row_of(name), self._history.siblings_of(name)
+        return Told(row, siblings, admission.ends, limit, is_chain)
 
     def _may_branch(self, num_requests: int) -> bool:
         # what vLLM's speculators read of a step's rows is what is accepted only if those come first
@@ -259,6 +276,9 @@ class Lane(SpecRolloutV2):
     def _came(self, home: Home, words: torch.Tensor) -> TreeBatch:
         """The step's drafts are home. Until then `words` [R, 3 * K + 2] is kept, which they are copied from."""
         self.latest = home.proposed()
+        if self._history is not None:
+            self._history.lookups += self.latest.num_requests
+            self._history.hits += int(np.count_nonzero(self.latest.sizes))
         return home.drafted()
 
     def _came_home(self, step: InFlight, counts: IntArray, result: VerifyResult) -> None:
@@ -297,7 +317,7 @@ class Lane(SpecRolloutV2):
         if planned is None:
             return {}
         for trees in planned.proposals:
-            if trees.num_nodes and trees.source[0] == self.sources[1]:
+            if trees.num_nodes and int(trees.source[0]) not in self._on_device:
                 self._carry(batch, trees)
         chosen = cut(planned.plan.trees, batch.max_nodes).sizes
         most = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
@@ -313,20 +333,3 @@ class Lane(SpecRolloutV2):
         lines[:, 1 : 1 + paths.shape[1]] = paths
         rows = [self.req_states.req_id_to_index[trees.request_ids[i]] for i in drafted]
         self.drafts.carry(np.array(rows, dtype=np.int32), lines)
-
-
-class LateDrafts(BaseDrafter):
-    """The drafts that came home last, for a budget that chooses how many of the next ones are verified.
-
-    Args:
-        lane: the runner that has them.
-    """
-
-    name = "history"
-    is_lookup = True
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
-        return cut(over(self._lane.latest, batch.request_ids), np.minimum(limits.wanted(0), limits.max_depth))

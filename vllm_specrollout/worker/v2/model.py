@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from vllm_specrollout.drafters.base import BaseDrafter
 from vllm_specrollout.drafters.levels import CHOICES
-from vllm_specrollout.types import DraftLimits, RequestBatch, TreeBatch, VerifyResult, empty_trees
+from vllm_specrollout.drafters.looked_up import LateDrafts
+from vllm_specrollout.types import TreeBatch, VerifyResult
 from vllm_specrollout.worker.models.proposing import most_tokens, without_adapters
 
 TRIED_EVERY = 8
@@ -29,7 +29,7 @@ _FIRST = 1
 _PRIOR, _MEMORY = 20.0, 0.999
 
 
-class DeviceModel(BaseDrafter):
+class DeviceModel(LateDrafts):
     """One of vLLM's speculators.
 
     Args:
@@ -44,6 +44,7 @@ class DeviceModel(BaseDrafter):
     is_in_step = True
 
     def __init__(self, of_vllm: Any, target: torch.nn.Module, levels: int, source: int) -> None:
+        super().__init__()
         self.of_vllm, self.source = of_vllm, source
         self.most_tokens = most_tokens(of_vllm, levels)
         self.version = 0
@@ -114,7 +115,3 @@ class DeviceModel(BaseDrafter):
         """Its weights are others: what was learned of the old ones is forgotten."""
         self.version += 1
         self._seen[:] = 0.0
-
-    def propose(self, batch: RequestBatch, limits: DraftLimits) -> TreeBatch:
-        """Nothing that the device does not have already."""
-        return empty_trees(batch.request_ids)
