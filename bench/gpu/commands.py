@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-STEPS = ("stock", "selfcheck", "graphs", "checks", "eager", "kernels", "speed", "memory")
+STEPS = ("stock", "selfcheck", "graphs", "checks", "eager", "kernels", "speed")
 """In the order in which they run: what tells most comes first, in case nothing more is to be had. `_MAKERS` says what
 each is."""
-FIRST_HOUR = STEPS[:7]
 _START_S = {"7B": 110, "0.5B": 60, "tiny": 30}
 
 
@@ -40,7 +39,7 @@ class Command:
 class Options:
     """What was asked for."""
 
-    steps: tuple[str, ...] = FIRST_HOUR
+    steps: tuple[str, ...] = STEPS
     is_dry: bool = False
     # of the steps `kernels` and `speed`; empty: each one's own
     cells: str = ""
@@ -134,11 +133,6 @@ def _speed(options: Options) -> Iterator[Command]:
         yield _device(options, "speed", f"vLLM {rival}, {cells}", 30, *shared, *other, is_large=True)
 
 
-def _memory(options: Options) -> Iterator[Command]:
-    seconds = 4 * _START_S[options.large]
-    yield _command("memory", options.large, seconds, "bench", "graphs", "--model", options.large)
-
-
 def _command(step: str, name: str, expected_s: float, *arguments: str) -> Command:
     return Command(step=step, name=name, arguments=arguments, expected_s=expected_s, limit_s=120 + 3 * expected_s)
 
@@ -157,6 +151,4 @@ _MAKERS: dict[str, Callable[[Options], Iterator[Command]]] = {
     "kernels": _kernels,
     # our engine beside stock's: tokens, times, and how long the device idles
     "speed": _speed,
-    # device memory of CUDA graphs; only if asked for
-    "memory": _memory,
 }

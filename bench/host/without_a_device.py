@@ -177,7 +177,7 @@ class Timed(SpecRolloutV2, Device):
         self.host = Host(Drafting(self.spec_rollout), self.max_model_len, clock=lambda: self.now)
         self.inputs = TreeInputs(self.max_num_reqs, self.max_num_tokens, self.max_draft_tokens, device)
         self.tokens_ready, self.stats, self.desk = torch.cuda.Event(), Stats(), Desk(DraftMode.TREE)
-        self.shape, self.step, self.draft_graphs = (DraftMode.TREE, ""), StepState(), DraftGraphs(self.inputs)
+        self.shape, self.step, self.draft_graphs = (DraftMode.TREE, ""), StepState(), DraftGraphs()
         self.output_copy_stream = None
         self.times = DeviceTimes(device)
         self.marks: dict[str, float] = {}

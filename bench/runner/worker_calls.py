@@ -36,7 +36,7 @@ def facts(worker: Any) -> dict[str, Any]:
     impls = [layer.impl for layer in compilation.static_forward_context.values() if hasattr(layer, "impl")]
     managers = {"stock": getattr(runner, "cudagraph_manager", None)}
     if (own := getattr(runner, "draft_graphs", None)) is not None:
-        managers |= {"chains": own.chains, "trees": own.trees}
+        managers["trees"] = own.trees
     on_cuda = worker.device.type == "cuda"
     return {
         "worker": type(worker).__qualname__,

@@ -229,8 +229,8 @@ def versions_page() -> str:
             "- 0.33.0 has no build for CPU. Its Python ran over the compiled files of 0.32.0, for these tests alone.",
             "- All other tests run on 0.32.0 only. On the others, what the suite does not cover is untested.",
             "- On CPU before 0.32.0, noise is a vector per token. It takes memory, so a step's drafts are limited.",
-            "- On CUDA before 0.31.0, the V2 runner has no CUDA graphs for steps with drafts. Compare speed with the"
-            " plugin off before you use it there.\n",
+            "- On CUDA before 0.31.0, the V2 runner has no CUDA graphs for steps with branches. Compare speed with"
+            " the plugin off before you use it there.\n",
             "## In what they differ\n",
             "As far as the code has to know. It asks this table, and compares versions nowhere else.\n",
             _table(("Field", "Meaning", *features.TABLE), differences),

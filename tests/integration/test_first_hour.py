@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.gpu.commands import FIRST_HOUR
+from bench.gpu.commands import STEPS
 from bench.gpu.hour import FILE
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.nightly]
@@ -80,7 +80,7 @@ def test_a_walk_that_is_killed_on_its_way_goes_on_where_it_was(tmp_path: Path) -
     runs = hour.runs()
     assert {one["state"] for one in runs.values()} == {"done"}
     # a dry walk has no device that checks itself
-    assert {one["step"] for one in runs.values()} == set(FIRST_HOUR) - {"selfcheck"}
+    assert {one["step"] for one in runs.values()} == set(STEPS) - {"selfcheck"}
     assert all(runs[key] == one for key, one in before.items() if one["state"] == "done")
     # what was under way when it was killed was begun once more
     assert sorted(one["attempts"] for one in runs.values()) == [1] * (len(runs) - 1) + [2]

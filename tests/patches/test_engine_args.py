@@ -352,7 +352,7 @@ def test_capture_sizes_for_drafts_are_stocks_and_those_it_would_add(max_num_seqs
     from vllm.config import CompilationConfig, VllmConfig
     from vllm.config.compilation import CUDAGraphMode
 
-    from vllm_specrollout.scheduling.cudagraphs import capture_sizes
+    from vllm_specrollout.server.engine_args import capture_sizes
 
     def derived(most):
         config = SimpleNamespace(

@@ -60,7 +60,7 @@ def runner(ours: Engine) -> Iterator[Any]:
     yield runner
     runner.shape, runner.desk, runner.verifier.has_kernel = (DraftMode.TREE, ""), Desk(DraftMode.TREE), True
     runner.inputs.always_by_ancestors = True
-    runner.draft_graphs.chains = runner.draft_graphs.trees = None
+    runner.draft_graphs.trees = None
 
 
 def checked(runner: Any, folder: Path) -> SelfCheck:
@@ -83,8 +83,7 @@ def test_an_engine_starts_checked_and_passes_every_part(ours: Engine, own_cache:
     found = ours.llm.collective_rpc("spec_rollout_stats")[0]["self_check"]
     assert found["state"] == "passed" and not found["failed"]
     # there are no graphs here
-    graphs = {record.CHAIN_GRAPHS, record.TREE_GRAPHS}
-    assert set(found["passed"]) == set(record.PARTS) - graphs
+    assert set(found["passed"]) == set(record.PARTS) - {record.TREE_GRAPHS}
     assert ours.runner.shape == (DraftMode.TREE, "") and ours.runner.verifier.has_kernel
     assert [path.suffix for path in (own_cache / "vllm-specrollout/self-check").iterdir()] == [".passed"]
 
@@ -231,18 +230,17 @@ class Replayed:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
-@pytest.mark.parametrize("kind", ["chains", "trees"])
 def test_graphs_are_replayed_and_one_that_is_wrong_is_not_used(
-    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_wrong: bool
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
 ) -> None:
     made = Replayed(runner, is_wrong)
     monkeypatch.setattr(runner.model_state, "prepare_attn", made.keep)
-    setattr(runner.draft_graphs, kind, made)
+    runner.draft_graphs.trees = made
     found = checked(runner, tmp_path)
-    part = record.CHAIN_GRAPHS if kind == "chains" else record.TREE_GRAPHS
+    part = record.TREE_GRAPHS
     assert made.count >= 1 and (part in found.failed) is is_wrong and (part in found.passed) is not is_wrong
-    assert getattr(runner.draft_graphs, kind) is (None if is_wrong else made)
-    assert runner.shape[0] is (CHAIN if is_wrong and kind == "trees" else TREE)
+    assert runner.draft_graphs.trees is (None if is_wrong else made)
+    assert runner.shape[0] is (CHAIN if is_wrong else TREE)
 
 
 def test_graphs_that_no_step_of_the_check_fits_into_are_not_used_and_cost_no_trees(
@@ -257,13 +255,13 @@ def test_graphs_that_no_step_of_the_check_fits_into_are_not_used_and_cost_no_tre
     assert runner.draft_graphs.trees is None and runner.shape[0] is TREE
 
 
-def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and_without_our_kernels(
+def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_our_kernels(
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = module.key_of(runner)
     for start in ("one", "two"):
         (tmp_path / f"{key}.any.{start}.1.pending").write_text("trees\nFatal Python error: Segmentation fault\n")
-    runner.draft_graphs.chains = runner.draft_graphs.trees = object()
+    runner.draft_graphs.trees = object()
     for name in ("check_verify", "check_attention", "check_commit"):
         monkeypatch.setattr(module, name, _raises)
     found = SelfCheck(runner, Record(key, tmp_path), is_wanted=True)
@@ -271,7 +269,7 @@ def test_an_engine_whose_like_died_in_its_check_drafts_chains_without_graphs_and
     assert runner.shape[0] is CHAIN and not runner.verifier.has_kernel
     found.run()
     assert list(found.failed) == [record.CRASH] and "in the part `trees`" in found.failed[record.CRASH]
-    assert runner.draft_graphs.chains is runner.draft_graphs.trees is None and runner.shape[0] is CHAIN
+    assert runner.draft_graphs.trees is None and runner.shape[0] is CHAIN
     # until somebody asks for another check
     Record(key, tmp_path).clear()
     assert not Record(key, tmp_path).crash()

@@ -20,7 +20,7 @@ from vllm_specrollout.patches import features
 
 # an object's name in our source -> its class; what is not named here is not checked
 RECEIVERS = {
-    "buckets": "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
+    "graphs": "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
     "self.stock": "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager",
     "self.inner": "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
     "self.structured_outputs_worker": "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker",

@@ -45,8 +45,7 @@ def test_all_that_is_called_of_vllm_is_there_and_takes_what_it_is_given(stock: T
 NOT_REACHED = {
     "AuxOutputWorkerConnector": "for type checkers alone",
     "PendingAuxOutput": "for type checkers alone",
-    "get_varlen_cudagraph_unsupported_backend": "imported where drafts are captured (`captures_drafts`)",
-    "freeze_gc_for_cudagraph_capture": "the same",
+    "freeze_gc_for_cudagraph_capture": "imported where drafts are captured (`captures_drafts`)",
     "SamplingMaskTensors.from_logits": "masks are refused there (`returns_masks`)",
 }
 
@@ -62,8 +61,8 @@ def test_so_it_is_in_every_other_version(version: str) -> None:
 
 def test_what_runs_on_a_gpu_alone_is_among_what_is_checked(stock: Tree) -> None:
     called = {ast.unparse(call.func) for ours in FILES for call, _ in ours.calls(stock)}
-    graphs = {"BatchExecutionDescriptor", "buckets.capture", "buckets.dispatch", "buckets.run_fullgraph"}
-    others = {"self.inner.forward", "super().prepare_inputs", "get_varlen_cudagraph_unsupported_backend"}
+    graphs = {"BatchExecutionDescriptor", "graphs.capture", "graphs.dispatch", "graphs.run_fullgraph"}
+    others = {"self.inner.forward", "super().prepare_inputs"}
     assert graphs | others <= called
 
 
@@ -74,8 +73,8 @@ PLANTED = {
         "BatchExecutionDescriptor(cg_mode=1, num_tokens=2, num_reqs=3, width=4)\n",
         "unexpected keyword argument 'width'",
     ),
-    "an argument too few": ("def f(buckets):\n    buckets.run_fullgraph()\n", "missing a required argument: 'desc'"),
-    "a method that is gone": ("def f(buckets):\n    buckets.replay(1)\n", "no buckets.replay"),
+    "an argument too few": ("def f(graphs):\n    graphs.run_fullgraph()\n", "missing a required argument: 'desc'"),
+    "a method that is gone": ("def f(graphs):\n    graphs.replay(1)\n", "no graphs.replay"),
     "an override of other arguments": (
         "class SpecRolloutV2:\n    def prepare_attn(self, batch):\n        return super().prepare_attn(batch)\n",
         "vLLM's own takes ['self', 'input_batch']",
@@ -95,8 +94,7 @@ def test_what_is_for_another_version_is_not_checked(stock: Tree, tmp_path: Path)
     for choice, problems in (("captures_drafts", 0), ("v2_noise", 1)):
         file = tmp_path / f"{choice}.py"
         file.write_text(
-            "def f(buckets):\n"
-            f"    if features.installed().{choice} not in (True, 'philox'):\n        buckets.replay(1)\n"
+            f"def f(graphs):\n    if features.installed().{choice} not in (True, 'philox'):\n        graphs.replay(1)\n"
         )
         assert len(list(Ours(file, ROW).problems(stock))) == problems
 

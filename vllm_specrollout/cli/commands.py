@@ -31,7 +31,6 @@ BENCHES = {
     "ladder": ("scenarios.ladder", "A long tail, with idle workers helping."),
     "kernels": ("scenarios.kernels", "Kernels on a GPU: right, and how fast."),
     "device": ("scenarios.device", "Identity, speed and idle time on a GPU."),
-    "graphs": ("scenarios.graphs", "Device memory of CUDA graphs."),
     "gpu": ("gpu.hour", "All that needs a GPU, one after the other, resumed."),
     "soak": ("soak.scenario", "A server under load and faults, for hours; in a checkout."),
     "study": (

@@ -98,8 +98,6 @@ class SpecRolloutConfig:
     same problem, which ends a rollout sooner; or `arrival`, as in vLLM. Where requests have priorities, those hold."""
     profile: Annotated[str, Choice(PROFILES)] = "auto"
     """`auto` starts from what `specrollout profile` measured of this model on this host, if it did; `off` does not."""
-    max_graphs: Annotated[int, Range(0, 4096)] = 64
-    """CUDA only: most CUDA graphs captured for steps with drafts (see `specrollout plan graphs`); 0 captures none."""
     scratch_blocks: Annotated[int | None, Range(0, 1 << 20)] = None
     """Blocks beside the KV cache, for branches beyond the first; unset: a tenth of the KV cache's, at most 512."""
     block_size: Annotated[int | None, Range(32, 1024)] = None

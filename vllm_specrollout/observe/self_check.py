@@ -26,9 +26,9 @@ from vllm_specrollout.types import DraftMode
 logger = logging.getLogger("vllm.specrollout")
 
 VERIFY, ATTENTION, COMMIT = "verify", "tree attention", "commit"
-CHAINS, CHAIN_GRAPHS, TREES, TREE_GRAPHS = "chains", "chain graphs", "trees", "tree graphs"
+CHAINS, TREES, TREE_GRAPHS = "chains", "trees", "tree graphs"
 CRASH = "an earlier start"
-PARTS = (VERIFY, ATTENTION, COMMIT, CHAINS, CHAIN_GRAPHS, TREES, TREE_GRAPHS)
+PARTS = (VERIFY, ATTENTION, COMMIT, CHAINS, TREES, TREE_GRAPHS)
 """In the order in which they run."""
 DEADLINE_S = 120.0
 """Of one part, which takes a second at most: whatever takes so long hangs."""
@@ -65,24 +65,21 @@ class Allowed:
     """What an engine may do after its self-check."""
 
     shape: DraftMode
-    # steps with drafts may replay graphs
-    has_graphs: bool = True
     # drafts are judged by our kernel; else by vLLM's sampler and plain torch
     has_kernel: bool = True
 
 
 def allowed(failed: Mapping[str, str]) -> Allowed:
-    """What is left after these parts failed: trees, chains, chains without graphs, nothing, in this order.
+    """What is left after these parts failed: trees, chains, nothing, in this order.
 
     Args:
         failed: part -> what was wrong.
     """
     if CHAINS in failed:
-        return Allowed(DraftMode.OFF, has_graphs=False, has_kernel=False)
+        return Allowed(DraftMode.OFF, has_kernel=False)
     is_tree = not failed.keys() & {VERIFY, ATTENTION, COMMIT, TREES, TREE_GRAPHS, CRASH}
     return Allowed(
         DraftMode.TREE if is_tree else DraftMode.CHAIN,
-        has_graphs=not failed.keys() & {CHAIN_GRAPHS, CRASH},
         has_kernel=not failed.keys() & {VERIFY, CRASH},
     )
 
@@ -230,7 +227,7 @@ def deadline(
         if not over.wait(grace_s):
             logger.error(
                 "Spec rollout: the self-check hangs in `%s`, so this process ends. hint: start it again; once it"
-                " has hung twice, it drafts chains without CUDA graphs; `specrollout doctor --gpu` checks anew",
+                " has hung twice, it drafts chains without our kernel; `specrollout doctor --gpu` checks anew",
                 part,
             )
             (end or (lambda: os._exit(70)))()

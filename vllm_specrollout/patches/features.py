@@ -28,7 +28,7 @@ class Features:
     processors_know_lengths: bool
     """Whether the V2 runner tells its processors of logits how long sequences may be."""
     captures_drafts: bool
-    """Whether steps with drafts get CUDA graphs on the V2 runner: vLLM says which attention could replay them."""
+    """Whether steps with branches get CUDA graphs on the V2 runner: vLLM has what they are captured with."""
     cpu_models_draft: bool
     """Whether vLLM itself runs a model that drafts on CPU's V1 runner: once, a kernel did not fit its launcher."""
     drafts_few: bool

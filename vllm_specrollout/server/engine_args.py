@@ -7,14 +7,14 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from vllm_specrollout.config import SpecRolloutConfig, envs, speculative_methods
 from vllm_specrollout.errors import ConfigError, UnsupportedError, shown
 from vllm_specrollout.patches import features, supported
-from vllm_specrollout.scheduling.cudagraphs import capture_sizes
 from vllm_specrollout.server import engines, limits, settings
 from vllm_specrollout.server.settings import FLAG, add_flag, readable_errors
 
@@ -22,6 +22,8 @@ logger = logging.getLogger("vllm.specrollout")
 
 _set_here: set[str] = set()
 """Variables that a configuration of ours has set: one of stock's after it finds them unset again."""
+_CAPTURED = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+"""vLLM's own capture sizes, up to its bound on Hopper: beyond, arithmetic hides launches."""
 
 
 def accept_keyword(original: Callable[..., None]) -> Callable[..., None]:
@@ -175,6 +177,27 @@ def _names_capture_sizes(engine_args: Any) -> bool:
         for given in (engine_args, engine_args.compilation_config)
         for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     )
+
+
+def capture_sizes(stock: Sequence[int], max_num_reqs: int, max_draft_tokens: int, max_tokens: int) -> list[int]:
+    """vLLM's capture sizes, continued until they hold steps with drafts.
+
+    vLLM stops at twice the requests it runs at once: its configuration learns of drafts in the worker alone.
+
+    Args:
+        stock: what vLLM would capture, ascending; empty: nothing, and so it stays.
+        max_draft_tokens: most nodes of a request.
+        max_tokens: most rows of any step.
+
+    Returns:
+        Sizes in ascending order. All of stock's are among them and none between them, so steps that stock would capture
+        are captured as ever.
+    """
+    rows = min(max_num_reqs * (1 + max_draft_tokens), _CAPTURED[-1], max_tokens)
+    if not stock or stock[-1] >= rows:
+        return list(stock)
+    more = _CAPTURED[: bisect_left(_CAPTURED, rows) + 1]
+    return [*stock, *(min(size, max_tokens) for size in more if size > stock[-1])]
 
 
 def _capture_drafts(vllm_config: Any, config: SpecRolloutConfig) -> None:

@@ -102,10 +102,9 @@ def test_plan_without_a_command_plans_drafters_and_verifiers(mine):
     assert run(*SIZES, "--profile", mine).stdout == run("decoupled", *SIZES, "--profile", mine).stdout != ""
 
 
-def test_other_plans_and_help_are_still_reached():
-    assert "MiB (estimate)" in run("graphs").stdout
-    assert "graphs" in run("--help").stdout
-    assert "graphs" in run().output
+def test_help_is_still_reached():
+    assert "decoupled" in run("--help").stdout
+    assert "decoupled" in run().output
 
 
 def test_only_so_many_runners_up_are_printed(mine):

@@ -50,7 +50,6 @@ ENGINE = {
     "budget: a list": {"budget": ["auto"]},
     "queue_order: none such": {"queue_order": "longest"},
     "profile: a bool": {"profile": True},
-    "max_graphs: below zero": {"max_graphs": -1},
     "scratch_blocks: below zero": {"scratch_blocks": -1},
     "scratch_blocks: too many": {"scratch_blocks": 1 << 21},
     "block_size: 33": {"block_size": 33},

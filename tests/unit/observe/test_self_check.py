@@ -17,7 +17,6 @@ import pytest
 
 from vllm_specrollout.observe.self_check import (
     ATTENTION,
-    CHAIN_GRAPHS,
     CHAINS,
     COMMIT,
     CRASH,
@@ -42,9 +41,8 @@ ORDER = (DraftMode.OFF, DraftMode.CHAIN, DraftMode.TREE)
         ([], Allowed(DraftMode.TREE)),
         *(([part], Allowed(DraftMode.CHAIN)) for part in (ATTENTION, COMMIT, TREES, TREE_GRAPHS)),
         ([VERIFY], Allowed(DraftMode.CHAIN, has_kernel=False)),
-        ([CHAIN_GRAPHS], Allowed(DraftMode.TREE, has_graphs=False)),
-        ([CRASH], Allowed(DraftMode.CHAIN, has_graphs=False, has_kernel=False)),
-        ([CHAINS], Allowed(DraftMode.OFF, has_graphs=False, has_kernel=False)),
+        ([CRASH], Allowed(DraftMode.CHAIN, has_kernel=False)),
+        ([CHAINS], Allowed(DraftMode.OFF, has_kernel=False)),
     ],
 )
 def test_what_failed_takes_away_what_rests_on_it(failed: list[str], rule: Allowed) -> None:
@@ -57,7 +55,7 @@ def test_one_failure_more_never_allows_more() -> None:
         for more in (*PARTS, CRASH):
             after = allowed(dict.fromkeys((*few, more), ""))
             assert ORDER.index(after.shape) <= ORDER.index(before.shape)
-            assert after.has_graphs <= before.has_graphs and after.has_kernel <= before.has_kernel
+            assert after.has_kernel <= before.has_kernel
 
 
 def test_what_passed_is_known_to_the_next_start_until_it_fails(tmp_path: Path) -> None:

@@ -6,12 +6,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_specrollout.errors import UnsupportedError
 from vllm_specrollout.server import engine_args, engines, limits
+from vllm_specrollout.server.engine_args import capture_sizes
 
 STOCK_SIZES = [1, 2, 4, 8, 16, 24, 32]
-WIDENED = [*STOCK_SIZES, *range(40, 257, 8), *range(272, 401, 16)]
+SIZES_OF_VLLM = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+WIDENED = [size for size in SIZES_OF_VLLM if size <= 400]
 
 
 def args_of(compilation=None, **given):
@@ -82,6 +86,40 @@ def test_where_nothing_is_captured_and_on_other_runners_nothing_changes(monkeypa
 
 def test_switched_off_the_sizes_are_stocks(monkeypatch):
     assert sizes_of(created(monkeypatch, args_of(additional_config={}))) == STOCK_SIZES
+
+
+@pytest.mark.parametrize(
+    ("max_num_reqs", "stock", "last"),
+    [
+        # vLLM stops at twice the requests
+        (1, (1, 2), 32),
+        (4, (1, 2, 4, 8), 104),
+        (16, (1, 2, 4, 8, 16, 24, 32), 400),
+        (32, SIZES_OF_VLLM[:11], 512),
+        # as far as steps go that are captured unasked
+        (256, SIZES_OF_VLLM, 512),
+        # a model or a platform for which vLLM captures more
+        (256, (*SIZES_OF_VLLM, 1024), 1024),
+    ],
+)
+def test_capture_sizes_go_on_until_they_hold_steps_with_24_drafts(max_num_reqs, stock, last):
+    sizes = capture_sizes(stock, max_num_reqs, 24, 8192)
+    assert sizes[: len(stock)] == list(stock)
+    assert sizes[-1] == last and set(sizes[len(stock) :]) <= set(SIZES_OF_VLLM)
+
+
+def test_no_size_is_captured_that_no_step_has():
+    assert capture_sizes((1, 2, 4, 8), 4, 24, 100)[-1] == 100
+    assert capture_sizes((1, 2), 1, 1, 8192) == [1, 2]
+    assert capture_sizes((), 16, 24, 8192) == []
+
+
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(64, 9000), st.integers(1, 80))
+def test_stocks_sizes_all_stay_and_nothing_comes_between_them(max_num_reqs, drafts, max_tokens, count):
+    stock = [size for size in SIZES_OF_VLLM[:count] if size <= max_tokens]
+    sizes = capture_sizes(stock, max_num_reqs, drafts, max_tokens)
+    assert sizes == sorted(set(sizes)) and sizes[: len(stock)] == stock and sizes[-1] <= max(max_tokens, stock[-1])
+    assert sizes[-1] >= min(max_num_reqs * (1 + drafts), 512, max_tokens)
 
 
 def test_without_the_compiled_module_the_engine_says_how_to_get_it(monkeypatch):

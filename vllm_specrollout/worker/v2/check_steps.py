@@ -177,29 +177,29 @@ class CheckRequests:
         self.end()
         return ""
 
-    def compare(self, draft: Callable[[Sequence[int], int], Draft], buckets: Any = None) -> str:
+    def compare(self, draft: Callable[[Sequence[int], int], Draft], graphs: Any = None) -> str:
         """What differs once everybody is drafted for, or every second one; nothing: "".
 
         Args:
             draft: what is drafted of the tokens to come.
-            buckets: the graphs that are to be replayed; None: none are.
+            graphs: the graphs that are to be replayed; None: none are.
         """
         self.num_replayed = 0
-        wrong = self._differing(draft, 1, buckets) or self._differing(draft, 2, buckets)
-        if buckets is None or wrong or self.num_replayed:
+        wrong = self._differing(draft, 1, graphs) or self._differing(draft, 2, graphs)
+        if graphs is None or wrong or self.num_replayed:
             return wrong
         # fewer rows may fit
         lines, self.lines = self.lines, self.lines[:1]
         try:
-            return self._differing(draft, 1, buckets)
+            return self._differing(draft, 1, graphs)
         finally:
             self.end()
             self.lines = lines
 
-    def _differing(self, draft: Callable[[Sequence[int], int], Draft], each: int, buckets: Any) -> str:
+    def _differing(self, draft: Callable[[Sequence[int], int], Draft], each: int, graphs: Any) -> str:
         """`compare` with drafts for one request of so many."""
         drafts = {number: self._drafted(draft, line) for number, line in enumerate(self.lines) if number % each == 0}
-        with self._graphs(buckets) as replayed:
+        with self._graphs(graphs) as replayed:
             self._begin()
             self._prefill()
             self._step(drafts)
@@ -287,26 +287,24 @@ class CheckRequests:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _graphs(self, buckets: Any) -> Iterator[list[Any]]:
-        """Steps with drafts replay these graphs alone; which were replayed is noted."""
+    def _graphs(self, trees: Any) -> Iterator[list[Any]]:
+        """Steps with branches replay these graphs or none; which were replayed is noted."""
         graphs, replayed = self.runner.draft_graphs, []
-        kept = graphs.chains, graphs.trees
-        graphs.chains = graphs.trees = None
-        if buckets is not None:
-            run = buckets.run_fullgraph
+        kept, graphs.trees = graphs.trees, trees
+        if trees is not None:
+            run = trees.run_fullgraph
 
             def noted(desc: Any) -> Any:
                 replayed.append(desc)
                 return run(desc)
 
-            buckets.run_fullgraph = noted
-            graphs.chains, graphs.trees = (each if each is buckets else None for each in kept)
+            trees.run_fullgraph = noted
         try:
             yield replayed
         finally:
-            graphs.chains, graphs.trees = kept
-            if buckets is not None:
-                del buckets.run_fullgraph
+            graphs.trees = kept
+            if trees is not None:
+                del trees.run_fullgraph
 
     def _begin(self) -> None:
         self.end()

@@ -33,6 +33,7 @@ from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
 from vllm_specrollout.worker.v2.device_drafts import LINE, NOBODY, Bystander, DeviceDrafts, Told
+from vllm_specrollout.worker.v2.graphs import TREES_UP_TO, profiled_graphs
 from vllm_specrollout.worker.v2.host import InFlight
 from vllm_specrollout.worker.v2.inputs import emptied, holds_prompt
 from vllm_specrollout.worker.v2.model import DeviceModel
@@ -44,8 +45,6 @@ logger = logging.getLogger("vllm.specrollout")
 
 _ON_DEVICE = ("history", "ngram", *MODEL_SOURCES)
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
-TREES_UP_TO = 8
-"""Requests of a step, at most, that trees are drafted for: among more, rows cost more than branches bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +165,15 @@ class Lane(SpecRolloutV2):
         if self.model_drafter is not None and not is_profiling:
             self.spec_rollout.replace_drafters([*self.spec_rollout.drafters, self.model_drafter])
             self.metrics.bounded(self.model_drafter.name, self.model_drafter.most_tokens)
+
+    def capture_model(self, **kwargs: Any) -> int:
+        # vLLM 0.29 knows no `profile_only`
+        if kwargs.get("profile_only"):
+            return super().capture_model(**kwargs) + (0 if self._levels else profiled_graphs(self))
+        if self._may_branch(1):
+            # before vLLM's own, which locks the workspaces when it is done
+            self.draft_graphs.capture(self)
+        return super().capture_model(**kwargs)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)

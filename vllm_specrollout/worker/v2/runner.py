@@ -75,7 +75,7 @@ class SpecRolloutV2(_Base):
         self.experts: RoutedExperts | None = None
         self.step = StepState()
         self._told = (0, 0, False)
-        self.draft_graphs = DraftGraphs(self.inputs)
+        self.draft_graphs = DraftGraphs()
 
     @property
     def drafting(self) -> Drafting:

@@ -148,7 +148,7 @@ class SelfCheck:
     @torch.inference_mode()
     def run(self) -> None:
         """All parts that this engine needs, and what follows from them."""
-        runner, graphs = self.runner, self.runner.draft_graphs
+        runner = self.runner
         if self.is_wanted and record.CRASH not in self.failed:
             if not self.record.has_passed:
                 self.part(record.VERIFY, lambda: check_verify(runner))
@@ -160,7 +160,7 @@ class SelfCheck:
             runner.kv_connector.set_disabled(True)
             try:
                 with set_aside(runner, requests.host):
-                    self._check_steps(requests, graphs)
+                    self._check_steps(requests)
                     requests.end()
             finally:
                 runner.kv_connector.set_disabled(False)
@@ -171,7 +171,7 @@ class SelfCheck:
         self.apply()
         self._say()
 
-    def _check_steps(self, requests: CheckRequests, graphs: Any) -> None:
+    def _check_steps(self, requests: CheckRequests) -> None:
         """Requests with drafts, from the safest kind of step to the boldest."""
         runner = self.runner
         if not self.part(record.CHAINS, lambda: requests.decode() or requests.compare(chain_of)):
@@ -182,28 +182,26 @@ class SelfCheck:
                 self.part(record.CHAINS, lambda: requests.compare(chain_of))
             if record.CHAINS in self.failed:
                 return
-        self._check_graphs(record.CHAIN_GRAPHS, "chains", lambda: requests.compare(chain_of, graphs.chains), requests)
         self.apply()
         if runner.shape[0] is DraftMode.TREE and requests.can_fork:
             self.part(record.ATTENTION, requests.shadow)
             self.part(record.TREES, lambda: requests.compare(fork_of))
-            self._check_graphs(record.TREE_GRAPHS, "trees", lambda: requests.compare(fork_of, graphs.trees), requests)
+            self._check_graphs(requests)
 
-    def _check_graphs(self, part: str, kind: str, run: Callable[[], str], requests: CheckRequests) -> None:
+    def _check_graphs(self, requests: CheckRequests) -> None:
         """Graphs that none of these requests' steps fits into prove nothing, and are not used."""
-        runner = self.runner
-        if getattr(runner.draft_graphs, kind) is None or not self.part(part, run) or requests.num_replayed:
+        runner, graphs = self.runner, self.runner.draft_graphs.trees
+        if graphs is None or not self.part(record.TREE_GRAPHS, lambda: requests.compare(fork_of, graphs)):
             return
-        self.passed.remove(part)
-        setattr(runner.draft_graphs, kind, None)
-        logger.info("Spec rollout: no step of the self-check fits the CUDA graphs for %s: they are not used", kind)
+        if not requests.num_replayed:
+            self.passed.remove(record.TREE_GRAPHS)
+            runner.draft_graphs.trees = None
+            logger.info("Spec rollout: no step of the self-check fits the CUDA graphs for trees: they are not used")
 
     def apply(self) -> None:
         """Let the runner do what is still allowed, and no more."""
         runner, rule = self.runner, allowed(self.failed)
         runner.verifier.has_kernel = rule.has_kernel
-        if not rule.has_graphs or rule.shape is DraftMode.OFF:
-            runner.draft_graphs.chains = None
         part = record.CHAINS if rule.shape is DraftMode.OFF else next(iter(self.failed), "")
         why = f"self-check: {part}: {self.failed[part]}" if self.failed else ""
         limit(runner, rule.shape, why)
@@ -218,12 +216,9 @@ class SelfCheck:
             if self.is_wanted:
                 logger.info("Spec rollout: the self-check passed in %.1f s", self.seconds)
             return
-        rule = allowed(self.failed)
-        graphs = "" if rule.has_graphs or rule.shape is DraftMode.OFF else ", without CUDA graphs"
         logger.warning(
-            "Spec rollout: drafts are %s%s here. hint: `specrollout doctor --gpu` checks anew, and says what to report",
-            {DraftMode.OFF: "off", DraftMode.CHAIN: "chains only"}.get(rule.shape, "as configured"),
-            graphs,
+            "Spec rollout: drafts are %s here. hint: `specrollout doctor --gpu` checks anew, and says what to report",
+            {DraftMode.OFF: "off", DraftMode.CHAIN: "chains only"}.get(allowed(self.failed).shape, "as configured"),
         )
 
     def as_dict(self) -> dict[str, Any]:

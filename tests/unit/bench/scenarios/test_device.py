@@ -13,7 +13,7 @@ from bench.kernels.shapes import Cell
 from bench.runner import ties
 from bench.runner.models import BARE, bare_model
 from bench.runner.rows import Pair
-from bench.scenarios import device, graphs
+from bench.scenarios import device
 from bench.scenarios.device import DRAFTS, Device, accuracy_for, expected_tokens
 from tests.drafters import ask
 from vllm_specrollout.config import parse, parse_request
@@ -90,8 +90,6 @@ def test_our_engines_and_requests_are_configured_as_the_plugin_understands(every
         assert {one.max_draft_tokens for one in options} == {3}
         assert len({one.problem_id for one in options}) == cell.batch
         assert all("extra_args" not in one for one in bench._params(cell, "tree"))
-    for sizes in graphs.ARMS.values():
-        assert (parse(graphs.spec_rollout(sizes)) is None) == (sizes is None)
 
 
 def test_strict_engines_are_batch_invariant_where_there_is_a_gpu(every):
