@@ -328,8 +328,7 @@ class Metrics(Listener):
         self._counts["drafters_alive"] = count
 
     def part(self, name: str, ms: float) -> None:
-        """A part of a step took so long: `wait` for the tokens before it, `draft`, `idle` from those tokens to the
-        launch of the step, by the host's clock; `verify` and `commit` by the device's."""
+        """A part of a step took so long: `plan` by the host's clock; `lookup`, `verify`, `commit` by the device's."""
         self._add(f"part_steps/{name}", 1)
         self._add(f"part_ms/{name}", round(ms * THOUSANDTHS))
 

@@ -23,6 +23,7 @@ from vllm_specrollout.kernels.lookup.naive import TILE
 from vllm_specrollout.observe.guard import CONTAINED, Guard
 from vllm_specrollout.patches import features
 from vllm_specrollout.types import IntArray
+from vllm_specrollout.worker.v2.device_times import DeviceTimes
 from vllm_specrollout.worker.v2.texts import DeviceTexts
 
 MOST_TILES = 1 << 20
@@ -96,14 +97,15 @@ class DeviceDrafts:
         texts: earlier answers on the device; None: none are looked at.
         max_depth: most tokens of a path that is looked up.
         guard: told of what fails.
+        times: of the step's parts on the device.
     """
 
     def __init__(
         self, speculator: Any, depth: int, states: Any, told: Callable[[str], Told], texts: DeviceTexts | None,
-        max_depth: int, guard: Guard,
+        max_depth: int, guard: Guard, times: DeviceTimes,
     ) -> None:  # fmt: skip
         self._states, self._told, self.texts = states, told, texts
-        self._device, self._guard = states.device, guard
+        self._device, self._guard, self._times = states.device, guard, times
         self.width, most = states.num_speculative_steps, states.max_num_reqs
         self._propose, self._depth = speculator.propose, depth
         speculator.propose = self.propose
@@ -160,7 +162,8 @@ class DeviceDrafts:
         limits, ends = self._sent(self._limits(told), self._ends(told))
         kinds: list[tuple[int, Drafts]] = []
         if self.looks_up and not self.is_paused:
-            kinds.append((LOOKED, self.look_up(batch, told)))
+            with self._times.of("lookup"):
+                kinds.append((LOOKED, self.look_up(batch, told)))
         if self.has_lines and not self.is_paused:
             kinds.append((LINED, self._chain(self._lined(batch), LINED, limits, ends)))
         if modelled is not None and self.model is not None:

@@ -31,7 +31,7 @@ from vllm_specrollout.types import (
     TreeBatch,
     VerifyResult,
 )
-from vllm_specrollout.worker.drafting import NO_DRAFTS, Drafting
+from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.request import Admission, RequestState
 
 
@@ -50,8 +50,6 @@ class InFlight:
     is_decode_only: bool
     # requests that had no place in the batch when the step was scheduled
     waiting: int = 0
-    # milliseconds that its drafts took to be made
-    ask_ms: float = 0.0
     # what the target computed, for a model that drafts
     computed: Any = None
     # the request whose verdict was withheld, if its draft was met; empty: nobody's
@@ -74,9 +72,6 @@ class Settled:
     drafted: int = 0
     # steps with drafts
     drafting: int = 0
-    wait_ms: float = 0.0
-    # when the last tokens came, by the host's clock; None: no step did
-    home_s: float | None = None
 
 
 def tokens_of(output: Any, event: torch.cuda.Event) -> Callable[[], tuple[IntArray, IntArray]]:
@@ -103,7 +98,6 @@ def timing_of(step: InFlight, step_ms: float, tokens: int) -> StepTiming:
         trees=int(np.count_nonzero(step.trees.sizes)),
         context=sum(request.length for request in step.requests if request is not None),
         waiting=step.waiting,
-        ask_ms=step.ask_ms,
     )
 
 
@@ -169,14 +163,10 @@ class StepState:
     preempted: AbstractSet[str] = frozenset()
     is_paused: bool = False
     has_drafts: bool = False
-    # when the tokens came that it was drafted from; None: it was not waited for any
-    home_s: float | None = None
     # most drafts of the requests that some room was left for
     room: Mapping[str, int] = field(default_factory=dict)
-    # drafts over the requests that have some, what they were chosen from, and the milliseconds that took
-    trees: TreeBatch = NO_DRAFTS
+    # what its room was planned from
     planned: PlannedStep | None = None
-    ask_ms: float = 0.0
     # the request that is held at the first token of its path; empty: none is
     withheld: str = ""
     num_rows: int = 0
@@ -213,8 +203,6 @@ class Host:
         self._requests: dict[str, HostRequest] = {}
         self.limits: dict[str, int] = {}
         """Most nodes of running requests that allow only so many."""
-        self.num_limited = 0
-        """How many requests have had such a limit."""
         # preempted: they come back as new ones, or end
         self._away: dict[str, HostRequest] = {}
         self._in_flight: list[InFlight] = []
@@ -237,7 +225,7 @@ class Host:
         else:
             limit = 0
         if limit < MOST_NODES:
-            self.limits[request.request_id], self.num_limited = limit, self.num_limited + 1
+            self.limits[request.request_id] = limit
 
     def get(self, request_id: str) -> HostRequest | None:
         return self._requests.get(request_id)
@@ -313,14 +301,12 @@ class Host:
         steps, self._in_flight = self._in_flight[:end], self._in_flight[end:]
         homes = []
         for step in steps:
-            begin = self.clock()
             homes.append(step.wait())
-            total.wait_ms += (self.clock() - begin) * 1e3
         # from the tokens of one wait to those of the next: the device's own pace, the engine's work included
         now = self.clock()
         period_ms = None if self._last_home is None or not steps else (now - self._last_home) * 1e3 / len(steps)
         if steps:
-            total.home_s = self._last_home = now
+            self._last_home = now
         is_uniform = len({(step.rows, step.is_decode_only) for step in steps}) == 1
         for step, (sampled, counts) in zip(steps, homes, strict=True):
             if step.drafted is not None:

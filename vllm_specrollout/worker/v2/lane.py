@@ -7,11 +7,13 @@ a pause, a request's most drafts, or a line to go on with, holds from a later st
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from vllm_specrollout.config import MODEL_SOURCES
 from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
-from vllm_specrollout.types import DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
+from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
@@ -131,7 +133,7 @@ class Lane(SpecRolloutV2):
         texts = None if self._history is None else DeviceTexts(self._history.texts, device, stream)
         self.drafts = DeviceDrafts(
             self.speculator, self._levels, self.req_states, self._told_of, texts, self.spec_config.max_depth,
-            self.spec_rollout.guard,
+            self.spec_rollout.guard, self.times,
         )  # fmt: skip
         self.drafts.looks_up = bool(lookups)
         for one in lookups[:1]:
@@ -321,23 +323,34 @@ class Lane(SpecRolloutV2):
     def _windows(self) -> dict[str, int]:
         """Most drafts of requests of which the budget would verify fewer than there are, by what came home last."""
         batch = self.host.batch(dict.fromkeys(self.req_states.req_id_to_index, self._most), self.drafts.may_branch)
+        for drafter in self.spec_rollout.drafters:
+            if not isinstance(drafter, LateDrafts) and "propose" not in vars(drafter):
+                drafter.propose = functools.partial(self._carried, drafter.propose)  # type: ignore[method-assign]
+        begin = time.perf_counter()
         self._planned = planned = self.drafting.look_ahead(batch, self.step.number)
         if planned is None:
             return {}
-        for trees in planned.proposals:
-            if trees.num_nodes and int(trees.source[0]) not in self._on_device:
-                self._carry(batch, trees)
+        self._took("plan", (time.perf_counter() - begin) * 1e3)
         chosen = cut(planned.plan.trees, batch.max_nodes).sizes
         most = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
         is_cut = (chosen < most) | ((most == 0) & self.spec_rollout.budget.backs_off)
         return {name: int(chosen[i]) for i, name in enumerate(batch.request_ids) if is_cut[i]}
 
-    def _carry(self, batch: RequestBatch, trees: TreeBatch) -> None:
-        """Drafts that were not made on the device go there as lines, each behind the tokens that it was made for."""
+    def _carried(
+        self, propose: Callable[[RequestBatch, DraftLimits], TreeBatch], batch: RequestBatch, limits: DraftLimits
+    ) -> TreeBatch:
+        """What a drafter proposes on the host. It goes to the device as lines, each behind the tokens that it was made
+        for; since the device is ahead by then, they are as long as they may be."""
+        wanted, ones = limits.max_nodes > 0, np.ones_like(limits.max_nodes)
+        trees = propose(
+            batch, replace(limits, max_nodes=np.where(wanted, LINE, 0).astype(np.int32), max_depth=LINE * ones)
+        )
         drafted = np.flatnonzero(trees.sizes)
-        lines = np.full((len(drafted), 1 + LINE), -1, dtype=np.int32)
-        lines[:, 0] = [len(batch.views[i].token_ids) for i in drafted]
-        paths = first_paths(trees)[drafted, :LINE]
-        lines[:, 1 : 1 + paths.shape[1]] = paths
-        rows = [self.req_states.req_id_to_index[trees.request_ids[i]] for i in drafted]
-        self.drafts.carry(np.array(rows, dtype=np.int32), lines)
+        if len(drafted):
+            lines = np.full((len(drafted), 1 + LINE), -1, dtype=np.int32)
+            lines[:, 0] = [len(batch.views[i].token_ids) for i in drafted]
+            paths = first_paths(trees)[drafted, :LINE]
+            lines[:, 1 : 1 + paths.shape[1]] = paths
+            rows = [self.req_states.req_id_to_index[trees.request_ids[i]] for i in drafted]
+            self.drafts.carry(np.array(rows, dtype=np.int32), lines)
+        return cut(trees, np.minimum(limits.max_nodes, limits.max_depth))

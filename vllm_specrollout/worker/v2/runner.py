@@ -21,8 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_specrollout.speculator import Speculator
-from vllm_specrollout.trees.batch import over
-from vllm_specrollout.types import DraftMode, FinishedRequest
+from vllm_specrollout.types import DraftMode, FinishedRequest, empty_trees
 from vllm_specrollout.worker.arriving import is_unseeded, resumed_of, signed
 from vllm_specrollout.worker.common import Stats, config_of
 from vllm_specrollout.worker.drafting import Drafting, begin_step
@@ -74,7 +73,7 @@ class SpecRolloutV2(_Base):
         self.mover: SlotMover | None = None
         self.experts: RoutedExperts | None = None
         self.step = StepState()
-        self._told = (0, 0, False)
+        self._told: tuple[Any, ...] = ()
         self.draft_graphs = DraftGraphs()
 
     @property
@@ -163,8 +162,6 @@ class SpecRolloutV2(_Base):
                 step.is_paused = self.drafting.is_paused(step.number, num_running)
                 scheduler_output = self._begun(scheduler_output)
             output = super().execute_model(scheduler_output, *args, **kwargs)
-        if step.home_s is not None and step.has_drafts:
-            self._took("idle", (self.host.clock() - step.home_s) * 1e3)
         return output
 
     def _begun(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -229,28 +226,27 @@ class SpecRolloutV2(_Base):
         self._learn()
         self._remember(output, batch)
         report, counts = self._report(output), self.metrics.take_if_due()
-        news = (report.asks_at, self.host.num_limited, bool(report.drafted))
+        news = (report.asks_at, report.limits, report.most)
         if news != self._told or self.step.has_drafts or counts:
-            # in a pause there is nothing new; limits of requests that are over harm nobody
+            # in a pause there is nothing new
             self._told = news
             output.model_runner_output = SpecRolloutOutput.carrying(output.model_runner_output, None, report, counts)
         return output
 
     def _remember(self, output: Any, batch: InputBatch) -> None:
         """Note the step as in flight; nobody waits for it before drafts need its tokens."""
-        step, trees = self.step, over(self.step.trees, batch.req_ids)
+        step = self.step
         self.stats.steps += 1
-        self.stats.request_steps += trees.num_requests
+        self.stats.request_steps += batch.num_reqs
         self.host.sent(
             InFlight(
                 [self.host.get(request_id) for request_id in batch.req_ids],
-                trees,
+                empty_trees(batch.req_ids),
                 step.planned,
                 tokens_of(output, self.tokens_ready),
                 step.num_rows,
                 step.num_rows - batch.num_draft_tokens == batch.num_reqs,
                 step.waiting,
-                step.ask_ms,
                 self._computed(batch),
                 step.withheld,
                 self.weights_version.number,
@@ -275,12 +271,8 @@ class SpecRolloutV2(_Base):
     def take_in(self, keep: int = 0) -> None:
         """`settle` without what can wait until the next step is launched."""
         settled = self.host.settle(keep)
-        self.stats.wait_ms += settled.wait_ms
-        if settled.home_s is not None:
-            self.step.home_s = settled.home_s
-            self._took("wait", settled.wait_ms)
-            for part, ms in self.times.take():
-                self._took(part, ms)
+        for part, ms in self.times.take():
+            self._took(part, ms)
         self.stats.output_tokens += settled.tokens
         self.stats.accepted += settled.accepted
         self.stats.drafted += settled.drafted
@@ -295,8 +287,5 @@ class SpecRolloutV2(_Base):
                 entry[1] += timing.step_ms
 
     def _report(self, output: Any) -> DraftReport:
-        trees, after = self.step.trees, self.step.number + 1
-        asks_at = after + self.drafting.steps_off(after, self.step.num_running)
-        return DraftReport(
-            asks_at, self.host.limits.copy(), dict(zip(trees.request_ids, trees.sizes.tolist(), strict=True))
-        )
+        """What the scheduler is told beside the step's output."""
+        raise NotImplementedError
