@@ -12,13 +12,12 @@ pytest.importorskip("vllm")
 from vllm import LLM
 
 from tests.e2e.identity.cases import Case
-from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.check import VOCAB, fuzz
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
 from tests.e2e.identity.fields import differences, metrics_are_the_workers, undecided
-from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.v2.models import small_experts
-from vllm_specrollout.types import DraftTree, RequestView
+from vllm_specrollout.types import DraftMode
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 96,
@@ -49,13 +48,6 @@ CASES = [
 CACHED = ("num_cached_tokens", "num_cache_creation_tokens")
 
 
-class Chains(FuzzDrafter):
-    """The same without branches."""
-
-    def tree(self, view: RequestView, max_nodes: int, max_depth: int, is_chain: bool) -> DraftTree:
-        return super().tree(view, max_nodes, max_depth, True)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return small_experts(tmp_path_factory.mktemp("models"))
@@ -73,9 +65,9 @@ def answers(llm: LLM, weights: str = "7") -> list[Any]:
     return run(llm, CASES)
 
 
-def draft(ours: Engine, stock: Sequence[Any], kind: type[FuzzDrafter] = FuzzDrafter) -> None:
+def draft(ours: Engine, stock: Sequence[Any]) -> None:
     known = {case.problem_id: list(one.outputs[0].token_ids) for case, one in zip(CASES, stock, strict=True)}
-    ours.runner.spec_rollout.replace_drafters([kind(known, VOCAB, quality=0.9)])
+    fuzz(ours, known, 0, 0.9)
 
 
 def test_an_accepted_branch_returns_its_own_experts_and_masks_and_all_else_of_stocks_answer(
@@ -95,7 +87,8 @@ def test_an_accepted_branch_returns_its_own_experts_and_masks_and_all_else_of_st
             assert output.routed_experts is not None and output.weight_versions
         metrics_are_the_workers(got, stats, DRAFTS["max_draft_tokens"])
 
-        draft(ours, stock, Chains)
+        ours.runner.shape = (DraftMode.CHAIN, "they follow one line now")
+        draft(ours, stock)
         again = answers(ours.llm)
         stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
         assert stats["branches_committed"] == 0 < stats["accepted"]

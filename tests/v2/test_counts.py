@@ -51,7 +51,4 @@ def test_what_the_oracle_drafts_can_be_changed_between_runs(tmp_path: Path) -> N
         assert run(ours.llm, cases)[0].outputs[0].token_ids == answer
         stats = ours.llm.collective_rpc("spec_rollout_stats")[0]
         assert stats["drafted"] == stats["accepted"] > 0
-        parts = stats["by_part"]
-        assert parts.keys() == {"wait", "draft", "idle"}, "without a device there is no clock of its own"
-        assert 0 < parts["idle"][0] <= parts["draft"][0] <= parts["wait"][0]
-        assert parts["wait"][1] == pytest.approx(stats["wait_ms"]) and parts["idle"][1] > parts["draft"][1]
+        assert stats["by_part"].keys() == {"plan"}, "without a device there is no clock of its own"

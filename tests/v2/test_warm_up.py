@@ -15,14 +15,15 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_specrollout.kernels.kv_commit import kernel as kv_commit
+from vllm_specrollout.kernels.lookup import kernel as lookup
 from vllm_specrollout.kernels.tree_attention import kernel as tree_attention
+from vllm_specrollout.kernels.tree_rows import kernel as tree_rows
 from vllm_specrollout.kernels.tree_verify import kernel as tree_verify
 
 from tests.e2e.identity.cases import Case, cases
-from tests.e2e.identity.check import VOCAB
+from tests.e2e.identity.check import VOCAB, fuzz
 from tests.e2e.identity.compare import run
 from tests.e2e.identity.engines import Engine, engine
-from tests.e2e.identity.fuzz import FuzzDrafter
 from tests.launches import Key, watch
 from tests.v2.models import small_model
 from vllm_specrollout.worker import request
@@ -36,7 +37,9 @@ KERNELS = (
     (tree_verify, "_sample_blocks"),
     (tree_verify, "_walk_trees"),
     (kv_commit, "_move"),
+    (tree_rows, "_lay_out"),
 )
+LOOKUPS = ((lookup, "_scan"), (lookup, "_vote"))
 ENGINE: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 900, "max_num_batched_tokens": 640}
 
 
@@ -49,7 +52,7 @@ def _rollout(ours: Engine) -> None:
         case.problem_id: list(output.outputs[0].token_ids)
         for case, output in zip([*requests, long], truth, strict=True)
     }
-    ours.runner.spec_rollout.replace_drafters([FuzzDrafter(answers, VOCAB, quality=0.9)])
+    fuzz(ours, answers, 0, 0.9)
     for batch in (requests[:1], [*requests, long], [long]):
         ours.llm.reset_prefix_cache()
         run(ours.llm, batch)
@@ -66,7 +69,24 @@ def test_a_rollout_launches_nothing_that_was_not_compiled_before_it(
         compiled = set(keys)
         keys.clear()
         _rollout(ours)
-    assert {name for name, *_ in keys} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move"}
+    assert {name for name, *_ in keys} == {"_attend", "_merge", "_sample_blocks", "_walk_trees", "_move", "_lay_out"}
+    assert not (set(keys) - compiled)
+
+
+def test_lookups_of_a_group_launch_nothing_that_was_not_compiled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[Key] = watch(monkeypatch, *LOOKUPS)
+    path = small_model(tmp_path, "qwen3", "float32")
+    asked = Case("group", "group", list(range(5, 25)), {"max_tokens": 6, "n": 3, "ignore_eos": True, "seed": 1})
+    stopped = Case("ends", "ends", list(range(5, 25)), {"max_tokens": 6, "stop_token_ids": [3, 4, 5], "seed": 1})
+    own = {"drafters": ["history", "ngram"], "max_draft_tokens": 8}
+    with engine(path, "float32", is_ours=True, spec_rollout=own, **ENGINE) as ours:
+        compiled = set(keys)
+        keys.clear()
+        for _ in range(2):
+            run(ours.llm, [asked, stopped])
+    assert {name for name, *_ in keys} == {"_scan", "_vote"}
     assert not (set(keys) - compiled)
 
 

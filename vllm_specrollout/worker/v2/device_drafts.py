@@ -7,6 +7,7 @@ request gets, and what the device keeps of it until its step. What is looked up 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,9 @@ from vllm_specrollout.worker.v2.texts import DeviceTexts
 
 MOST_TILES = 1 << 20
 """Tiles of a batch, at most: 32 MiB for what is found in them. Where there are more, the last texts are left out."""
-MOST_SIBLINGS = 63
-"""Running requests whose tokens are looked at beside a request's own."""
+SIBLINGS, ENDS = (0, 7, 63), (1, 4, 16, 64)
+"""Columns for running requests whose tokens are looked at beside a request's own, and for tokens that end it. Kernels
+are compiled for each of these numbers; who has more siblings than the last one goes without the others."""
 LINE = 64
 """Tokens that the host carries to the device of a draft which was not made there."""
 LOOKED, LINED, MODELLED = range(3)
@@ -213,6 +215,17 @@ class DeviceDrafts:
         before = torch.cat([torch.ones_like(chances[:, :1]), chances[:, :-1]], dim=1)
         self._speculator.draft_token_confidence_probs[: len(own)] = (chances / before.clamp(min=1e-9)).clamp_(max=1.0)
 
+    def warm_up(self) -> None:
+        """Compile what steps launch, for rows that have no tokens: of these numbers of siblings, and few ends."""
+        states = self._states
+        tables = states.all_token_ids.gpu, states.prompt_len.gpu, states.total_len.gpu
+        buffers = (self.texts.texts, self.texts.spans) if self.texts is not None else self._no_texts()
+        for siblings, ends in itertools.product(SIBLINGS if self.looks_up else (), ENDS[:2]):
+            asked, one = np.full((1, 2 + siblings), -1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+            asked[0, 0] = 0
+            sent = self._sent(asked, one, one, np.full((1, ends), -1, dtype=np.int32))
+            self._lookup(*buffers, *tables, *sent, 1)
+
     # --- between host and device -------------------------------------------------------------------------------------
 
     def home(self, batch: InputBatch) -> torch.Tensor:
@@ -273,18 +286,19 @@ class DeviceDrafts:
             [row for name in one.siblings if (row := self._states.req_id_to_index.get(name)) is not None]
             for one in told
         ]
-        most = min(max(map(len, rows)), MOST_SIBLINGS)
-        asked = np.full((len(told), 2 + (1 << most.bit_length()) - 1), -1, dtype=np.int32)
+        most = min(max(map(len, rows)), SIBLINGS[-1])
+        asked = np.full((len(told), 2 + next(n for n in SIBLINGS if n >= most)), -1, dtype=np.int32)
         asked[:, 0] = batch.idx_mapping_np
         for i, (one, own) in enumerate(zip(told, rows, strict=True)):
             asked[i, 1] = one.problem
-            asked[i, 2 : 2 + min(len(own), MOST_SIBLINGS)] = own[:MOST_SIBLINGS]
+            asked[i, 2 : 2 + min(len(own), SIBLINGS[-1])] = own[: SIBLINGS[-1]]
         return asked
 
     def _ends(self, told: Sequence[Told]) -> IntArray:
         """[R, some] int32, -1 where a request has fewer."""
         most = max(len(one.ends) for one in told)
-        ends = np.full((len(told), 1 << max(most - 1, 0).bit_length()), -1, dtype=np.int32)
+        columns = next((n for n in ENDS if n >= most), 1 << most.bit_length())
+        ends = np.full((len(told), columns), -1, dtype=np.int32)
         for own, one in zip(ends, told, strict=True):
             own[: len(one.ends)] = one.ends
         return ends

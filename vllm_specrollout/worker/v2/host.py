@@ -29,7 +29,6 @@ from vllm_specrollout.types import (
     RequestView,
     StepTiming,
     TreeBatch,
-    VerifyResult,
 )
 from vllm_specrollout.worker.drafting import Drafting
 from vllm_specrollout.worker.request import Admission, RequestState
@@ -40,24 +39,24 @@ class InFlight:
     """A step whose tokens are on their way to the host."""
 
     requests: list[HostRequest | None]
-    # over the requests, in batch order
+    # over the requests, in batch order; none until the step is home
     trees: TreeBatch
-    # what they were planned from; None: nothing was
-    planned: PlannedStep | None
+    # the engine step
+    number: int
     # waits for the step's tokens; returns [R, width] sampled tokens and [R] how many of them count
     wait: Callable[[], tuple[IntArray, IntArray]]
     rows: int
     is_decode_only: bool
     # requests that had no place in the batch when the step was scheduled
     waiting: int = 0
-    # what the target computed, for a model that drafts
-    computed: Any = None
     # the request whose verdict was withheld, if its draft was met; empty: nobody's
     withheld: str = ""
     # that it computed with
     weights_version: int = 0
-    # the trees, where the device drafted them: asked once the tokens are home; None: they are known
+    # the trees, asked once the tokens are home; None: nothing was drafted
     drafted: Callable[[], TreeBatch] | None = None
+    # what would be verified of them; None: nothing was drafted
+    planned: PlannedStep | None = None
     # whether the tokens are there, so that nobody need wait
     is_home: Callable[[], bool] = lambda: True
 
@@ -165,8 +164,6 @@ class StepState:
     has_drafts: bool = False
     # most drafts of the requests that some room was left for
     room: Mapping[str, int] = field(default_factory=dict)
-    # what its room was planned from
-    planned: PlannedStep | None = None
     # the request that is held at the first token of its path; empty: none is
     withheld: str = ""
     num_rows: int = 0
@@ -211,8 +208,10 @@ class Host:
         self._last_home: float | None = None
         # steps that came home, the milliseconds that each took (None: not known), and its tokens
         self._untimed: list[tuple[InFlight, float | None, int]] = []
-        self.came_home: Callable[[InFlight, IntArray, VerifyResult], None] = lambda step, counts, result: None
-        """Told of each step that was taken in: [R] tokens sampled for each request, and what became of its drafts."""
+        self.came_home: Callable[[InFlight], None] = lambda step: None
+        """Told of each step that was taken in."""
+        self.plan: Callable[[InFlight], PlannedStep | None] = lambda step: None
+        """Asked what would be verified of a step's drafts, which are home, before its tokens are taken in."""
         # got their first token in the step that is taken in
         self._begun: list[HostRequest] = []
 
@@ -311,11 +310,12 @@ class Host:
         for step, (sampled, counts) in zip(steps, homes, strict=True):
             if step.drafted is not None:
                 step.trees = step.drafted()
+                step.planned = self.plan(step)
             num_accepted, accepted = self._take_in(step, sampled, counts)
             tokens = int(counts.sum())
             self.drafting.observe(step.planned, step.trees, num_accepted, accepted)
             self._untimed.append((step, period_ms if is_uniform else None, tokens))
-            self.came_home(step, counts, VerifyResult(num_accepted, accepted))
+            self.came_home(step)
             version = self.weights_version.number
             for request in filter(self._may_begin, self._begun):
                 self.drafting.begin(request.seen(request.buffer[: request.length], self.max_model_len, version))

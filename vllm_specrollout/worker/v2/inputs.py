@@ -51,7 +51,10 @@ class TreeInputs:
             drafted: [rows of requests, 3, most drafts] int32 tokens (-1: none, and vLLM put that into the inputs),
                 parents, and what is of no interest here.
         """
-        parents, draft_ids = torch.empty(2, len(batch.logits_indices), dtype=torch.int32, device=self._device)
+        # apart, since kernels are compiled for addresses that 16 divides
+        parents, draft_ids = (
+            torch.empty(len(batch.logits_indices), dtype=torch.int32, device=self._device) for _ in range(2)
+        )
         self.by_ancestors = self.has_branches or self.always_by_ancestors
         if self.by_ancestors:
             # those of padding as well

@@ -7,13 +7,12 @@ a pause, a request's most drafts, or a line to go on with, holds from a later st
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_specrollout.config import MODEL_SOURCES
 from vllm_specrollout.drafters.looked_up import LateDrafts, LookedUpHistory
+from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.speculator import PlannedStep
 from vllm_specrollout.trees.batch import cut, first_paths, over, proposed
-from vllm_specrollout.types import DraftLimits, DraftMode, IntArray, RequestBatch, TreeBatch, VerifyResult
+from vllm_specrollout.types import DraftLimits, DraftMode, RequestBatch, TreeBatch
 from vllm_specrollout.worker.common import levels_of
 from vllm_specrollout.worker.drafting import NO_DRAFTS
 from vllm_specrollout.worker.scheduler import DraftReport
@@ -136,27 +136,30 @@ class Lane(SpecRolloutV2):
             self.spec_rollout.guard, self.times,
         )  # fmt: skip
         self.drafts.looks_up = bool(lookups)
-        for one in lookups[:1]:
-            one.latest = lambda: self.latest
+        # tells budgets of the drafts that came home last
+        self._late = lookups[0] if lookups else LateDrafts()
+        self._late.latest = lambda: self.latest
         names = self.spec_config.sources
         self._on_device = {i for i, name in enumerate(names) if name in _ON_DEVICE}
         # of what is looked up, carried in lines, and a model's
         elsewhere = next((i for i in range(len(names)) if i not in self._on_device), 0)
         self.sources = min(self._on_device, default=0), elsewhere, len(self.spec_config.drafters)
-        # what steps to come are planned by; None: nothing was
-        self._planned: PlannedStep | None = None
+        # most drafts of requests of which fewer are verified than there are
+        self._windows: dict[str, int] = {}
+        # drafters on the host, whose drafts are carried to the device; by theirs, what they propose
+        self._carried: dict[int, Callable[[RequestBatch, DraftLimits], TreeBatch]] = {}
         self.latest: TreeBatch = NO_DRAFTS
         """The drafts that came home last, whatever had room, for whoever chooses how many are verified."""
         # requests whose verdict is withheld in a step that is not home yet
         self._withheld: dict[str, None] = {}
-        self.host.came_home = self._came_home
+        self.host.came_home, self.host.plan = self._came_home, self._plan
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if self._levels:
             self.model_drafter = DeviceModel(self.speculator, self.model, self._levels, self.sources[2])
             if not self.drafts.looks_up:
-                self.model_drafter.latest = lambda: self.latest
+                self.model_drafter.latest = self._late.latest
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False, **kwargs: Any) -> None:
         with rebound(_RUNNER, "maybe_create_adaptive_verification_manager", _if_it_can):
@@ -291,21 +294,21 @@ class Lane(SpecRolloutV2):
             self._history.hits += int(np.count_nonzero(self.latest.sizes))
         return home.drafted()
 
-    def _came_home(self, step: InFlight, counts: IntArray, result: VerifyResult) -> None:
+    def _came_home(self, step: InFlight) -> None:
         self._withheld.pop(step.withheld, None)
 
     def _learn(self) -> None:
         # what is home is taken in, and nothing is waited for
+        before = self.host.num_in_flight
         self.take_in(self.host.num_out)
+        if self.host.num_in_flight < before and not self.drafts.is_paused and self.drafting.is_drafting:
+            self._carry_lines()
         super()._learn()
-        self.step.planned = self._planned
 
     # --- what the host makes of it -----------------------------------------------------------------------------------
 
     def _report(self, output: Any) -> DraftReport:
-        after, limits = self.step.number + 1, self.host.limits.copy()
-        if not self.drafts.is_paused:
-            limits |= self._windows()
+        after, limits = self.step.number + 1, self.host.limits | self._windows
         asks_at = after + self.drafting.steps_off(after, self.step.num_running)
         report = DraftReport(asks_at, limits, {}, self._most)
         get_output, home = output.get_output, self.step.home
@@ -320,31 +323,44 @@ class Lane(SpecRolloutV2):
             output.get_output = counted
         return report
 
-    def _windows(self) -> dict[str, int]:
-        """Most drafts of requests of which the budget would verify fewer than there are, by what came home last."""
-        batch = self.host.batch(dict.fromkeys(self.req_states.req_id_to_index, self._most), self.drafts.may_branch)
-        for drafter in self.spec_rollout.drafters:
-            if not isinstance(drafter, LateDrafts) and "propose" not in vars(drafter):
-                drafter.propose = functools.partial(self._carried, drafter.propose)  # type: ignore[method-assign]
-        begin = time.perf_counter()
-        self._planned = planned = self.drafting.look_ahead(batch, self.step.number)
+    def _plan(self, step: InFlight) -> PlannedStep | None:
+        """What the budget would verify of a step's drafts. A request of which it would leave some gets less room."""
+        begin, most = time.perf_counter(), self.max_draft_tokens
+        room = {r.request_id: most for r in step.requests if r is not None and r.length > r.begins_at}
+        batch = self.host.batch(room, may_branch=True)
+        planned = self.drafting.look_ahead(batch, step.number)
         if planned is None:
-            return {}
-        self._took("plan", (time.perf_counter() - begin) * 1e3)
+            return None
         chosen = cut(planned.plan.trees, batch.max_nodes).sizes
-        most = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
-        is_cut = (chosen < most) | ((most == 0) & self.spec_rollout.budget.backs_off)
-        return {name: int(chosen[i]) for i, name in enumerate(batch.request_ids) if is_cut[i]}
+        there = np.max([np.zeros_like(chosen), *(one.sizes for one in planned.proposals)], axis=0)
+        is_cut = (chosen < there) | ((there == 0) & self.spec_rollout.budget.backs_off)
+        self._windows = {name: int(chosen[i]) for i, name in enumerate(batch.request_ids) if is_cut[i]}
+        self._took("plan", (time.perf_counter() - begin) * 1e3)
+        return planned
 
-    def _carried(
-        self, propose: Callable[[RequestBatch, DraftLimits], TreeBatch], batch: RequestBatch, limits: DraftLimits
-    ) -> TreeBatch:
-        """What a drafter proposes on the host. It goes to the device as lines, each behind the tokens that it was made
-        for; since the device is ahead by then, they are as long as they may be."""
-        wanted, ones = limits.max_nodes > 0, np.ones_like(limits.max_nodes)
-        trees = propose(
-            batch, replace(limits, max_nodes=np.where(wanted, LINE, 0).astype(np.int32), max_depth=LINE * ones)
-        )
+    def _carry_lines(self) -> None:
+        """Have drafters on the host draft from the tokens that are known. What they propose goes to the device as
+        lines: it is ahead by then, so they are as long as they may be."""
+        speculator = self.spec_rollout
+        asked = [one for one in speculator.drafters if not isinstance(one, LateDrafts)]
+        for drafter in asked:
+            if id(drafter) not in self._carried:
+                # a budget hears of its drafts when they have been verified, from whoever tells of all
+                is_told = len(asked) < len(speculator.drafters) or bool(self._carried)
+                self._carried[id(drafter)] = drafter.propose
+                drafter.propose = (LateDrafts() if is_told else self._late).propose  # type: ignore[method-assign]
+        room = dict.fromkeys(self.req_states.req_id_to_index, LINE)
+        batch = self.host.batch(room, may_branch=False) if asked else None
+        if batch is None or not batch.size:
+            return
+        limits = DraftLimits(batch.max_nodes, np.minimum(batch.max_depth, LINE), np.ones(batch.size, dtype=np.bool_))
+        for drafter in asked:
+            try:
+                self._carry(batch, self._carried[id(drafter)](batch, limits))
+            except CONTAINED as error:
+                speculator.failed(drafter, error)
+
+    def _carry(self, batch: RequestBatch, trees: TreeBatch) -> None:
         drafted = np.flatnonzero(trees.sizes)
         if len(drafted):
             lines = np.full((len(drafted), 1 + LINE), -1, dtype=np.int32)
@@ -353,4 +369,3 @@ class Lane(SpecRolloutV2):
             lines[:, 1 : 1 + paths.shape[1]] = paths
             rows = [self.req_states.req_id_to_index[trees.request_ids[i]] for i in drafted]
             self.drafts.carry(np.array(rows, dtype=np.int32), lines)
-        return cut(trees, np.minimum(limits.max_nodes, limits.max_depth))

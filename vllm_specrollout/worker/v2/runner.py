@@ -242,12 +242,11 @@ class SpecRolloutV2(_Base):
             InFlight(
                 [self.host.get(request_id) for request_id in batch.req_ids],
                 empty_trees(batch.req_ids),
-                step.planned,
+                step.number,
                 tokens_of(output, self.tokens_ready),
                 step.num_rows,
                 step.num_rows - batch.num_draft_tokens == batch.num_reqs,
                 step.waiting,
-                self._computed(batch),
                 step.withheld,
                 self.weights_version.number,
                 step.drafted,
@@ -258,10 +257,6 @@ class SpecRolloutV2(_Base):
         if self.host.num_in_flight > MOST_IN_FLIGHT:
             # nobody drafts: keep the mirror from falling ever further behind (all but the last of these are long done)
             self.settle(keep=2)
-
-    def _computed(self, batch: InputBatch) -> Any:
-        """What a model that drafts has to know of the step."""
-        return None
 
     def settle(self, keep: int = 0) -> None:
         """Take in the steps in flight, but for the last `keep`, and learn from them."""

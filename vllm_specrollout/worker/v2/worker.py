@@ -11,6 +11,7 @@ import torch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from vllm_specrollout.errors import UnsupportedError
+from vllm_specrollout.kernels.tree_rows.kernel import lay_out
 from vllm_specrollout.observe.guard import CONTAINED
 from vllm_specrollout.observe.self_check import ATTENTION, COMMIT, VERIFY, in_words
 from vllm_specrollout.types import DraftMode
@@ -47,6 +48,7 @@ def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
             failed[part] = in_words(error)
 
     run(VERIFY, lambda: _warm_up_update(runner))
+    run(VERIFY, lambda: _warm_up_rows(runner))
     if runner.verifier.has_kernel:
         run(VERIFY, lambda: runner.verifier.warm_up(runner.vocab_size, runner.dtype, runner.device))
     if runner.mover is None or runner.shape[0] is not DraftMode.TREE:
@@ -59,6 +61,18 @@ def warm_up(runner: SpecRolloutV2) -> dict[str, str]:
     for layer in attention_layers(runner):
         run(ATTENTION, lambda layer=layer: layer.impl.warm_up(layer, runner.dtype, block_table))
     return failed
+
+
+def _warm_up_rows(runner: SpecRolloutV2) -> None:
+    """Compile what lays drafts out, both ways, and what looks them up."""
+    runner.drafts.warm_up()
+    none = torch.zeros(1, dtype=torch.int32, device=runner.device)
+    bounds = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)
+    for has_branches in (False, True):
+        lay_out(
+            runner.drafts.drafted, none.long(), bounds, bounds, none, none.clone(), none.clone(), none.clone(),
+            none.long(), none.clone(), has_branches=has_branches,
+        )  # fmt: skip
 
 
 def _warm_up_update(runner: SpecRolloutV2) -> None:
